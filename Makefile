@@ -1,0 +1,50 @@
+# `make demo` and `make test` work on a fresh machine: Python 3.10 or newer with venv, and make. Each builds .venv first
+# when it is missing or out of date; a second call does not.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PYTEST_ARGS ?= -n 2 --dist worksteal
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint format test-newest gpu-test bench picture clean
+
+demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
+	$(BIN)/moelink demo --ranks 4
+
+test: $(STAMP)  ## all tests that need no GPU
+	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## style, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-newest:  ## the tests with the newest Triton, in a venv of their own
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+
+gpu-test: $(STAMP)  ## tests that need CUDA devices
+	$(BIN)/pytest -m gpu
+
+bench: $(STAMP)  ## the CPU benchmark, its JSON, and the table in README.md
+	$(BIN)/python benchmarks/collective_vs_topk.py
+	$(BIN)/python benchmarks/render.py
+
+picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration run
+	$(BIN)/moelink demo --ranks 4 --json > docs/demo.json
+	$(BIN)/python docs/picture.py
+
+clean:
+	rm -rf .venv .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+
+# The stamp is written last, so an interrupted installation is repeated.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[cli,plot]' --group dev
+	touch $@

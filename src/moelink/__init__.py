@@ -1,0 +1,67 @@
+"""Expert-parallel dispatch and combine for Mixture-of-Experts models.
+
+``init`` makes a communicator, whose ``dispatch`` sends each token to the ranks that own its top-k experts and whose
+``combine`` brings the experts' outputs home and sums them. Importing this package touches no device.
+"""
+
+from moelink.communicator import Communicator, init
+from moelink.config import EPConfig, MemoryReport
+from moelink.devices import DeviceCommunicator, init_devices
+from moelink.errors import (
+    ArgumentError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    ConfigMismatchError,
+    ForeignHandleError,
+    MoelinkError,
+    PeerAbortedError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    PendingError,
+    ProtocolError,
+    RoutingError,
+    StateError,
+    UnsupportedError,
+)
+from moelink.formats import Format, Quantized, format_names, get_format, register_format
+from moelink.hooks import Hook
+from moelink.output import DispatchHandle, DispatchOutput
+from moelink.transports.base import Traffic
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CapacityError",
+    "ClosedError",
+    "Communicator",
+    "ConfigError",
+    "ConfigMismatchError",
+    "DeviceCommunicator",
+    "DispatchHandle",
+    "DispatchOutput",
+    "EPConfig",
+    "ForeignHandleError",
+    "Format",
+    "Hook",
+    "MemoryReport",
+    "MoelinkError",
+    "PeerAbortedError",
+    "PeerError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "PendingError",
+    "ProtocolError",
+    "Quantized",
+    "RoutingError",
+    "StateError",
+    "Traffic",
+    "UnsupportedError",
+    "format_names",
+    "get_format",
+    "init",
+    "init_devices",
+    "register_format",
+]

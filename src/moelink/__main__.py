@@ -1,0 +1,8 @@
+"""``python -m moelink``: the same as the command ``moelink``."""
+
+import sys
+
+from moelink.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

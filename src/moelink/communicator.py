@@ -1,0 +1,298 @@
+"""Communicator: what ``moelink.init`` returns, one per rank and configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moelink.config import EPConfig, Layout, Mode, TransportName
+from moelink.errors import ConfigError
+from moelink.group import connect
+from moelink.handshake import agree, refuse
+from moelink.hooks import Hook
+from moelink.liveness import Beacon
+from moelink.output import DispatchOutput
+from moelink.session import PendingOperation, Session
+from moelink.transports.base import CombineRequest, DispatchRequest, Traffic, Transport
+from moelink.transports.collective import CollectiveTransport
+from moelink.transports.collective.group_wire import GroupWire
+from moelink.transports.collective.lockstep import LockstepWire
+from moelink.transports.select import choose_transport
+
+_log = logging.getLogger("moelink")
+
+T = TypeVar("T")
+
+
+def init(
+    *,
+    num_experts: int,
+    topk: int,
+    hidden_size: int,
+    max_tokens_per_rank: int,
+    dispatch_format: str = "bf16",
+    combine_dtype: torch.dtype = torch.bfloat16,
+    layout: Layout = "expert",
+    expert_alignment: int = 1,
+    capacity: int | None = None,
+    pre_reduce: bool = True,
+    fused_shared_expert: bool = False,
+    mode: Mode = "alltoall",
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    transport: TransportName = "auto",
+    ranks_per_node: int | None = None,
+    num_sms: int | None = None,
+    timeout: float = 60.0,
+) -> Communicator:
+    """Make this rank's communicator. Collective over ``group``, torchrun's world, or one rank without either.
+
+    The fields are those of :class:`moelink.EPConfig`; all ranks must pass the same values. ``device`` is this rank's
+    device (default: the CUDA device of LOCAL_RANK where there is one, else the CPU).
+
+    Raises:
+        ConfigError: a value is not acceptable; peers get PeerAbortedError.
+        ConfigMismatchError: ranks passed different values; raised on every rank.
+        PeerTimeoutError: a rank did not arrive within ``timeout``.
+
+    Example:
+        >>> import torch, moelink
+        >>> with moelink.init(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=3) as ep:
+        ...     x = torch.ones(3, 8, dtype=torch.bfloat16)
+        ...     recv = ep.dispatch(x, torch.tensor([[0, 1], [1, 2], [3, -1]]), torch.full((3, 2), 0.5))
+        ...     out = ep.combine(recv.tokens, recv)
+        >>> recv.row_offsets.tolist()
+        [0, 1, 3, 4, 5]
+        >>> out[:, 0].tolist()
+        [1.0, 1.0, 0.5]
+    """
+    where = _default_device() if device is None else torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    world = connect(group, where, timeout)
+    try:
+        config = EPConfig(
+            num_experts=num_experts, topk=topk, hidden_size=hidden_size, max_tokens_per_rank=max_tokens_per_rank,
+            dispatch_format=dispatch_format, combine_dtype=combine_dtype, layout=layout, expert_alignment=expert_alignment,
+            capacity=capacity, pre_reduce=pre_reduce, fused_shared_expert=fused_shared_expert, mode=mode, transport=transport,
+            ranks_per_node=ranks_per_node, num_sms=num_sms, timeout=timeout, world_size=world.world_size, rank=world.rank,
+        )  # fmt: skip
+        chosen = choose_transport(config, [where])
+    except ConfigError:
+        refuse(world, timeout if isinstance(timeout, (int, float)) and timeout > 0 else 60.0)
+        raise
+    identity = secrets.token_hex(8)
+    made: Transport
+    if world.world_size == 1:
+        made = CollectiveTransport([config], LockstepWire(), identity=identity)
+    else:
+        beacon = Beacon()
+        agreement = agree(world, config, beacon.address, identity)
+        identity = agreement.identity
+        wire = GroupWire(
+            world, device=where, identity=identity, timeout=timeout, beacon=beacon, addresses=agreement.addresses
+        )
+        made = CollectiveTransport([config], wire, identity=identity)
+    _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, chosen, where)
+    return Communicator(Session([config], [where], made, identity))
+
+
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+class Communicator:
+    """Dispatch and combine for one rank. Made by :func:`moelink.init`; also a context manager.
+
+    Every call is collective: all ranks make the same calls in the same order, each with any number of tokens up to
+    ``max_tokens_per_rank``, 0 included. A rank whose arguments are refused raises ArgumentError, its peers
+    PeerAbortedError, and the next call works. A peer that does not arrive within ``timeout`` ends in PeerTimeoutError.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def config(self) -> EPConfig:
+        """The validated configuration."""
+        return self._session.configs[0]
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._session.devices[0]
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | Hook | None = None,
+        *,
+        scales: Tensor | None = None,
+        input_scale: Tensor | Hook | None = None,
+        routing: DispatchOutput | None = None,
+        host_counts: bool = False,
+        out: DispatchOutput | None = None,
+    ) -> DispatchOutput:
+        """Send every token to the ranks that own its experts; return this rank's rows, grouped by expert.
+
+        Args:
+            x: [num_tokens, hidden_size] activations (bf16, fp16 or fp32; fp64 for format fp64), contiguous.
+            topk_ids: [num_tokens, topk] int32 or int64 expert ids, -1 where a slot is not routed. None with ``routing``.
+            topk_weights: [num_tokens, topk] router weights that travel with the rows, a Hook, or None.
+            scales: [num_tokens, scale_width] row-major scales; ``x`` is then already quantised (payload rows).
+            input_scale: fp32, one element (or a Hook): the global scale of format nvfp4.
+            routing: an earlier output whose routing is used again; no ids travel.
+            host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
+            out: an earlier output whose tensors are overwritten.
+
+        Raises:
+            ArgumentError, ForeignHandleError: refused here, before any data moves.
+            PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
+            PendingError, ClosedError: the communicator's state does not allow the call.
+        """
+        return self.dispatch_async(
+            x,
+            topk_ids,
+            topk_weights,
+            scales=scales,
+            input_scale=input_scale,
+            routing=routing,
+            host_counts=host_counts,
+            out=out,
+        ).wait()
+
+    def dispatch_async(
+        self,
+        x: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | Hook | None = None,
+        *,
+        scales: Tensor | None = None,
+        input_scale: Tensor | Hook | None = None,
+        routing: DispatchOutput | None = None,
+        host_counts: bool = False,
+        out: DispatchOutput | None = None,
+    ) -> PendingSingle[DispatchOutput]:
+        """Start a dispatch and return at once; ``.wait()`` gives what :meth:`dispatch` returns."""
+        request = make_dispatch_request(
+            x,
+            topk_ids,
+            topk_weights,
+            scales=scales,
+            input_scale=input_scale,
+            routing=routing,
+            host_counts=host_counts,
+            out=out,
+        )
+        return PendingSingle(self._session.dispatch([request]))
+
+    def combine(
+        self,
+        y: Tensor,
+        recv: DispatchOutput,
+        topk_weights: Tensor | Hook | None = None,
+        *,
+        reduce: bool = True,
+        epilogue: Tensor | Hook | None = None,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Bring expert outputs home and sum them: [num_tokens, hidden_size] of ``combine_dtype``.
+
+        Args:
+            y: [rows, hidden_size] of combine_dtype; row i is the expert's output for row i of ``recv.tokens``.
+            recv: what :meth:`dispatch` returned on this rank.
+            topk_weights: [num_tokens, topk] of this rank's own tokens (or a Hook); only with ``pre_reduce=False`` and
+                when none went into dispatch.
+            reduce: False returns the rows as they are, [num_tokens, topk, hidden_size], zero where no row came.
+            epilogue: a bias [hidden_size] or residual [num_tokens, hidden_size] added in fp32 before rounding, or a
+                Hook that stores for itself.
+            shared: [num_tokens, hidden_size] added in fp32 before rounding (a shared expert's output).
+            out: where the result goes.
+
+        Raises: as :meth:`dispatch`.
+        """
+        return self.combine_async(
+            y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out
+        ).wait()
+
+    def combine_async(
+        self,
+        y: Tensor,
+        recv: DispatchOutput,
+        topk_weights: Tensor | Hook | None = None,
+        *,
+        reduce: bool = True,
+        epilogue: Tensor | Hook | None = None,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> PendingSingle[Tensor]:
+        """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
+        request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
+        return PendingSingle(self._session.combine([request]))
+
+    def warmup(self) -> None:
+        """Compile everything before the first call (nothing to do on the collective transport)."""
+        self._session.warmup()
+
+    def check(self) -> None:
+        """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""
+        self._session.check()
+
+    def traffic(self) -> Traffic:
+        """Bytes of rows and their metadata that this rank has sent to other ranks."""
+        return self._session.traffic()
+
+    def close(self) -> None:
+        """Release everything moelink made, never the caller's process groups. A second call does nothing."""
+        self._session.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        config = self.config
+        state = ", closed" if self._session.closed else ""
+        return (
+            f"Communicator(rank={config.rank}, world_size={config.world_size}, num_experts={config.num_experts}, topk={config.topk}, "
+            f"hidden_size={config.hidden_size}, max_tokens_per_rank={config.max_tokens_per_rank}, "
+            f"dispatch_format={config.dispatch_format!r}, layout={config.layout!r}, mode={config.mode!r}, "
+            f"transport={self._session.transport.name!r}, device='{self.device}'{state})"
+        )
+
+
+class PendingSingle(Generic[T]):
+    """A dispatch or combine of one rank under way. Inputs must stay alive and unmodified until ``wait`` returns."""
+
+    def __init__(self, operation: PendingOperation[list[T]]) -> None:
+        self._operation = operation
+
+    def wait(self) -> T:
+        """The result; raises what the call met."""
+        (result,) = self._operation.wait()
+        return result
+
+
+def make_dispatch_request(
+    x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | Hook | None = None, **options: Any
+) -> DispatchRequest:
+    """A request whose ids come from ``routing`` when ``topk_ids`` is None."""
+    routing = options.get("routing")
+    if topk_ids is None and isinstance(routing, DispatchOutput):
+        topk_ids = routing.handle.topk_ids
+    return DispatchRequest(x, topk_ids, topk_weights, **options)  # type: ignore[arg-type]

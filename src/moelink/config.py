@@ -1,0 +1,222 @@
+"""EPConfig: every setting of a communicator, validated once, with the sizes that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from moelink.arith import ceil_div
+from moelink.errors import ConfigError
+from moelink.formats import Format, get_format
+from moelink.layout import DispatchMessage
+
+Layout = Literal["expert", "rank"]
+Mode = Literal["alltoall", "allreduce"]
+TransportName = Literal["auto", "collective", "symmetric"]
+
+COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes that one rank will hold, before anything is allocated.
+
+    Attributes:
+        wire_send: worst-case bytes of the messages one dispatch and one combine send (staging of the collective
+            transport; freed after each call).
+        wire_recv: the same for what they receive.
+        outputs: worst-case bytes of the tensors that one dispatch and one combine return.
+    """
+
+    wire_send: int
+    wire_recv: int
+    outputs: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all entries."""
+        return self.wire_send + self.wire_recv + self.outputs
+
+    def __str__(self) -> str:
+        rows = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)] + [("total", self.total)]
+        return "\n".join(f"{name:<10} {size / 2**20:10.1f} MiB" for name, size in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPConfig:
+    """Settings of one communicator. The same on every rank but for ``rank``.
+
+    Attributes:
+        num_experts: routed experts over all ranks; need not be a multiple of ``world_size``.
+        topk: expert ids per token.
+        hidden_size: elements of a row; a multiple of the dispatch format's group.
+        max_tokens_per_rank: most tokens one rank passes in a call; 0 is allowed.
+        dispatch_format: registered name of the format of dispatched rows.
+        combine_dtype: dtype of expert outputs, of rows on the way home and of the result.
+        layout: "expert" (rows grouped by local expert) or "rank" (one row per token and destination rank).
+        expert_alignment: group sizes are rounded up to this many rows ("expert" layout).
+        capacity: rows of the dispatch output, or None for the worst case.
+        pre_reduce: sum a token's rows on the expert's rank before they travel home.
+        fused_shared_expert: group 0 is the rank's own tokens.
+        mode: "alltoall", or "allreduce" (replicated activations, nothing travels).
+        transport: "auto", "collective" or "symmetric".
+        ranks_per_node: ranks that can address each other's memory, or None for all of them.
+        num_sms: multiprocessors that one kernel may occupy, or None for all of them.
+        timeout: seconds after which a call gives up on a peer.
+        rank, world_size: this rank, and their number.
+    """
+
+    num_experts: int
+    topk: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    dispatch_format: str = "bf16"
+    combine_dtype: torch.dtype = torch.bfloat16
+    layout: Layout = "expert"
+    expert_alignment: int = 1
+    capacity: int | None = None
+    pre_reduce: bool = True
+    fused_shared_expert: bool = False
+    mode: Mode = "alltoall"
+    transport: TransportName = "auto"
+    ranks_per_node: int | None = None
+    num_sms: int | None = None
+    timeout: float = 60.0
+    world_size: int = 1
+    rank: int = field(default=0, metadata={"differs": True})
+
+    def __post_init__(self) -> None:
+        for name, minimum in (
+            ("num_experts", 1), ("topk", 1), ("hidden_size", 1), ("max_tokens_per_rank", 0),
+            ("expert_alignment", 1), ("world_size", 1), ("rank", 0),
+        ):  # fmt: skip
+            self._integer(name, minimum)
+        for name, minimum in (("capacity", 0), ("ranks_per_node", 1), ("num_sms", 1)):
+            if getattr(self, name) is not None:
+                self._integer(name, minimum)
+        for name in ("pre_reduce", "fused_shared_expert"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, "True or False", getattr(self, name))
+        for name, choices in (
+            ("layout", get_args(Layout)),
+            ("mode", get_args(Mode)),
+            ("transport", get_args(TransportName)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(name, f"one of {', '.join(map(repr, choices))}", getattr(self, name))
+        if self.combine_dtype not in COMBINE_DTYPES:
+            raise ConfigError("combine_dtype", f"one of {', '.join(map(str, COMBINE_DTYPES))}", self.combine_dtype)
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, (int, float))
+            or not 0 < self.timeout < float("inf")
+        ):
+            raise ConfigError("timeout", "a positive number of seconds", self.timeout)
+        if self.rank >= self.world_size:
+            raise ConfigError("rank", f"below world_size {self.world_size}", self.rank)
+        if self.ranks_per_node is not None and self.world_size % self.ranks_per_node:
+            raise ConfigError("ranks_per_node", f"a divisor of world_size {self.world_size}", self.ranks_per_node)
+        self.format.validate_hidden(self.hidden_size)
+        if self.layout == "rank":
+            for name, allowed in (("fused_shared_expert", False), ("pre_reduce", True), ("expert_alignment", 1)):
+                if getattr(self, name) != allowed:
+                    raise ConfigError(
+                        name, f"{allowed} with layout='rank' (its rows are one per token and rank)", getattr(self, name)
+                    )
+
+    def _integer(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(name, f"an integer >= {minimum}", value)
+
+    @property
+    def format(self) -> Format:
+        """The dispatch format object."""
+        return get_format(self.dispatch_format)
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """dtype of sums: fp64 when ``combine_dtype`` is fp64, else fp32."""
+        return torch.float64 if self.combine_dtype == torch.float64 else torch.float32
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """dtype of router weights: that of the sums."""
+        return self.accumulate_dtype
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on this rank; the first ``num_experts % world_size`` ranks own one more than the others."""
+        return self.num_experts // self.world_size + (self.rank < self.num_experts % self.world_size)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of dispatch's output: local experts (+ 1 fused shared), or source ranks for layout "rank"."""
+        return self.world_size if self.layout == "rank" else self.num_local_experts + self.fused_shared_expert
+
+    @property
+    def row_alignment(self) -> int:
+        """Rows that group sizes are a multiple of: the least common multiple of ``expert_alignment`` and the format's
+        own row multiple (for powers of two, the larger one)."""
+        if self.layout == "rank":
+            return 1
+        return math.lcm(self.expert_alignment, self.format.row_multiple)
+
+    @property
+    def max_recv_tokens(self) -> int:
+        """Most messages (one per token and source) that this rank receives in a call."""
+        return self.max_tokens_per_rank * (1 if self.mode == "allreduce" else self.world_size)
+
+    @property
+    def max_shared_rows(self) -> int:
+        """Most rows of the fused shared expert's group: all own tokens, or in allreduce mode this rank's part of them."""
+        if not self.fused_shared_expert:
+            return 0
+        parts = self.world_size if self.mode == "allreduce" else 1
+        return ceil_div(self.max_tokens_per_rank, parts)
+
+    @property
+    def max_rows(self) -> int:
+        """Most output rows of a dispatch without ``capacity``: routed, shared and padding rows."""
+        if self.layout == "rank":
+            return self.max_recv_tokens
+        routed = self.max_recv_tokens * self.topk
+        shared = self.max_shared_rows
+        padded_groups = min(self.num_local_experts, routed) + (shared > 0)
+        return routed + shared + padded_groups * (self.row_alignment - 1)
+
+    @property
+    def row_capacity(self) -> int:
+        """Rows of the dispatch output: ``capacity``, or the worst case."""
+        return self.max_rows if self.capacity is None else self.capacity
+
+    @property
+    def dispatch_message(self) -> DispatchMessage:
+        """The largest message dispatch sends: ids and router weights included."""
+        return DispatchMessage(self.format, self.hidden_size, self.topk, weight_dtype=self.weight_dtype)
+
+    @property
+    def combine_row_bytes(self) -> int:
+        """Bytes of one row on its way home."""
+        return self.hidden_size * self.combine_dtype.itemsize
+
+    def memory_report(self) -> MemoryReport:
+        """What this rank will hold at worst, before anything is allocated."""
+        travels = self.mode == "alltoall"
+        copies = min(self.world_size, self.topk)
+        rows_home = copies if self.pre_reduce else self.topk
+        send = self.max_tokens_per_rank * copies * self.dispatch_message.nbytes
+        recv = self.max_recv_tokens * self.dispatch_message.nbytes
+        home = self.max_tokens_per_rank * rows_home * self.combine_row_bytes
+        back = self.max_recv_tokens * (1 if self.pre_reduce else self.topk) * self.combine_row_bytes
+        row = self.format.bytes_per_token(self.hidden_size) + 3 * 4 + self.weight_dtype.itemsize
+        outputs = self.row_capacity * row + self.max_tokens_per_rank * self.combine_row_bytes
+        return MemoryReport(wire_send=max(send, back) * travels, wire_recv=max(recv, home) * travels, outputs=outputs)
+
+    def shared_fields(self) -> dict[str, str]:
+        """Fields that must agree on every rank, as text (what ``init`` compares)."""
+        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if not f.metadata.get("differs")}

@@ -1,0 +1,76 @@
+"""The demonstration: real text through an expert-parallel layer, and the result compared with the unsharded layer."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moelink.demo.config import DemoConfig
+from moelink.demo.judge import Truth, judge
+from moelink.demo.ranks import RankOutput, rank_main
+from moelink.demo.results import DemoReport
+from moelink.errors import ConfigError
+from moelink.testing import run_ranks
+
+Progress = Callable[[str], None]
+"""Called with one sentence at each step, possibly from another thread."""
+
+
+@contextmanager
+def watch(progress_file: Path, progress: Progress, count: int) -> Iterator[None]:
+    """Report each line that rank 0 appends to ``progress_file`` while the block runs."""
+    stop = threading.Event()
+
+    def follow() -> None:
+        seen = 0
+        while not stop.wait(0.1):
+            lines = progress_file.read_text().splitlines()
+            for name in lines[seen:]:
+                seen += 1
+                progress(f"{name}: dispatched, computed and combined ({seen} of {count})")
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def run_demo(config: DemoConfig, text: bytes, progress: Progress = lambda message: None) -> DemoReport:
+    """Run ``text`` through the sharded layer in every format and compare.
+
+    Raises:
+        ConfigError: when ``text`` is empty.
+    """
+    if not text:
+        raise ConfigError("text", "at least one byte", text)
+    text = text[: config.ranks * config.tokens_per_rank]
+    progress(f"running the layer in one process over {len(text)} tokens")
+    truth = Truth.compute(config, text)
+    progress(f"starting {config.ranks} ranks")
+    with tempfile.TemporaryDirectory(prefix="moelink-") as folder:
+        progress_file = Path(folder) / "progress"
+        progress_file.touch()
+        with watch(progress_file, progress, len(config.formats)):
+            by_rank: list[list[RankOutput]] = run_ranks(
+                rank_main, config.ranks, config, text, str(progress_file), timeout=config.timeout
+            )
+    results = []
+    for index, name in enumerate(config.formats):
+        progress(f"{name}: comparing with the layer in one process ({index + 1} of {len(config.formats)})")
+        parts = [outputs[index] for outputs in by_rank]
+        out = torch.from_numpy(np.concatenate([part.out for part in parts]))
+        results.append(judge(name, out, parts, truth))
+    return DemoReport(
+        config=config, device="cuda" if config.uses_cuda else "cpu", num_tokens=len(text),
+        tokens_by_rank_and_expert=truth.tokens_by_rank_and_expert, remote_copies=truth.remote_copies,
+        remote_messages=truth.remote_messages, formats=tuple(results),
+    )  # fmt: skip

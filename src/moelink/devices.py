@@ -1,0 +1,202 @@
+"""One process that drives all ranks: ``moelink.init_devices``. Methods take and return lists, one entry per device."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moelink.communicator import make_dispatch_request
+from moelink.config import EPConfig
+from moelink.errors import ArgumentError, ConfigError
+from moelink.hooks import Hook
+from moelink.output import DispatchOutput
+from moelink.session import PendingOperation, Session
+from moelink.transports.base import CombineRequest, Traffic
+from moelink.transports.collective import CollectiveTransport
+from moelink.transports.collective.lockstep import LockstepWire
+from moelink.transports.select import choose_transport
+
+V = TypeVar("V")
+
+
+def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> DeviceCommunicator:
+    """A communicator whose ranks are ``devices`` of this process, rank i on ``devices[i]``.
+
+    ``fields`` are those of :func:`moelink.init` except ``group`` and ``device``.
+
+    Raises:
+        ConfigError: a field is not acceptable.
+
+    Example:
+        >>> import torch, moelink
+        >>> ep = moelink.init_devices(["cpu"] * 2, num_experts=4, topk=1, hidden_size=8, max_tokens_per_rank=2)
+        >>> xs = [torch.ones(2, 8, dtype=torch.bfloat16) * rank for rank in (1, 2)]
+        >>> recvs = ep.dispatch(xs, [torch.tensor([[0], [3]]), torch.tensor([[1], [2]])])
+        >>> [recv.row_offsets.tolist() for recv in recvs]
+        [[0, 1, 2], [0, 1, 2]]
+        >>> [out[:, 0].tolist() for out in ep.combine([recv.tokens for recv in recvs], recvs)]
+        [[1.0, 1.0], [2.0, 2.0]]
+        >>> ep.close()
+    """
+    if not devices:
+        raise ConfigError("devices", "at least one device", devices)
+    for name in ("group", "device"):
+        if name in fields:
+            raise ConfigError(name, "nothing with init_devices, which is given its devices", fields[name])
+    places = [torch.device(device) for device in devices]
+    configs = [EPConfig(**fields, world_size=len(places), rank=rank) for rank in range(len(places))]
+    identity = secrets.token_hex(8)
+    choose_transport(configs[0], places)
+    transport = CollectiveTransport(configs, LockstepWire(), identity=identity)
+    return DeviceCommunicator(Session(configs, places, transport, identity))
+
+
+class DeviceCommunicator:
+    """Dispatch and combine for all ranks of one process. Made by :func:`moelink.init_devices`; a context manager.
+
+    Arguments mean what they mean in :class:`moelink.Communicator`; every tensor argument is a list, one entry per rank.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def configs(self) -> tuple[EPConfig, ...]:
+        """One validated configuration per rank."""
+        return self._session.configs
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each rank."""
+        return self._session.devices
+
+    def dispatch(
+        self,
+        x: Sequence[Tensor],
+        topk_ids: Sequence[Tensor] | None,
+        topk_weights: Sequence[Tensor | Hook] | None = None,
+        *,
+        scales: Sequence[Tensor] | None = None,
+        input_scale: Sequence[Tensor | Hook] | None = None,
+        routing: Sequence[DispatchOutput] | None = None,
+        host_counts: bool = False,
+        out: Sequence[DispatchOutput] | None = None,
+    ) -> list[DispatchOutput]:
+        """Dispatch on every rank; see :meth:`moelink.Communicator.dispatch`."""
+        return self.dispatch_async(
+            x,
+            topk_ids,
+            topk_weights,
+            scales=scales,
+            input_scale=input_scale,
+            routing=routing,
+            host_counts=host_counts,
+            out=out,
+        ).wait()
+
+    def dispatch_async(
+        self,
+        x: Sequence[Tensor],
+        topk_ids: Sequence[Tensor] | None,
+        topk_weights: Sequence[Tensor | Hook] | None = None,
+        *,
+        scales: Sequence[Tensor] | None = None,
+        input_scale: Sequence[Tensor | Hook] | None = None,
+        routing: Sequence[DispatchOutput] | None = None,
+        host_counts: bool = False,
+        out: Sequence[DispatchOutput] | None = None,
+    ) -> PendingOperation[list[DispatchOutput]]:
+        """Start a dispatch on every rank; ``.wait()`` gives the list."""
+        requests = [
+            make_dispatch_request(
+                x_i, ids_i, weights_i, scales=scales_i, input_scale=scale_i, routing=routing_i, host_counts=host_counts, out=out_i
+            )
+            for x_i, ids_i, weights_i, scales_i, scale_i, routing_i, out_i in zip(
+                self._spread("x", x), self._spread("topk_ids", topk_ids), self._spread("topk_weights", topk_weights),
+                self._spread("scales", scales), self._spread("input_scale", input_scale), self._spread("routing", routing),
+                self._spread("out", out), strict=True,
+            )
+        ]  # fmt: skip
+        return self._session.dispatch(requests)
+
+    def combine(
+        self,
+        y: Sequence[Tensor],
+        recv: Sequence[DispatchOutput],
+        topk_weights: Sequence[Tensor | Hook] | None = None,
+        *,
+        reduce: bool = True,
+        epilogue: Sequence[Tensor | Hook] | None = None,
+        shared: Sequence[Tensor] | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Combine on every rank; see :meth:`moelink.Communicator.combine`."""
+        return self.combine_async(
+            y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out
+        ).wait()
+
+    def combine_async(
+        self,
+        y: Sequence[Tensor],
+        recv: Sequence[DispatchOutput],
+        topk_weights: Sequence[Tensor | Hook] | None = None,
+        *,
+        reduce: bool = True,
+        epilogue: Sequence[Tensor | Hook] | None = None,
+        shared: Sequence[Tensor] | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> PendingOperation[list[Tensor]]:
+        """Start a combine on every rank; ``.wait()`` gives the list."""
+        requests = [
+            CombineRequest(y_i, recv_i, weights_i, reduce=reduce, epilogue=epilogue_i, shared=shared_i, out=out_i)  # type: ignore[arg-type]
+            for y_i, recv_i, weights_i, epilogue_i, shared_i, out_i in zip(
+                self._spread("y", y), self._spread("recv", recv), self._spread("topk_weights", topk_weights),
+                self._spread("epilogue", epilogue), self._spread("shared", shared), self._spread("out", out), strict=True,
+            )
+        ]  # fmt: skip
+        return self._session.combine(requests)
+
+    def _spread(self, name: str, values: Sequence[V] | None) -> list[Any]:
+        """One entry per rank; None stands for None on every rank."""
+        count = len(self._session.configs)
+        if values is None:
+            return [None] * count
+        if isinstance(values, Tensor) or len(values) != count:
+            raise ArgumentError(name, f"a list of {count} entries, one per device", type(values).__name__)
+        return list(values)
+
+    def warmup(self) -> None:
+        """Compile everything before the first call."""
+        self._session.warmup()
+
+    def check(self) -> None:
+        """Synchronise and raise the first error of any rank."""
+        self._session.check()
+
+    def traffic(self) -> Traffic:
+        """Bytes of rows and their metadata that went from one rank to another."""
+        return self._session.traffic()
+
+    def close(self) -> None:
+        """Release everything. A second call does nothing."""
+        self._session.close()
+
+    def __enter__(self) -> DeviceCommunicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._session.closed else ""
+        return (
+            f"DeviceCommunicator(devices={[str(d) for d in self.devices]}, config={self.configs[0]!r}, "
+            f"transport={self._session.transport.name!r}{state})"
+        )

@@ -1,0 +1,160 @@
+"""Every error moelink raises, as one tree.
+
+::
+
+    MoelinkError
+    +-- ConfigError            (ValueError)    a field of EPConfig is not acceptable
+    |   +-- ConfigMismatchError                ranks disagree about a field
+    +-- ArgumentError          (ValueError)    an argument of a call is not acceptable
+    +-- StateError             (RuntimeError)  the call does not fit the communicator's state
+    |   +-- ClosedError                        the communicator is closed
+    |   +-- ForeignHandleError                 a DispatchOutput of another communicator or rank
+    |   +-- PendingError                       a second operation while one of its kind is pending
+    +-- UnsupportedError       (RuntimeError)  this transport, device or installation cannot do it
+    +-- CapacityError          (RuntimeError)  rows did not fit ``capacity`` (they were counted and dropped)
+    +-- RoutingError           (RuntimeError)  ids outside [-1, num_experts) were met on a device
+    +-- PeerError              (RuntimeError)  another rank is the cause
+        +-- PeerAbortedError                   a peer refused its arguments; this communicator stays usable
+        +-- ProtocolError                      peers are not making the same call
+        +-- PeerTimeoutError                   a peer did not arrive in time; the communicator is poisoned
+            +-- PeerLostError                  ... because its process is gone
+
+Each class says when it is raised and how to recover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MoelinkError(Exception):
+    """Base of every error raised by moelink."""
+
+
+class ConfigError(MoelinkError, ValueError):
+    """A configuration field has an unacceptable value. Recover: pass a value that the message's expectation allows."""
+
+    def __init__(self, field: str, expected: str, got: object) -> None:
+        super().__init__(f"{field}: expected {expected}, got {got!r}")
+        self.field, self.expected, self.got = field, expected, got
+
+
+class ConfigMismatchError(ConfigError):
+    """Ranks were initialised with different values of a field. Raised by ``init`` on every rank.
+
+    Recover: give all ranks the same value. ``values`` maps each differing value to the ranks that passed it.
+    """
+
+    def __init__(self, field: str, values: dict[str, Sequence[int]]) -> None:
+        parts = "; ".join(
+            f"{value} on rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}" for value, r in values.items()
+        )
+        super().__init__(field, "the same value on every rank", parts)
+        self.values = values
+
+
+class ArgumentError(MoelinkError, ValueError):
+    """An argument of a call is refused, before any data moves. The communicator stays usable.
+
+    Recover: correct the argument and repeat the call on every rank (peers get :class:`PeerAbortedError`).
+    """
+
+    def __init__(self, name: str, expected: str, got: object) -> None:
+        super().__init__(f"{name}: expected {expected}, got {got}")
+        self.name, self.expected, self.got = name, expected, got
+
+
+class StateError(MoelinkError, RuntimeError):
+    """The call does not fit the state of the communicator."""
+
+
+class ClosedError(StateError):
+    """A call on a closed communicator. Recover: make a new one with ``moelink.init``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: the communicator is closed")
+
+
+class ForeignHandleError(StateError):
+    """``recv`` belongs to another communicator, or to another rank of it. Recover: pass this rank's own ``recv``."""
+
+
+class PendingError(StateError):
+    """A second dispatch (or combine) was started while one is pending. Recover: ``.wait()`` for the first."""
+
+
+class UnsupportedError(MoelinkError, RuntimeError):
+    """This transport, device or installation cannot do what was asked; the message names what can."""
+
+
+class CapacityError(MoelinkError, RuntimeError):
+    """Rows did not fit ``capacity``. They contributed zero and were counted.
+
+    Raised by ``check()``. Recover: raise ``capacity`` (None never overflows) or balance the routing.
+    """
+
+    def __init__(self, rank: int, dropped: int, capacity: int) -> None:
+        super().__init__(f"rank {rank}: {dropped} rows did not fit capacity {capacity} and were dropped")
+        self.rank, self.dropped, self.capacity = rank, dropped, capacity
+
+
+class RoutingError(MoelinkError, RuntimeError):
+    """Expert ids outside [-1, num_experts) were met on a device, where they act as -1. Raised by ``check()``."""
+
+    def __init__(self, rank: int, count: int, num_experts: int) -> None:
+        super().__init__(f"rank {rank}: {count} expert ids outside [-1, {num_experts}) were treated as -1")
+        self.rank, self.count = rank, count
+
+
+class PeerError(MoelinkError, RuntimeError):
+    """Another rank is the cause. ``rank`` is the rank that raises, ``peer`` the rank at fault."""
+
+    def __init__(self, message: str, *, rank: int, peer: int, phase: str, call: int) -> None:
+        super().__init__(message)
+        self.rank, self.peer, self.phase, self.call = rank, peer, phase, call
+
+
+class PeerAbortedError(PeerError):
+    """A peer refused its own arguments and said so. No data moved; the next call works."""
+
+    def __init__(self, *, rank: int, peer: int, phase: str, call: int) -> None:
+        super().__init__(
+            f"rank {rank}: rank {peer} refused its arguments in {phase} (call {call}); the error is raised there",
+            rank=rank,
+            peer=peer,
+            phase=phase,
+            call=call,
+        )
+
+
+class ProtocolError(PeerError):
+    """Peers are not making the same call (a skipped call, another phase, other options), or sent nonsense.
+
+    No data moved. The communicator is poisoned: make every rank issue the same sequence of calls, and init again.
+    """
+
+
+class PeerTimeoutError(PeerError):
+    """A peer did not arrive within ``timeout``. The communicator is poisoned: every later call raises this error.
+
+    ``expected`` and ``got`` are the peer's progress: the call number it had to reach and the one it had reached
+    (None when it did not answer). Recover: ``close()`` and ``init`` again, or ``recover(ranks)`` over the survivors.
+    """
+
+    def __init__(
+        self, *, rank: int, peer: int, phase: str, call: int, expected: int, got: int | None, detail: str = ""
+    ) -> None:
+        reached = "it does not answer" if got is None else f"it has reached call {got}"
+        super().__init__(
+            f"rank {rank}: rank {peer} did not arrive in {phase} (call {call}): expected call {expected}, {reached}"
+            + (f" ({detail})" if detail else ""),
+            rank=rank,
+            peer=peer,
+            phase=phase,
+            call=call,
+        )
+        self.expected, self.got = expected, got
+
+
+class PeerLostError(PeerTimeoutError):
+    """A peer's process is gone: nothing listens where it answered before."""

@@ -1,0 +1,39 @@
+"""Token formats: how rows travel and arrive.
+
+==============  ================  ==================  =====  ===========================================
+name            payload           scales              group  scale layout ("expert" output)
+==============  ================  ==================  =====  ===========================================
+bf16            bfloat16          none                       none
+fp32            float32           none                       none
+fp64            float64           none                       none
+fp8_block128    float8_e4m3fn     float32             128    transposed [hidden / 128, rows], rows by 4
+mxfp8           float8_e4m3fn     float8_e8m0fnu      32     128x4 tiles
+nvfp4           uint8, 2 codes    float8_e4m3fn       16     128x4 tiles
+mxfp4           uint8, 2 codes    float8_e8m0fnu      32     row-major [rows, hidden / 32]
+==============  ================  ==================  =====  ===========================================
+
+A format of one's own is an instance of a :class:`Format` subclass, passed to :func:`register_format` on every rank.
+Importing this package touches no device and does not import triton; ``Format.codec`` does, on first use.
+"""
+
+from __future__ import annotations
+
+from moelink.formats.base import Format, Quantized, ScaleLayout
+from moelink.formats.registry import REGISTRY
+
+__all__ = ["Format", "Quantized", "ScaleLayout", "format_names", "get_format", "register_format"]
+
+
+def get_format(name: str) -> Format:
+    """The format of a name. Raises ConfigError for field ``dispatch_format``, which lists the known names."""
+    return REGISTRY.get(name)
+
+
+def register_format(fmt: Format) -> None:
+    """Make ``fmt`` known as ``fmt.name`` in this process, for good. Raises ArgumentError when the name is taken."""
+    REGISTRY.register(fmt)
+
+
+def format_names() -> tuple[str, ...]:
+    """Every known name: built-in ones first, then registered ones in their order."""
+    return REGISTRY.names()

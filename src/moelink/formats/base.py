@@ -1,0 +1,136 @@
+"""What a token format is: how a row of activations becomes bytes on the wire, and rows plus scales at the receiver.
+
+Legend: ``n`` rows, ``hidden`` elements a row, ``group`` elements that share a scale.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Rows in a format.
+
+    Attributes:
+        payload: [n, payload_width] of ``payload_dtype`` (uint8 with two codes a byte for 4-bit formats,
+            the even element in the low nibble).
+        scales: [n, scale_width] of ``scale_dtype``, row-major, or None for formats that carry rows unchanged.
+    """
+
+    payload: Tensor
+    scales: Tensor | None
+
+
+class ScaleLayout(ABC):
+    """Where the scales of received rows live in the output, and back. Pure torch; no communication.
+
+    ``row_offsets`` is [num_groups + 1] int32, exclusive starts of the groups in the output rows.
+    ``rows`` [n] int64 are output row numbers and ``groups`` [n] int64 the group of each.
+    """
+
+    name: str
+
+    @abstractmethod
+    def shape(self, num_rows: int, scale_width: int, num_groups: int) -> tuple[int, ...]:
+        """Shape of the scale tensor that serves ``num_rows`` output rows in ``num_groups`` groups."""
+
+    @abstractmethod
+    def scatter(self, out: Tensor, scales: Tensor, *, rows: Tensor, groups: Tensor, row_offsets: Tensor) -> None:
+        """Write ``scales`` [n, scale_width] of output rows ``rows`` into ``out`` (a tensor of :meth:`shape`)."""
+
+    @abstractmethod
+    def gather(self, scales: Tensor, *, rows: Tensor, groups: Tensor, row_offsets: Tensor, scale_width: int) -> Tensor:
+        """The inverse: [n, scale_width] row-major scales of output rows ``rows``."""
+
+    @abstractmethod
+    def clear_padding(self, out: Tensor, *, row_offsets: Tensor, group_sizes: Tensor) -> None:
+        """Zero the scales of padding rows: rows of a group past ``group_sizes`` [num_groups] (real rows), as far as
+        the layout promises zeros (row-major and transposed: up to the next group's start; 128x4 tiles: up to the
+        end of the last touched 128-row block)."""
+
+    def scales_offsets(self, row_offsets: Tensor) -> Tensor | None:
+        """The extra [num_groups] int32 output of layouts that place groups in blocks, else None."""
+        return None
+
+
+class Format(ABC):
+    """One token format. Stateless; one instance serves every communicator.
+
+    Attributes:
+        name: the registered name, e.g. ``"fp8_block128"``.
+        group: elements per scale; ``hidden`` must be a multiple of it (and even for 4-bit formats).
+        payload_dtype: dtype of the payload tensor.
+        scale_dtype: dtype of one scale, or None.
+        row_multiple: group sizes of the "expert" layout are rounded up to this many rows.
+        tolerance: largest relative error of one round trip, |dequantize(quantize(x)) - x| <= tolerance * amax(group);
+            0 for formats that carry rows unchanged.
+        scale_layout: layout of the scales in the "expert" layout, or None without scales.
+    """
+
+    name: str
+    group: int
+    payload_dtype: torch.dtype
+    scale_dtype: torch.dtype | None
+    row_multiple: int = 1
+    tolerance: float
+    scale_layout: ScaleLayout | None
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Activation dtypes that :meth:`quantize` takes."""
+        return (torch.bfloat16, torch.float16, torch.float32)
+
+    @property
+    def uses_input_scale(self) -> bool:
+        """True when a global input scale takes part in the arithmetic (nvfp4)."""
+        return False
+
+    @abstractmethod
+    def payload_width(self, hidden: int) -> int:
+        """Elements of ``payload_dtype`` per row."""
+
+    def scale_width(self, hidden: int) -> int:
+        """Scales per row."""
+        return 0 if self.scale_dtype is None else hidden // self.group
+
+    def payload_bytes(self, hidden: int) -> int:
+        """Bytes of one row's payload."""
+        return self.payload_width(hidden) * self.payload_dtype.itemsize
+
+    def scale_bytes(self, hidden: int) -> int:
+        """Bytes of one row's scales."""
+        return self.scale_width(hidden) * (0 if self.scale_dtype is None else self.scale_dtype.itemsize)
+
+    def bytes_per_token(self, hidden: int) -> int:
+        """Payload and scales of one row, without padding or header."""
+        return self.payload_bytes(hidden) + self.scale_bytes(hidden)
+
+    def validate_hidden(self, hidden: int) -> None:
+        """Raise ConfigError when the format's group does not divide ``hidden``."""
+        if hidden % self.group:
+            raise ConfigError("hidden_size", f"a multiple of {self.group} (the group of format {self.name!r})", hidden)
+
+    @abstractmethod
+    def quantize(self, x: Tensor, input_scale: Tensor | None = None) -> Quantized:
+        """Rows [n, hidden] of one of ``input_dtypes`` to the format.
+
+        ``input_scale``: fp32, one element, or None for 1.
+        """
+
+    @abstractmethod
+    def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
+        """[n, hidden] fp32 (fp64 for format fp64) from payload and row-major scales."""
+
+    def codec(self) -> Any:
+        """The Triton device functions of the same arithmetic, bit for bit; imported on first use (needs triton)."""
+        from moelink.errors import UnsupportedError
+
+        raise UnsupportedError(f"format {self.name!r} has no Triton device functions; use transport='collective'")

@@ -1,0 +1,154 @@
+"""Conversions between fp32 and narrow types as Triton device functions; the twins of ``moelink.formats.casts``.
+
+Stock Triton 3.6 misrounds bf16 and fp8 casts when interpreted, so with NATIVE False nothing narrower than fp32 is a
+float: codes are integers, made with integer operations and exact fp32 ones. NaN and inf follow the torch twins.
+"""
+
+import triton
+import triton.language as tl
+
+INF_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+F32_MAX_BITS = tl.constexpr(0x7F7FFFFF)
+E8M0_NAN = tl.constexpr(255)
+
+
+@triton.jit
+def as_int(x):
+    """The bits of fp32 as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """int32 bits as fp32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_bits(x):
+    """fp32 [NG, GS] -> int32 [NG]: bits of the largest magnitude; above INF_BITS when there is a NaN.
+
+    Magnitudes order as integers do, NaN last: no dependence on how a maximum treats NaN.
+    """
+    return tl.max(as_int(x) & MAGNITUDE, 1)
+
+
+@triton.jit
+def amax_from_bits(largest):
+    """int32 [NG] of :func:`largest_bits` -> fp32 [NG]: inf and NaN become the largest fp32."""
+    return as_float(tl.minimum(largest, F32_MAX_BITS))
+
+
+@triton.jit
+def divide(x, value: tl.constexpr):
+    """``x / value``, one IEEE rounding."""
+    return tl.math.div_rn(x, tl.full(x.shape, value, tl.float32))
+
+
+@triton.jit
+def f32_to_e4m3(x, NATIVE: tl.constexpr):
+    """fp32 -> e4m3 bits (uint8): nearest even, saturating at +-448, NaN -> 0x7f."""
+    if NATIVE:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = as_int(x)
+        magnitude = bits & MAGNITUDE
+        a = tl.minimum(magnitude, 0x43E00000)
+        normal = ((a + 0x7FFFF + ((a >> 20) & 1)) >> 20) - 960
+        # Below 2**-6 the spacing is 2**-9, the ulp of 2**14: adding 2**14 rounds to it.
+        small = as_int(as_float(a) + 16384.0) & 15
+        code = tl.where(a < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+        code = tl.where(magnitude > INF_BITS, 0x7F, code).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def e4m3_to_f32(codes, NATIVE: tl.constexpr):
+    """e4m3 bits (uint8) -> fp32, exact."""
+    if NATIVE:
+        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        code = codes.to(tl.int32)
+        magnitude = code & 0x7F
+        small = as_int(magnitude.to(tl.float32) * 0.001953125)
+        bits = tl.where(magnitude < 8, small, (magnitude << 20) + (120 << 23))
+        bits = tl.where(magnitude == 0x7F, NAN_BITS, bits)
+        value = as_float(bits | ((code & 0x80) << 24))
+    return value
+
+
+@triton.jit
+def f32_to_e2m1(x):
+    """fp32 -> e2m1 codes 0..15 (int32): nearest even, saturating at +-6, NaN -> 7."""
+    bits = as_int(x)
+    magnitude = bits & MAGNITUDE
+    a = tl.minimum(magnitude, 0x40C00000)
+    normal = ((a + 0x1FFFFF + ((a >> 22) & 1)) >> 22) - 252
+    # Below 1 the spacing is .5, the ulp of 2**22: adding 2**22 rounds to it.
+    small = as_int(as_float(a) + 4194304.0) & 3
+    code = tl.where(a < 0x3F800000, small, normal) | ((bits >> 28) & 8)
+    return tl.where(magnitude > INF_BITS, 7, code)
+
+
+@triton.jit
+def e2m1_to_f32(code):
+    """e2m1 codes 0..15 (int32) -> fp32, exact."""
+    magnitude = code & 7
+    bits = tl.where(magnitude > 1, (magnitude << 22) + (126 << 23), magnitude * 0x3F000000)
+    return as_float(bits | ((code & 8) << 28))
+
+
+@triton.jit
+def pack_e2m1(code):
+    """Codes [NG, GS] -> uint8 [NG, GS / 2], the even element in the low nibble."""
+    even, odd = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 2, 2)))
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def unpack_e2m1(packed):
+    """uint8 [NG, PE] -> codes (int32) [NG, 2 PE]."""
+    pair = packed.to(tl.int32)
+    return tl.reshape(tl.join(pair & 15, pair >> 4), (packed.shape[0], packed.shape[1] * 2))
+
+
+@triton.jit
+def f32_bits_to_e8m0_up(magnitude):
+    """Magnitude bits of fp32 (int32), not NaN -> the code (int32) of the smallest power of two not below."""
+    code = tl.minimum((magnitude + 0x7FFFFF) >> 23, 254)
+    return tl.where(magnitude <= 0x400000, 0, code)
+
+
+@triton.jit
+def e8m0_to_f32(codes):
+    """E8M0 code (uint8) -> fp32, exact: 127 -> 1, 0 -> 2**-127, 255 -> NaN."""
+    code = codes.to(tl.int32)
+    bits = tl.where(code == 0, 0x400000, code << 23)
+    return as_float(tl.where(code == E8M0_NAN, NAN_BITS, bits))
+
+
+@triton.jit
+def scale_by_e8m0(x, code):
+    """fp32 [NG, GS] / 2**(code - 127), exact for codes (int32 [NG]) 1..253; zeros for code 0, NaN for 255."""
+    inverse = as_float(tl.where(code == E8M0_NAN, NAN_BITS, (254 - code) << 23))
+    scaled = x * tl.expand_dims(inverse, 1)
+    return tl.where(tl.expand_dims(code, 1) == 0, 0.0, scaled)
+
+
+@triton.jit
+def f32_to_bf16(x, NATIVE: tl.constexpr):
+    """fp32 -> bf16 bits (uint16): nearest even, NaN -> 0x7fff."""
+    bits = as_int(x)
+    if NATIVE:
+        code = x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+    else:
+        code = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+    return tl.where((bits & MAGNITUDE) > INF_BITS, 0x7FFF, code).to(tl.uint16)
+
+
+@triton.jit
+def bf16_to_f32(codes):
+    """bf16 bits (uint16) -> fp32, exact, NaN payloads included."""
+    return as_float(codes.to(tl.int32) << 16)

@@ -1,0 +1,34 @@
+"""Device functions of fp8_block128; the arithmetic is stated at ``moelink.formats.fp8_block128``."""
+
+import triton
+import triton.language as tl
+
+from moelink.formats.device.casts import (
+    INF_BITS,
+    NAN_BITS,
+    amax_from_bits,
+    as_float,
+    as_int,
+    divide,
+    e4m3_to_f32,
+    f32_to_e4m3,
+    largest_bits,
+)
+from moelink.formats.device.codec import Codec
+
+
+@triton.jit
+def encode(x, input_scale, NATIVE: tl.constexpr):
+    largest = largest_bits(x)
+    scale = divide(tl.maximum(amax_from_bits(largest), 1e-4), 448.0)
+    scale = as_float(tl.where(largest > INF_BITS, NAN_BITS, as_int(scale)))
+    scaled = tl.math.div_rn(x, tl.broadcast_to(tl.expand_dims(scale, 1), x.shape))
+    return f32_to_e4m3(scaled, NATIVE), scale
+
+
+@triton.jit
+def decode(payload, scale, input_scale, NATIVE: tl.constexpr):
+    return e4m3_to_f32(payload, NATIVE) * tl.expand_dims(scale, 1)
+
+
+CODEC = Codec(GROUP=128, ELEMENT_BYTES=1, PAYLOAD_BYTES_PER_GROUP=128, SCALE_BYTES=4, encode=encode, decode=decode)

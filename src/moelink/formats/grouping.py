@@ -1,0 +1,45 @@
+"""What the quantised formats share: rows cut into groups of elements, and the largest magnitude of a group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ArgumentError
+from moelink.formats.base import Format
+from moelink.formats.casts import F32_MAX
+
+
+def check_rows(fmt: Format, x: Tensor, input_scale: Tensor | None) -> None:
+    """Refuse what ``fmt.quantize`` does not take: shape, dtype, a group that does not divide, a scale it ignores."""
+    if x.dim() != 2:
+        raise ArgumentError("x", "a tensor [n, hidden]", f"shape {list(x.shape)}")
+    if x.dtype not in fmt.input_dtypes:
+        raise ArgumentError("x", f"one of {', '.join(map(str, fmt.input_dtypes))} (format {fmt.name!r})", x.dtype)
+    fmt.validate_hidden(x.shape[1])
+    if input_scale is not None and not fmt.uses_input_scale:
+        raise ArgumentError("input_scale", f"None (format {fmt.name!r} has no global scale)", "a tensor")
+
+
+def split(fmt: Format, x: Tensor, input_scale: Tensor | None = None) -> Tensor:
+    """[n, hidden] to fp32 [n, hidden / group, group], checked."""
+    check_rows(fmt, x, input_scale)
+    return x.to(torch.float32).reshape(x.shape[0], x.shape[1] // fmt.group, fmt.group)
+
+
+def amax(groups: Tensor) -> Tensor:
+    """[n, g, group] to [n, g]: the largest magnitude. An inf counts as the largest fp32; a NaN gives NaN."""
+    return groups.abs().amax(dim=-1).clamp(max=F32_MAX)
+
+
+def join(fmt: Format, values: Tensor, scales: Tensor) -> Tensor:
+    """The inverse of :func:`split`: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, hidden / group]."""
+    groups = values.view(values.shape[0], values.shape[1] // fmt.group, fmt.group)
+    return (groups * scales[..., None]).view(values.shape)
+
+
+def require_scales(fmt: Format, scales: Tensor | None) -> Tensor:
+    """The scales, which ``fmt.dequantize`` cannot do without."""
+    if scales is None:
+        raise ArgumentError("scales", f"the scales of format {fmt.name!r}", None)
+    return scales

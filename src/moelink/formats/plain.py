@@ -1,0 +1,83 @@
+"""bf16, fp32, fp64: rows travel as they are, without scales.
+
+A row that is already of the payload dtype is carried bit for bit, NaN payloads included. Other float inputs are
+converted: widening is exact; fp32 and fp16 become bf16 by round to nearest even, with NaN -> 0x7fff.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelink.formats.base import Format, Quantized
+from moelink.formats.casts import to_bf16
+from moelink.formats.grouping import check_rows
+
+
+class Plain(Format):
+    """A format without scales. ``group`` is 1, so it takes every hidden size."""
+
+    group = 1
+    scale_dtype = None
+    tolerance = 0.0
+    scale_layout = None
+
+    def payload_width(self, hidden: int) -> int:
+        return hidden
+
+    def quantize(self, x: Tensor, input_scale: Tensor | None = None) -> Quantized:
+        check_rows(self, x, input_scale)
+        return Quantized(x.to(self.payload_dtype), None)
+
+    def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
+        return payload.to(torch.float32)
+
+
+class BF16(Plain):
+    """bfloat16 rows. bf16 input is unchanged; ``tolerance`` is the half ulp of fp32 and fp16 input."""
+
+    name = "bf16"
+    payload_dtype = torch.bfloat16
+    tolerance = 2.0**-9
+
+    def quantize(self, x: Tensor, input_scale: Tensor | None = None) -> Quantized:
+        check_rows(self, x, input_scale)
+        return Quantized(to_bf16(x), None)
+
+    def codec(self) -> Any:
+        from moelink.formats.device.plain import BF16
+
+        return BF16
+
+
+class FP32(Plain):
+    """float32 rows: every accepted input is carried exactly."""
+
+    name = "fp32"
+    payload_dtype = torch.float32
+
+    def codec(self) -> Any:
+        from moelink.formats.device.plain import FP32
+
+        return FP32
+
+
+class FP64(Plain):
+    """float64 rows, for gradient checks: every accepted input, float64 too, is carried exactly."""
+
+    name = "fp64"
+    payload_dtype = torch.float64
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (*super().input_dtypes, torch.float64)
+
+    def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
+        return payload
+
+    def codec(self) -> Any:
+        from moelink.formats.device.plain import FP64
+
+        return FP64

@@ -1,0 +1,129 @@
+"""Ranks as processes: from torchrun's variables or a ProcessGroup to the groups that moelink talks over."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moelink.errors import PeerTimeoutError, UnsupportedError
+
+_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among its peers.
+
+    Attributes:
+        rank, world_size: position and size; 0 and 1 without a launcher.
+        control: gloo group of its own for headers and set-up, None for one rank.
+        data: group that rows travel over (the control group on CPU, NCCL on CUDA), None for one rank.
+    """
+
+    rank: int
+    world_size: int
+    control: Any = None
+    data: Any = None
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World:
+    """Find the peers. Collective over ``group``, or over torchrun's world, or trivial without either.
+
+    Uses an initialised default group and never destroys it. The groups it adds belong to moelink alone: torch does not
+    know them, a failed call leaves the caller's groups intact, and closing one communicator cannot disturb another.
+
+    Raises:
+        PeerTimeoutError: a rank did not arrive within ``timeout`` seconds.
+        UnsupportedError: this process is not in ``group``.
+    """
+    if group is None and not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return World(rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    ranks = dist.get_process_group_ranks(group)
+    rank, world_size = dist.get_rank(group), len(ranks)
+    if rank < 0:
+        raise UnsupportedError("this process is not a member of the group passed to init")
+    if world_size == 1:
+        return World(rank=0, world_size=1)
+    limit = timedelta(seconds=timeout)
+    store = _room(ranks, rank)
+    try:
+        store.set(f"arrived/{rank}", b"1")
+        store.wait([f"arrived/{peer}" for peer in range(world_size)], limit)
+        control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, world_size, limit)
+        data = control
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            data = dist.ProcessGroupNCCL(dist.PrefixStore("data", store), rank, world_size, options)
+    except RuntimeError as error:
+        missing = [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
+        raise _late(rank, missing, str(error)) from error
+    return World(rank=rank, world_size=world_size, control=control, data=data)
+
+
+def _room(ranks: Sequence[int], rank: int) -> Any:
+    """A corner of the default group's store that this communicator alone uses.
+
+    The n-th communicator over the same ranks gets the n-th corner; each rank counts its own, in the store, so that
+    nothing is kept in this process.
+    """
+    base = dist.PrefixStore(f"moelink/{'.'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(str(base.add(f"count/{rank}", 1)), base)
+
+
+def _late(rank: int, missing: Sequence[int], detail: str) -> PeerTimeoutError:
+    peer = missing[0] if missing else -1
+    return PeerTimeoutError(rank=rank, peer=peer, phase="init", call=0, expected=0, got=None, detail=detail[:200])
+
+
+def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
+    """Every rank's ``payload`` (at most 1 MiB), by rank. Sizes are exchanged and checked before the bytes."""
+    if world.control is None:
+        return [payload]
+    limit = timedelta(seconds=timeout)
+
+    def gather(mine: torch.Tensor) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(mine) for _ in range(world.world_size)]
+        try:
+            world.control.allgather([everyone], [mine]).wait(limit)
+        except RuntimeError as error:
+            raise _late(world.rank, [], str(error)) from error
+        return everyone
+
+    sizes = [int(size) for size in gather(torch.tensor([len(payload)]))]
+    if max(sizes) > _LIMIT or min(sizes) < 0:
+        raise UnsupportedError(f"init payloads of {sizes} bytes, at most {_LIMIT} allowed")
+    padded = torch.frombuffer(bytearray(payload.ljust(max(sizes) + 1, b"\0")), dtype=torch.uint8)
+    return [bytes(data[:size].numpy().tobytes()) for data, size in zip(gather(padded), sizes, strict=True)]
+
+
+def release(world: World) -> None:
+    """Shut the groups that :func:`connect` added down (never the caller's)."""
+    if world.data is not None and world.data is not world.control:
+        world.data.shutdown()
+
+
+def encode_fields(fields: dict[str, str]) -> bytes:
+    """Length-prefixed text pairs; the inverse is :func:`decode_fields`."""
+    parts = [text.encode() for pair in fields.items() for text in pair]
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def decode_fields(data: bytes) -> dict[str, str]:
+    """The inverse of :func:`encode_fields`."""
+    parts, offset = [], 0
+    while offset < len(data):
+        (size,) = struct.unpack_from("<I", data, offset)
+        parts.append(data[offset + 4 : offset + 4 + size].decode())
+        offset += 4 + size
+    return dict(zip(parts[::2], parts[1::2], strict=True))

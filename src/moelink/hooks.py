@@ -1,0 +1,55 @@
+"""Hooks: a user's own arithmetic inside dispatch and combine, written twice (Triton and torch) and called by whoever runs.
+
+Three places take one: the input scale, the router weight, and the epilogue of combine. Each also takes a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function in two languages, and the tensors it reads or writes.
+
+    Attributes:
+        triton_fn: ``@triton.jit`` function for kernels, or None when only the collective transport is used. Its first
+            argument is the tuple of pointers to ``tensors``.
+        torch_fn: the same arithmetic in torch. Its first argument is the tuple ``tensors``. By place:
+
+            * input scale: ``torch_fn(tensors) -> fp32 tensor of one element``
+            * router weight: ``torch_fn(tensors, token, slot) -> fp32``, broadcast over ``token`` [T, 1] and ``slot``
+              [1, K] int64; runs on the token's home rank
+            * epilogue: ``torch_fn(tensors, token, columns, block, mask) -> None``: ``token`` [n, 1] and ``columns``
+              [1, c] int64, ``block`` [n, c] the sums before rounding (fp32; fp64 when combine_dtype is), ``mask``
+              [n, c] bool. It is called instead of the store and stores for itself.
+        tensors: the tensors, passed through unchanged. For an epilogue the first one is, by convention, the output:
+            combine returns it when no ``out`` is given.
+    """
+
+    triton_fn: Any
+    torch_fn: Callable[..., Any]
+    tensors: tuple[Tensor, ...] = ()
+
+
+def evaluate_input_scale(scale: Tensor | Hook | None) -> Tensor | None:
+    """The global input scale as an fp32 tensor of one element, or None."""
+    if isinstance(scale, Hook):
+        scale = torch.as_tensor(scale.torch_fn(scale.tensors), dtype=torch.float32)
+    return None if scale is None else scale.reshape(())
+
+
+def evaluate_weights(
+    weights: Tensor | Hook | None, *, num_tokens: int, topk: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """Router weights [num_tokens, topk] of ``dtype``, or None."""
+    if isinstance(weights, Hook):
+        token = torch.arange(num_tokens, device=device)[:, None]
+        slot = torch.arange(topk, device=device)[None, :]
+        weights = torch.as_tensor(weights.torch_fn(weights.tensors, token, slot)).expand(num_tokens, topk)
+    return None if weights is None else weights.to(dtype)

@@ -1,0 +1,155 @@
+"""Signals between ranks: publish, wait, give up. The memory order of every signal is stated here and only here.
+
+A signal is one int64 word in the receiver's block that only ever counts up: it holds the number of the last call for
+which the statement behind it became true ("my counts for you are stored", "chunk 3 is stored", "I have read all you
+sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
+int64, because a rank may leave a word untouched for longer than 2**31 calls.
+
+=============  ==================================================================================================
+publish        all stores of the program; ``debug_barrier`` (every thread's stores happen before the signal);
+               ``atomic_xchg(release, sys)`` by one thread per destination
+wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
+               is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
+arrive         ``atomic_add(done, 1, acq_rel)`` of every program of a role; the last one acts for all of them: what
+               the others did happens before its own signals
+=============  ==================================================================================================
+
+Every wait is bounded by a clock: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host
+function when interpreted; it also ends when this rank is poisoned. The first wait that expires on a rank claims the
+error record, describes itself there, and writes the same to every peer, whose waits then end too.
+
+Example: three peers hold signals 4, 7, 3 and call 4 is awaited: the wait goes on, and if it expires it blames peer 2,
+the one furthest behind (``expected 4, got 3``).
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.protocol import (
+    CLAIM,
+    CODE_TIMEOUT,
+    POISON_WORDS,
+)
+
+I64 = tl.constexpr(tl.pointer_type(tl.int64))
+I32 = tl.constexpr(tl.pointer_type(tl.int32))
+U8 = tl.constexpr(tl.pointer_type(tl.uint8))
+_CLAIM = tl.constexpr(CLAIM)
+_TIMEOUT = tl.constexpr(CODE_TIMEOUT)
+_RECORD = tl.constexpr(POISON_WORDS)
+_FAR = tl.constexpr(2**62)
+
+
+@triton.jit
+def clock(CLOCK: tl.constexpr):
+    """Ticks since some moment, int64. CLOCK: "ptx", "gcn", or (interpreted) a Python function."""
+    if CLOCK == "ptx":
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    elif CLOCK == "gcn":
+        return tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        return tl.full([], CLOCK(), tl.int64)
+
+
+@triton.jit
+def publish(words, mask, value):
+    """Make everything this program stored visible to whoever sees ``value`` in ``words`` (a block of int64 pointers)."""
+    tl.debug_barrier()
+    tl.atomic_xchg(words, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
+
+    Returns (arrived, lane, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; lane and got
+    are the word furthest behind.
+    """
+    got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
+    low = tl.min(got, 0)
+    arrived = (low >= target).to(tl.int32)
+    if arrived == 0:
+        start = clock(CLOCK)
+        waiting = arrived == 0
+        while waiting:
+            got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
+            low = tl.min(got, 0)
+            arrived = (low >= target).to(tl.int32)
+            waiting = arrived == 0
+            if waiting:
+                if tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0:
+                    arrived -= 1
+                    waiting = arrived == 0
+                elif clock(CLOCK) - start > limit:
+                    waiting = arrived != 0
+    tl.debug_barrier()
+    lane = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
+    return arrived, lane, low
+
+
+@triton.jit
+def _put(words, mask, rank, peer, phase, call, expected, got):
+    """Store an error's description behind its code word: words + 1 .. words + 6."""
+    tl.store(words + 1, rank, mask=mask)
+    tl.store(words + 2, peer, mask=mask)
+    tl.store(words + 3, phase, mask=mask)
+    tl.store(words + 4, call, mask=mask)
+    tl.store(words + 5, expected, mask=mask)
+    tl.store(words + 6, got, mask=mask)
+
+
+@triton.jit
+def give_up(table, record, control, poisons, me, peer, phase, call, expected, got, S: tl.constexpr):
+    """Time ran out: describe it in ``record`` (host-visible) and at every peer, and poison them all, this rank included.
+
+    Only the first program of this rank that gets here does it. A peer's copy lies in its ``poisons[me]``.
+    """
+    if tl.atomic_cas(control + _CLAIM, 0, 1, sem="acq_rel", scope="sys") == 0:
+        r = tl.arange(0, S.WP)
+        mask = r < S.W
+        base = tl.load(table + r, mask=mask, other=0)
+        copies = (base + S.O_POISONS).to(I64) + me * _RECORD
+        _put(copies, mask, me, peer, phase, call, expected, got)
+        tl.store(copies, tl.full([S.WP], _TIMEOUT, tl.int64), mask=mask)
+        _put(record, me >= 0, me, peer, phase, call, expected, got)
+        tl.debug_barrier()
+        tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
+        publish((base + S.O_POISON).to(I64), mask, tl.zeros([S.WP], tl.int64) + me + 1)
+
+
+@triton.jit
+def adopt(record, control, poison, poisons):
+    """This rank was poisoned by a peer: copy the peer's description to ``record``, once."""
+    if tl.atomic_cas(control + _CLAIM, 0, 1, sem="acq_rel", scope="sys") == 0:
+        writer = tl.atomic_add(poison, 0, sem="acquire", scope="sys") - 1
+        tl.debug_barrier()
+        i = tl.arange(0, _RECORD)
+        words = tl.load(poisons + writer * _RECORD + i, mask=i < _RECORD, other=0)
+        tl.store(record + i, words, mask=i > 0)
+        tl.debug_barrier()
+        tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
+
+
+@triton.jit
+def settle(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
+    """After a failed wait (``arrived`` 0 or -1): the error's record is written. Nothing happens when it is 1."""
+    mine = tl.load(table + me)
+    if arrived == 0:
+        give_up(table, record, control, (mine + S.O_POISONS).to(I64), me, peer, phase, call, expected, got, S)
+    if arrived < 0:
+        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64))
+
+
+@triton.jit
+def arrive(done, num_programs):
+    """1 for the last of ``num_programs`` programs to get here, else 0. Resets the counter for the next call."""
+    tl.debug_barrier()
+    last = tl.atomic_add(done, 1, sem="acq_rel", scope="sys") == num_programs - 1
+    if last:
+        tl.atomic_xchg(done, 0, sem="relaxed", scope="sys")
+    tl.debug_barrier()
+    return last.to(tl.int32)

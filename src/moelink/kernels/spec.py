@@ -1,0 +1,266 @@
+"""What is fixed when a kernel is compiled: sizes, offsets and options, gathered in one constexpr object.
+
+Everything that changes from call to call (token counts, call numbers, capacities, addresses, ranks) is an ordinary
+argument instead, so that no call recompiles. Offsets O_* are bytes from the start of a block, M_* from that of a message.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moelink.formats.base import Format
+from moelink.workspace import Workspace
+
+TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+_WORDS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
+_SCALE_LAYOUTS = {"row_major": 0, "transposed": 1, "tiles_128x4": 2}
+
+NO_SCALES, ROW_MAJOR, TRANSPOSED, TILES = -1, 0, 1, 2
+COPY, CONVERT, ENCODE = 0, 1, 2
+
+
+def host_clock() -> int:
+    """Nanoseconds, for interpreted waits. Gives the processor away: the awaited rank may need it."""
+    os.sched_yield()
+    return time.monotonic_ns()
+
+
+def is_interpreted() -> bool:
+    """True when Triton runs kernels in its interpreter (TRITON_INTERPRET=1 before triton was imported)."""
+    return not isinstance(tl.sum, triton.JITFunction)
+
+
+def clock_of(device: torch.device) -> Any:
+    """The CLOCK of kernels on ``device``: see ``signals.clock``."""
+    if device.type == "cpu":
+        return host_clock
+    return "gcn" if torch.version.hip else "ptx"
+
+
+def clock_ticks(seconds: float, device: torch.device) -> int:
+    """Ticks of that clock in ``seconds``."""
+    return int(seconds * (1e8 if device.type != "cpu" and torch.version.hip else 1e9))
+
+
+def word_of(nbytes: int) -> Any:
+    """The widest integer type, up to 4 bytes, that divides ``nbytes``: rows are moved in words of it."""
+    return _WORDS[4 if nbytes % 4 == 0 else 2 if nbytes % 2 == 0 else 1]
+
+
+@dataclass(frozen=True)
+class CommonSpec:
+    """Sizes and offsets that both phases use.
+
+    Attributes:
+        W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them plus "nowhere".
+        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank. C: chunk flags.
+        TB: tokens that a program counts at a time.
+    """
+
+    W: int
+    WP: int
+    E: int
+    EP: int
+    PER: int
+    EXTRA: int
+    K: int
+    KP: int
+    L: int
+    LP: int
+    T: int
+    C: int
+    TB: int
+    ALLREDUCE: bool
+    SHARED: bool
+    RANK_LAYOUT: bool
+    NATIVE: bool
+    CLOCK: Any
+    O_POISON: int
+    O_POISONS: int
+    O_CONTROL: int
+
+
+def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
+    """The fields of :class:`CommonSpec`."""
+    cfg, regions = workspace.config, workspace.regions
+    ranks, power = workspace.world_size, triton.next_power_of_2
+    local = workspace.max_local_experts
+    return dict(
+        W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts + 1)),
+        PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size,
+        K=cfg.topk, KP=power(cfg.topk), L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank), C=workspace.num_chunks,
+        TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
+        ALLREDUCE=cfg.mode == "allreduce", SHARED=cfg.fused_shared_expert, RANK_LAYOUT=cfg.layout == "rank",
+        NATIVE=not is_interpreted(), CLOCK=clock_of(device),
+        O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DispatchSpec(CommonSpec):
+    """Dispatch: how rows enter messages, and how they leave them.
+
+    Attributes:
+        SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT to another float
+            dtype, or ENCODE with the format's device functions.
+        WORD_P, NWORDS, BLOCK: payload words: pointer type, number per row, moved at a time.
+        DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE: elements per group, groups per row and
+            at a time, payload bytes per group.
+        SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
+        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. RP: rows of a message, a power of two.
+    """
+
+    SOURCE: int
+    WORD_P: Any
+    NWORDS: int
+    BLOCK: int
+    DTYPE: Any
+    DTYPE_P: Any
+    H: int
+    ENCODE_FN: Any
+    INPUT_SCALE: bool
+    GROUP: int
+    NG: int
+    GB: int
+    PB: int
+    SW: int
+    SWP: int
+    SCALE: Any
+    SCALE_P: Any
+    SCALES: int
+    ALIGN: int
+    WEIGHTS: bool
+    WEIGHT_P: Any
+    RP: int
+    MESSAGE: int
+    M_SCALES: int
+    M_TOKEN: int
+    M_IDS: int
+    M_POSITIONS: int
+    M_WEIGHTS: int
+    CW: int
+    O_COUNTS_FLAG: int
+    O_CHUNK_FLAG: int
+    O_DRAINED: int
+    O_COUNTS: int
+    O_RANGE: int
+    O_MESSAGES: int
+
+
+def _source(fmt: Format, input_dtype: torch.dtype, quantized: bool) -> int:
+    if quantized or (fmt.scale_dtype is None and input_dtype == fmt.payload_dtype):
+        return COPY
+    return CONVERT if fmt.scale_dtype is None and fmt.payload_dtype in TRITON_DTYPES else ENCODE
+
+
+def dispatch_spec(
+    workspace: Workspace,
+    device: torch.device,
+    *,
+    input_dtype: torch.dtype,
+    quantized: bool,
+    weights: bool,
+    input_scale: bool = False,
+    max_block: int = 4096,
+) -> DispatchSpec:
+    """The spec of a dispatch of rows of ``input_dtype`` (``quantized``: of the format itself, scales beside them)."""
+    cfg, regions, message = workspace.config, workspace.regions, workspace.message
+    fmt, hidden, power = cfg.format, cfg.hidden_size, triton.next_power_of_2
+    source = _source(fmt, input_dtype, quantized)
+    nbytes = fmt.payload_bytes(hidden)
+    word = word_of(nbytes)
+    word_bytes = word.primitive_bitwidth // 8
+    scale_bytes = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
+    groups = hidden // fmt.group
+    payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
+    scale = _WORDS.get(scale_bytes, tl.uint8)
+    layout = NO_SCALES
+    if scale_bytes:
+        assert fmt.scale_layout is not None
+        layout = ROW_MAJOR if cfg.layout == "rank" else _SCALE_LAYOUTS[fmt.scale_layout.name]
+    return DispatchSpec(
+        **common(workspace, device),
+        SOURCE=source, WORD_P=tl.pointer_type(word), NWORDS=nbytes // word_bytes,
+        BLOCK=min(power(nbytes // word_bytes), max_block),
+        DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
+        ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
+        GROUP=fmt.group, NG=groups, GB=min(power(groups), max(1, 2 * max_block // fmt.group)),
+        PB=nbytes // groups,
+        SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
+        SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
+        ALIGN=cfg.row_alignment, WEIGHTS=weights, WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
+        RP=power(cfg.topk + cfg.fused_shared_expert),
+        MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
+        M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
+        CW=regions["counts"].shape[1],
+        O_COUNTS_FLAG=regions["counts_flag"].offset, O_CHUNK_FLAG=regions["chunk_flag"].offset,
+        O_DRAINED=regions["dispatch_drained"].offset, O_COUNTS=regions["counts"].offset,
+        O_RANGE=regions["chunk_range"].offset, O_MESSAGES=regions["messages"].offset,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CombineSpec(CommonSpec):
+    """Combine: how rows travel home, and what becomes of them.
+
+    Attributes:
+        PRE_REDUCE: sums travel, one row per (token, rank). REDUCE: home sums over slots. WEIGHTS: some rank multiplies.
+        DTYPE: of rows; ACC: of sums; OUT: of the result. EPILOGUE: None, "bias", "residual", or a Triton function.
+        SLOTS: rows of a message: topk, or 1 for layout "rank".
+    """
+
+    H: int
+    BLOCK: int
+    PRE_REDUCE: bool
+    REDUCE: bool
+    WEIGHTS: bool
+    ADD_SHARED: bool
+    SLOTS: int
+    DTYPE: Any
+    ACC: Any
+    ITEM: int
+    EPILOGUE: Any
+    ROW: int
+    O_HEAD: int
+    O_FLAG: int
+    O_DRAINED: int
+    O_STATUS: int
+    O_ROWS: int
+
+
+def combine_spec(
+    workspace: Workspace,
+    device: torch.device,
+    *,
+    weights: bool,
+    reduce: bool = True,
+    shared: bool = False,
+    epilogue: Any = None,
+    max_block: int = 2048,
+) -> CombineSpec:
+    """The spec of a combine. ``weights``: rows (pre_reduce) or what arrives at home is multiplied by router weights."""
+    cfg, regions = workspace.config, workspace.regions
+    rank_layout = cfg.layout == "rank"
+    return CombineSpec(
+        **common(workspace, device),
+        H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
+        PRE_REDUCE=cfg.pre_reduce, REDUCE=reduce, WEIGHTS=weights and not rank_layout, ADD_SHARED=shared,
+        SLOTS=1 if rank_layout else cfg.topk,
+        DTYPE=TRITON_DTYPES[cfg.combine_dtype], ACC=TRITON_DTYPES[cfg.accumulate_dtype], ITEM=cfg.combine_dtype.itemsize,
+        EPILOGUE=epilogue, ROW=workspace.row_bytes,
+        O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
+        O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
+        O_ROWS=regions["rows"].offset,
+    )  # fmt: skip

@@ -1,0 +1,26 @@
+"""Symmetric memory: a block of equal size on every rank, addressable by all ranks of a machine.
+
+==========================  =====================================================================
+:class:`PosixMemory`        processes on CPUs: POSIX shared memory
+:class:`TorchMemory`        processes with a CUDA device each: torch's symmetric memory
+:func:`create_all`          one process, all ranks: CPU tensors, or CUDA devices with peer access
+==========================  =====================================================================
+
+``memory.bounds`` (imported by nobody unless ``MOELINK_DEBUG=1``) checks the accesses of interpreted kernels.
+"""
+
+from moelink.memory.base import SymmetricMemory
+from moelink.memory.posix import PosixMemory
+from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
+from moelink.memory.single import SingleProcessMemory, create_all
+from moelink.memory.torch_symm import TorchMemory
+
+__all__ = [
+    "MAX_RECORD_BYTES",
+    "Exchange",
+    "PosixMemory",
+    "SingleProcessMemory",
+    "SymmetricMemory",
+    "TorchMemory",
+    "create_all",
+]

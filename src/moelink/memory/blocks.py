@@ -1,0 +1,53 @@
+"""What every implementation shares: one block per rank, and the table of their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ArgumentError, ClosedError
+
+
+class Blocks:
+    """One rank's view of mapped blocks (implements :class:`~moelink.memory.base.SymmetricMemory`).
+
+    Attributes:
+        rank: this rank.
+        world_size: number of blocks.
+        nbytes: bytes of each block.
+        local: [nbytes] uint8, this rank's block, zero at creation. Empty after :meth:`close`.
+        pointers: [world_size] int64 on the device of ``local``: each block's address, valid in this process and on that
+            device. Zeros after :meth:`close`.
+    """
+
+    def __init__(self, rank: int, blocks: Sequence[Tensor]) -> None:
+        """View ``blocks``, one [nbytes] uint8 tensor per rank, as rank ``rank``."""
+        self.rank, self.world_size, self.nbytes = rank, len(blocks), blocks[rank].numel()
+        self.local = blocks[rank]
+        self._blocks = list(blocks)
+        self.pointers = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device=self.local.device)
+
+    def peer(self, rank: int) -> Tensor:
+        """Rank ``rank``'s block as [nbytes] uint8 in this process.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            ArgumentError: there is no such rank.
+        """
+        if not self._blocks:
+            raise ClosedError("peer")
+        if not 0 <= rank < self.world_size:
+            raise ArgumentError("rank", f"a rank in [0, {self.world_size})", rank)
+        return self._blocks[rank]
+
+    def close(self) -> None:
+        """Let go of all blocks. Waits for no peer; safe to call twice.
+
+        A block's memory is free when no rank holds it any more. A view that the caller still has keeps its own block
+        mapped; kernels must not use ``pointers`` read before.
+        """
+        self._blocks = []
+        self.local = self.local.new_empty(0)
+        self.pointers = torch.zeros_like(self.pointers)

@@ -1,0 +1,203 @@
+"""Symmetric memory between processes of one machine, on CPUs: one shared mapping per rank.
+
+Each rank's block is a file of the shared-memory file system that **never has a name that lasts**: it is made with
+``O_TMPFILE`` (where a kernel lacks that: ``O_EXCL``, mode 0600, a random name, unlinked by the very next call), and
+peers open it as ``/proc/<pid>/fd/<n>``. So nothing can be left behind, at whatever moment whichever rank is killed, and
+nobody can find a block by guessing. Two alternatives were rejected. Names that are unlinked once everybody has mapped
+the block stay behind when a rank is killed before that. Blocks of ``memfd_create`` count against no file system's
+limit, so that a size beyond memory ends in the kernel's out-of-memory killer, where this file gets ENOSPC and says so.
+
+Opening ``/proc/<pid>/fd/<n>`` needs the same user and the same PID namespace. Yama's ``ptrace_scope`` does not matter
+(it restricts attaching, not reading); a process that made itself undumpable (``prctl``, file capabilities) is refused
+by the kernel, and then by us in plain words.
+
+A file has the block, zeros up to the next page, and one page with a random token. A peer maps a file only if owner,
+mode, link count, size, device, inode and token are those that the owner described: a forged record cannot make it map
+somebody else's file, nor the block of another communicator.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+
+import torch
+from torch import Tensor
+
+from moelink.arith import align_up
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.memory.blocks import Blocks
+from moelink.memory.setup import (
+    MACHINE,
+    NUMBER,
+    Exchange,
+    Schema,
+    machine_id,
+    refuse_other_machines,
+    refuse_other_sizes,
+    set_up,
+)
+
+DIRECTORY = "/dev/shm"
+"""The file system that holds the blocks; its size (in containers often 64 MiB) limits them."""
+
+_PAGE = 4096
+_MODE = 0o600
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+_SCHEMA: Schema = {
+    "nbytes": NUMBER,
+    "machine": MACHINE,
+    "namespace": NUMBER,
+    "pid": NUMBER,
+    "fd": NUMBER,
+    "device": NUMBER,
+    "inode": NUMBER,
+    "token": re.compile(r"[0-9a-f]{32}"),
+}
+
+
+class PosixMemory(Blocks):
+    """Blocks of shared memory of the processes of one machine: page aligned, ``pointers`` on the CPU."""
+
+    @classmethod
+    def create(cls, nbytes: int, *, rank: int, world_size: int, exchange: Exchange) -> PosixMemory:
+        """Make this rank's block and map everybody's. Collective: every rank calls it, with the same ``nbytes``.
+
+        Args:
+            nbytes: bytes of each block, at least 1.
+            rank: this rank.
+            world_size: number of ranks.
+            exchange: bounded all-gather of byte strings, called exactly twice on every rank, also on failure.
+
+        Raises:
+            ArgumentError: ``nbytes`` is not positive.
+            ConfigMismatchError: ranks passed different ``nbytes``.
+            UnsupportedError: too little shared memory, other machine, container or user; on all ranks, naming the one.
+            ProtocolError: a peer's record is malformed.
+            Exception: what ``exchange`` raises when a rank does not answer.
+        """
+        with ExitStack() as descriptors:
+
+            def prepare() -> dict[str, str]:
+                if nbytes < 1:
+                    raise ArgumentError("nbytes", "at least 1", nbytes)
+                machine = machine_id()
+                fd = _allocate(nbytes)
+                descriptors.callback(os.close, fd)
+                token, status = secrets.token_bytes(16), os.fstat(fd)
+                os.pwrite(fd, token, _file_bytes(nbytes) - _PAGE)
+                values = (nbytes, machine, _pid_namespace(), os.getpid(), fd, status.st_dev, status.st_ino, token.hex())
+                return dict(zip(_SCHEMA, map(str, values), strict=True))
+
+            def accept(peers: list[dict[str, str]]) -> list[Tensor]:
+                refuse_other_machines(peers)
+                refuse_other_sizes(peers)
+                return [_map(peer, fields) for peer, fields in enumerate(peers)]
+
+            blocks = set_up(
+                exchange, kind="posix", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept
+            )
+        return cls(rank, blocks)
+
+
+def _file_bytes(nbytes: int) -> int:
+    """The block, rounded up to pages, and the page of the token."""
+    return align_up(nbytes, _PAGE) + _PAGE
+
+
+def _allocate(nbytes: int) -> int:
+    """A new file for a block of ``nbytes`` bytes: zeros, all of them reserved, no name. Returns the descriptor."""
+    size = _file_bytes(nbytes)
+    flags = os.O_RDWR | os.O_CLOEXEC
+    fd = -1
+    try:
+        try:
+            fd = os.open(DIRECTORY, flags | os.O_TMPFILE, _MODE)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            name = f"{DIRECTORY}/moelink-{secrets.token_hex(16)}"
+            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE)
+            os.unlink(name)
+        os.fchmod(fd, _MODE)  # the umask may have taken bits away
+        space = os.fstatvfs(fd)
+        if size > space.f_bavail * space.f_frsize:  # posix_fallocate would fill the whole file system to find out
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, 0, size)  # ftruncate would succeed, and the first touch end the process with SIGBUS
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+            raise UnsupportedError(
+                f"shared memory: a block of {nbytes} bytes does not fit {DIRECTORY} ({_free_bytes()} bytes free); "
+                "enlarge it (containers: --shm-size), lower max_tokens_per_rank, or use transport='collective'"
+            ) from error
+        raise UnsupportedError(f"shared memory: no file in {DIRECTORY}: {error}; use transport='collective'") from error
+    return fd
+
+
+def _free_bytes() -> int:
+    with suppress(OSError):
+        space = os.statvfs(DIRECTORY)
+        return space.f_bavail * space.f_frsize
+    return 0
+
+
+def _pid_namespace() -> int:
+    """The number of this process's PID namespace, 0 where the kernel does not say."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def _map(peer: int, fields: Mapping[str, str]) -> Tensor:
+    """Open, check and map the file that rank ``peer`` described: [nbytes] uint8."""
+    if fields["namespace"] != str(_pid_namespace()):
+        raise UnsupportedError(
+            f"rank {peer} runs in another container (PID namespace); start all ranks in one, or use "
+            "transport='collective'"
+        )
+    path = f"/proc/{fields['pid']}/fd/{fields['fd']}"
+    try:
+        # Looked at first, because opening a device or a pipe would already do something.
+        _check(peer, os.stat(path), fields)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise UnsupportedError(
+            f"the shared memory of rank {peer} (process {fields['pid']}) cannot be opened: {error.strerror}; its "
+            "process has ended, is another user's or is undumpable (file capabilities on the interpreter, prctl)"
+        ) from error
+    try:
+        _check(peer, os.fstat(fd), fields)
+        nbytes = int(fields["nbytes"])
+        if os.pread(fd, 16, _file_bytes(nbytes) - _PAGE).hex() != fields["token"]:
+            raise UnsupportedError(f"the shared memory of rank {peer} is refused: it holds another token")
+        # torch maps by path and silently grows a file that is too short: the size was checked just above.
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, UnsupportedError):
+            raise
+        raise UnsupportedError(f"the shared memory of rank {peer} cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def _check(peer: int, status: os.stat_result, fields: Mapping[str, str]) -> None:
+    """Raise UnsupportedError unless ``status`` is that of the file which ``fields`` describe, and only its owner's."""
+    checks = {
+        "kind of file": (stat.S_ISREG(status.st_mode), True),
+        "owner": (status.st_uid, os.geteuid()),
+        "mode": (oct(stat.S_IMODE(status.st_mode)), oct(_MODE)),
+        "link count": (status.st_nlink, 0),
+        "size": (status.st_size, _file_bytes(int(fields["nbytes"]))),
+        "device": (status.st_dev, int(fields["device"])),
+        "inode": (status.st_ino, int(fields["inode"])),
+    }
+    for name, (got, expected) in checks.items():
+        if got != expected:
+            raise UnsupportedError(f"the shared memory of rank {peer} is refused: {name} is {got}, expected {expected}")

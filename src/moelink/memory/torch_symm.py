@@ -1,0 +1,169 @@
+"""Symmetric memory between processes, one CUDA device each, by ``torch.distributed._symmetric_memory``.
+
+The only file that touches that module, which torch calls alpha. What it is asked for, and why:
+
+* Blocks come straight from its allocator (``empty_strided_p2p``), not from ``symm_mem.empty``: newer versions of the
+  latter take them from a pool that keeps freed memory *and its rendezvous*. After a ``close`` one rank could then
+  reuse an old rendezvous while another waits for a new one; and memory would never be given back.
+* Addresses come from ``get_buffer``, not ``buffer_ptrs``, which are those of the allocation, not of the block.
+* NVLink multicast is off while blocks are made: it is not used here, and some machines fail when it is set up.
+* The backend must be torch's default, "CUDA": freeing an NVSHMEM block is collective, and ``close`` waits for nobody.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.memory.blocks import Blocks
+from moelink.memory.setup import (
+    MACHINE,
+    NUMBER,
+    Exchange,
+    Schema,
+    machine_id,
+    refuse_other_machines,
+    refuse_other_sizes,
+    set_up,
+)
+
+_MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_SCHEMA: Schema = {"nbytes": NUMBER, "machine": MACHINE, "device": re.compile(r"[0-9a-zA-Z-]{1,64}")}
+
+
+class TorchMemory(Blocks):
+    """Blocks on the CUDA devices of one machine, mapped into this process; ``pointers`` on this rank's device."""
+
+    def __init__(self, local: Tensor, handle: Any) -> None:
+        """Wrap a block and its rendezvous handle; :meth:`create` is what makes them."""
+        shape = (local.numel(),)
+        super().__init__(handle.rank, [handle.get_buffer(r, shape, torch.uint8) for r in range(handle.world_size)])
+        self.local = local  # owns the memory that get_buffer's view of it only borrows
+        self._handle: Any = handle
+
+    @classmethod
+    def create(cls, nbytes: int, *, device: torch.device, group: ProcessGroup, exchange: Exchange) -> TorchMemory:
+        """Make this rank's block on ``device`` and map everybody's. Collective over ``group``.
+
+        What can fail is settled in the two exchanges, on all ranks alike. Torch's rendezvous after them is bounded by
+        the time-out of the group's store only.
+
+        Args:
+            nbytes: bytes of each block, at least 1, the same on every rank.
+            device: this rank's CUDA device, another for each rank.
+            group: whose ranks take part; only its store is used, so any backend will do.
+            exchange: bounded all-gather of byte strings over the same ranks, called exactly twice.
+
+        Raises:
+            ArgumentError: ``nbytes`` is not positive, or ``device`` is no CUDA device.
+            ConfigMismatchError: ranks passed different ``nbytes``.
+            UnsupportedError: torch lacks the module, there is too little memory, ranks are on different machines or
+                share a device, or two devices cannot reach each other; raised on all ranks, naming the two.
+            ProtocolError: a peer's record is malformed.
+        """
+        block: list[Tensor] = []
+
+        def prepare() -> dict[str, str]:
+            if nbytes < 1:
+                raise ArgumentError("nbytes", "at least 1", nbytes)
+            if device.type != "cuda":
+                raise ArgumentError("device", "a CUDA device", device)
+            machine = machine_id()
+            block.append(_allocate(nbytes, device))
+            return {"nbytes": str(nbytes), "machine": machine, "device": _uuid(device)}
+
+        def accept(peers: list[dict[str, str]]) -> None:
+            refuse_other_machines(peers)
+            refuse_other_sizes(peers)
+            _refuse_unreachable([fields["device"] for fields in peers])
+
+        rank, world_size = group.rank(), group.size()
+        set_up(exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept)
+        try:
+            with torch.cuda.device(device), _without_multicast():
+                return cls(block[0], _module().rendezvous(block[0], group))
+        except RuntimeError as error:
+            raise UnsupportedError(f"torch could not share memory between the devices of the group: {error}") from error
+
+    def close(self) -> None:
+        """Unmap all blocks and free this rank's; waits for this device's kernels, for no peer. Safe to call twice.
+
+        A peer that still maps this rank's block may go on using it: the driver frees memory when nobody maps it.
+        """
+        if self._handle is not None:
+            torch.cuda.synchronize(self.local.device)
+        super().close()
+        self._handle = None
+
+
+def _module() -> Any:
+    """``torch.distributed._symmetric_memory``, or UnsupportedError where this torch was built without it."""
+    try:
+        return importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        raise UnsupportedError(f"this torch has no symmetric memory ({error}); use transport='collective'") from error
+
+
+def _allocate(nbytes: int, device: torch.device) -> Tensor:
+    """[nbytes] uint8 zeros that can be shared, written before anybody else can map them."""
+    module = _module()
+    backend = module.get_backend(device)
+    if backend != "CUDA":
+        raise UnsupportedError(f"torch's symmetric memory on {device} has backend {backend!r}; moelink needs 'CUDA'")
+    try:
+        with torch.cuda.device(device), _without_multicast():
+            block: Tensor = module._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        block.zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise UnsupportedError(f"no {nbytes} bytes of symmetric memory on {device}: {error}") from error
+    return block
+
+
+def _uuid(device: torch.device) -> str:
+    """The device's own id: indices mean different devices in processes that see different sets of them."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _refuse_unreachable(uuids: Sequence[str]) -> None:
+    """Raise UnsupportedError naming two ranks that share a device, or whose devices cannot access each other.
+
+    ``uuids`` are the ranks' devices. A pair that this process does not see (CUDA_VISIBLE_DEVICES) is left to torch.
+    """
+    index = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    for a in range(len(uuids)):
+        for b in range(a + 1, len(uuids)):
+            if uuids[a] == uuids[b]:
+                raise UnsupportedError(f"ranks {a} and {b} use the same device {uuids[a]}; give each rank its own")
+            ours, theirs = index.get(uuids[a]), index.get(uuids[b])
+            if ours is None or theirs is None:
+                continue
+            for source, target in ((ours, theirs), (theirs, ours)):
+                if not torch.cuda.can_device_access_peer(source, target):
+                    raise UnsupportedError(
+                        f"the devices of ranks {a} and {b} cannot access each other's memory (no NVLink or PCIe peer "
+                        "access); use transport='collective'"
+                    )
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Set torch's switch against NVLink multicast, and put back what was there."""
+    before = os.environ.get(_MULTICAST_OFF)
+    os.environ[_MULTICAST_OFF] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MULTICAST_OFF]
+        else:
+            os.environ[_MULTICAST_OFF] = before

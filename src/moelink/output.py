@@ -1,0 +1,70 @@
+"""What dispatch returns, and hands back to combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What combine needs besides the rows. Opaque to users; the communicator itself remembers nothing between calls.
+
+    Attributes:
+        owner: identity of the communicator that made it.
+        rank: the rank that made it.
+        num_tokens: tokens of the home rank in this call.
+        topk_ids: [num_tokens, topk], the home rank's ids.
+        topk_weights: [num_tokens, topk], the home rank's router weights when they went into dispatch, else None.
+        counts: [num_local_experts, world_size] int32, routed rows per (expert, source rank) before capacity.
+        plan: the transport's own record of the routing, which ``routing=`` reuses.
+    """
+
+    owner: str
+    rank: int
+    num_tokens: int
+    topk_ids: Tensor
+    topk_weights: Tensor | None
+    counts: Tensor
+    plan: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class DispatchOutput:
+    """Rows received by one rank. Ordinary torch memory owned by the caller.
+
+    ``rows`` is the worst case, the capacity, or (``host_counts=True``) exact; ``num_groups`` is the number of local
+    experts, plus one with a fused shared expert, or the world size for layout "rank".
+
+    Attributes:
+        tokens: [rows, width] of the format's payload dtype. Layout "expert": grouped by local expert, inside a group
+            by source rank, source token, slot. Layout "rank": by source rank, then source token. Padding rows inside
+            a group are zero; rows past ``row_offsets[-1]`` are undefined.
+        scales: in the layout that the format declares (row-major [rows, n] for layout "rank"), or None.
+        row_offsets: [num_groups + 1] int32, exclusive starts; the last entry counts all rows including padding.
+        expert_ids: [num_groups] int32, 0 .. num_groups - 1; None for layout "rank".
+        src_info: [rows, 3] int32: source rank, source token, top-k slot (-1 for shared rows and layout "rank");
+            -1 throughout on padding rows.
+        scales_offsets: [num_groups] int32 for the 128x4 scale-tile layout, else None.
+        weights: [rows] router weight of each row when ``topk_weights`` went into dispatch (layout "expert"), else None.
+        num_recv_tokens: [] int32, routed rows present in the output.
+        overflow: [] int32, rows that did not fit ``capacity``.
+        handle: for combine and ``routing=``.
+        topk_ids: layout "rank" only: [rows, topk] int32 local expert ids, -1 elsewhere.
+        topk_weights: layout "rank" only: [rows, topk] router weights when they went into dispatch, 0 where the id is -1.
+    """
+
+    tokens: Tensor
+    scales: Tensor | None
+    row_offsets: Tensor
+    expert_ids: Tensor | None
+    src_info: Tensor
+    scales_offsets: Tensor | None
+    weights: Tensor | None
+    num_recv_tokens: Tensor
+    overflow: Tensor
+    handle: DispatchHandle = field(repr=False)
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None

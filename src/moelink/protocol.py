@@ -1,0 +1,32 @@
+"""Numbers shared by kernels and host: words of the control block and of an error record, phases, codes, states."""
+
+POISON_WORDS = 8
+"""int64 words of one error record: code, rank, peer, phase, call, expected, got, (unused)."""
+
+CONTROL_WORDS = 16
+"""int64 words of the control block, in this order:"""
+DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED = 0, 1, 2, 3
+"""calls completed by each role of each phase"""
+DONE = 4
+"""+ role: programs of that role that arrived in this call"""
+CLAIM = 8
+"""1 once a program has claimed the error record"""
+INVALID_IDS, OVERFLOW = 9, 10
+"""sums over all calls"""
+
+RECORD_WORDS = 16
+"""int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""
+ABORT_RECORD = 8
+
+PHASE_DISPATCH, PHASE_COMBINE = 0, 1
+PHASES = ("dispatch", "combine")
+
+CODE_TIMEOUT, CODE_ABORT = 1, 2
+
+STATUS_OK, STATUS_ABORT = 0, 1
+
+COUNT_HEADER = 8
+"""int32 words before the counts of a counts row: status, messages, tokens, chunks, chunks per program, (unused)."""
+
+ROW_ABSENT, ROW_DROPPED = -1, -2
+"""rows_of_message: the slot is not for this rank; the row did not fit ``capacity``."""

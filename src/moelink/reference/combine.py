@@ -1,0 +1,160 @@
+"""The oracle's combine: every token's sum, one addition at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moelink.reference.dispatch import Origin, ReferenceRows, accumulate_dtype, slot_owners
+
+if TYPE_CHECKING:
+    from moelink.config import EPConfig
+
+
+@dataclass(frozen=True)
+class _Combine:
+    """One combine of all ranks.
+
+    Attributes:
+        config: the settings.
+        ys: expert outputs of every rank.
+        weights: per rank [rows] weights that travelled, or None.
+        home_weights: per rank [T, topk] weights given to combine, or None.
+        places: per rank, the row of every origin that is present.
+    """
+
+    config: EPConfig
+    ys: Sequence[Tensor]
+    weights: list[Tensor | None]
+    home_weights: Sequence[Tensor] | None
+    places: list[dict[Origin, int]]
+
+    def row(self, rank: int, origin: Origin) -> Tensor | None:
+        """[hidden_size] expert output on ``rank`` of ``origin``, or None when that row is not there."""
+        place = self.places[rank].get(origin)
+        return None if place is None else self.ys[rank][place]
+
+    def add(self, total: Tensor, rank: int, origin: Origin, *, weighted: bool) -> Tensor:
+        """``total`` plus the row: the product rounded, then the sum. Unchanged when the row is not there."""
+        row = self.row(rank, origin)
+        if row is None:
+            return total
+        term = row.to(device=total.device, dtype=total.dtype)
+        if weighted:
+            weight = self._weight(rank, origin)
+            if weight is not None:
+                term = term * weight.to(device=total.device, dtype=total.dtype)
+        return total + term
+
+    def _weight(self, rank: int, origin: Origin) -> Tensor | None:
+        home, token, slot = origin
+        if self.home_weights is not None:
+            return self.home_weights[home][token, slot]
+        travelled = self.weights[rank]
+        return None if travelled is None else travelled[self.places[rank][origin]]
+
+    def token_sum(self, home: int, token: int, owners: list[int]) -> Tensor:
+        """[hidden_size] sum in the accumulate dtype, before the final rounding and without ``shared=``.
+
+        ``owners`` [topk] is the rank that owns each slot's expert, -1 where there is none.
+        """
+        config = self.config
+        total = torch.zeros(config.hidden_size, dtype=accumulate_dtype(config), device=self.ys[home].device)
+        # In allreduce mode a rank sums only rows of its own.
+        ranks = [home] if config.mode == "allreduce" else list(range(config.world_size))
+        if config.layout == "rank":
+            for rank in ranks:
+                total = self.add(total, rank, (home, token, -1), weighted=False)
+            return total
+        if config.pre_reduce and config.mode == "alltoall":
+            for rank in ranks:
+                partial = torch.zeros_like(total)
+                for slot, owner in enumerate(owners):
+                    if owner == rank:
+                        partial = self.add(partial, rank, (home, token, slot), weighted=True)
+                total = total + partial.to(config.combine_dtype).to(total.dtype)
+        else:
+            for slot, owner in enumerate(owners):
+                if owner in ranks:
+                    total = self.add(total, owner, (home, token, slot), weighted=True)
+        if config.fused_shared_expert:
+            total = self.add(total, home, (home, token, -1), weighted=False)
+        return total
+
+
+def _places(rows: ReferenceRows) -> dict[Origin, int]:
+    """Row number of every origin; padding rows have none."""
+    origins = rows.src_info[: rows.num_rows].tolist()
+    return {(source, token, slot): row for row, (source, token, slot) in enumerate(origins) if source >= 0}
+
+
+def _check(config: EPConfig, rows: Sequence[ReferenceRows], home_weights: object, reduce: bool, shared: object) -> None:
+    """Refuse what moelink refuses, so that a test cannot ask the oracle for something undefined."""
+    if home_weights is not None:
+        if config.pre_reduce:
+            raise ValueError("weights may be given to combine only with pre_reduce=False")
+        if any(r.weights is not None for r in rows):
+            raise ValueError("weights were given to dispatch and to combine")
+    if not reduce and (config.layout == "rank" or config.fused_shared_expert or home_weights is not None):
+        raise ValueError("reduce=False needs layout='expert', no fused shared expert and no weights given to combine")
+    if shared is not None and (config.fused_shared_expert or config.mode == "allreduce" or not reduce):
+        raise ValueError("shared= is refused when fused, in allreduce mode and with reduce=False")
+
+
+def reference_combine(
+    config: EPConfig,
+    ys: Sequence[Tensor],
+    rows: Sequence[ReferenceRows],
+    topk_ids: Sequence[Tensor],
+    topk_weights_home: Sequence[Tensor] | None = None,
+    *,
+    reduce: bool = True,
+    shared: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Combine of all ranks. Every sequence has one entry per rank. Sums are fp32 (fp64 when combine_dtype is).
+
+    * ``pre_reduce``: per owning rank, ``acc = 0; acc += round(w * y)`` over its slots, ascending; ``acc`` is rounded
+      to ``combine_dtype``; those are summed in fp32 over ranks, ascending.
+    * otherwise (and always in allreduce mode, over this rank's slots only): ``acc += round(w * y)`` over slots.
+    * layout "rank": rows, already weighted, summed over ranks, ascending.
+
+    Then the shared row (fused, or of ``shared``) is added in fp32, and the sum is rounded once. A row that did not
+    fit ``capacity`` adds nothing. Without weights rows are summed as they are.
+
+    Args:
+        config: read for its plain fields only.
+        ys: [rows, hidden_size] expert outputs; row i belongs to row i of ``rows[rank]``.
+        rows: what ``reference_dispatch`` returned (weights that travelled are in it).
+        topk_ids: [T, topk] of each home rank, as in dispatch.
+        topk_weights_home: [T, topk] weights when they were not given to dispatch (``pre_reduce=False`` only).
+        reduce: False returns the rows as they are, by slot.
+        shared: [T, hidden_size] to add, or None.
+
+    Returns:
+        Per rank [T, hidden_size] of ``combine_dtype``; with ``reduce=False`` [T, topk, hidden_size], zero for slots
+        that are not routed, dropped, or (allreduce) of another rank; in allreduce mode the rank's partial sum.
+    """
+    _check(config, rows, topk_weights_home, reduce, shared)
+    call = _Combine(config, ys, [r.weights for r in rows], topk_weights_home, [_places(r) for r in rows])
+    outputs = []
+    for home, ids in enumerate(topk_ids):
+        tokens = slot_owners(config, ids)
+        shape = (len(tokens), config.hidden_size) if reduce else (len(tokens), config.topk, config.hidden_size)
+        out = torch.zeros(shape, dtype=config.combine_dtype, device=ys[home].device)
+        for token, owners in enumerate(tokens):
+            if reduce:
+                total = call.token_sum(home, token, owners)
+                if shared is not None:
+                    total = total + shared[home][token].to(total.dtype)
+                out[token] = total.to(config.combine_dtype)
+                continue
+            for slot, owner in enumerate(owners):
+                row = call.row(owner, (home, token, slot)) if owner >= 0 else None
+                if row is not None:
+                    out[token, slot] = row.to(device=out.device, dtype=out.dtype)
+        outputs.append(out)
+    return outputs

@@ -1,0 +1,354 @@
+"""The oracle's dispatch: which row goes where, by loops in the order that the rows come out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moelink.reference.rounding import FormatFacts, format_facts, reference_dequantize, reference_quantize
+
+if TYPE_CHECKING:
+    from moelink.config import EPConfig
+
+Origin = tuple[int, int, int]
+"""Where a row comes from: (source rank, source token, top-k slot); slot -1 for shared rows and layout "rank"."""
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """What dispatch must return on one rank. Rows at ``num_rows`` and beyond are zero (src_info -1), not defined.
+
+    ``rows`` is the capacity, or the worst case.
+
+    Attributes:
+        tokens: [rows, width] of the payload dtype.
+        scales: in the format's layout (row-major for layout "rank"), or None.
+        row_offsets: [num_groups + 1] int32, clamped to the capacity.
+        expert_ids: [num_groups] int32, or None for layout "rank".
+        src_info: [rows, 3] int32.
+        scales_offsets: [num_groups] int32 for 128x4 tiles, else None.
+        weights: [rows] fp32 (fp64 when combine_dtype is), 1 on shared rows; None for layout "rank" or without weights.
+        num_recv_tokens: [] int32, routed rows present.
+        overflow: [] int32, routed and shared rows that did not fit; padding is not counted.
+        topk_ids: layout "rank": [rows, topk] int32 local ids, -1 elsewhere; else None.
+        topk_weights: layout "rank": [rows, topk] weights, 0 where the id is -1; else None.
+        num_rows: rows that are defined, padding inside groups included (``row_offsets[-1]``).
+        input_scales: [world_size] fp32, the global input scale that each source rank used (1 where it gave none).
+    """
+
+    tokens: Tensor
+    scales: Tensor | None
+    row_offsets: Tensor
+    expert_ids: Tensor | None
+    src_info: Tensor
+    scales_offsets: Tensor | None
+    weights: Tensor | None
+    num_recv_tokens: Tensor
+    overflow: Tensor
+    topk_ids: Tensor | None
+    topk_weights: Tensor | None
+    num_rows: int
+    input_scales: Tensor
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One real row: its number in the output, its group, its number inside the group, and its origin."""
+
+    row: int
+    group: int
+    inner: int
+    origin: Origin
+
+
+def expert_owners(config: EPConfig) -> list[int]:
+    """Owner rank of every expert: 7 experts on 3 ranks -> [0, 0, 0, 1, 1, 2, 2]."""
+    owners: list[int] = []
+    for rank in range(config.world_size):
+        owners += [rank] * (config.num_experts // config.world_size + (rank < config.num_experts % config.world_size))
+    return owners
+
+
+def slot_owners(config: EPConfig, ids: Tensor) -> list[list[int]]:
+    """[T][topk] owner rank of every slot of ``ids`` [T, topk]; -1 where the id is outside [0, num_experts)."""
+    owners = expert_owners(config)
+    return [[owners[e] if 0 <= e < len(owners) else -1 for e in token] for token in ids.tolist()]
+
+
+def accumulate_dtype(config: EPConfig) -> torch.dtype:
+    """dtype of sums and of router weights."""
+    return torch.float64 if config.combine_dtype == torch.float64 else torch.float32
+
+
+def _sources(config: EPConfig, rank: int) -> range:
+    """Ranks whose tokens ``rank`` receives, ascending: all, or (allreduce) only itself."""
+    return range(rank, rank + 1) if config.mode == "allreduce" else range(config.world_size)
+
+
+def shared_tokens(config: EPConfig, num_tokens: int, rank: int) -> list[int]:
+    """Tokens of the fused shared expert's group on ``rank``: all own ones, or (allreduce) this rank's slice."""
+    if config.mode != "allreduce":
+        return list(range(num_tokens))
+    share: list[list[int]] = []
+    for part in range(config.world_size):
+        start = sum(len(tokens) for tokens in share)
+        share.append(list(range(start, start + (num_tokens + config.world_size - part - 1) // config.world_size)))
+    return share[rank]
+
+
+def _groups(config: EPConfig, topk_ids: Sequence[Tensor], rank: int) -> list[list[Origin]]:
+    """Real rows of every group of ``rank``, in final order."""
+    if config.layout == "rank":
+        arrivals: list[list[Origin]] = [[] for _ in range(config.world_size)]
+        for source in _sources(config, rank):
+            for token, owners in enumerate(slot_owners(config, topk_ids[source])):
+                if rank in owners:
+                    arrivals[source].append((source, token, -1))
+        return arrivals
+    groups: list[list[Origin]] = []
+    if config.fused_shared_expert:
+        tokens = shared_tokens(config, topk_ids[rank].shape[0], rank)
+        groups.append([(rank, token, -1) for token in tokens])
+    experts: dict[int, list[Origin]] = {e: [] for e, owner in enumerate(expert_owners(config)) if owner == rank}
+    for source in _sources(config, rank):
+        for token, ids in enumerate(topk_ids[source].tolist()):
+            for slot, expert in enumerate(ids):
+                if expert in experts:
+                    experts[expert].append((source, token, slot))
+    return groups + [experts[e] for e in sorted(experts)]
+
+
+def _row_alignment(config: EPConfig) -> int:
+    """Group sizes are multiples of this."""
+    if config.layout == "rank":
+        return 1
+    return math.lcm(config.expert_alignment, format_facts(config.dispatch_format).row_multiple)
+
+
+def _row_capacity(config: EPConfig, rank: int) -> int:
+    """Rows of the output: ``capacity``, or when every token that can arrive names only experts of ``rank``."""
+    if config.capacity is not None:
+        return config.capacity
+    arriving = len(_sources(config, rank)) * config.max_tokens_per_rank
+    if config.layout == "rank":
+        return arriving
+    routed = arriving * config.topk
+    shared = len(shared_tokens(config, config.max_tokens_per_rank, 0)) if config.fused_shared_expert else 0
+    groups = min(expert_owners(config).count(rank), routed) + (shared > 0)
+    return routed + shared + groups * (_row_alignment(config) - 1)
+
+
+def _place(groups: list[list[Origin]], alignment: int) -> tuple[list[_Row], list[int]]:
+    """Rows numbered from 0, each group rounded up to ``alignment``; and the exclusive starts of the groups."""
+    rows: list[_Row] = []
+    offsets = [0]
+    for group, origins in enumerate(groups):
+        rows += [_Row(offsets[-1] + i, group, i, origin) for i, origin in enumerate(origins)]
+        size = len(origins)
+        while size % alignment:
+            size += 1
+        offsets.append(offsets[-1] + size)
+    return rows, offsets
+
+
+def _first_blocks(offsets: Sequence[int]) -> list[int]:
+    """First 128-row block of every group, and the number of blocks: offsets 0, 100, 300, 400 -> [0, 1, 3, 4]."""
+    blocks = [0]
+    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+        blocks.append(blocks[-1] + math.ceil((end - start) / 128))
+    return blocks
+
+
+def _tile(blocks: Sequence[int], group: int, inner: int) -> tuple[int, slice, int, int]:
+    """Index of the scales of row ``inner`` of ``group``: [ceil(n / 4), 4] of the rank-5 tensor."""
+    return blocks[group] + inner // 128, slice(None), inner % 32, inner % 128 // 32
+
+
+def _scale_layout(config: EPConfig) -> str:
+    """The format's layout, or row-major for layout "rank"."""
+    layout = format_facts(config.dispatch_format).scale_layout
+    return "row_major" if config.layout == "rank" and layout != "none" else layout
+
+
+def _copyable(x: Tensor) -> Tensor:
+    """``x`` in a dtype that can be copied and indexed everywhere: 1-byte floats as their bits."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _lay_out_scales(
+    config: EPConfig,
+    rows: list[_Row],
+    offsets: list[int],
+    capacity: int,
+    scales: Sequence[Tensor],
+    device: torch.device,
+) -> Tensor:
+    """The scale tensor of one rank from the row-major scales [T, n] of every source; zero where no row writes."""
+    width = scales[0].shape[1]
+    layout = _scale_layout(config)
+    blocks = _first_blocks(offsets)
+    shape: tuple[int, ...] = (capacity, width)
+    if layout == "transposed":
+        shape = (width, capacity)
+    elif layout == "tiles":
+        num_groups = len(offsets) - 1
+        shape = (math.ceil((capacity + 128 * num_groups) / 128), math.ceil(width / 4), 32, 4, 4)
+    out = torch.zeros(shape, dtype=_copyable(scales[0]).dtype, device=device)
+    for row in rows:
+        source, token, _ = row.origin
+        values = _copyable(scales[source])[token].to(device)
+        if layout == "row_major":
+            out[row.row] = values
+        elif layout == "transposed":
+            out[:, row.row] = values
+        else:
+            columns = torch.zeros(shape[1] * 4, dtype=values.dtype, device=device)
+            columns[:width] = values
+            out[_tile(blocks, row.group, row.inner)] = columns.reshape(-1, 4)
+    return out.view(scales[0].dtype)
+
+
+def _encode(
+    config: EPConfig, facts: FormatFacts, x: Tensor, scales: Tensor | None, input_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Payload and row-major scales of one source's tokens."""
+    if scales is None:
+        return reference_quantize(config.dispatch_format, x, input_scale)
+    if facts.scale_dtype is None:
+        raise ValueError(f"format {config.dispatch_format!r} has no scales")
+    return x.view(facts.payload_dtype), scales.view(facts.scale_dtype)
+
+
+def reference_dispatch(
+    config: EPConfig,
+    xs: Sequence[Tensor],
+    topk_ids: Sequence[Tensor],
+    topk_weights: Sequence[Tensor] | None = None,
+    *,
+    input_scales: Sequence[Tensor | None] | None = None,
+    scales: Sequence[Tensor] | None = None,
+) -> list[ReferenceRows]:
+    """Dispatch of all ranks. Every sequence has one entry per rank; in allreduce mode the entries are replicas.
+
+    Args:
+        config: read for its plain fields only.
+        xs: [T, hidden_size] float, or payload rows [T, width] when ``scales`` is given.
+        topk_ids: [T, topk] int32 or int64; ids outside [0, num_experts) are not routed.
+        topk_weights: [T, topk] float, or None.
+        input_scales: global input scales (fp32, one element), or None.
+        scales: [T, hidden_size / group] row-major scales of already quantised rows, or None.
+
+    Returns:
+        One ``ReferenceRows`` per rank, on the device of that rank's ``xs``.
+    """
+    world = range(config.world_size)
+    facts = format_facts(config.dispatch_format)
+    input_scales = [None] * config.world_size if input_scales is None else input_scales
+    encoded = [_encode(config, facts, xs[r], None if scales is None else scales[r], input_scales[r]) for r in world]
+    payloads = [_copyable(payload) for payload, _ in encoded]
+    row_scales = [row for _, row in encoded if row is not None]
+    used_scales = torch.tensor([1.0 if s is None else float(s) for s in input_scales], dtype=torch.float32)
+
+    outputs = []
+    for rank in world:
+        device = xs[rank].device
+        capacity = _row_capacity(config, rank)
+        every_row, offsets = _place(_groups(config, topk_ids, rank), _row_alignment(config))
+        offsets = [min(offset, capacity) for offset in offsets]
+        rows = [row for row in every_row if row.row < capacity]
+        num_groups = len(offsets) - 1
+        routed = sum(config.layout == "rank" or row.origin[2] >= 0 for row in rows)
+
+        tokens = torch.zeros(capacity, payloads[rank].shape[1], dtype=payloads[rank].dtype, device=device)
+        src_info = [[-1, -1, -1] for _ in range(capacity)]
+        for row in rows:
+            source, token, _ = row.origin
+            tokens[row.row] = payloads[source][token].to(device)
+            src_info[row.row] = list(row.origin)
+        weights, local_ids, local_weights = _routing_columns(config, rows, capacity, rank, topk_ids, topk_weights)
+        blocks = _first_blocks(offsets)
+        block_offsets = [blocks[g] - offsets[g] // 128 for g in range(num_groups)]
+        outputs.append(
+            ReferenceRows(
+                tokens=tokens.view(facts.payload_dtype),
+                scales=_lay_out_scales(config, rows, offsets, capacity, row_scales, device) if row_scales else None,
+                row_offsets=_int32(offsets, device),
+                expert_ids=None if config.layout == "rank" else _int32(list(range(num_groups)), device),
+                src_info=_int32(src_info, device).reshape(capacity, 3),
+                scales_offsets=_int32(block_offsets, device) if _scale_layout(config) == "tiles" else None,
+                weights=None if weights is None else weights.to(device),
+                num_recv_tokens=_int32(routed, device),
+                overflow=_int32(len(every_row) - len(rows), device),
+                topk_ids=None if local_ids is None else local_ids.to(device),
+                topk_weights=None if local_weights is None else local_weights.to(device),
+                num_rows=offsets[-1],
+                input_scales=used_scales.to(device),
+            )
+        )
+    return outputs
+
+
+def _int32(values: object, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _routing_columns(
+    config: EPConfig,
+    rows: list[_Row],
+    capacity: int,
+    rank: int,
+    topk_ids: Sequence[Tensor],
+    topk_weights: Sequence[Tensor] | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(weights [rows], topk_ids [rows, topk], topk_weights [rows, topk]) of one rank on the CPU, None where absent."""
+    dtype = accumulate_dtype(config)
+    given = None if topk_weights is None else [weights.to(dtype).tolist() for weights in topk_weights]
+    if config.layout == "expert":
+        if given is None:
+            return None, None, None
+        weights = torch.zeros(capacity, dtype=dtype)
+        for row in rows:
+            source, token, slot = row.origin
+            weights[row.row] = 1.0 if slot < 0 else given[source][token][slot]
+        return weights, None, None
+    ids = [source.tolist() for source in topk_ids]
+    mine = [e for e, owner in enumerate(expert_owners(config)) if owner == rank]
+    local_ids = torch.full((capacity, config.topk), -1, dtype=torch.int32)
+    local_weights = torch.zeros(capacity, config.topk, dtype=dtype)
+    for row in rows:
+        source, token, _ = row.origin
+        for slot, expert in enumerate(ids[source][token]):
+            if expert in mine:
+                local_ids[row.row, slot] = mine.index(expert)
+                if given is not None:
+                    local_weights[row.row, slot] = given[source][token][slot]
+    return None, local_ids, None if given is None else local_weights
+
+
+def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
+    """[num_rows, hidden_size] fp32 (fp64 for format fp64): the values of the defined rows; padding rows are 0."""
+    payload = rows.tokens[: rows.num_rows]
+    if rows.scales is None:
+        return reference_dequantize(config.dispatch_format, payload, None)
+    width = config.hidden_size // format_facts(config.dispatch_format).group
+    scales = torch.zeros(rows.num_rows, width, dtype=_copyable(rows.scales).dtype, device=payload.device)
+    stored = _copyable(rows.scales)
+    layout = _scale_layout(config)
+    offsets: list[int] = rows.row_offsets.tolist()
+    blocks = _first_blocks(offsets)
+    for group in range(len(offsets) - 1):
+        for row in range(offsets[group], offsets[group + 1]):
+            if layout == "row_major":
+                scales[row] = stored[row]
+            elif layout == "transposed":
+                scales[row] = stored[:, row]
+            else:
+                scales[row] = stored[_tile(blocks, group, row - offsets[group])].reshape(-1)[:width]
+    sources = rows.src_info[: rows.num_rows, 0].long()
+    input_scale = torch.where(sources >= 0, rows.input_scales[sources], 1.0)
+    return reference_dequantize(config.dispatch_format, payload, scales.view(rows.scales.dtype), input_scale)

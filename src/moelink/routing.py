@@ -1,0 +1,164 @@
+"""Arithmetic of routing, without communication: who owns which expert, who gets which token, and in which row.
+
+Legend: ``T`` tokens of a rank, ``K`` = topk, ``W`` = world_size, ``L`` = local experts, ``G`` = groups of the output,
+``M`` received messages (one per token and source), ``R`` routed rows (one per token and local slot).
+Expert ids are int32 or int64; -1 means not routed. Everything here is vectorised torch and runs on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """The one table of who owns which expert: contiguous blocks, the first ranks own one more where it does not divide.
+
+    Example: 7 experts on 3 ranks: rank 0 owns 0-2, rank 1 owns 3-4, rank 2 owns 5-6.
+    """
+
+    num_experts: int
+    world_size: int
+
+    @property
+    def _split(self) -> tuple[int, int]:
+        return divmod(self.num_experts, self.world_size)
+
+    def first(self, rank: int) -> int:
+        """Global id of ``rank``'s first expert: ``ExpertMap(7, 3).first(1) == 3``; num_experts for ``world_size``."""
+        per_rank, extra = self._split
+        return rank * per_rank + min(rank, extra)
+
+    def num_local(self, rank: int) -> int:
+        """Experts that ``rank`` owns. ``ExpertMap(7, 3).num_local(0) == 3``."""
+        return self.first(rank + 1) - self.first(rank)
+
+    def owner(self, expert_ids: Tensor) -> Tensor:
+        """Rank that owns each id, -1 for -1. ``ExpertMap(7, 3).owner([0, 3, 6, -1]) == [0, 1, 2, -1]``."""
+        per_rank, extra = self._split
+        boundary = extra * (per_rank + 1)
+        low = expert_ids // (per_rank + 1)
+        high = extra + (expert_ids - boundary) // max(per_rank, 1)
+        return torch.where(expert_ids < boundary, low, high).where(expert_ids >= 0, -1)
+
+    def local(self, expert_ids: Tensor, rank: int) -> Tensor:
+        """Ids local to ``rank``, -1 for other ranks' ids. ``ExpertMap(7, 3).local([0, 3, 4, -1], 1) == [-1, 0, 1, -1]``."""
+        first = self.first(rank)
+        mine = (expert_ids >= first) & (expert_ids < first + self.num_local(rank))
+        return torch.where(mine, expert_ids - first, -1)
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """Which messages a rank sends: one per (token, destination rank), by destination, then token.
+
+    Example: K = 2, 4 experts on 2 ranks, ids [[0, 3], [1, 0]]: token 0 goes to both ranks, token 1 (both slots on
+    rank 0) once: ``tokens == [0, 1, 0]``, ``counts == [2, 1]``.
+
+    Attributes:
+        tokens: [M] int64, source token of each message.
+        destinations: [M] int64, destination rank of each message.
+        counts: [W] int64, messages per destination.
+    """
+
+    tokens: Tensor
+    destinations: Tensor
+    counts: Tensor
+
+
+def plan_sends(topk_ids: Tensor, experts: ExpertMap) -> SendPlan:
+    """The messages of a rank with ``topk_ids`` [T, K]."""
+    ranks = torch.arange(experts.world_size, device=topk_ids.device)
+    present = (experts.owner(topk_ids)[:, None, :] == ranks[None, :, None]).any(-1)
+    destinations, tokens = present.t().nonzero(as_tuple=True)
+    return SendPlan(tokens=tokens, destinations=destinations, counts=present.sum(0))
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Where received messages go in the "expert" layout.
+
+    Routed rows in final order: local expert, then source rank, then source token, then slot.
+
+    Attributes:
+        message: [R] int64, index of the message that fills the row.
+        slot: [R] int64, its top-k slot.
+        group: [R] int64, group of the row (local expert, plus the shared group if there is one).
+        row: [R] int64, its output row; rows of a group are consecutive, groups start at ``row_offsets``.
+        counts: [L, W] int32, rows per (local expert, source rank), before capacity.
+        group_sizes: [G] int64, real rows per group, before capacity.
+        row_offsets: [G + 1] int64, exclusive starts of the aligned groups, before capacity.
+    """
+
+    message: Tensor
+    slot: Tensor
+    group: Tensor
+    row: Tensor
+    counts: Tensor
+    group_sizes: Tensor
+    row_offsets: Tensor
+
+
+def aligned_offsets(group_sizes: Tensor, alignment: int) -> Tensor:
+    """Exclusive starts [G + 1] of groups whose sizes are rounded up to ``alignment``.
+
+    Example: sizes [10, 10, 10, 10] with alignment 4 give [0, 12, 24, 36, 48].
+    """
+    aligned = (group_sizes + alignment - 1) // alignment * alignment
+    return torch.nn.functional.pad(aligned.cumsum(0), (1, 0))
+
+
+def plan_rows(
+    local_ids: Tensor,
+    sources: Tensor,
+    *,
+    num_local_experts: int,
+    world_size: int,
+    alignment: int = 1,
+    shared_rows: int | None = None,
+) -> RowPlan:
+    """Rows of the "expert" layout.
+
+    Args:
+        local_ids: [M, K] local expert of each slot, -1 elsewhere. Messages come by source rank, then source token.
+        sources: [M] int64 source rank of each message.
+        shared_rows: rows of the shared group that precedes the routed ones, None without a shared group.
+
+    Example: L = 2, messages [[0, 1], [1, -1], [0, 0]] from sources [0, 0, 1]: expert 0 gets (message 0, slot 0),
+    (2, 0), (2, 1) and expert 1 gets (0, 1), (1, 0): ``message == [0, 2, 2, 0, 1]``, ``slot == [0, 0, 1, 1, 0]``,
+    ``row_offsets == [0, 3, 5]``; with alignment 4 ``row == [0, 1, 2, 4, 5]`` and ``row_offsets == [0, 4, 8]``.
+    """
+    topk = local_ids.shape[1]
+    flat = local_ids.reshape(-1)
+    pairs = (flat >= 0).nonzero().squeeze(1)
+    expert, order = flat[pairs].sort(stable=True)
+    pairs = pairs[order]
+    expert = expert.long()
+    message = pairs // topk
+    counts = torch.bincount(expert * world_size + sources[message], minlength=num_local_experts * world_size)
+    counts = counts.view(num_local_experts, world_size)
+    group_sizes = counts.sum(1)
+    group = expert
+    if shared_rows is not None:
+        group_sizes = torch.nn.functional.pad(group_sizes, (1, 0), value=shared_rows)
+        group = expert + 1
+    row_offsets = aligned_offsets(group_sizes, alignment)
+    unaligned = group_sizes.cumsum(0) - group_sizes
+    position = torch.arange(pairs.numel(), device=flat.device) + (shared_rows or 0)
+    row = position + (row_offsets[:-1] - unaligned)[group]
+    return RowPlan(
+        message=message, slot=pairs % topk, group=group, row=row, counts=counts.int(), group_sizes=group_sizes, row_offsets=row_offsets
+    )  # fmt: skip
+
+
+def shared_slice(num_tokens: int, *, rank: int, parts: int) -> range:
+    """Tokens of the shared expert that fall to ``rank`` when ``parts`` ranks divide them (allreduce mode).
+
+    Rank g takes (T + parts - g - 1) // parts tokens from g * (T // parts) + min(g, T mod parts) on
+    (Modular MAX EP contract). Example: 7 tokens over 3 ranks are 0-2, 3-4, 5-6.
+    """
+    start = rank * (num_tokens // parts) + min(rank, num_tokens % parts)
+    return range(start, start + (num_tokens + parts - rank - 1) // parts)

@@ -1,0 +1,132 @@
+"""The part that a communicator of one rank and one of many devices share: state, checks, and the transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.errors import ArgumentError, ClosedError, ForeignHandleError, PendingError, UnsupportedError
+from moelink.output import DispatchOutput
+from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic, Transport
+from moelink.validation import check_combine, check_dispatch
+
+T = TypeVar("T")
+
+
+class PendingOperation(Generic[T]):
+    """A dispatch or combine under way, as ``dispatch_async`` and ``combine_async`` return it.
+
+    Inputs must stay alive and unmodified until :meth:`wait` has returned.
+    """
+
+    def __init__(self, operation: Pending[T], finished: Callable[[], None]) -> None:
+        self._operation, self._finished = operation, finished
+
+    def wait(self) -> T:
+        """The result, the same as the synchronous call's; may be called again. Raises what the call met."""
+        try:
+            return self._operation.wait()
+        finally:
+            self._finished()
+
+
+class Session:
+    """Local ranks of one communicator.
+
+    Attributes:
+        configs: one configuration per local rank.
+        devices: the device of each local rank.
+        identity: name of this communicator, the same on every rank.
+    """
+
+    def __init__(
+        self, configs: Sequence[EPConfig], devices: Sequence[torch.device], transport: Transport, identity: str
+    ) -> None:
+        self.configs, self.devices, self.identity = tuple(configs), tuple(devices), identity
+        self.transport = transport
+        self._pending: dict[Phase, object] = {}
+        self.closed = False
+
+    def dispatch(self, requests: Sequence[DispatchRequest]) -> PendingOperation[list[DispatchOutput]]:
+        """Check the arguments of every local rank and start a dispatch."""
+        self._enter("dispatch")
+        with _Refusal(self.transport, "dispatch"):
+            for config, device, request in zip(self.configs, self.devices, requests, strict=True):
+                check_dispatch(config, request, identity=self.identity, device=device)
+                _refuse_gradients(request.x, request.topk_weights)
+        return self._started("dispatch", self.transport.dispatch(requests))
+
+    def combine(self, requests: Sequence[CombineRequest]) -> PendingOperation[list[Tensor]]:
+        """Check the arguments of every local rank and start a combine."""
+        self._enter("combine")
+        with _Refusal(self.transport, "combine"):
+            for config, device, request in zip(self.configs, self.devices, requests, strict=True):
+                check_combine(config, request, identity=self.identity, device=device)
+                _refuse_gradients(request.y, request.topk_weights, request.shared)
+        return self._started("combine", self.transport.combine(requests))
+
+    def _enter(self, phase: Phase) -> None:
+        if self.closed:
+            raise ClosedError(phase)
+        if phase in self._pending:
+            raise PendingError(f"{phase}: expected no pending {phase}, got one that has not been waited for")
+
+    def _started(self, phase: Phase, operation: Pending[T]) -> PendingOperation[T]:
+        self._pending[phase] = operation
+
+        def finished() -> None:
+            if self._pending.get(phase) is operation:
+                del self._pending[phase]
+
+        return PendingOperation(operation, finished)
+
+    def warmup(self) -> None:
+        """Compile and allocate what the first call would."""
+        self._require_open("warmup")
+        self.transport.warmup()
+
+    def check(self) -> None:
+        """Synchronise and raise the first error."""
+        self._require_open("check")
+        self.transport.check()
+
+    def traffic(self) -> Traffic:
+        """Bytes of rows sent to other ranks."""
+        self._require_open("traffic")
+        return self.transport.traffic()
+
+    def _require_open(self, what: str) -> None:
+        if self.closed:
+            raise ClosedError(what)
+
+    def close(self) -> None:
+        """Release everything; a second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            self.transport.close()
+
+
+class _Refusal:
+    """Arguments that are refused inside the block are refused towards the peers too, who would wait otherwise."""
+
+    def __init__(self, transport: Transport, phase: Phase) -> None:
+        self._transport, self._phase = transport, phase
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (ArgumentError, ForeignHandleError, UnsupportedError)):
+            self._transport.refuse(self._phase)
+
+
+def _refuse_gradients(*values: object) -> None:
+    """moelink has no backward yet; a graph that ends here silently would train wrongly."""
+    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        raise UnsupportedError(
+            "gradients do not flow through moelink yet: call it under torch.no_grad() or pass detached tensors"
+        )

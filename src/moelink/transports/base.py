@@ -1,0 +1,112 @@
+"""The interface between the communicator and the ways to move bytes.
+
+A process drives one rank, or (``init_devices``) all of them; so every method takes and returns one entry per local
+rank. Arguments have been validated; a transport only moves data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from moelink.hooks import Hook
+from moelink.output import DispatchOutput
+
+T_co = TypeVar("T_co", covariant=True)
+
+Phase = Literal["dispatch", "combine"]
+
+
+@dataclass(frozen=True)
+class DispatchRequest:
+    """Arguments of one rank's dispatch.
+
+    Attributes:
+        x: [num_tokens, hidden_size] activations, or quantised rows [num_tokens, payload_width] when ``scales`` is set.
+        topk_ids: [num_tokens, topk] int32 or int64 (with ``routing``: the ids of that earlier call).
+        topk_weights: [num_tokens, topk], a Hook, or None.
+        scales: [num_tokens, scale_width] row-major scales of quantised rows, or None.
+        input_scale: one fp32 element, a Hook, or None.
+        routing: an earlier output whose routing is reused, or None.
+        host_counts: exact-size outputs.
+        out: an earlier output whose tensors are overwritten, or None.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor | Hook | None = None
+    scales: Tensor | None = None
+    input_scale: Tensor | Hook | None = None
+    routing: DispatchOutput | None = None
+    host_counts: bool = False
+    out: DispatchOutput | None = None
+
+
+@dataclass(frozen=True)
+class CombineRequest:
+    """Arguments of one rank's combine.
+
+    Attributes:
+        y: [rows, hidden_size] of combine_dtype; row i belongs to row i of ``recv.tokens``.
+        recv: the dispatch output.
+        topk_weights: [num_tokens, topk] of the home rank, a Hook, or None (only without pre-reduction).
+        reduce: sum over slots, or return [num_tokens, topk, hidden_size].
+        epilogue: a Hook that stores for itself, a bias [hidden_size] or residual [num_tokens, hidden_size] to add
+            before rounding, or None.
+        shared: [num_tokens, hidden_size] to add before rounding, or None.
+        out: where the result goes, or None.
+    """
+
+    y: Tensor
+    recv: DispatchOutput
+    topk_weights: Tensor | Hook | None = None
+    reduce: bool = True
+    epilogue: Tensor | Hook | None = None
+    shared: Tensor | None = None
+    out: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that left this process for other ranks (rows and their metadata; not headers), since ``init``."""
+
+    dispatch: int = 0
+    combine: int = 0
+
+
+class Pending(Protocol[T_co]):
+    """An operation under way."""
+
+    def wait(self) -> T_co:
+        """Finish the operation (a device's current stream waits; the host does so only where the transport must) and
+        return its result, or raise what went wrong."""
+
+
+class Transport(Protocol):
+    """A way to move rows between ranks."""
+
+    name: str
+
+    def dispatch(self, requests: Sequence[DispatchRequest]) -> Pending[list[DispatchOutput]]:
+        """Start a dispatch, one request per local rank."""
+
+    def combine(self, requests: Sequence[CombineRequest]) -> Pending[list[Tensor]]:
+        """Start a combine, one request per local rank."""
+
+    def refuse(self, phase: Phase) -> None:
+        """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once."""
+
+    def warmup(self) -> None:
+        """Compile and allocate what the first call would."""
+
+    def check(self) -> None:
+        """Synchronise with what is under way and raise the first error of this communicator, if there was one."""
+
+    def traffic(self) -> Traffic:
+        """Bytes sent so far."""
+
+    def close(self) -> None:
+        """Release everything. Waits for nobody once an error has poisoned the communicator."""

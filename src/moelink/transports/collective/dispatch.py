@@ -1,0 +1,136 @@
+"""One rank's dispatch: quantise, one message per (token, destination rank), then rows grouped for the experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.formats import Quantized
+from moelink.hooks import evaluate_input_scale, evaluate_weights
+from moelink.layout import DispatchMessage
+from moelink.output import DispatchHandle, DispatchOutput
+from moelink.routing import ExpertMap, plan_sends
+from moelink.transports.base import DispatchRequest
+from moelink.transports.collective.outputs import fill_output
+from moelink.transports.collective.plan import CollectivePlan, Messages, complete_plan, expert_counts
+from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
+
+
+def dispatch_steps(config: EPConfig, request: DispatchRequest, *, identity: str) -> Steps[DispatchOutput]:
+    """The dispatch of one rank. Nothing is yielded, so nothing travels, in allreduce mode."""
+    num_tokens = len(request.x)
+    weights = evaluate_weights(
+        request.topk_weights,
+        num_tokens=num_tokens,
+        topk=config.topk,
+        device=request.x.device,
+        dtype=config.weight_dtype,
+    )
+    cached: CollectivePlan | None = request.routing.handle.plan if request.routing is not None else None
+    message = DispatchMessage(
+        config.format, config.hidden_size, config.topk,
+        with_ids=cached is None, weight_dtype=None if weights is None else config.weight_dtype,
+    )  # fmt: skip
+    bad = (request.topk_ids < -1) | (request.topk_ids >= config.num_experts)
+    ids = request.topk_ids.masked_fill(bad, -1)
+    own = _messages(config, request, message, ids, weights)
+    if config.mode == "allreduce":
+        plan = cached or complete_plan(config, _keep_own(config, ids, bad.sum()), num_tokens=num_tokens)
+        received = _with_spare_row(own, plan.messages.tokens)
+    elif cached is None:
+        messages, received = yield from _exchange(config, message, own, ids, bad.sum())
+        plan = complete_plan(config, messages, num_tokens=num_tokens)
+    else:
+        plan, received = cached, (yield from _exchange_again(config, message, own, cached.messages))
+    handle = DispatchHandle(
+        owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
+        counts=expert_counts(config, plan), plan=plan,
+    )  # fmt: skip
+    return fill_output(
+        config,
+        plan,
+        message,
+        received=received,
+        own=own,
+        handle=handle,
+        host_counts=request.host_counts,
+        out=request.out,
+    )
+
+
+def _messages(
+    config: EPConfig, request: DispatchRequest, message: DispatchMessage, ids: Tensor, weights: Tensor | None
+) -> Tensor:
+    """[T, message bytes] uint8: one message per own token, carrying global expert ids."""
+    if request.scales is not None:
+        rows = Quantized(request.x, request.scales)
+    else:
+        rows = config.format.quantize(request.x, evaluate_input_scale(request.input_scale))
+    buffer = torch.empty(len(request.x), message.nbytes, dtype=torch.uint8, device=request.x.device)
+    message.field(buffer, "payload").copy_(rows.payload.contiguous().view(torch.uint8))
+    if rows.scales is not None:
+        message.field(buffer, "scales").copy_(rows.scales.contiguous().view(torch.uint8))
+    if message.with_ids:
+        message.field(buffer, "token")[:, 0] = torch.arange(len(buffer), device=buffer.device, dtype=torch.int32)
+        message.field(buffer, "ids").copy_(ids)
+    if weights is not None:
+        message.field(buffer, "weights").copy_(weights)
+    return buffer
+
+
+def _options(message: DispatchMessage) -> str:
+    return f"dispatch weights={message.weight_dtype} new_routing={message.with_ids}"
+
+
+def _exchange(
+    config: EPConfig, message: DispatchMessage, own: Tensor, ids: Tensor, invalid: Tensor
+) -> Steps[tuple[Messages, Tensor]]:
+    """Send under a new routing and learn the peers' messages. Every index off the wire is checked before use."""
+    experts = ExpertMap(config.num_experts, config.world_size)
+    sends = plan_sends(ids, experts)
+    send_counts: list[int] = sends.counts.tolist()
+    recv_counts = yield Announce(_options(message), send_counts, limit=config.max_tokens_per_rank)
+    assert isinstance(recv_counts, list)
+    rows = torch.index_select(own, 0, sends.tokens)
+    for rank, block in enumerate(message.field(rows, "ids").split(send_counts)):
+        block.copy_(experts.local(block, rank))
+    received = yield Transfer(rows, send_counts, recv_counts, spare_rows=1)
+    assert isinstance(received, Tensor)
+
+    tokens = message.field(received, "token")[:-1, 0].long()
+    local_ids = message.field(received, "ids")[:-1].contiguous()
+    sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(received.device)
+    bad = (tokens < 0) | (tokens >= config.max_tokens_per_rank)
+    bad |= ((local_ids < -1) | (local_ids >= config.num_local_experts)).any(1)
+    if bool(bad.any()):
+        raise BadMessageError(int(sources[bad][0]), "sent a token or expert that does not exist")
+    return Messages(sends.tokens, send_counts, recv_counts, tokens, sources, local_ids, invalid), received
+
+
+def _exchange_again(config: EPConfig, message: DispatchMessage, own: Tensor, messages: Messages) -> Steps[Tensor]:
+    """Send other rows along a routing that is already known; no ids travel."""
+    recv_counts = yield Announce(_options(message), messages.send_counts, limit=config.max_tokens_per_rank)
+    assert isinstance(recv_counts, list)
+    for source, (got, expected) in enumerate(zip(recv_counts, messages.recv_counts, strict=True)):
+        if got != expected:
+            raise BadMessageError(source, f"announced {got} messages where the reused routing has {expected}")
+    rows = torch.index_select(own, 0, messages.send_tokens)
+    received = yield Transfer(rows, messages.send_counts, recv_counts, spare_rows=1)
+    assert isinstance(received, Tensor)
+    return received
+
+
+def _keep_own(config: EPConfig, ids: Tensor, invalid: Tensor) -> Messages:
+    """Allreduce mode: the tokens that name this rank's experts are its messages."""
+    local_ids = ExpertMap(config.num_experts, config.world_size).local(ids, config.rank).int()
+    tokens = (local_ids >= 0).any(1).nonzero().squeeze(1)
+    counts = [0] * config.world_size
+    counts[config.rank] = len(tokens)
+    return Messages(tokens, counts, counts, tokens, torch.full_like(tokens, config.rank), local_ids[tokens], invalid)
+
+
+def _with_spare_row(own: Tensor, tokens: Tensor) -> Tensor:
+    received = torch.empty(len(tokens) + 1, own.shape[1], dtype=torch.uint8, device=own.device)
+    torch.index_select(own, 0, tokens, out=received[:-1])
+    return received

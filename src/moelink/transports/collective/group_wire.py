@@ -1,0 +1,271 @@
+"""Rows over process groups: one rank per process, gloo on CPU, NCCL on CUDA.
+
+Protocol of one call (call numbers count dispatches and combines together, from 1):
+
+1. Every rank sends every rank a header of fixed size over the gloo control group: magic, call number, phase, status,
+   configuration digest, options digest, and the number of rows that will follow. A rank that refuses its arguments
+   sends status REFUSED, so peers learn it in the same exchange.
+2. All headers are checked before any row moves. Headers differ between receivers only in the row count, so every rank
+   reaches the same verdict: all go on, or all raise and the next call starts clean. A gloo receiver that
+   expects fewer bytes than come is aborted by gloo; therefore no count that was not checked ever sizes a transfer.
+3. Rows move in one all-to-all of uint8.
+
+One deadline covers the whole call, from the moment it was issued. When it passes, or a connection breaks, the rank at
+fault is found by asking (:mod:`moelink.liveness`), the communicator is poisoned and peers are told.
+
+Calls run on one background thread in the order they were issued, so that an asynchronous call returns at once even
+while a peer is late; on CUDA they run on a stream of their own, forked from the caller's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from moelink.errors import PeerAbortedError, PeerError, ProtocolError
+from moelink.group import World, release
+from moelink.liveness import Address, Beacon, Failure, furthest_behind, probe_all
+from moelink.transports.base import Phase
+from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
+
+R = TypeVar("R")
+
+_MAGIC = 0x6D6F656C696E6B
+_PHASE_CODES: dict[Phase, int] = {"dispatch": 1, "combine": 2}
+_OK, _REFUSED = 0, 1
+_FIELDS = ("magic", "call", "phase", "status", "config", "options", "count")
+_REPORT_SECONDS = 0.3
+
+
+def digest(text: str) -> int:
+    """A 63-bit digest of ``text``, equal on every rank and machine."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class GroupPending(Generic[R]):
+    """A call on the background thread."""
+
+    future: Future[R]
+    finished: torch.cuda.Event | None
+    device: torch.device
+
+    def wait(self) -> R:
+        """Wait for the call on the host (its transfers need host counts), then make the current stream wait for it."""
+        result = self.future.result()
+        if self.finished is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.finished)
+        return result
+
+
+class GroupWire:
+    """The wire of one rank. ``identity`` enters every header's configuration digest."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        device: torch.device,
+        identity: str,
+        timeout: float,
+        beacon: Beacon,
+        addresses: Sequence[Address],
+    ) -> None:
+        self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
+        self._world, self._device, self._timeout = world, device, timeout
+        self._identity = digest(identity)
+        self._beacon, self._addresses = beacon, addresses
+        self._error: PeerError | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelink-wire")
+
+    def start(self, phase: Phase, calls: Sequence[Steps[R]]) -> GroupPending[list[R]]:
+        """Run this rank's call on the background thread."""
+        (call,) = calls
+        return self._submit(phase, call)
+
+    def refuse(self, phase: Phase) -> None:
+        """Take part in the call with status REFUSED."""
+        self._submit(phase, None)
+
+    def check(self) -> None:
+        """Wait for the calls under way; raise the error that poisoned this communicator, if any."""
+        if self._error is None:
+            self._thread.submit(lambda: None).result()
+        self._raise_poison()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        """Finish what is under way and release the groups; after an error, wait for nobody and leave the groups."""
+        poisoned = self._error is not None or self._beacon.failure is not None
+        self._thread.shutdown(wait=not poisoned, cancel_futures=True)
+        self._beacon.close()
+        if not poisoned:
+            release(self._world)
+
+    def _raise_poison(self) -> None:
+        if self._error is None and self._beacon.failure is not None:
+            self._error = self._beacon.failure.error(self._world.rank)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def _submit(self, phase: Phase, steps: Steps[R] | None) -> GroupPending[list[R]]:
+        self._raise_poison()
+        self._beacon.call += 1
+        started = finished = None
+        if self._stream is not None:
+            started, finished = torch.cuda.Event(), torch.cuda.Event()
+            started.record(torch.cuda.current_stream(self._device))
+        deadline = time.monotonic() + self._timeout
+        future = self._thread.submit(self._run, self._beacon.call, phase, steps, deadline, started, finished)
+        return GroupPending(future, finished, self._device)
+
+    def _run(
+        self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float,
+        started: torch.cuda.Event | None, finished: torch.cuda.Event | None,
+    ) -> list[R]:  # fmt: skip
+        self._raise_poison()
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+        with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            if self._stream is not None and started is not None:
+                self._stream.wait_event(started)
+            try:
+                result = self._drive(call, phase, steps, deadline)
+            except BadMessageError as error:
+                raise self._poison(
+                    ProtocolError(
+                        f"rank {self._world.rank}: rank {error.source} {error} in {phase} (call {call})",
+                        rank=self._world.rank, peer=error.source, phase=phase, call=call,
+                    )
+                ) from error  # fmt: skip
+            if self._stream is not None and finished is not None:
+                finished.record(self._stream)
+        return result
+
+    def _drive(self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float) -> list[R]:
+        """Advance one call. A failure before its first exchange is told to peers as a refusal."""
+        if steps is None:
+            self._exchange_headers(call, phase, None, deadline)
+            return []
+        request: Announce | Transfer
+        try:
+            request = next(steps)
+        except StopIteration as stop:
+            return [stop.value]
+        except Exception:
+            self._exchange_headers(call, phase, None, deadline)
+            raise
+        while True:
+            if isinstance(request, Announce):
+                reply: Any = self._exchange_headers(call, phase, request, deadline)
+            else:
+                reply = self._exchange_rows(call, phase, request, deadline)
+            try:
+                request = steps.send(reply)
+            except StopIteration as stop:
+                return [stop.value]
+
+    def _exchange_headers(self, call: int, phase: Phase, announce: Announce | None, deadline: float) -> list[int]:
+        """Swap headers with every rank and return the row counts; None refuses the call."""
+        status = _REFUSED if announce is None else _OK
+        options = 0 if announce is None else digest(announce.options)
+        counts = [0] * self._world.world_size if announce is None else announce.counts
+        mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, options)
+        headers = torch.tensor([(*mine, count) for count in counts])
+        received = torch.empty_like(headers)
+        self._finish(
+            self._world.control.alltoall_base(received, headers, [], []),
+            call,
+            phase,
+            deadline,
+            on_device=False,
+        )
+        rows = [dict(zip(_FIELDS, row, strict=True)) for row in received.tolist()]
+        self._verdict(call, phase, rows, refused=announce is None)
+        got = [row["count"] for row in rows]
+        for source, count in enumerate(got):
+            if announce is not None and not 0 <= count <= announce.limit:
+                raise BadMessageError(source, f"announced {count} rows, at most {announce.limit} are possible")
+        return got
+
+    def _verdict(self, call: int, phase: Phase, headers: list[dict[str, int]], *, refused: bool) -> None:
+        """Compare all headers; every rank sees the same ones and so raises, or goes on, together."""
+        rank = self._world.rank
+        for name in ("magic", "config", "call", "phase"):
+            values = [header[name] for header in headers]
+            usual = max(set(values), key=lambda value: (values.count(value), value))
+            for peer, value in enumerate(values):
+                if value != usual:
+                    raise ProtocolError(
+                        f"rank {rank}: rank {peer} makes another call in {phase} (call {call}): its {name} is {value}, "
+                        f"most ranks have {usual}",
+                        rank=rank, peer=peer, phase=phase, call=call,
+                    )  # fmt: skip
+        for peer, header in enumerate(headers):
+            if header["status"] != _OK and not refused:
+                raise PeerAbortedError(rank=rank, peer=peer, phase=phase, call=call)
+        values = [header["options"] for header in headers if header["status"] == _OK]
+        for peer, header in enumerate(headers):
+            usual = max(set(values), key=lambda value: (values.count(value), value)) if values else 0
+            if header["status"] == _OK and header["options"] != usual:
+                raise ProtocolError(
+                    f"rank {rank}: rank {peer} calls {phase} (call {call}) with other options than most ranks "
+                    "(weights, routing or reduce passed on some ranks only)",
+                    rank=rank, peer=peer, phase=phase, call=call,
+                )  # fmt: skip
+
+    def _exchange_rows(self, call: int, phase: Phase, transfer: Transfer, deadline: float) -> Tensor:
+        rows, total = transfer.rows, sum(transfer.recv_counts)
+        received = torch.empty(total + transfer.spare_rows, rows.shape[1], dtype=torch.uint8, device=rows.device)
+        work = self._world.data.alltoall_base(received[:total], rows, transfer.recv_counts, transfer.send_counts)
+        self._finish(work, call, phase, deadline, on_device=True)
+        remote = len(rows) - transfer.send_counts[self._world.rank]
+        self.sent[phase] += remote * rows.shape[1]
+        return received
+
+    def _finish(self, work: Any, call: int, phase: Phase, deadline: float, *, on_device: bool) -> None:
+        """Wait for ``work`` until the deadline; turn its failure into the error that names the rank at fault."""
+        try:
+            left = max(deadline - time.monotonic(), 1e-3)
+            if self._stream is None or not on_device:
+                work.wait(timedelta(seconds=left))
+                return
+            work.wait()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            while not event.query():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the deadline passed")
+                time.sleep(20e-6)
+        except RuntimeError as error:
+            raise self._blame(call, phase) from error
+
+    def _blame(self, call: int, phase: Phase) -> PeerError:
+        """Find the rank at fault, poison this communicator and tell the peers."""
+        if self._beacon.failure is not None:
+            return self._poison(self._beacon.failure.error(self._world.rank))
+        peer, sighting = furthest_behind(probe_all(self._addresses, skip=self._world.rank))
+        failure = Failure(peer, phase, call, expected=call, got=-1 if sighting.call is None else sighting.call)
+        error = self._poison(failure.error(self._world.rank, lost=sighting.lost))
+        report = threading.Thread(
+            target=probe_all, args=(self._addresses,), kwargs={"skip": self._world.rank, "report": failure}, daemon=True
+        )
+        report.start()
+        report.join(_REPORT_SECONDS)
+        return error
+
+    def _poison(self, error: PeerError) -> PeerError:
+        self._error = self._error or error
+        return error

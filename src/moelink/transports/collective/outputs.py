@@ -1,0 +1,135 @@
+"""From received messages to a DispatchOutput: the one place of this transport that lays rows out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.layout import DispatchMessage
+from moelink.output import DispatchHandle, DispatchOutput
+from moelink.routing import RowPlan
+from moelink.transports.collective.plan import CollectivePlan
+
+
+def allocate_output(
+    config: EPConfig, handle: DispatchHandle, *, rows: int, weighted: bool, device: torch.device
+) -> DispatchOutput:
+    """Uninitialised tensors of a DispatchOutput with ``rows`` rows; ``weighted`` when router weights travelled."""
+    fmt, expert = config.format, config.layout == "expert"
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    scales = scales_offsets = None
+    if fmt.scale_dtype is not None and fmt.scale_layout is not None:
+        width = fmt.scale_width(config.hidden_size)
+        shape = fmt.scale_layout.shape(rows, width, config.num_groups) if expert else (rows, width)
+        scales = empty(*shape, dtype=fmt.scale_dtype)
+        if (
+            expert
+            and fmt.scale_layout.scales_offsets(torch.zeros(config.num_groups + 1, dtype=torch.int32)) is not None
+        ):
+            scales_offsets = empty(config.num_groups)
+    return DispatchOutput(
+        tokens=empty(rows, fmt.payload_width(config.hidden_size), dtype=fmt.payload_dtype),
+        scales=scales,
+        row_offsets=empty(config.num_groups + 1),
+        expert_ids=torch.arange(config.num_groups, dtype=torch.int32, device=device) if expert else None,
+        src_info=empty(rows, 3),
+        scales_offsets=scales_offsets,
+        weights=empty(rows, dtype=config.weight_dtype) if weighted and expert else None,
+        num_recv_tokens=empty(),
+        overflow=empty(),
+        handle=handle,
+        topk_ids=None if expert else empty(rows, config.topk),
+        topk_weights=empty(rows, config.topk, dtype=config.weight_dtype) if weighted and not expert else None,
+    )
+
+
+def fill_output(
+    config: EPConfig, plan: CollectivePlan, message: DispatchMessage, *, received: Tensor, own: Tensor,
+    handle: DispatchHandle, host_counts: bool, out: DispatchOutput | None,
+) -> DispatchOutput:  # fmt: skip
+    """Lay out ``received`` [M + 1, bytes] (its last row is scratch) and the shared rows of ``own`` [T, bytes]."""
+    total = min(plan.num_rows, config.row_capacity)
+    weighted = message.weight_dtype is not None
+    rows = total if host_counts else config.row_capacity
+    result = (
+        out
+        if out is not None
+        else allocate_output(config, handle, rows=rows, weighted=weighted, device=received.device)
+    )
+    result.row_offsets.copy_(plan.row_offsets.clamp(max=total))
+    if plan.rows is None:
+        _fill_rank(plan, message, result, received, total)
+    else:
+        _fill_expert(config, plan, plan.rows, message, result, received=received, own=own, total=total)
+    return dataclasses.replace(result, handle=handle)
+
+
+def _fill_rank(
+    plan: CollectivePlan, message: DispatchMessage, out: DispatchOutput, received: Tensor, total: int
+) -> None:
+    got = plan.messages
+    out.tokens.view(torch.uint8)[:total].copy_(message.field(received, "payload")[:total])
+    if out.scales is not None:
+        out.scales.view(torch.uint8)[:total].copy_(message.field(received, "scales")[:total])
+    out.src_info[:total] = torch.stack((got.sources, got.tokens, torch.full_like(got.tokens, -1)), 1)[:total].int()
+    assert out.topk_ids is not None
+    out.topk_ids[:total] = got.local_ids[:total]
+    if out.topk_weights is not None:
+        weights = message.field(received, "weights")[:total]
+        out.topk_weights[:total] = weights.masked_fill(got.local_ids[:total] < 0, 0)
+    out.num_recv_tokens.fill_(total)
+    out.overflow.fill_(plan.num_messages - total)
+
+
+def _fill_expert(
+    config: EPConfig, plan: CollectivePlan, rows: RowPlan, message: DispatchMessage, out: DispatchOutput, *,
+    received: Tensor, own: Tensor, total: int,
+) -> None:  # fmt: skip
+    shared = plan.shared if plan.shared is not None else range(0)
+    own = own[shared.start : shared.start + min(len(shared), total)]
+    num_shared, num_routed = len(own), int((rows.row < total).sum())
+    row, source_message = rows.row[:num_routed], rows.message[:num_routed]
+    received[-1].zero_()
+
+    # Padding rows read the zeroed scratch row, so that one gather writes routed and padding rows alike.
+    gather = torch.full((total,), plan.num_messages, device=received.device)
+    gather[row] = source_message
+    tokens = out.tokens.view(torch.uint8)
+    tokens[:num_shared].copy_(message.field(own, "payload"))
+    torch.index_select(message.field(received, "payload"), 0, gather[num_shared:], out=tokens[num_shared:total])
+
+    shared_rows = torch.arange(num_shared, device=received.device)
+    if out.scales is not None:
+        layout, dtype = config.format.scale_layout, config.format.scale_dtype
+        assert layout is not None
+        assert dtype is not None
+        offsets = out.row_offsets
+        present = torch.minimum(plan.group_sizes, offsets[1:].long() - offsets[:-1].long())
+        routed = message.field(received, "scales")[source_message].view(dtype)
+        layout.scatter(out.scales, routed, rows=row, groups=rows.group[:num_routed], row_offsets=offsets)
+        own_scales = message.field(own, "scales").contiguous().view(dtype)
+        layout.scatter(
+            out.scales, own_scales, rows=shared_rows, groups=torch.zeros_like(shared_rows), row_offsets=offsets
+        )
+        layout.clear_padding(out.scales, row_offsets=offsets, group_sizes=present)
+        if out.scales_offsets is not None:
+            out.scales_offsets.copy_(layout.scales_offsets(offsets))  # type: ignore[arg-type]
+
+    info = out.src_info[:total].fill_(-1)
+    got = plan.messages
+    slot = rows.slot[:num_routed]
+    info[row] = torch.stack((got.sources[source_message], got.tokens[source_message], slot), 1).int()
+    info[:num_shared, 0] = config.rank
+    info[:num_shared, 1] = shared_rows.int() + shared.start
+    if out.weights is not None:
+        weights = out.weights[:total].zero_()
+        weights[row] = message.field(received, "weights")[source_message, slot]
+        weights[:num_shared] = 1
+    out.num_recv_tokens.fill_(num_routed)
+    out.overflow.fill_(len(rows.row) - num_routed + len(shared) - num_shared)

@@ -1,0 +1,58 @@
+"""What one rank's call asks of a wire: first announce counts, then move rows. No input or output happens here.
+
+A call is a generator: it yields :class:`Announce`, is sent the peers' counts, yields :class:`Transfer`, is sent the
+received rows, and returns the result. So the same code runs over process groups and for all ranks of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell every rank how many rows will come. The reply is a list: rows that each rank will send here.
+
+    Attributes:
+        options: everything peers must agree on for this call, as text.
+        counts: rows for each rank.
+        limit: most rows that one rank may legally send here; a larger announcement is refused.
+    """
+
+    options: str
+    counts: list[int]
+    limit: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Move rows. The reply is a uint8 tensor [sum(recv_counts) + spare_rows, row bytes], sources ascending.
+
+    Attributes:
+        rows: [sum(send_counts), row bytes] uint8, contiguous, by destination.
+        send_counts, recv_counts: rows per rank.
+        spare_rows: uninitialised rows wanted at the end of the reply.
+    """
+
+    rows: Tensor
+    send_counts: list[int]
+    recv_counts: list[int]
+    spare_rows: int = 0
+
+
+Steps = Generator["Announce | Transfer", "list[int] | Tensor", R]
+"""One rank's call. Replies alternate: ``list[int]`` to Announce, ``Tensor`` to Transfer."""
+
+
+class BadMessageError(Exception):
+    """Rows from ``source`` name tokens or experts that do not exist. The wire turns it into a ProtocolError."""
+
+    def __init__(self, source: int, what: str) -> None:
+        super().__init__(what)
+        self.source = source

@@ -1,0 +1,77 @@
+"""The collective transport: runs everywhere torch.distributed does, and is the baseline of every benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.errors import CapacityError, RoutingError
+from moelink.output import DispatchOutput
+from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
+from moelink.transports.collective.combine import combine_steps
+from moelink.transports.collective.dispatch import dispatch_steps
+from moelink.transports.collective.steps import Steps
+from moelink.transports.collective.wire import Wire
+
+
+class CollectiveTransport:
+    """One communicator's transport over ``wire``, for the local ranks that ``configs`` describe.
+
+    Its transfers need row counts on the host, so on CUDA it synchronises once per call (on a thread of its own).
+    """
+
+    name = "collective"
+
+    def __init__(self, configs: Sequence[EPConfig], wire: Wire, *, identity: str) -> None:
+        self._configs, self._wire, self._identity = configs, wire, identity
+        self._losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in configs]
+
+    def dispatch(self, requests: Sequence[DispatchRequest]) -> Pending[list[DispatchOutput]]:
+        """Start a dispatch on every local rank."""
+        calls = [self._counted(i, request) for i, request in enumerate(requests)]
+        with torch.no_grad():
+            return self._wire.start("dispatch", calls)
+
+    def combine(self, requests: Sequence[CombineRequest]) -> Pending[list[Tensor]]:
+        """Start a combine on every local rank."""
+        calls = [combine_steps(config, request) for config, request in zip(self._configs, requests, strict=True)]
+        with torch.no_grad():
+            return self._wire.start("combine", calls)
+
+    def _counted(self, index: int, request: DispatchRequest) -> Steps[DispatchOutput]:
+        output = yield from dispatch_steps(self._configs[index], request, identity=self._identity)
+        losses = (output.overflow.clone(), output.handle.plan.messages.invalid_ids)
+        earlier = self._losses[index]
+        earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]
+        return output
+
+    def refuse(self, phase: Phase) -> None:
+        """Tell peers that this rank refused its arguments."""
+        self._wire.refuse(phase)
+
+    def warmup(self) -> None:
+        """Nothing to compile."""
+
+    def check(self) -> None:
+        """Raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range, since the last check."""
+        self._wire.check()
+        found = [(int(total[0][0]), int(total[0][1])) if total else (0, 0) for total in self._losses]
+        for total in self._losses:
+            total.clear()
+        for config, (dropped, _) in zip(self._configs, found, strict=True):
+            if dropped:
+                raise CapacityError(config.rank, dropped, config.row_capacity)
+        for config, (_, invalid) in zip(self._configs, found, strict=True):
+            if invalid:
+                raise RoutingError(config.rank, invalid, config.num_experts)
+
+    def traffic(self) -> Traffic:
+        """Bytes of rows sent to other ranks so far."""
+        return Traffic(**self._wire.sent)
+
+    def close(self) -> None:
+        """Release the wire."""
+        self._wire.close()

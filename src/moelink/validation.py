@@ -1,0 +1,182 @@
+"""Refusing bad arguments before any data moves: one check per argument, in argument order.
+
+Every refusal is an ArgumentError that names the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.errors import ArgumentError, ForeignHandleError
+from moelink.hooks import Hook
+from moelink.output import DispatchOutput
+from moelink.transports.base import CombineRequest, DispatchRequest
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    name: str, value: object, *, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device
+) -> Tensor:
+    """``value`` as a contiguous tensor of ``shape`` (None: any size), one of ``dtypes``, on ``device``."""
+    if not isinstance(value, Tensor):
+        raise ArgumentError(name, "a tensor", type(value).__name__)
+    if value.dim() != len(shape) or any(
+        want is not None and want != have for want, have in zip(shape, value.shape, strict=False)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ArgumentError(name, f"shape [{wanted}]", f"{list(value.shape)}")
+    if value.dtype not in dtypes:
+        raise ArgumentError(name, f"dtype {' or '.join(map(str, dtypes))}", value.dtype)
+    if value.device != device:
+        raise ArgumentError(name, f"device {device}", value.device)
+    if not value.is_contiguous():
+        raise ArgumentError(name, "a contiguous tensor", f"strides {value.stride()} for shape {list(value.shape)}")
+    return value
+
+
+def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutput:
+    """``recv`` as a DispatchOutput that this very rank's communicator returned."""
+    if not isinstance(recv, DispatchOutput):
+        raise ArgumentError("recv", "a DispatchOutput", type(recv).__name__)
+    if recv.handle.owner != identity:
+        raise ForeignHandleError(
+            f"recv: expected an output of this communicator, got one of communicator {recv.handle.owner}"
+        )
+    if recv.handle.rank != config.rank:
+        raise ForeignHandleError(f"recv: expected an output of rank {config.rank}, got one of rank {recv.handle.rank}")
+    return recv
+
+
+def check_dispatch(
+    config: EPConfig, request: DispatchRequest, *, identity: str, device: torch.device
+) -> DispatchRequest:
+    """Check one rank's dispatch arguments; with ``routing`` the earlier call's ids are filled in."""
+    fmt, routing = config.format, request.routing
+    if routing is not None:
+        check_recv(routing, identity=identity, config=config)
+    if request.scales is None:
+        check_tensor("x", request.x, shape=(None, config.hidden_size), dtypes=fmt.input_dtypes, device=device)
+    else:
+        if fmt.scale_dtype is None:
+            raise ArgumentError("scales", f"None (format {fmt.name!r} has no scales)", "a tensor")
+        width = fmt.payload_width(config.hidden_size)
+        check_tensor("x", request.x, shape=(None, width), dtypes=(fmt.payload_dtype,), device=device)
+    num_tokens = request.x.shape[0]
+    if num_tokens > config.max_tokens_per_rank:
+        raise ArgumentError(
+            "x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", f"{num_tokens} rows"
+        )
+    if routing is not None and routing.handle.num_tokens != num_tokens:
+        raise ArgumentError("x", f"the {routing.handle.num_tokens} rows of the reused routing", f"{num_tokens} rows")
+    _check_ids(config, request, num_tokens, device)
+    _check_weights(config, request.topk_weights, num_tokens, device)
+    if request.scales is not None and fmt.scale_dtype is not None:
+        shape = (num_tokens, fmt.scale_width(config.hidden_size))
+        check_tensor("scales", request.scales, shape=shape, dtypes=(fmt.scale_dtype,), device=device)
+    _check_input_scale(config, request, device)
+    if request.out is not None:
+        _check_out(config, request, device)
+    return request
+
+
+def _check_ids(config: EPConfig, request: DispatchRequest, num_tokens: int, device: torch.device) -> None:
+    if request.routing is not None:
+        if request.topk_ids is not request.routing.handle.topk_ids:
+            raise ArgumentError("topk_ids", "None with routing=, which brings its own", "a tensor")
+        return
+    ids = check_tensor("topk_ids", request.topk_ids, shape=(num_tokens, config.topk), dtypes=_INTS, device=device)
+    if ids.is_cpu and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= config.num_experts:
+            raise ArgumentError("topk_ids", f"ids in [-1, {config.num_experts})", f"{low if low < -1 else high}")
+
+
+def _check_weights(config: EPConfig, weights: object, num_tokens: int, device: torch.device) -> None:
+    if weights is not None and not isinstance(weights, Hook):
+        check_tensor("topk_weights", weights, shape=(num_tokens, config.topk), dtypes=_FLOATS, device=device)
+
+
+def _check_input_scale(config: EPConfig, request: DispatchRequest, device: torch.device) -> None:
+    if request.input_scale is None:
+        return
+    if not config.format.uses_input_scale:
+        raise ArgumentError("input_scale", f"None (format {config.format.name!r} has no global scale)", "a value")
+    if request.scales is not None:
+        raise ArgumentError("input_scale", "None with scales= (the rows are already quantised)", "a value")
+    if not isinstance(request.input_scale, Hook):
+        if not isinstance(request.input_scale, Tensor) or request.input_scale.numel() != 1:
+            raise ArgumentError("input_scale", "a tensor of one element", request.input_scale)
+        check_tensor("input_scale", request.input_scale.reshape(1), shape=(1,), dtypes=(torch.float32,), device=device)
+
+
+def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device) -> None:
+    out = request.out
+    if not isinstance(out, DispatchOutput):
+        raise ArgumentError("out", "an earlier DispatchOutput", type(out).__name__)
+    if request.host_counts:
+        raise ArgumentError("out", "None with host_counts=True (its size is not known beforehand)", "a DispatchOutput")
+    width = config.format.payload_width(config.hidden_size)
+    check_tensor(
+        "out.tokens",
+        out.tokens,
+        shape=(config.row_capacity, width),
+        dtypes=(config.format.payload_dtype,),
+        device=device,
+    )
+    check_tensor("out.src_info", out.src_info, shape=(config.row_capacity, 3), dtypes=(torch.int32,), device=device)
+    carried = out.weights if config.layout == "expert" else out.topk_weights
+    if (request.topk_weights is None) != (carried is None):
+        raise ArgumentError("out", "router weights in out exactly when topk_weights is given", f"{carried is not None}")
+
+
+def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, device: torch.device) -> CombineRequest:
+    """Check one rank's combine arguments."""
+    recv = check_recv(request.recv, identity=identity, config=config)
+    rows = (recv.tokens.shape[0], config.hidden_size)
+    check_tensor("y", request.y, shape=rows, dtypes=(config.combine_dtype,), device=device)
+    num_tokens = recv.handle.num_tokens
+    if request.topk_weights is not None:
+        if config.pre_reduce:
+            raise ArgumentError(
+                "topk_weights",
+                "None with pre_reduce=True (weights go into dispatch, which carries them to the experts)",
+                "a value",
+            )
+        if recv.handle.topk_weights is not None:
+            raise ArgumentError("topk_weights", "None, as they went into dispatch already", "a value")
+        _check_weights(config, request.topk_weights, num_tokens, device)
+    if not request.reduce:
+        _check_unreduced(config, request)
+    if request.epilogue is not None and not isinstance(request.epilogue, Hook):
+        bias = isinstance(request.epilogue, Tensor) and request.epilogue.dim() == 1
+        shape = (config.hidden_size,) if bias else (num_tokens, config.hidden_size)
+        check_tensor("epilogue", request.epilogue, shape=shape, dtypes=_FLOATS, device=device)
+    if isinstance(request.epilogue, Hook) and request.out is None and not request.epilogue.tensors:
+        raise ArgumentError("out", "a tensor, as the epilogue's hook has none to return", "None")
+    if request.shared is not None:
+        if config.fused_shared_expert:
+            raise ArgumentError("shared", "None with fused_shared_expert (its rows are in y)", "a tensor")
+        if config.mode == "allreduce":
+            raise ArgumentError("shared", "None with mode='allreduce' (it would be added once per rank)", "a tensor")
+        check_tensor("shared", request.shared, shape=(num_tokens, config.hidden_size), dtypes=_FLOATS, device=device)
+    if request.out is not None and not isinstance(request.epilogue, Hook):
+        full = (num_tokens, config.hidden_size) if request.reduce else (num_tokens, config.topk, config.hidden_size)
+        check_tensor("out", request.out, shape=full, dtypes=(config.combine_dtype,), device=device)
+    return request
+
+
+def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:
+    """reduce=False returns the experts' rows as they are: nothing may be weighed or added."""
+    if config.layout == "rank":
+        raise ArgumentError("reduce", "True with layout='rank' (its rows are sums over slots already)", "False")
+    if config.fused_shared_expert:
+        raise ArgumentError("reduce", "True with fused_shared_expert (its rows have no slot)", "False")
+    for name in ("topk_weights", "epilogue", "shared"):
+        if getattr(request, name) is not None:
+            raise ArgumentError(name, "None with reduce=False (rows are returned as they are)", "a value")

@@ -1,0 +1,276 @@
+"""Cases of dispatch and combine that every transport must get right, and the check against the oracle.
+
+A case is data only; what a rank sends is a function of (case, rank), so the parent process recomputes it, runs the
+oracle over all ranks and compares what the ranks returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import moelink
+from moelink import reference
+from moelink.testing import RankData, assert_bitwise_equal, rank_data
+
+FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp32", "fp64")
+SCENARIOS = ("uniform", "skewed", "one_expert", "one_rank_empty", "all_empty", "holes", "repeats")
+# Multiples of each format's group that are not powers of two.
+HIDDEN = {"bf16": 40, "fp8_block128": 384, "mxfp8": 96, "nvfp4": 48, "mxfp4": 96, "fp32": 24, "fp64": 20}
+MAX_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration, as keyword arguments of ``moelink.init``."""
+
+    dispatch_format: str
+    options: tuple[tuple[str, Any], ...] = ()
+    num_experts: int = 7
+    topk: int = 3
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        fp64 = self.dispatch_format == "fp64"
+        return {
+            "num_experts": self.num_experts,
+            "topk": self.topk,
+            "hidden_size": HIDDEN[self.dispatch_format],
+            "max_tokens_per_rank": MAX_TOKENS,
+            "dispatch_format": self.dispatch_format,
+            "combine_dtype": torch.float64 if fp64 else torch.bfloat16,
+            **dict(self.options),
+        }
+
+    def config(self, world_size: int, rank: int = 0) -> moelink.EPConfig:
+        return moelink.EPConfig(**self.fields, world_size=world_size, rank=rank)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One dispatch and combine on a setup."""
+
+    setup: Setup
+    scenario: str
+    weights: str = "dispatch"  # or "combine", "none"
+    reduce: bool = True
+    shared: bool = False
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        options = "-".join(f"{k}={v}" for k, v in self.setup.options)
+        shared = "-shared" if self.shared else ""
+        return f"{self.setup.dispatch_format}-{options or 'plain'}-{self.scenario}-w:{self.weights}-r:{self.reduce}{shared}"
+
+    def data(self, rank: int) -> RankData:
+        """What ``rank`` passes to dispatch."""
+        f = self.setup.fields
+        scenario = self.scenario
+        num_tokens = {"all_empty": 0, "one_rank_empty": 0 if rank == 0 else 5}.get(scenario, 3 + rank % 5)
+        source = 0 if f.get("mode") == "allreduce" else rank
+        data = rank_data(
+            seed=self.seed + 17, rank=source, num_tokens=num_tokens if source == rank else (3 if num_tokens else 0),
+            hidden_size=f["hidden_size"], num_experts=self.setup.num_experts, topk=self.setup.topk,
+            skew=2.0 if scenario == "skewed" else 0.0, holes=0.4 if scenario == "holes" else 0.0,
+            repeats=scenario == "repeats", dtype=torch.float64 if f["dispatch_format"] == "fp64" else torch.bfloat16,
+        )  # fmt: skip
+        if f.get("mode") == "allreduce" and source != rank:
+            data = dataclasses.replace(self.data(0))
+        ids = torch.full_like(data.topk_ids, 2) if scenario == "one_expert" else data.topk_ids
+        return dataclasses.replace(data, topk_ids=ids, topk_weights=data.topk_weights.to(self.weight_dtype))
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return torch.float64 if self.setup.fields["combine_dtype"] == torch.float64 else torch.float32
+
+    def expert_rows(self, rank: int, rows: int) -> torch.Tensor:
+        """What the experts of ``rank`` return for ``rows`` rows."""
+        generator = torch.Generator().manual_seed(1000 + self.seed * 100 + rank)
+        f = self.setup.fields
+        return torch.randn(rows, f["hidden_size"], generator=generator).to(f["combine_dtype"])
+
+    def shared_rows(self, rank: int) -> torch.Tensor | None:
+        if not self.shared:
+            return None
+        return self.expert_rows(rank + 50, len(self.data(rank).x))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor on its way between processes (pickle knows no 8-bit float storages)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | None) -> Packed | None:
+        if tensor is None:
+            return None
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return cls(tensor.dtype, tuple(tensor.shape), raw.numpy().tobytes())
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape) if self.data else torch.empty(self.shape, dtype=self.dtype)
+
+
+def unpack(packed: Packed | None) -> torch.Tensor | None:
+    return None if packed is None else packed.tensor()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one rank got."""
+
+    fields: dict[str, Packed | None]
+    combined: Packed
+
+
+FIELDS = (
+    "tokens", "scales", "row_offsets", "expert_ids", "src_info", "scales_offsets", "weights", "num_recv_tokens",
+    "overflow", "topk_ids", "topk_weights",
+)  # fmt: skip
+
+
+def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
+    """One dispatch and one combine of ``case`` on this rank."""
+    data = case.data(rank)
+    recv = ep.dispatch(data.x, data.topk_ids, data.topk_weights if case.weights == "dispatch" else None)
+    return finish_case(ep, case, rank, recv)
+
+
+def finish_case(ep: moelink.Communicator, case: Case, rank: int, recv: moelink.DispatchOutput) -> Result:
+    data = case.data(rank)
+    out = ep.combine(
+        case.expert_rows(rank, recv.tokens.shape[0]),
+        recv,
+        data.topk_weights if case.weights == "combine" else None,
+        reduce=case.reduce,
+        shared=case.shared_rows(rank),
+    )
+    return Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+
+
+def run_cases(rank: int, world_size: int, cases: Sequence[Case], options: dict[str, Any] | None = None) -> list[Result]:
+    """Entry point of a rank: every case, one communicator per setup."""
+    results = []
+    for setup, group in by_setup(cases):
+        with moelink.init(**setup.fields, timeout=60, **(options or {})) as ep:
+            results += [run_case(ep, case, rank) for case in group]
+    return results
+
+
+def by_setup(cases: Sequence[Case]) -> Iterator[tuple[Setup, list[Case]]]:
+    """Runs of consecutive cases with the same setup."""
+    group: list[Case] = []
+    for case in cases:
+        if group and case.setup != group[0].setup:
+            yield group[0].setup, group
+            group = []
+        group.append(case)
+    if group:
+        yield group[0].setup, group
+
+
+def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
+    """Compare what every rank returned with the oracle, bit for bit."""
+    config = case.setup.config(world_size)
+    data = [case.data(rank) for rank in range(world_size)]
+    ids = [d.topk_ids for d in data]
+    weights = [d.topk_weights for d in data]
+    rows = reference.reference_dispatch(
+        config, [d.x for d in data], ids, weights if case.weights == "dispatch" else None
+    )  # fmt: skip
+    for rank, (expected, result) in enumerate(zip(rows, results, strict=True)):
+        check_rows(f"{case.id} rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
+    shared = [case.shared_rows(rank) for rank in range(world_size)] if case.shared else None
+    ys = [case.expert_rows(rank, rows[rank].tokens.shape[0]) for rank in range(world_size)]
+    outs = reference.reference_combine(
+        config, ys, rows, ids, weights if case.weights == "combine" else None, reduce=case.reduce, shared=shared
+    )
+    for rank, (expected, result) in enumerate(zip(outs, results, strict=True)):
+        assert_bitwise_equal(result.combined.tensor(), expected, f"{case.id} rank {rank}: combine")
+
+
+def check_rows(what: str, expected: reference.ReferenceRows, got: dict[str, torch.Tensor | None]) -> None:
+    """The defined part of a dispatch output against the oracle's."""
+    n = expected.num_rows
+    for name in FIELDS:
+        want, have = getattr(expected, name), got[name]
+        if name in ("tokens", "src_info", "weights", "topk_ids", "topk_weights") and want is not None and have is not None:
+            assert have.shape == want.shape, f"{what}: {name} has shape {list(have.shape)}, expected {list(want.shape)}"
+            want, have = want[:n], have[:n]
+        elif name == "scales" and want is not None and have is not None:
+            assert have.shape == want.shape, f"{what}: scales have shape {list(have.shape)}, expected {list(want.shape)}"
+            want, have = defined_scales(expected, want), defined_scales(expected, have)
+        assert_bitwise_equal(have, want, f"{what}: {name}")
+
+
+def defined_scales(expected: reference.ReferenceRows, scales: torch.Tensor) -> torch.Tensor:
+    """The part of a scale tensor that the layout defines, in a comparable form."""
+    raw = scales.contiguous().view(torch.uint8)
+    if scales.dim() == 5:
+        offsets, block_offsets = expected.row_offsets.tolist(), expected.scales_offsets.tolist()
+        blocks = []
+        for group, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+            base = start // 128 + block_offsets[group]
+            blocks += range(base, base + -(-(end - start) // 128))
+        return raw[blocks]
+    if expected.topk_ids is None and scales.dtype == torch.float32:
+        return scales[:, : expected.num_rows].contiguous()
+    return raw[: expected.num_rows]
+
+
+def matrix() -> list[Case]:
+    """Formats x (layout and reduction) x scenarios."""
+    cases = []
+    for fmt in FORMATS:
+        for options in ({}, {"pre_reduce": False}, {"layout": "rank"}):
+            setup = Setup(fmt, tuple(options.items()))
+            cases += [Case(setup, scenario, seed=i) for i, scenario in enumerate(SCENARIOS)]
+    return cases
+
+
+def features() -> list[Case]:
+    """Every option of DESIGN at least once, over several formats."""
+    cases = []
+
+    def add(fmt: str, scenario: str = "uniform", *, num_experts: int = 7, **options: Any) -> None:
+        extra = {k: options.pop(k) for k in ("weights", "reduce", "shared") if k in options}
+        setup = Setup(fmt, tuple(options.items()), num_experts=num_experts)
+        cases.append(Case(setup, scenario, seed=len(cases) + 40, **extra))
+
+    for fmt in ("bf16", "fp8_block128", "nvfp4"):
+        for scenario in ("uniform", "one_rank_empty", "holes"):
+            add(fmt, scenario, fused_shared_expert=True)
+            add(fmt, scenario, fused_shared_expert=True, pre_reduce=False)
+            add(fmt, scenario, mode="allreduce")
+            add(fmt, scenario, mode="allreduce", fused_shared_expert=True, pre_reduce=False)
+        add(fmt, expert_alignment=8)
+        add(fmt, expert_alignment=6, fused_shared_expert=True)
+        for capacity in (0, 1, 9, 13):
+            add(fmt, "skewed", capacity=capacity)
+            add(fmt, "skewed", capacity=capacity, expert_alignment=4, fused_shared_expert=True)
+            add(fmt, "skewed", capacity=capacity, layout="rank")
+            add(fmt, "skewed", capacity=capacity, pre_reduce=False)
+        add(fmt, weights="none")
+        add(fmt, layout="rank", weights="none")
+        add(fmt, "repeats", pre_reduce=False, weights="combine")
+        add(fmt, "holes", pre_reduce=False, weights="none", reduce=False)
+        add(fmt, "repeats", reduce=False)
+        add(fmt, "repeats", mode="allreduce", reduce=False, weights="none")
+        add(fmt, shared=True)
+        add(fmt, "holes", shared=True, pre_reduce=False)
+        add(fmt, shared=True, layout="rank")
+        add(fmt, "uniform", mode="allreduce", layout="rank")
+        add(fmt, num_experts=1)
+        add(fmt, "repeats", num_experts=16)
+    add("fp32", combine_dtype=torch.float32)
+    add("fp32", combine_dtype=torch.float16, pre_reduce=False)
+    add("bf16", combine_dtype=torch.float64)
+    return cases

@@ -1,0 +1,92 @@
+"""Small kernels around the device functions of the formats. Run as a script, compiles them for a GPU that is not there.
+
+``python format_kernels.py sm_90`` needs TRITON_INTERPRET unset.
+"""
+
+import sys
+
+import triton
+import triton.language as tl
+
+from moelink.formats import get_format
+
+CODECS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
+BLOCK = 4096
+
+
+@triton.jit
+def encode_kernel(
+    x, payload, scale, input_scale, ENCODE: tl.constexpr, NG: tl.constexpr, GS: tl.constexpr, PE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    groups = tl.program_id(0).to(tl.int64) * NG + tl.arange(0, NG)
+    values = tl.load(x + groups[:, None] * GS + tl.arange(0, GS)[None, :])
+    codes, scales = ENCODE(values, tl.load(input_scale), NATIVE)
+    tl.store(payload + groups[:, None] * PE + tl.arange(0, PE)[None, :], codes)
+    tl.store(scale + groups, scales)
+
+
+@triton.jit
+def decode_kernel(
+    x, payload, scale, input_scale, DECODE: tl.constexpr, NG: tl.constexpr, GS: tl.constexpr, PE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    groups = tl.program_id(0).to(tl.int64) * NG + tl.arange(0, NG)
+    codes = tl.load(payload + groups[:, None] * PE + tl.arange(0, PE)[None, :])
+    values = DECODE(codes, tl.load(scale + groups), tl.load(input_scale), NATIVE)
+    tl.store(x + groups[:, None] * GS + tl.arange(0, GS)[None, :], values)
+
+
+def shape(codec, block=BLOCK):
+    """(NG, GS, PE) of a block; plain formats are given rows of 64."""
+    group = 64 if codec.GROUP == 1 else codec.GROUP
+    return block // group, group, codec.PAYLOAD_BYTES_PER_GROUP * (group // codec.GROUP) // codec.ELEMENT_BYTES
+
+
+def compile_for(target, name, native, kernel):
+    """The compiled kernel of one format for a target without such a GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    codec = get_format(name).codec()
+    element = f"*u{8 * codec.ELEMENT_BYTES}"
+    function, argument = ((encode_kernel, "ENCODE"), (decode_kernel, "DECODE"))[kernel == "decode"]
+    signature = {"x": "*fp32", "payload": element, "scale": "*fp32" if name == "fp8_block128" else "*u8",
+                 "input_scale": "*fp32"}  # fmt: skip
+    ng, gs, pe = shape(codec, 2048)
+    constants = {argument: getattr(codec, kernel), "NG": ng, "GS": gs, "PE": pe, "NATIVE": native}
+    signature = signature | dict.fromkeys(constants, "constexpr")
+    names = list(function.arg_names)
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
+    source = ASTSource(
+        function,
+        {name: signature[name] for name in names},
+        {(names.index(k),): v for k, v in constants.items()},
+        aligned,
+    )
+    return triton.compile(source, target=gpu)
+
+
+def check(target, name, native, kernel):
+    """Compile and assert on the code: IEEE division, no flushing of subnormals, no spills, conversions as asked."""
+    asm = compile_for(target, name, native, kernel).asm
+    what = f"{target} {name} {kernel} NATIVE={native}"
+    if "amdgcn" in asm:
+        assert ".amdhsa_float_denorm_mode_32 3" in asm["amdgcn"], what
+        return
+    ptx = asm["ptx"]
+    for unwanted in (".ftz", "div.full", "div.approx", "rcp.", ".local"):
+        assert unwanted not in ptx, f"{what}: {unwanted}"
+    if kernel == "encode":
+        fp8 = name in ("fp8_block128", "mxfp8", "nvfp4")
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (native and fp8), what
+        assert ("cvt.rn.bf16" in ptx) == (native and name == "bf16"), what
+        assert ("div.rn.f32" in ptx) == fp8, what
+
+
+if __name__ == "__main__":
+    for name in CODECS:
+        for native in (False, True):
+            for kernel in ("encode", "decode"):
+                check(sys.argv[1], name, native, kernel)

@@ -1,0 +1,22 @@
+"""The collective transport against the oracle, bit for bit: one spawn per world runs all its cases."""
+
+import pytest
+from cases import Case, check_case, features, matrix, run_cases
+
+from moelink.testing import run_ranks
+
+
+def check_all(cases: list[Case], world_size: int) -> None:
+    results = run_ranks(run_cases, world_size, cases, {"transport": "collective"}, timeout=240)
+    for index, case in enumerate(cases):
+        check_case(case, world_size, [result[index] for result in results])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_matrix_equals_oracle(world_size):
+    check_all(matrix(), world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_features_equal_oracle(world_size):
+    check_all(features(), world_size)

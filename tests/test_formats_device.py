@@ -1,0 +1,198 @@
+"""Device functions of the formats against the torch twins, bit for bit: interpreted, compiled, and on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from format_inputs import fp32_inputs, rows
+from moelink.formats import format_names, get_format
+
+pytest.importorskip("triton")
+from format_kernels import CODECS, decode_kernel, encode_kernel, shape  # noqa: E402
+from moelink.formats.device import Codec  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+SCALE_DTYPES = {4: torch.float32, 1: torch.uint8, 0: torch.uint8}
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def bits(x):
+    """Bits as numpy unsigned integers."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.cpu().contiguous().view(kinds[x.dtype.itemsize]).numpy().view(f"u{x.dtype.itemsize}")
+
+
+def padded(x, block):
+    """1-D tensor with zeros up to a multiple of ``block``."""
+    return torch.cat([x, x.new_zeros(-x.numel() % block)])
+
+
+def encode(name, x, s=1.0, native=False):
+    """(payload bits, scale bits) of flat fp32, by the device function."""
+    codec = get_format(name).codec()
+    ng, gs, pe = shape(codec)
+    x = padded(x, ng * gs).to(DEVICE)
+    payload = torch.zeros(x.numel() // gs * pe, dtype=UNSIGNED[codec.ELEMENT_BYTES], device=DEVICE)
+    scale = torch.zeros(x.numel() // gs, dtype=SCALE_DTYPES[codec.SCALE_BYTES], device=DEVICE)
+    s = torch.tensor([s], device=DEVICE)
+    encode_kernel[(x.numel() // (ng * gs),)](x, payload, scale, s, codec.encode, ng, gs, pe, native)
+    return bits(payload), bits(scale)
+
+
+def decode(name, payload, scale, s=1.0, native=False):
+    """fp32 of flat payload bits and scales, by the device function."""
+    codec = get_format(name).codec()
+    ng, gs, pe = shape(codec)
+    groups = payload.numel() // pe
+    payload, scale = padded(payload, ng * pe).to(DEVICE), padded(scale, ng).to(DEVICE)
+    x = torch.zeros(scale.numel() * gs, device=DEVICE)
+    s = torch.tensor([s], device=DEVICE)
+    decode_kernel[(scale.numel() // ng,)](x, payload, scale, s, codec.decode, ng, gs, pe, native)
+    return x[: groups * gs].cpu()
+
+
+def check_encode(name, s=1.0, native=False, twin_device="cpu"):
+    x = torch.from_numpy(rows())
+    payload, scale = encode(name, x.flatten(), s, native)
+    fmt = get_format(name)
+    input_scale = torch.tensor([s], device=twin_device) if fmt.uses_input_scale else None
+    twin = fmt.quantize(x.to(twin_device), input_scale)
+    want = bits(twin.payload).reshape(-1)
+    np.testing.assert_array_equal(payload[: want.size], want)
+    if fmt.scale_dtype is not None:
+        want = bits(twin.scales).reshape(-1)
+        np.testing.assert_array_equal(scale[: want.size], want)
+
+
+def check_decode(name, s=1.0, native=False, twin_device="cpu"):
+    """Every payload byte (16-bit code, fp32 input) under every scale byte (or 512 fp32 scales)."""
+    fmt = get_format(name)
+    codec = fmt.codec()
+    if codec.SCALE_BYTES == 0:
+        payload = (
+            torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+            if name == "bf16"
+            else torch.from_numpy(fp32_inputs())
+        )
+        payload = payload[: payload.numel() // 64 * 64]
+        scale = torch.zeros(payload.numel() // 64, dtype=torch.uint8)
+        got = decode(name, payload.view(UNSIGNED[codec.ELEMENT_BYTES]), scale, native=native)
+        want = payload.view(fmt.payload_dtype).float()
+    else:
+        per_scale = 256 // codec.PAYLOAD_BYTES_PER_GROUP
+        scale = (
+            torch.from_numpy(fp32_inputs()[::401].copy())
+            if codec.SCALE_BYTES == 4
+            else torch.arange(256).to(torch.uint8)
+        )
+        payload = torch.arange(256).to(torch.uint8).repeat(scale.numel(), 1)
+        scale = scale[:, None].expand(-1, per_scale).contiguous()
+        got = decode(name, payload.flatten(), scale.flatten(), s, native)
+        input_scale = torch.tensor(s, device=twin_device) if fmt.uses_input_scale else None
+        payload, scale = payload.view(fmt.payload_dtype), scale.view(fmt.scale_dtype)
+        want = fmt.dequantize(payload.to(twin_device), scale.to(twin_device), input_scale).flatten().cpu()
+    nan = want.isnan()
+    assert torch.equal(got.isnan(), nan)
+    np.testing.assert_array_equal(bits(got[~nan]), bits(want[~nan]))
+
+
+CASES = [(name, 1.0) for name in CODECS] + [("nvfp4", s) for s in (37.3, 2.0**-40, 2.0**100, 0.0)]
+
+
+@pytest.mark.parametrize("name,s", CASES)
+def test_encode_equals_the_twin(name, s):
+    check_encode(name, s)
+
+
+@pytest.mark.parametrize("name,s", CASES)
+def test_decode_equals_the_twin(name, s):
+    check_decode(name, s)
+
+
+def test_codecs_state_the_sizes_of_their_formats():
+    for name in format_names():
+        fmt, codec = get_format(name), get_format(name).codec()
+        assert isinstance(codec, Codec)
+        hidden = 1024
+        assert fmt.group == codec.GROUP
+        assert fmt.payload_dtype.itemsize == codec.ELEMENT_BYTES
+        assert codec.PAYLOAD_BYTES_PER_GROUP * hidden // codec.GROUP == fmt.payload_bytes(hidden)
+        assert codec.SCALE_BYTES * hidden // codec.GROUP == fmt.scale_bytes(hidden)
+        assert (codec.encode is None) == (codec.decode is None) == (name == "fp64")
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
+def test_device_functions_compile_without_a_gpu(target):
+    here = Path(__file__).parent
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent / "src"), env.get("PYTHONPATH", "")])
+    script = [sys.executable, str(here / "format_kernels.py"), target]
+    result = subprocess.run(script, env=env, capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+class TestOnGpu:
+    """Compiled functions, the twin on CUDA and the twin on CPU agree."""
+
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("native", [False, True])
+    @pytest.mark.parametrize("name,s", CASES)
+    def test_encode(self, name, s, native):
+        check_encode(name, s, native, "cpu")
+        check_encode(name, s, native, "cuda")
+
+    @pytest.mark.parametrize("native", [False, True])
+    @pytest.mark.parametrize("name,s", CASES)
+    def test_decode(self, name, s, native):
+        check_decode(name, s, native, "cpu")
+        check_decode(name, s, native, "cuda")
+
+    @pytest.mark.parametrize("name", CODECS)
+    def test_twin_is_capturable(self, name):
+        fmt, x = get_format(name), torch.randn(64, 512, device="cuda")
+        s = torch.full((1,), 3.0, device="cuda") if fmt.uses_input_scale else None
+        warm = fmt.quantize(x, s)
+        fmt.dequantize(warm.payload, warm.scales, s)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fmt.quantize(x, s)
+            back = fmt.dequantize(captured.payload, captured.scales, s)
+        x.mul_(2)
+        graph.replay()
+        again = fmt.quantize(x, s)
+        assert np.array_equal(bits(captured.payload), bits(again.payload))
+        assert torch.equal(back, fmt.dequantize(again.payload, again.scales, s))
+
+    @pytest.mark.parametrize("name", ["fp8_block128", "mxfp8", "mxfp4"])
+    def test_scale_layout_is_capturable(self, name):
+        fmt, sizes = get_format(name), torch.tensor([100, 0, 130], dtype=torch.int32, device="cuda")
+        layout, row_offsets = fmt.scale_layout, torch.tensor([0, 100, 100, 232], dtype=torch.int32, device="cuda")
+        groups = torch.tensor([0] * 100 + [2] * 130, device="cuda")
+        rows_ = torch.arange(230, device="cuda")
+        scales = torch.randint(1, 127, (230, 6), device="cuda").to(torch.uint8)
+        out = torch.full(layout.shape(240, 6, 3), 99, dtype=torch.uint8, device="cuda")
+        where = {"rows": rows_, "groups": groups, "row_offsets": row_offsets}
+
+        def work():
+            layout.scatter(out, scales, **where)
+            layout.clear_padding(out, row_offsets=row_offsets, group_sizes=sizes)
+            return layout.gather(out, scale_width=6, **where), layout.scales_offsets(row_offsets)
+
+        want = work()[0].clone()
+        assert torch.equal(want, scales)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            back, _ = work()
+        out.fill_(99)
+        graph.replay()
+        assert torch.equal(back, want)

@@ -1,0 +1,142 @@
+"""The house: imports only go down, the oracle stands alone, files stay short, importing has no side effects."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moelink
+
+ROOT = Path(moelink.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py"))
+MAX_LINES = 400
+
+FLOORS = {
+    0: ("errors", "env", "arith", "protocol"),
+    1: ("formats", "layout", "config"),
+    2: ("routing", "hooks", "output", "workspace", "reference"),
+    3: ("memory", "group", "liveness", "handshake"),
+    4: ("kernels",),
+    5: ("transports",),
+    6: ("validation", "session", "communicator", "devices", "ops", "testing", "moelink"),
+    7: ("data", "demo", "cli", "plots", "bench", "trace", "__main__"),
+}
+FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+
+# Neighbours on one floor may know each other in one direction only.
+SIDEWAYS = {
+    ("layout", "formats"),
+    ("config", "formats"),
+    ("config", "layout"),
+    ("handshake", "group"),
+    ("handshake", "liveness"),
+    ("session", "validation"),
+    ("communicator", "session"),
+    ("communicator", "ops"),
+    ("ops", "communicator"),
+    ("ops", "session"),
+    ("devices", "communicator"),
+    ("devices", "session"),
+    ("moelink", "communicator"),
+    ("moelink", "devices"),
+    ("moelink", "ops"),
+    ("demo", "data"),
+    ("cli", "data"),
+    ("cli", "demo"),
+    ("cli", "plots"),
+    ("cli", "bench"),
+    ("cli", "trace"),
+    ("plots", "demo"),
+    ("bench", "plots"),
+    ("__main__", "cli"),
+}
+
+# Imported by nothing else, and importing nothing of the package at run time.
+STANDS_ALONE = "reference"
+
+
+def room_of(path: Path) -> str:
+    """Top-level module or package of a file: ``formats/mxfp8.py`` is in ``formats``."""
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return "moelink" if first == "__init__" else first
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imported_rooms(path: Path, *, run_time_only: bool = False) -> set[str]:
+    """Rooms that a file imports, inside functions too."""
+    rooms = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
+    while pending:
+        node = pending.pop()
+        if run_time_only and is_type_checking(node):
+            pending += node.orelse
+            continue
+        pending += ast.iter_child_nodes(node)
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"moelink.{alias.name}" for alias in node.names] if node.module == "moelink" else [node.module or ""]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "moelink":
+                known = len(parts) > 1 and (parts[1] in FLOOR or (ROOT / f"{parts[1]}.py").exists())
+                rooms.add(parts[1] if known else "moelink")
+    return rooms
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in FILES} <= FLOOR.keys(), "give the new module a floor in FLOORS"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_only_go_down(path: Path) -> None:
+    here = room_of(path)
+    for there in imported_rooms(path) - {here}:
+        allowed = FLOOR[there] < FLOOR[here] or (here, there) in SIDEWAYS
+        assert allowed, f"{here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})"
+
+
+def test_the_oracle_stands_alone() -> None:
+    for path in FILES:
+        if room_of(path) == STANDS_ALONE:
+            assert imported_rooms(path, run_time_only=True) <= {STANDS_ALONE}, path
+        else:
+            assert STANDS_ALONE not in imported_rooms(path), path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names in sys.modules of a fresh interpreter after ``statement``."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_loads_no_optional_package_and_touches_no_device() -> None:
+    loaded = modules_after("import moelink\nimport torch\nassert not torch.cuda.is_initialized()")
+    unwanted = {"triton", "matplotlib", "rich", "typer", "transformers"}
+    assert not loaded & unwanted
+    upstairs = {f"moelink.{room}" for room in FLOORS[7]}
+    assert not loaded & upstairs
+
+
+def test_the_plots_import_matplotlib_only_when_they_draw() -> None:
+    assert "matplotlib" not in modules_after("import moelink.plots")
+
+
+def test_the_command_line_answers_without_its_extra() -> None:
+    loaded = modules_after("import moelink.cli")
+    assert not loaded & {"rich", "typer", "moelink.cli.app"}
