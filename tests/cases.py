@@ -64,8 +64,8 @@ class Case:
     @property
     def id(self) -> str:
         options = "-".join(f"{k}={v}" for k, v in self.setup.options)
-        shared = "-shared" if self.shared else ""
-        return f"{self.setup.dispatch_format}-{options or 'plain'}-{self.scenario}-w:{self.weights}-r:{self.reduce}{shared}"
+        tail = f"w:{self.weights}-r:{self.reduce}" + ("-shared" if self.shared else "")
+        return f"{self.setup.dispatch_format}-{options or 'plain'}-{self.scenario}-{tail}"
 
     def data(self, rank: int) -> RankData:
         """What ``rank`` passes to dispatch."""
@@ -74,11 +74,17 @@ class Case:
         num_tokens = {"all_empty": 0, "one_rank_empty": 0 if rank == 0 else 5}.get(scenario, 3 + rank % 5)
         source = 0 if f.get("mode") == "allreduce" else rank
         data = rank_data(
-            seed=self.seed + 17, rank=source, num_tokens=num_tokens if source == rank else (3 if num_tokens else 0),
-            hidden_size=f["hidden_size"], num_experts=self.setup.num_experts, topk=self.setup.topk,
-            skew=2.0 if scenario == "skewed" else 0.0, holes=0.4 if scenario == "holes" else 0.0,
-            repeats=scenario == "repeats", dtype=torch.float64 if f["dispatch_format"] == "fp64" else torch.bfloat16,
-        )  # fmt: skip
+            seed=self.seed + 17,
+            rank=source,
+            num_tokens=num_tokens if source == rank else (3 if num_tokens else 0),
+            hidden_size=f["hidden_size"],
+            num_experts=self.setup.num_experts,
+            topk=self.setup.topk,
+            skew=2.0 if scenario == "skewed" else 0.0,
+            holes=0.4 if scenario == "holes" else 0.0,
+            repeats=scenario == "repeats",
+            dtype=torch.float64 if f["dispatch_format"] == "fp64" else torch.bfloat16,
+        )
         if f.get("mode") == "allreduce" and source != rank:
             data = dataclasses.replace(self.data(0))
         ids = torch.full_like(data.topk_ids, 2) if scenario == "one_expert" else data.topk_ids
@@ -116,7 +122,11 @@ class Packed:
         return cls(tensor.dtype, tuple(tensor.shape), raw.numpy().tobytes())
 
     def tensor(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape) if self.data else torch.empty(self.shape, dtype=self.dtype)
+        return (
+            torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
+            if self.data
+            else torch.empty(self.shape, dtype=self.dtype)
+        )
 
 
 def unpack(packed: Packed | None) -> torch.Tensor | None:
@@ -132,9 +142,18 @@ class Result:
 
 
 FIELDS = (
-    "tokens", "scales", "row_offsets", "expert_ids", "src_info", "scales_offsets", "weights", "num_recv_tokens",
-    "overflow", "topk_ids", "topk_weights",
-)  # fmt: skip
+    "tokens",
+    "scales",
+    "row_offsets",
+    "expert_ids",
+    "src_info",
+    "scales_offsets",
+    "weights",
+    "num_recv_tokens",
+    "overflow",
+    "topk_ids",
+    "topk_weights",
+)
 
 
 def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
@@ -185,7 +204,7 @@ def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
     weights = [d.topk_weights for d in data]
     rows = reference.reference_dispatch(
         config, [d.x for d in data], ids, weights if case.weights == "dispatch" else None
-    )  # fmt: skip
+    )
     for rank, (expected, result) in enumerate(zip(rows, results, strict=True)):
         check_rows(f"{case.id} rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
     shared = [case.shared_rows(rank) for rank in range(world_size)] if case.shared else None
@@ -202,11 +221,17 @@ def check_rows(what: str, expected: reference.ReferenceRows, got: dict[str, torc
     n = expected.num_rows
     for name in FIELDS:
         want, have = getattr(expected, name), got[name]
-        if name in ("tokens", "src_info", "weights", "topk_ids", "topk_weights") and want is not None and have is not None:
+        if (
+            name in ("tokens", "src_info", "weights", "topk_ids", "topk_weights")
+            and want is not None
+            and have is not None
+        ):
             assert have.shape == want.shape, f"{what}: {name} has shape {list(have.shape)}, expected {list(want.shape)}"
             want, have = want[:n], have[:n]
         elif name == "scales" and want is not None and have is not None:
-            assert have.shape == want.shape, f"{what}: scales have shape {list(have.shape)}, expected {list(want.shape)}"
+            assert have.shape == want.shape, (
+                f"{what}: scales have shape {list(have.shape)}, expected {list(want.shape)}"
+            )
             want, have = defined_scales(expected, want), defined_scales(expected, have)
         assert_bitwise_equal(have, want, f"{what}: {name}")
 
@@ -270,6 +295,9 @@ def features() -> list[Case]:
         add(fmt, "uniform", mode="allreduce", layout="rank")
         add(fmt, num_experts=1)
         add(fmt, "repeats", num_experts=16)
+    add("fp8_block128", "one_rank_empty", hidden_size=128)
+    add("bf16", "one_rank_empty", hidden_size=1)
+    add("bf16", mode="allreduce", pre_reduce=False, weights="combine")
     add("fp32", combine_dtype=torch.float32)
     add("fp32", combine_dtype=torch.float16, pre_reduce=False)
     add("bf16", combine_dtype=torch.float64)

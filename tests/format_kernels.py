@@ -59,12 +59,8 @@ def compile_for(target, name, native, kernel):
     signature = signature | dict.fromkeys(constants, "constexpr")
     names = list(function.arg_names)
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
-    source = ASTSource(
-        function,
-        {name: signature[name] for name in names},
-        {(names.index(k),): v for k, v in constants.items()},
-        aligned,
-    )
+    constants = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(function, {key: signature[key] for key in names}, constants, aligned)
     return triton.compile(source, target=gpu)
 
 

@@ -1,8 +1,8 @@
 """The collective transport against the oracle, bit for bit: one spawn per world runs all its cases."""
 
 import pytest
-from cases import Case, check_case, features, matrix, run_cases
 
+from cases import Case, check_case, features, matrix, run_cases
 from moelink.testing import run_ranks
 
 

@@ -83,7 +83,9 @@ def imported_rooms(path: Path, *, run_time_only: bool = False) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names = [f"moelink.{alias.name}" for alias in node.names] if node.module == "moelink" else [node.module or ""]
+            names = (
+                [f"moelink.{alias.name}" for alias in node.names] if node.module == "moelink" else [node.module or ""]
+            )
         for name in names:
             parts = name.split(".")
             if parts[0] == "moelink":

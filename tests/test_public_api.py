@@ -16,9 +16,7 @@ import moelink
 NOT_IMPORTED = ("moelink.kernels", "moelink.formats.device", "moelink.__main__")
 
 MODULES = sorted(
-    info.name
-    for info in pkgutil.walk_packages(moelink.__path__, "moelink.")
-    if not info.name.startswith(NOT_IMPORTED)
+    info.name for info in pkgutil.walk_packages(moelink.__path__, "moelink.") if not info.name.startswith(NOT_IMPORTED)
 )
 
 
@@ -33,7 +31,9 @@ def test_all_is_sorted_and_complete() -> None:
 
 def test_every_error_is_public() -> None:
     errors = importlib.import_module("moelink.errors")
-    defined = {name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__}
+    defined = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
     assert defined <= set(moelink.__all__)
     for name in defined:
         assert name in (errors.__doc__ or ""), f"{name} is missing from the tree in the docstring of errors.py"

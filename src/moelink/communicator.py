@@ -79,11 +79,25 @@ def init(
     world = connect(group, where, timeout)
     try:
         config = EPConfig(
-            num_experts=num_experts, topk=topk, hidden_size=hidden_size, max_tokens_per_rank=max_tokens_per_rank,
-            dispatch_format=dispatch_format, combine_dtype=combine_dtype, layout=layout, expert_alignment=expert_alignment,
-            capacity=capacity, pre_reduce=pre_reduce, fused_shared_expert=fused_shared_expert, mode=mode, transport=transport,
-            ranks_per_node=ranks_per_node, num_sms=num_sms, timeout=timeout, world_size=world.world_size, rank=world.rank,
-        )  # fmt: skip
+            num_experts=num_experts,
+            topk=topk,
+            hidden_size=hidden_size,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dispatch_format=dispatch_format,
+            combine_dtype=combine_dtype,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            capacity=capacity,
+            pre_reduce=pre_reduce,
+            fused_shared_expert=fused_shared_expert,
+            mode=mode,
+            transport=transport,
+            ranks_per_node=ranks_per_node,
+            num_sms=num_sms,
+            timeout=timeout,
+            world_size=world.world_size,
+            rank=world.rank,
+        )
         chosen = choose_transport(config, [where])
     except ConfigError:
         refuse(world, timeout if isinstance(timeout, (int, float)) and timeout > 0 else 60.0)
@@ -147,7 +161,7 @@ class Communicator:
 
         Args:
             x: [num_tokens, hidden_size] activations (bf16, fp16 or fp32; fp64 for format fp64), contiguous.
-            topk_ids: [num_tokens, topk] int32 or int64 expert ids, -1 where a slot is not routed. None with ``routing``.
+            topk_ids: [num_tokens, topk] int32 or int64 expert ids, -1 where not routed; None with ``routing``.
             topk_weights: [num_tokens, topk] router weights that travel with the rows, a Hook, or None.
             scales: [num_tokens, scale_width] row-major scales; ``x`` is then already quantised (payload rows).
             input_scale: fp32, one element (or a Hook): the global scale of format nvfp4.
@@ -269,8 +283,8 @@ class Communicator:
         config = self.config
         state = ", closed" if self._session.closed else ""
         return (
-            f"Communicator(rank={config.rank}, world_size={config.world_size}, num_experts={config.num_experts}, topk={config.topk}, "
-            f"hidden_size={config.hidden_size}, max_tokens_per_rank={config.max_tokens_per_rank}, "
+            f"Communicator(rank={config.rank}, world_size={config.world_size}, num_experts={config.num_experts}, "
+            f"topk={config.topk}, hidden_size={config.hidden_size}, max_tokens_per_rank={config.max_tokens_per_rank}, "
             f"dispatch_format={config.dispatch_format!r}, layout={config.layout!r}, mode={config.mode!r}, "
             f"transport={self._session.transport.name!r}, device='{self.device}'{state})"
         )

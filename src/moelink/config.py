@@ -91,9 +91,14 @@ class EPConfig:
 
     def __post_init__(self) -> None:
         for name, minimum in (
-            ("num_experts", 1), ("topk", 1), ("hidden_size", 1), ("max_tokens_per_rank", 0),
-            ("expert_alignment", 1), ("world_size", 1), ("rank", 0),
-        ):  # fmt: skip
+            ("num_experts", 1),
+            ("topk", 1),
+            ("hidden_size", 1),
+            ("max_tokens_per_rank", 0),
+            ("expert_alignment", 1),
+            ("world_size", 1),
+            ("rank", 0),
+        ):
             self._integer(name, minimum)
         for name, minimum in (("capacity", 0), ("ranks_per_node", 1), ("num_sms", 1)):
             if getattr(self, name) is not None:
@@ -173,7 +178,7 @@ class EPConfig:
 
     @property
     def max_shared_rows(self) -> int:
-        """Most rows of the fused shared expert's group: all own tokens, or in allreduce mode this rank's part of them."""
+        """Most rows of the fused shared expert's group: all own tokens, or in allreduce mode a part of them."""
         if not self.fused_shared_expert:
             return 0
         parts = self.world_size if self.mode == "allreduce" else 1

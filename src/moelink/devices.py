@@ -114,14 +114,26 @@ class DeviceCommunicator:
         """Start a dispatch on every rank; ``.wait()`` gives the list."""
         requests = [
             make_dispatch_request(
-                x_i, ids_i, weights_i, scales=scales_i, input_scale=scale_i, routing=routing_i, host_counts=host_counts, out=out_i
+                x_i,
+                ids_i,
+                weights_i,
+                scales=scales_i,
+                input_scale=scale_i,
+                routing=routing_i,
+                host_counts=host_counts,
+                out=out_i,
             )
             for x_i, ids_i, weights_i, scales_i, scale_i, routing_i, out_i in zip(
-                self._spread("x", x), self._spread("topk_ids", topk_ids), self._spread("topk_weights", topk_weights),
-                self._spread("scales", scales), self._spread("input_scale", input_scale), self._spread("routing", routing),
-                self._spread("out", out), strict=True,
+                self._spread("x", x),
+                self._spread("topk_ids", topk_ids),
+                self._spread("topk_weights", topk_weights),
+                self._spread("scales", scales),
+                self._spread("input_scale", input_scale),
+                self._spread("routing", routing),
+                self._spread("out", out),
+                strict=True,
             )
-        ]  # fmt: skip
+        ]
         return self._session.dispatch(requests)
 
     def combine(
@@ -155,10 +167,15 @@ class DeviceCommunicator:
         requests = [
             CombineRequest(y_i, recv_i, weights_i, reduce=reduce, epilogue=epilogue_i, shared=shared_i, out=out_i)  # type: ignore[arg-type]
             for y_i, recv_i, weights_i, epilogue_i, shared_i, out_i in zip(
-                self._spread("y", y), self._spread("recv", recv), self._spread("topk_weights", topk_weights),
-                self._spread("epilogue", epilogue), self._spread("shared", shared), self._spread("out", out), strict=True,
+                self._spread("y", y),
+                self._spread("recv", recv),
+                self._spread("topk_weights", topk_weights),
+                self._spread("epilogue", epilogue),
+                self._spread("shared", shared),
+                self._spread("out", out),
+                strict=True,
             )
-        ]  # fmt: skip
+        ]
         return self._session.combine(requests)
 
     def _spread(self, name: str, values: Sequence[V] | None) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.errors import PeerTimeoutError, UnsupportedError
 
@@ -59,12 +60,12 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
     try:
         store.set(f"arrived/{rank}", b"1")
         store.wait([f"arrived/{peer}" for peer in range(world_size)], limit)
-        control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, world_size, limit)
-        data = control
+        control: Any = dist.ProcessGroupGloo(PrefixStore("control", store), rank, world_size, limit)
+        data: Any = control
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            data = dist.ProcessGroupNCCL(dist.PrefixStore("data", store), rank, world_size, options)
+            data = dist.ProcessGroupNCCL(PrefixStore("data", store), rank, world_size, options)
     except RuntimeError as error:
         missing = [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
         raise _late(rank, missing, str(error)) from error
@@ -77,8 +78,8 @@ def _room(ranks: Sequence[int], rank: int) -> Any:
     The n-th communicator over the same ranks gets the n-th corner; each rank counts its own, in the store, so that
     nothing is kept in this process.
     """
-    base = dist.PrefixStore(f"moelink/{'.'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
-    return dist.PrefixStore(str(base.add(f"count/{rank}", 1)), base)
+    base = PrefixStore(f"moelink/{'.'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
+    return PrefixStore(str(base.add(f"count/{rank}", 1)), base)
 
 
 def _late(rank: int, missing: Sequence[int], detail: str) -> PeerTimeoutError:

@@ -1,4 +1,4 @@
-"""Hooks: a user's own arithmetic inside dispatch and combine, written twice (Triton and torch) and called by whoever runs.
+"""Hooks: a user's own arithmetic inside dispatch and combine, written twice, in Triton and in torch.
 
 Three places take one: the input scale, the router weight, and the epilogue of combine. Each also takes a plain tensor.
 """

@@ -21,7 +21,14 @@ ALIGNMENT = 16
 """Every message part starts on a multiple of this many bytes."""
 
 REGION_ALIGNMENT = 128
-"""Every region starts on a multiple of this many bytes (one L2 line, so that signals of two regions never share one)."""
+"""Every region starts on a multiple of this many bytes: a cache line, so that signals of two regions share none."""
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """[n, width] of any dtype as [n, width * itemsize] uint8 (an empty tensor's strides would forbid a plain view)."""
+    if rows.numel() == 0:
+        return rows.new_empty((len(rows), rows.shape[1] * rows.element_size()), dtype=torch.uint8)
+    return rows.contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Region:
         """The region as a typed view of ``memory`` (one-dimensional uint8)."""
         if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < self.end:
             raise MoelinkError(
-                f"region {self.name!r} [{self.offset}, {self.end}) does not fit memory of {memory.numel()} {memory.dtype}"
+                f"region {self.name!r} [{self.offset}, {self.end}) does not fit {memory.numel()} x {memory.dtype}"
             )
         return memory[self.offset : self.end].view(self.dtype).view(self.shape)
 

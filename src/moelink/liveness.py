@@ -9,6 +9,7 @@ Messages are fixed-size structs behind a secret token that ranks exchange at ini
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -50,7 +51,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of a communicator, as it is told to peers. ``got`` is -1 when the peer at fault did not answer."""
+    """The first error of a communicator, as it is told to peers; ``got`` is -1 when the peer did not answer."""
 
     peer: int
     phase: str
@@ -119,10 +120,8 @@ class Beacon:
     def close(self) -> None:
         """Stop answering."""
         # shutdown wakes the thread out of accept; close alone would leave it there
-        try:
+        with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._server.close()
 
 

@@ -53,7 +53,7 @@ class DispatchOutput:
         overflow: [] int32, rows that did not fit ``capacity``.
         handle: for combine and ``routing=``.
         topk_ids: layout "rank" only: [rows, topk] int32 local expert ids, -1 elsewhere.
-        topk_weights: layout "rank" only: [rows, topk] router weights when they went into dispatch, 0 where the id is -1.
+        topk_weights: layout "rank" only: [rows, topk] router weights if they went into dispatch, 0 where the id is -1.
     """
 
     tokens: Tensor

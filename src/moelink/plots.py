@@ -101,9 +101,7 @@ def _wire(axes: Any, document: dict[str, Any]) -> None:
     for place, ours, theirs in zip(
         places, (a + b for a, b in zip(dispatch, combine, strict=True)), copies, strict=True
     ):
-        axes.text(
-            theirs + max(copies) * 0.012, place, f"{ours:.1f} of {theirs:.1f} MB", va="center", size=9, color=INK
-        )
+        axes.text(theirs + max(copies) * 0.012, place, f"{ours:.1f} of {theirs:.1f} MB", va="center", size=9, color=INK)
     _bare(axes)
     axes.set_title("Bytes between ranks, by dispatch format", loc="left", size=11, color=INK, pad=22)
     axes.set_yticks(places, names)

@@ -45,7 +45,7 @@ class ExpertMap:
         return torch.where(expert_ids < boundary, low, high).where(expert_ids >= 0, -1)
 
     def local(self, expert_ids: Tensor, rank: int) -> Tensor:
-        """Ids local to ``rank``, -1 for other ranks' ids. ``ExpertMap(7, 3).local([0, 3, 4, -1], 1) == [-1, 0, 1, -1]``."""
+        """Ids local to ``rank``, -1 for others: ``ExpertMap(7, 3).local([0, 3, 4, -1], 1) == [-1, 0, 1, -1]``."""
         first = self.first(rank)
         mine = (expert_ids >= first) & (expert_ids < first + self.num_local(rank))
         return torch.where(mine, expert_ids - first, -1)
@@ -150,8 +150,14 @@ def plan_rows(
     position = torch.arange(pairs.numel(), device=flat.device) + (shared_rows or 0)
     row = position + (row_offsets[:-1] - unaligned)[group]
     return RowPlan(
-        message=message, slot=pairs % topk, group=group, row=row, counts=counts.int(), group_sizes=group_sizes, row_offsets=row_offsets
-    )  # fmt: skip
+        message=message,
+        slot=pairs % topk,
+        group=group,
+        row=row,
+        counts=counts.int(),
+        group_sizes=group_sizes,
+        row_offsets=row_offsets,
+    )
 
 
 def shared_slice(num_tokens: int, *, rank: int, parts: int) -> range:

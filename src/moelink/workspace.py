@@ -38,8 +38,8 @@ import torch
 
 from moelink.arith import align_up, ceil_div
 from moelink.config import EPConfig
-from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, POISON_WORDS
 from moelink.layout import ALIGNMENT, RegionTable
+from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, POISON_WORDS
 
 MAX_CHUNKS = 1024
 """Most flags per (source, destination) and phase: 8 KiB."""

@@ -27,11 +27,13 @@ import triton.language as tl
 
 from moelink.kernels.numeric import round_to
 from moelink.kernels.routes import experts_at, first_of, owner_of, tally
-from moelink.kernels.signals import I32, I64, U8, publish, settle, wait_all
-from moelink.protocol import COUNT_HEADER, INVALID_IDS, PHASE_DISPATCH
+from moelink.kernels.signals import I32, I64, U8, arrive, is_poisoned, publish, settle, wait_all
+from moelink.protocol import COUNT_HEADER, DISPATCH_SENT, DONE, INVALID_IDS, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
+_ROLE = tl.constexpr(DISPATCH_SENT)
+_DONE = tl.constexpr(DONE)
 _INVALID = tl.constexpr(INVALID_IDS)
 
 
@@ -55,7 +57,8 @@ def send_counts(
 ):  # fmt: skip
     """Program 0: tell every rank how many rows and messages come, and that they do."""
     pairs, messages, invalid = tally(ids, 0, num_tokens, me, first, num_local, shared_begin, shared_end, S)
-    if wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S) > 0:
+    ok = wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S)
+    if ok > 0:
         if invalid > 0:
             tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
         r = tl.arange(0, S.WP)
@@ -75,6 +78,7 @@ def send_counts(
         local = e - first_of(owner, first, S)
         tl.store((to + S.O_COUNTS).to(I32) + (me * S.CW + _HEADER) + local, pairs, mask=known)
         publish((base + S.O_COUNTS_FLAG).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)
+    return ok
 
 
 @triton.jit
@@ -132,9 +136,11 @@ def send_rows(
     """Program ``program`` >= 0: send the tokens of chunks [program * chunks_per_program, ...)."""
     begin = program * chunks_per_program
     end = tl.minimum(begin + chunks_per_program, num_chunks)
+    ok = tl.full([], 1, tl.int32)
     if begin < end:
         pairs, sent, _ = tally(ids, 0, begin * chunk, me, first, num_local, shared_begin, shared_end, S)
-        if wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S) > 0:
+        ok = wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S)
+        if ok > 0:
             r = tl.arange(0, S.WP)
             k = tl.arange(0, S.KP)
             mask = r < S.W
@@ -175,3 +181,27 @@ def send_rows(
                 tl.store(ends, from_slot, mask=mask)
                 tl.store(ends + 1, sent, mask=mask)
                 publish((base + S.O_CHUNK_FLAG).to(I64) + me * S.C + c, mask, tl.zeros([S.WP], tl.int64) + call)
+    return ok
+
+
+@triton.jit
+def send(
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens, chunk,
+    num_chunks, chunks_per_program, shared_begin, shared_end, status, program, num_programs, limit, S: tl.constexpr,
+):  # fmt: skip
+    """Program ``program`` of the sender role."""
+    call = tl.load(control + _ROLE) + 1
+    if is_poisoned(table, record, control, me, S) == 0:
+        if program == 0:
+            ok = send_counts(
+                table, record, control, ids, me, first, num_local, num_tokens, num_chunks, chunks_per_program, shared_begin,
+                shared_end, status, call, limit, S,
+            )  # fmt: skip
+        else:
+            ok = send_rows(
+                table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
+                chunk, num_chunks, chunks_per_program, shared_begin, shared_end, program - 1, call, limit, S,
+            )  # fmt: skip
+        if ok > 0:
+            if arrive(control + _DONE + _ROLE, num_programs) > 0:
+                tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="sys")

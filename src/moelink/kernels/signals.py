@@ -145,6 +145,17 @@ def settle(arrived, table, record, control, me, peer, phase, call, expected, got
 
 
 @triton.jit
+def is_poisoned(table, record, control, me, S: tl.constexpr):
+    """1 when an earlier wait here or at a peer expired (then the error's record is written), else 0. Ask at the start."""
+    mine = tl.load(table + me)
+    poison = (mine + S.O_POISON).to(I64)
+    poisoned = (tl.load(poison) != 0).to(tl.int32)
+    if poisoned > 0:
+        adopt(record, control, poison, (mine + S.O_POISONS).to(I64))
+    return poisoned
+
+
+@triton.jit
 def arrive(done, num_programs):
     """1 for the last of ``num_programs`` programs to get here, else 0. Resets the counter for the next call."""
     tl.debug_barrier()

@@ -83,7 +83,7 @@ class CommonSpec:
     C: int
     TB: int
     ALLREDUCE: bool
-    SHARED: bool
+    SHARED: int
     RANK_LAYOUT: bool
     NATIVE: bool
     CLOCK: Any
@@ -102,7 +102,7 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size,
         K=cfg.topk, KP=power(cfg.topk), L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank), C=workspace.num_chunks,
         TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
-        ALLREDUCE=cfg.mode == "allreduce", SHARED=cfg.fused_shared_expert, RANK_LAYOUT=cfg.layout == "rank",
+        ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=not is_interpreted(), CLOCK=clock_of(device),
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
     )  # fmt: skip
@@ -119,7 +119,8 @@ class DispatchSpec(CommonSpec):
         DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE: elements per group, groups per row and
             at a time, payload bytes per group.
         SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
-        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. RP: rows of a message, a power of two.
+        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. RP: rows of a message,
+        and GP: group offsets, as powers of two. TAIL: most rows behind a group that are to be zeroed.
     """
 
     SOURCE: int
@@ -144,6 +145,8 @@ class DispatchSpec(CommonSpec):
     WEIGHTS: bool
     WEIGHT_P: Any
     RP: int
+    GP: int
+    TAIL: int
     MESSAGE: int
     M_SCALES: int
     M_TOKEN: int
@@ -201,7 +204,9 @@ def dispatch_spec(
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
-        RP=power(cfg.topk + cfg.fused_shared_expert),
+        RP=1 if cfg.layout == "rank" else power(cfg.topk + cfg.fused_shared_expert),
+        GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
+        TAIL=0 if cfg.layout == "rank" else max(cfg.row_alignment - 1, 127 if layout == TILES else 0),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1],
@@ -216,22 +221,28 @@ class CombineSpec(CommonSpec):
     """Combine: how rows travel home, and what becomes of them.
 
     Attributes:
-        PRE_REDUCE: sums travel, one row per (token, rank). REDUCE: home sums over slots. WEIGHTS: some rank multiplies.
-        DTYPE: of rows; ACC: of sums; OUT: of the result. EPILOGUE: None, "bias", "residual", or a Triton function.
+        SUMS: sums travel, one row per (token, rank); else every row does. REDUCE: home sums.
+        ROW_WEIGHTS, HOME_WEIGHTS: the expert's rank, or home, multiplies by router weights.
+        COPIES: rows that the workspace holds per token.
+        DTYPE: of rows; ACC: of sums; OUT: of the result. EPILOGUE: "", "bias" or "residual". HOOK: a Triton
+        function that stores instead, or None.
         SLOTS: rows of a message: topk, or 1 for layout "rank".
     """
 
     H: int
     BLOCK: int
-    PRE_REDUCE: bool
+    SUMS: bool
     REDUCE: bool
-    WEIGHTS: bool
+    ROW_WEIGHTS: bool
+    HOME_WEIGHTS: bool
+    COPIES: int
     ADD_SHARED: bool
     SLOTS: int
     DTYPE: Any
+    DTYPE_P: Any
     ACC: Any
-    ITEM: int
-    EPILOGUE: Any
+    EPILOGUE: str
+    HOOK: Any
     ROW: int
     O_HEAD: int
     O_FLAG: int
@@ -244,22 +255,30 @@ def combine_spec(
     workspace: Workspace,
     device: torch.device,
     *,
-    weights: bool,
+    row_weights: bool,
+    home_weights: bool,
     reduce: bool = True,
     shared: bool = False,
-    epilogue: Any = None,
+    epilogue: str = "",
+    hook: Any = None,
     max_block: int = 2048,
 ) -> CombineSpec:
-    """The spec of a combine. ``weights``: rows (pre_reduce) or what arrives at home is multiplied by router weights."""
+    """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does."""
     cfg, regions = workspace.config, workspace.regions
     rank_layout = cfg.layout == "rank"
+    local = cfg.mode == "allreduce"
+    sums = (cfg.pre_reduce or local) and reduce
+    by_row = sums and row_weights and not rank_layout
+    dtype = TRITON_DTYPES[cfg.combine_dtype]
     return CombineSpec(
         **common(workspace, device),
         H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
-        PRE_REDUCE=cfg.pre_reduce, REDUCE=reduce, WEIGHTS=weights and not rank_layout, ADD_SHARED=shared,
+        SUMS=sums, REDUCE=reduce, ROW_WEIGHTS=by_row,
+        HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
+        COPIES=regions["rows"].shape[0], ADD_SHARED=shared,
         SLOTS=1 if rank_layout else cfg.topk,
-        DTYPE=TRITON_DTYPES[cfg.combine_dtype], ACC=TRITON_DTYPES[cfg.accumulate_dtype], ITEM=cfg.combine_dtype.itemsize,
-        EPILOGUE=epilogue, ROW=workspace.row_bytes,
+        DTYPE=dtype, DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],
+        EPILOGUE=epilogue, HOOK=hook, ROW=workspace.row_bytes,
         O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
         O_ROWS=regions["rows"].offset,

@@ -11,7 +11,7 @@ from torch import Tensor
 from moelink.arith import align_up
 from moelink.config import EPConfig
 from moelink.hooks import Hook, evaluate_weights
-from moelink.layout import ALIGNMENT
+from moelink.layout import ALIGNMENT, as_bytes
 from moelink.routing import RowPlan
 from moelink.transports.base import CombineRequest
 from moelink.transports.collective.plan import CollectivePlan
@@ -21,7 +21,7 @@ from moelink.transports.collective.steps import Announce, BadMessageError, Steps
 def combine_steps(config: EPConfig, request: CombineRequest) -> Steps[Tensor]:
     """The combine of one rank. Nothing is yielded, so nothing travels, in allreduce mode."""
     plan: CollectivePlan = request.recv.handle.plan
-    if request.reduce and (config.pre_reduce or config.mode == "allreduce"):
+    if request.reduce and config.pre_reduce:
         total = yield from _sum_of_ranks(config, request, plan)
     else:
         slots, arrived = yield from _slots(config, request, plan)
@@ -127,7 +127,7 @@ def _send_home(
     """Move ``rows`` [n, hidden] with the int32 ``keys`` [n] of their places at home. ``limit``: places at home."""
     row_bytes = align_up(config.combine_row_bytes, ALIGNMENT)
     buffer = torch.empty(len(rows), row_bytes + ALIGNMENT, dtype=torch.uint8, device=rows.device)
-    buffer[:, : config.combine_row_bytes] = rows.view(torch.uint8)
+    buffer[:, : config.combine_row_bytes] = as_bytes(rows)
     buffer[:, row_bytes : row_bytes + 4].view(torch.int32)[:, 0] = keys.int()
     recv_counts = yield Announce(f"combine {options}", counts, limit=limit)
     assert isinstance(recv_counts, list)

@@ -8,7 +8,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.formats import Quantized
 from moelink.hooks import evaluate_input_scale, evaluate_weights
-from moelink.layout import DispatchMessage
+from moelink.layout import DispatchMessage, as_bytes
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.routing import ExpertMap, plan_sends
 from moelink.transports.base import DispatchRequest
@@ -29,9 +29,12 @@ def dispatch_steps(config: EPConfig, request: DispatchRequest, *, identity: str)
     )
     cached: CollectivePlan | None = request.routing.handle.plan if request.routing is not None else None
     message = DispatchMessage(
-        config.format, config.hidden_size, config.topk,
-        with_ids=cached is None, weight_dtype=None if weights is None else config.weight_dtype,
-    )  # fmt: skip
+        config.format,
+        config.hidden_size,
+        config.topk,
+        with_ids=cached is None,
+        weight_dtype=None if weights is None else config.weight_dtype,
+    )
     bad = (request.topk_ids < -1) | (request.topk_ids >= config.num_experts)
     ids = request.topk_ids.masked_fill(bad, -1)
     own = _messages(config, request, message, ids, weights)
@@ -44,9 +47,14 @@ def dispatch_steps(config: EPConfig, request: DispatchRequest, *, identity: str)
     else:
         plan, received = cached, (yield from _exchange_again(config, message, own, cached.messages))
     handle = DispatchHandle(
-        owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
-        counts=expert_counts(config, plan), plan=plan,
-    )  # fmt: skip
+        owner=identity,
+        rank=config.rank,
+        num_tokens=num_tokens,
+        topk_ids=request.topk_ids,
+        topk_weights=weights,
+        counts=expert_counts(config, plan),
+        plan=plan,
+    )
     return fill_output(
         config,
         plan,
@@ -68,9 +76,9 @@ def _messages(
     else:
         rows = config.format.quantize(request.x, evaluate_input_scale(request.input_scale))
     buffer = torch.empty(len(request.x), message.nbytes, dtype=torch.uint8, device=request.x.device)
-    message.field(buffer, "payload").copy_(rows.payload.contiguous().view(torch.uint8))
+    message.field(buffer, "payload").copy_(as_bytes(rows.payload))
     if rows.scales is not None:
-        message.field(buffer, "scales").copy_(rows.scales.contiguous().view(torch.uint8))
+        message.field(buffer, "scales").copy_(as_bytes(rows.scales))
     if message.with_ids:
         message.field(buffer, "token")[:, 0] = torch.arange(len(buffer), device=buffer.device, dtype=torch.int32)
         message.field(buffer, "ids").copy_(ids)

@@ -132,9 +132,14 @@ class GroupWire:
         return GroupPending(future, finished, self._device)
 
     def _run(
-        self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float,
-        started: torch.cuda.Event | None, finished: torch.cuda.Event | None,
-    ) -> list[R]:  # fmt: skip
+        self,
+        call: int,
+        phase: Phase,
+        steps: Steps[R] | None,
+        deadline: float,
+        started: torch.cuda.Event | None,
+        finished: torch.cuda.Event | None,
+    ) -> list[R]:
         self._raise_poison()
         if self._stream is not None:
             torch.cuda.set_device(self._device)
@@ -147,9 +152,12 @@ class GroupWire:
                 raise self._poison(
                     ProtocolError(
                         f"rank {self._world.rank}: rank {error.source} {error} in {phase} (call {call})",
-                        rank=self._world.rank, peer=error.source, phase=phase, call=call,
+                        rank=self._world.rank,
+                        peer=error.source,
+                        phase=phase,
+                        call=call,
                     )
-                ) from error  # fmt: skip
+                ) from error
             if self._stream is not None and finished is not None:
                 finished.record(self._stream)
         return result
@@ -211,8 +219,11 @@ class GroupWire:
                     raise ProtocolError(
                         f"rank {rank}: rank {peer} makes another call in {phase} (call {call}): its {name} is {value}, "
                         f"most ranks have {usual}",
-                        rank=rank, peer=peer, phase=phase, call=call,
-                    )  # fmt: skip
+                        rank=rank,
+                        peer=peer,
+                        phase=phase,
+                        call=call,
+                    )
         for peer, header in enumerate(headers):
             if header["status"] != _OK and not refused:
                 raise PeerAbortedError(rank=rank, peer=peer, phase=phase, call=call)
@@ -223,8 +234,11 @@ class GroupWire:
                 raise ProtocolError(
                     f"rank {rank}: rank {peer} calls {phase} (call {call}) with other options than most ranks "
                     "(weights, routing or reduce passed on some ranks only)",
-                    rank=rank, peer=peer, phase=phase, call=call,
-                )  # fmt: skip
+                    rank=rank,
+                    peer=peer,
+                    phase=phase,
+                    call=call,
+                )
 
     def _exchange_rows(self, call: int, phase: Phase, transfer: Transfer, deadline: float) -> Tensor:
         rows, total = transfer.rows, sum(transfer.recv_counts)
@@ -254,9 +268,12 @@ class GroupWire:
 
     def _blame(self, call: int, phase: Phase) -> PeerError:
         """Find the rank at fault, poison this communicator and tell the peers."""
+        sightings = probe_all(self._addresses, skip=self._world.rank)
+        # A peer that gave up first has told us whom it blames, and may be closed by now: its word comes before a
+        # refused connection.
         if self._beacon.failure is not None:
             return self._poison(self._beacon.failure.error(self._world.rank))
-        peer, sighting = furthest_behind(probe_all(self._addresses, skip=self._world.rank))
+        peer, sighting = furthest_behind(sightings)
         failure = Failure(peer, phase, call, expected=call, got=-1 if sighting.call is None else sighting.call)
         error = self._poison(failure.error(self._world.rank, lost=sighting.lost))
         report = threading.Thread(

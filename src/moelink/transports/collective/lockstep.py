@@ -71,8 +71,11 @@ class LockstepWire:
             if not same or len(requests) != world_size:
                 raise ProtocolError(
                     f"rank {rank} makes another call in {phase} than rank 0: {request} against {first}",
-                    rank=0, peer=rank, phase=phase, call=0,
-                )  # fmt: skip
+                    rank=0,
+                    peer=rank,
+                    phase=phase,
+                    call=0,
+                )
 
     def _move(self, phase: Phase, requests: Sequence[Transfer]) -> list[Tensor]:
         blocks = [request.rows.split(request.send_counts) for request in requests]

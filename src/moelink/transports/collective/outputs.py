@@ -50,9 +50,16 @@ def allocate_output(
 
 
 def fill_output(
-    config: EPConfig, plan: CollectivePlan, message: DispatchMessage, *, received: Tensor, own: Tensor,
-    handle: DispatchHandle, host_counts: bool, out: DispatchOutput | None,
-) -> DispatchOutput:  # fmt: skip
+    config: EPConfig,
+    plan: CollectivePlan,
+    message: DispatchMessage,
+    *,
+    received: Tensor,
+    own: Tensor,
+    handle: DispatchHandle,
+    host_counts: bool,
+    out: DispatchOutput | None,
+) -> DispatchOutput:
     """Lay out ``received`` [M + 1, bytes] (its last row is scratch) and the shared rows of ``own`` [T, bytes]."""
     total = min(plan.num_rows, config.row_capacity)
     weighted = message.weight_dtype is not None
@@ -88,9 +95,16 @@ def _fill_rank(
 
 
 def _fill_expert(
-    config: EPConfig, plan: CollectivePlan, rows: RowPlan, message: DispatchMessage, out: DispatchOutput, *,
-    received: Tensor, own: Tensor, total: int,
-) -> None:  # fmt: skip
+    config: EPConfig,
+    plan: CollectivePlan,
+    rows: RowPlan,
+    message: DispatchMessage,
+    out: DispatchOutput,
+    *,
+    received: Tensor,
+    own: Tensor,
+    total: int,
+) -> None:
     shared = plan.shared if plan.shared is not None else range(0)
     own = own[shared.start : shared.start + min(len(shared), total)]
     num_shared, num_routed = len(own), int((rows.row < total).sum())

@@ -56,7 +56,7 @@ class CollectiveTransport:
         """Nothing to compile."""
 
     def check(self) -> None:
-        """Raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range, since the last check."""
+        """Raise the first error since the last check: a peer's, rows lost to ``capacity``, ids out of range."""
         self._wire.check()
         found = [(int(total[0][0]), int(total[0][1])) if total else (0, 0) for total in self._losses]
         for total in self._losses:
