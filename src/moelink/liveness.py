@@ -29,6 +29,9 @@ _FAILURE = struct.Struct("<qqqqq")
 _PHASES = ("dispatch", "combine", "init")
 _PROBE_SECONDS = 0.4
 
+NO_ANSWER, GONE = -1, -2
+"""What stands for a call number when a peer did not answer, or its process is gone."""
+
 
 @dataclass(frozen=True)
 class Address:
@@ -51,7 +54,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of a communicator, as it is told to peers; ``got`` is -1 when the peer did not answer."""
+    """The first error of a communicator, as it is told to peers.
+
+    ``got`` is the call that the peer at fault had reached, NO_ANSWER, or GONE.
+    """
 
     peer: int
     phase: str
@@ -59,10 +65,10 @@ class Failure:
     expected: int
     got: int
 
-    def error(self, rank: int, *, lost: bool = False) -> PeerTimeoutError:
+    def error(self, rank: int) -> PeerTimeoutError:
         """The exception that ``rank`` raises for it."""
-        kind = PeerLostError if lost else PeerTimeoutError
-        detail = "nothing listens where it answered before" if lost else ""
+        kind = PeerLostError if self.got == GONE else PeerTimeoutError
+        detail = "nothing listens where it answered before" if self.got == GONE else ""
         got = None if self.got < 0 else self.got
         return kind(
             rank=rank, peer=self.peer, phase=self.phase, call=self.call, expected=self.expected, got=got, detail=detail
@@ -75,6 +81,13 @@ class Sighting:
 
     call: int | None
     lost: bool = False
+
+    @property
+    def reached(self) -> int:
+        """The call number, NO_ANSWER or GONE."""
+        if self.lost:
+            return GONE
+        return NO_ANSWER if self.call is None else self.call
 
 
 class Beacon:
@@ -149,11 +162,8 @@ def probe_all(addresses: Sequence[Address], *, skip: int, report: Failure | None
 
 def furthest_behind(sightings: dict[int, Sighting]) -> tuple[int, Sighting]:
     """The peer at fault: one that is gone, else one that does not answer, else the one with the lowest call."""
-    order = sorted(
-        sightings,
-        key=lambda rank: (not sightings[rank].lost, sightings[rank].call is not None, sightings[rank].call or 0, rank),
-    )
-    return order[0], sightings[order[0]]
+    peer = min(sightings, key=lambda rank: (sightings[rank].reached, rank))
+    return peer, sightings[peer]
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

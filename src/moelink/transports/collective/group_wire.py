@@ -274,8 +274,8 @@ class GroupWire:
         if self._beacon.failure is not None:
             return self._poison(self._beacon.failure.error(self._world.rank))
         peer, sighting = furthest_behind(sightings)
-        failure = Failure(peer, phase, call, expected=call, got=-1 if sighting.call is None else sighting.call)
-        error = self._poison(failure.error(self._world.rank, lost=sighting.lost))
+        failure = Failure(peer, phase, call, expected=call, got=sighting.reached)
+        error = self._poison(failure.error(self._world.rank))
         report = threading.Thread(
             target=probe_all, args=(self._addresses,), kwargs={"skip": self._world.rank, "report": failure}, daemon=True
         )
