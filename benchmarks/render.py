@@ -33,10 +33,10 @@ def render(document: dict[str, Any]) -> str:
         "",
         f"{case['ranks']} ranks as processes over gloo, {case['tokens_per_rank']} tokens per rank, hidden size "
         f"{case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, bf16. Median over "
-        f"{case['iterations']} iterations of the slowest rank (20th – 80th percentile), after both results were checked "
-        f"against the unsharded one. {host['processor']}, {host['cores']} cores, torch {versions['torch']}, "
-        f"{document['date']}. A laptop-sized machine: this compares two ways to do the same work and says nothing about "
-        "GPUs.",
+        f"{case['iterations']} iterations of the slowest rank (20th – 80th percentile), after both results were "
+        f"checked against the unsharded one. {host['processor']}, {host['cores']} cores, torch {versions['torch']}, "
+        f"{document['date']}. A small machine without a GPU: this compares two ways to do the same work and says "
+        "nothing about GPUs.",
     ]
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ class MemoryReport:
 
     Attributes:
         wire_send: worst-case bytes of the messages one dispatch and one combine send (staging of the collective
-            transport; freed after each call).
+            transport, which keeps it between calls).
         wire_recv: the same for what they receive.
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
     """

@@ -11,7 +11,7 @@ DONE = 4
 """+ role: programs of that role that arrived in this call"""
 CLAIM = 8
 """1 once a program has claimed the error record"""
-INVALID_IDS, OVERFLOW = 9, 10
+INVALID_IDS, OVERFLOW, DISPATCH_BYTES, COMBINE_BYTES = 9, 10, 11, 12
 """sums over all calls"""
 
 RECORD_WORDS = 16

@@ -21,10 +21,8 @@ Nothing that came over the wire becomes an address unchecked: an id, position or
 import triton
 import triton.language as tl
 
-from moelink.kernels.signals import I32, I64, arrive, is_poisoned, publish, settle, wait_all
+from moelink.kernels.signals import I32, I64, arrive, is_poisoned, note_refusal, publish, settle, wait_all
 from moelink.protocol import (
-    ABORT_RECORD,
-    CODE_ABORT,
     COUNT_HEADER,
     DISPATCH_RECEIVED,
     DONE,
@@ -39,8 +37,6 @@ _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _DONE = tl.constexpr(DONE)
 _OVERFLOW = tl.constexpr(OVERFLOW)
-_ABORT_RECORD = tl.constexpr(ABORT_RECORD)
-_CODE_ABORT = tl.constexpr(CODE_ABORT)
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _DROPPED = tl.constexpr(ROW_DROPPED)
 
@@ -310,27 +306,25 @@ def receive(
     mask = r < S.W
     ok = -is_poisoned(table, record, control, me, S)
     if ok == 0:
-        ok = wait_for_counts(table, record, control, me, call, limit, S)
-    if ok <= 0:
+        if status == 0:
+            ok = wait_for_counts(table, record, control, me, call, limit, S)
+        else:
+            # A rank that refuses reads nothing, so it drains at once; a later store of a peer comes after its earlier ones.
+            ok += 1
+    if status != 0:
+        ok += 0
+    elif ok <= 0:
         if program == 0:
             write_nothing(row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local, num_groups,
                           counts_stride, S)  # fmt: skip
     else:
         head = (mine + S.O_COUNTS).to(I32) + r * S.CW
         refused = tl.load(head, mask=mask, other=0)
-        if (tl.max(refused, 0) != 0) | (status != 0):
+        if tl.max(refused, 0) != 0:
             if program == 0:
                 write_nothing(row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
                               num_groups, counts_stride, S)  # fmt: skip
-                if status == 0:
-                    peer = tl.min(tl.where(refused != 0, r, S.W), 0)
-                    abort = record + _ABORT_RECORD
-                    tl.store(abort + 1, me)
-                    tl.store(abort + 2, peer)
-                    tl.store(abort + 3, _PHASE)
-                    tl.store(abort + 4, call)
-                    tl.debug_barrier()
-                    tl.atomic_xchg(abort, _CODE_ABORT, sem="release", scope="sys")
+                note_refusal(record, me, tl.min(tl.where(refused != 0, r, S.W), 0), _PHASE, call)
         else:
             shared = shared_end - shared_begin
             rows, messages = load_counts(mine, num_local, S)

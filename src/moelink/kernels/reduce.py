@@ -23,14 +23,12 @@ import triton.language as tl
 from moelink.kernels.numeric import round_to
 from moelink.kernels.routes import experts_at, owner_of
 from moelink.kernels.send_back import chunk_of, weighted_sum
-from moelink.kernels.signals import I64, arrive, is_poisoned, publish, settle, wait_all
-from moelink.protocol import ABORT_RECORD, CODE_ABORT, COMBINE_RECEIVED, DONE, PHASE_COMBINE
+from moelink.kernels.signals import I64, arrive, is_poisoned, note_refusal, publish, settle, wait_all
+from moelink.protocol import COMBINE_RECEIVED, DONE, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
 _DONE = tl.constexpr(DONE)
-_ABORT_RECORD = tl.constexpr(ABORT_RECORD)
-_CODE_ABORT = tl.constexpr(CODE_ABORT)
 
 
 @triton.jit
@@ -45,13 +43,7 @@ def wait_for_heads(table, record, control, me, call, limit, S: tl.constexpr):
         refused = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask & (r != me), other=0)
         peer = tl.min(tl.where(refused != 0, r, S.W), 0)
         if peer < S.W:
-            abort = record + _ABORT_RECORD
-            tl.store(abort + 1, me)
-            tl.store(abort + 2, peer)
-            tl.store(abort + 3, _PHASE)
-            tl.store(abort + 4, call)
-            tl.debug_barrier()
-            tl.atomic_xchg(abort, _CODE_ABORT, sem="release", scope="sys")
+            note_refusal(record, me, peer, _PHASE, call)
     return ok
 
 
@@ -78,7 +70,7 @@ def copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_
 @triton.jit
 def finish(total, out, shared, epilogue, epilogue_tensors, token, c, S: tl.constexpr):
     """Add what belongs before the rounding, and store row ``token`` (or let the epilogue do it)."""
-    at = token.to(tl.int64) * S.H + c
+    at = tl.cast(token, tl.int64) * S.H + c
     if S.ADD_SHARED:
         total += tl.load(shared + at, mask=c < S.H, other=0.0).to(S.ACC)
     if S.EPILOGUE == "bias":
@@ -89,7 +81,7 @@ def finish(total, out, shared, epilogue, epilogue_tensors, token, c, S: tl.const
         rows = tl.full([1, 1], 0, tl.int64) + token
         S.HOOK(epilogue_tensors, rows, c.to(tl.int64)[None, :], total[None, :], (c < S.H)[None, :])
     else:
-        tl.store(out + at, round_to(total, S.DTYPE, S.NATIVE), mask=c < S.H)
+        tl.store(out + at, round_to(total, S.OUT, S.NATIVE), mask=c < S.H)
 
 
 @triton.jit
@@ -116,7 +108,7 @@ def reduce_and_copy_to_output(
             else:
                 for rank in tl.static_range(S.W):
                     here = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
-                    address = mine + S.O_ROWS + (rank * S.T + token).to(tl.int64) * S.ROW
+                    address = mine + S.O_ROWS + tl.cast(rank * S.T + token, tl.int64) * S.ROW
                     source = tl.multiple_of(address.to(S.DTYPE_P), 16)
                     total += tl.load(source + c, mask=here & (c < S.H), other=0.0).to(S.ACC)
         else:
@@ -127,7 +119,7 @@ def reduce_and_copy_to_output(
                     here = (row >= 0) & (row < y_rows)
                     part = tl.load(y + row.to(tl.int64) * S.H + c, mask=here & (c < S.H), other=0.0)
                 else:
-                    address = mine + S.O_ROWS + (token * S.COPIES + j - slot_begin).to(tl.int64) * S.ROW
+                    address = mine + S.O_ROWS + tl.cast(token * S.COPIES + j - slot_begin, tl.int64) * S.ROW
                     part = tl.load(tl.multiple_of(address.to(S.DTYPE_P), 16) + c, mask=here & (c < S.H), other=0.0)
                 if S.REDUCE:
                     part = part.to(S.ACC)
@@ -135,7 +127,7 @@ def reduce_and_copy_to_output(
                         part = part * tl.load(home_weights + token * S.K + j, mask=here, other=0.0)
                     total += part
                 else:
-                    tl.store(out + (token.to(tl.int64) * S.K + j) * S.H + c, part, mask=c < S.H)
+                    tl.store(out + (tl.cast(token, tl.int64) * S.K + j) * S.H + c, part, mask=c < S.H)
         if S.REDUCE:
             if S.SHARED:
                 total = copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_end, S)
@@ -155,7 +147,7 @@ def gather_home(
     ok = 1 - is_poisoned(table, record, control, me, S)
     brought = tl.load(received + 2 * S.W) == 0
     if not S.ALLREDUCE:
-        if (ok > 0) & brought & (program == 0):
+        if (ok > 0) & brought & (program == 0) & (status == 0):
             ok = wait_for_heads(table, record, control, me, call, limit, S)
     for token in range(program, num_tokens, num_programs):
         if ok > 0:
@@ -165,8 +157,7 @@ def gather_home(
             if ok > 0:
                 reduce_and_copy_to_output(
                     table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
-                    epilogue_tensors, me, first, num_local, y_rows, token + slot_begin * 0, shared_begin, shared_end,
-                    slot_begin, S,
+                    epilogue_tensors, me, first, num_local, y_rows, token, shared_begin, shared_end, slot_begin, S,
                 )  # fmt: skip
     if not S.ALLREDUCE:
         if (ok > 0) & brought:

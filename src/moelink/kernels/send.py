@@ -28,13 +28,14 @@ import triton.language as tl
 from moelink.kernels.numeric import round_to
 from moelink.kernels.routes import experts_at, first_of, owner_of, tally
 from moelink.kernels.signals import I32, I64, U8, arrive, is_poisoned, publish, settle, wait_all
-from moelink.protocol import COUNT_HEADER, DISPATCH_SENT, DONE, INVALID_IDS, PHASE_DISPATCH
+from moelink.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, DONE, INVALID_IDS, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_SENT)
 _DONE = tl.constexpr(DONE)
 _INVALID = tl.constexpr(INVALID_IDS)
+_BYTES = tl.constexpr(DISPATCH_BYTES)
 
 
 @triton.jit
@@ -63,6 +64,8 @@ def send_counts(
             tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
         r = tl.arange(0, S.WP)
         mask = r < S.W
+        away = tl.sum(tl.where(r == me, 0, messages), 0).to(tl.int64)
+        tl.atomic_add(control + _BYTES, away * S.MESSAGE, sem="relaxed", scope="gpu")
         base = tl.load(table + r, mask=mask, other=0)
         head = (base + S.O_COUNTS).to(I32) + me * S.CW
         tl.store(head, tl.zeros([S.WP], tl.int32) + status, mask=mask)
@@ -86,7 +89,7 @@ def _store_payload(x, token, messages, present, input_scale, S: tl.constexpr):
     """Read token's row once, bring it into the format once, and store it from registers to every message under
     ``present`` (int64 addresses [WP])."""
     if S.SOURCE == 0:
-        source = x.to(S.WORD_P, bitcast=True) + token.to(tl.int64) * S.NWORDS
+        source = x.to(S.WORD_P, bitcast=True) + tl.cast(token, tl.int64) * S.NWORDS
         to = tl.multiple_of(messages.to(S.WORD_P), 16)[:, None]
         for c0 in tl.static_range(0, S.NWORDS, S.BLOCK):
             c = c0 + tl.arange(0, S.BLOCK)
@@ -96,7 +99,7 @@ def _store_payload(x, token, messages, present, input_scale, S: tl.constexpr):
         to = tl.multiple_of(messages.to(S.DTYPE_P), 16)[:, None]
         for c0 in tl.static_range(0, S.H, S.BLOCK):
             c = c0 + tl.arange(0, S.BLOCK)
-            wide = tl.load(x + token.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0)
+            wide = tl.load(x + tl.cast(token, tl.int64) * S.H + c, mask=c < S.H, other=0.0)
             row = round_to(wide.to(tl.float64 if S.DTYPE == tl.float64 else tl.float32), S.DTYPE, S.NATIVE)
             tl.store(to + c[None, :], tl.broadcast_to(row[None, :], (S.WP, S.BLOCK)), mask=present[:, None] & (c < S.H)[None, :])
     else:
@@ -106,7 +109,7 @@ def _store_payload(x, token, messages, present, input_scale, S: tl.constexpr):
         for g0 in tl.static_range(0, S.NG, S.GB):
             g = g0 + tl.arange(0, S.GB)
             c = g[:, None] * S.GROUP + tl.arange(0, S.GROUP)[None, :]
-            wide = tl.load(x + token.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0).to(tl.float32)
+            wide = tl.load(x + tl.cast(token, tl.int64) * S.H + c, mask=c < S.H, other=0.0).to(tl.float32)
             payload, scale = S.ENCODE_FN(wide, factor, S.NATIVE)
             row = tl.reshape(payload, (S.GB * S.PB,))
             b = tl.arange(0, S.GB * S.PB)
@@ -123,7 +126,7 @@ def _store_payload(x, token, messages, present, input_scale, S: tl.constexpr):
 def _store_ready_scales(scales, token, messages, present, S: tl.constexpr):
     """Scales of a row that came quantised, to every message."""
     c = tl.arange(0, S.SWP)
-    row = tl.load(scales.to(S.SCALE_P, bitcast=True) + token.to(tl.int64) * S.SW + c, mask=c < S.SW, other=0)
+    row = tl.load(scales.to(S.SCALE_P, bitcast=True) + tl.cast(token, tl.int64) * S.SW + c, mask=c < S.SW, other=0)
     to = (messages + S.M_SCALES).to(S.SCALE_P)[:, None]
     tl.store(to + c[None, :], tl.broadcast_to(row[None, :], (S.WP, S.SWP)), mask=present[:, None] & (c < S.SW)[None, :])
 

@@ -21,12 +21,13 @@ import triton.language as tl
 from moelink.kernels.numeric import round_to
 from moelink.kernels.send import wait_until_drained
 from moelink.kernels.signals import I64, arrive, is_poisoned, publish
-from moelink.protocol import COMBINE_SENT, DONE, PHASE_COMBINE, ROW_ABSENT
+from moelink.protocol import COMBINE_BYTES, COMBINE_SENT, DONE, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_SENT)
 _DONE = tl.constexpr(DONE)
 _ABSENT = tl.constexpr(ROW_ABSENT)
+_BYTES = tl.constexpr(COMBINE_BYTES)
 
 
 @triton.jit
@@ -64,14 +65,14 @@ def send_message_back(home, y, y_rows, row_weights, rows, token, me, slot_begin,
         c = c0 + tl.arange(0, S.BLOCK)
         if S.SUMS:
             total = weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S)
-            address = home + S.O_ROWS + (me * S.T + token).to(tl.int64) * S.ROW
+            address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
             tl.store(tl.multiple_of(address.to(S.DTYPE_P), 16) + c, round_to(total, S.DTYPE, S.NATIVE), mask=c < S.H)
         else:
             for k in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
                 row = tl.load(rows + k)
                 keep = (row >= 0) & (row < y_rows)
                 part = tl.load(y + row.to(tl.int64) * S.H + c, mask=keep & (c < S.H), other=0.0)
-                address = home + S.O_ROWS + (token * S.COPIES + k - slot_begin).to(tl.int64) * S.ROW
+                address = home + S.O_ROWS + tl.cast(token * S.COPIES + k - slot_begin, tl.int64) * S.ROW
                 to = tl.multiple_of(address.to(S.DTYPE_P), 16)
                 tl.store(to + c, part, mask=(c < S.H) & (row != _ABSENT))
 
@@ -118,12 +119,21 @@ def send_tokens_back(
                     c = i // S.W
                     if c * size < n:
                         block = tl.load(table + home)
+                        moved = tl.full([], 0, tl.int64)
                         for slot in range(c * size, tl.minimum((c + 1) * size, n)):
                             at = home * S.T + slot
                             token = tl.load(message_token + at)
                             if (token >= 0) & (token < S.T):
                                 rows = rows_of_message + at.to(tl.int64) * S.SLOTS
                                 send_message_back(block, y, y_rows, row_weights, rows, token, me, slot_begin, S)
+                                if S.SUMS:
+                                    moved += 1
+                                else:
+                                    k = tl.arange(0, S.KP)
+                                    some = (k >= slot_begin) & (k < slot_begin + S.COPIES) & (k < S.K)
+                                    moved += tl.sum((tl.load(rows + k, mask=some, other=_ABSENT) != _ABSENT).to(tl.int64), 0)
+                        if home != me:
+                            tl.atomic_add(control + _BYTES, moved * S.ROW, sem="relaxed", scope="gpu")
                         flags = (block + S.O_FLAG).to(I64) + me * S.C + c + r * 0
                         publish(flags, r == 0, tl.zeros([S.WP], tl.int64) + call)
             if arrive(control + _DONE + _ROLE, num_programs) > 0:

@@ -25,17 +25,16 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
-from moelink.protocol import (
-    CLAIM,
-    CODE_TIMEOUT,
-    POISON_WORDS,
-)
+from moelink.protocol import ABORT_RECORD, CLAIM, CODE_ABORT, CODE_TIMEOUT, POISON_WORDS
+
 
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
 U8 = tl.constexpr(tl.pointer_type(tl.uint8))
 _CLAIM = tl.constexpr(CLAIM)
 _TIMEOUT = tl.constexpr(CODE_TIMEOUT)
+_ABORT = tl.constexpr(CODE_ABORT)
+_ABORT_RECORD = tl.constexpr(ABORT_RECORD)
 _RECORD = tl.constexpr(POISON_WORDS)
 _FAR = tl.constexpr(2**62)
 
@@ -142,6 +141,18 @@ def settle(arrived, table, record, control, me, peer, phase, call, expected, got
         give_up(table, record, control, (mine + S.O_POISONS).to(I64), me, peer, phase, call, expected, got, S)
     if arrived < 0:
         adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64))
+
+
+@triton.jit
+def note_refusal(record, me, peer, phase, call):
+    """A peer refused this call: say so in the second part of ``record``. It poisons nobody."""
+    abort = record + _ABORT_RECORD
+    tl.store(abort + 1, me)
+    tl.store(abort + 2, peer)
+    tl.store(abort + 3, phase)
+    tl.store(abort + 4, call)
+    tl.debug_barrier()
+    tl.atomic_xchg(abort, _ABORT, sem="release", scope="sys")
 
 
 @triton.jit

@@ -241,6 +241,7 @@ class CombineSpec(CommonSpec):
     DTYPE: Any
     DTYPE_P: Any
     ACC: Any
+    OUT: Any
     EPILOGUE: str
     HOOK: Any
     ROW: int
@@ -261,9 +262,11 @@ def combine_spec(
     shared: bool = False,
     epilogue: str = "",
     hook: Any = None,
+    raw_sums: bool = False,
     max_block: int = 2048,
 ) -> CombineSpec:
-    """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does."""
+    """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does.
+    ``raw_sums``: the result is the sum before rounding."""
     cfg, regions = workspace.config, workspace.regions
     rank_layout = cfg.layout == "rank"
     local = cfg.mode == "allreduce"
@@ -278,7 +281,7 @@ def combine_spec(
         COPIES=regions["rows"].shape[0], ADD_SHARED=shared,
         SLOTS=1 if rank_layout else cfg.topk,
         DTYPE=dtype, DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],
-        EPILOGUE=epilogue, HOOK=hook, ROW=workspace.row_bytes,
+        OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook, ROW=workspace.row_bytes,
         O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
         O_ROWS=regions["rows"].offset,

@@ -11,60 +11,65 @@ from torch import Tensor
 from moelink.arith import align_up
 from moelink.config import EPConfig
 from moelink.hooks import Hook, evaluate_weights
-from moelink.layout import ALIGNMENT, as_bytes
+from moelink.layout import ALIGNMENT
 from moelink.routing import RowPlan
 from moelink.transports.base import CombineRequest
 from moelink.transports.collective.plan import CollectivePlan
+from moelink.transports.collective.scratch import Scratch
 from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
+from moelink.transports.collective.sums import partial_sums, sum_rows
 
 
-def combine_steps(config: EPConfig, request: CombineRequest) -> Steps[Tensor]:
+def combine_steps(config: EPConfig, request: CombineRequest, scratch: Scratch) -> Steps[Tensor]:
     """The combine of one rank. Nothing is yielded, so nothing travels, in allreduce mode."""
     plan: CollectivePlan = request.recv.handle.plan
     if request.reduce and config.pre_reduce:
-        total = yield from _sum_of_ranks(config, request, plan)
+        total = yield from _sum_of_ranks(config, request, plan, scratch)
     else:
-        slots, arrived = yield from _slots(config, request, plan)
+        slots, arrived = yield from _slots(config, request, plan, scratch)
         if not request.reduce:
             return _store(config, request, slots)
         total = _sum_of_slots(config, request, slots, arrived)
     return _finish(config, request, plan, total)
 
 
-def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePlan) -> Steps[Tensor]:
+def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePlan, scratch: Scratch) -> Steps[Tensor]:
     """fp32 sums [T, hidden] at home of one row per (token, rank), ranks ascending."""
-    num_tokens = request.recv.handle.num_tokens
-    partial, messages = _partial_sums(config, request, plan)
-    total = torch.zeros(num_tokens, config.hidden_size, dtype=config.accumulate_dtype, device=partial.device)
+    num_tokens, y = request.recv.handle.num_tokens, request.y
+    messages = plan.num_messages if plan.rows is not None else min(plan.num_messages, len(y))
+    tokens, sources = plan.messages.tokens[:messages], plan.messages.sources[:messages]
     if config.mode == "allreduce":
-        return total.index_add_(0, plan.messages.tokens[messages], partial)
-    rows = partial.to(config.combine_dtype)
-    keys = plan.messages.tokens[messages]
-    counts = torch.bincount(plan.messages.sources[messages], minlength=config.world_size).tolist()
-    got, keys, recv_counts = yield from _send_home(config, rows, keys, counts, limit=num_tokens, options="pre_reduced")
-    for part, tokens in zip(got.split(recv_counts), keys.split(recv_counts), strict=True):
-        total.index_add_(0, tokens, part.to(total.dtype))
-    return total
+        total = torch.zeros(num_tokens, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)
+        sums = torch.empty(messages, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)
+        _partial_sums(config, request, plan, sums)
+        return total.index_add_(0, tokens, sums)
+    home = _HomeRows(config, scratch, messages, y.device)
+    _partial_sums(config, request, plan, home.rows)
+    counts = torch.bincount(sources, minlength=config.world_size).tolist()
+    got, keys, recv_counts = yield from home.send(tokens, counts, limit=num_tokens, options="pre_reduced")
+    # A token that a rank did not send reads the zeroed spare row: adding +0 changes no bit.
+    got[-1].zero_()
+    places = torch.full((config.world_size, num_tokens), len(keys), device=y.device)
+    places[torch.repeat_interleave(torch.tensor(recv_counts)).to(y.device), keys] = torch.arange(
+        len(keys), device=y.device
+    )
+    return sum_rows(got, places, dtype=config.accumulate_dtype)
 
 
-def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePlan) -> tuple[Tensor, Tensor]:
-    """fp32 sums of this rank's rows of each message, slots ascending, and the messages [n] they belong to."""
-    y, weights = request.y, request.recv.weights
+def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePlan, out: Tensor) -> None:
+    """This rank's sums of each message, slots ascending, into ``out`` [messages, hidden]."""
     if plan.rows is None:
-        kept = torch.arange(min(plan.num_messages, len(y)), device=y.device)
-        return y[: len(kept)].to(config.accumulate_dtype), kept
-    routed = _kept(plan.rows, request)
-    row, message, slot = plan.rows.row[:routed], plan.rows.message[:routed], plan.rows.slot[:routed]
-    sums = torch.zeros(plan.num_messages, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)
-    for k in range(config.topk):
-        here = (slot == k).nonzero().squeeze(1)
-        if len(here) == 0 and not here.is_cuda:
-            continue
-        rows = torch.index_select(y, 0, row[here]).to(sums.dtype)
-        if weights is not None:
-            rows *= weights[row[here], None]
-        sums.index_add_(0, message[here], rows)
-    return sums, torch.arange(plan.num_messages, device=y.device)
+        out.copy_(request.y[: len(out)])
+        return
+    partial_sums(
+        request.y,
+        request.recv.weights,
+        plan.rows,
+        num_rows=_kept(plan.rows, request),
+        num_messages=len(out),
+        out=out,
+        dtype=config.accumulate_dtype,
+    )
 
 
 def _kept(rows: RowPlan, request: CombineRequest) -> int:
@@ -72,27 +77,26 @@ def _kept(rows: RowPlan, request: CombineRequest) -> int:
     return int((rows.row < request.recv.src_info.shape[0]).sum())
 
 
-def _slots(config: EPConfig, request: CombineRequest, plan: CollectivePlan) -> Steps[tuple[Tensor, Tensor]]:
-    """Every row at home: [T, topk, hidden] of combine_dtype, zero where nothing came, and [T * topk] bool arrivals."""
+def _slots(
+    config: EPConfig, request: CombineRequest, plan: CollectivePlan, scratch: Scratch
+) -> Steps[tuple[Tensor, Tensor]]:
+    """Every row at home: [T, topk, hidden] of combine_dtype, zero where nothing came, and [T, topk] bool arrivals."""
     assert plan.rows is not None
     routed = _kept(plan.rows, request)
-    message, slot = plan.rows.message[:routed], plan.rows.slot[:routed]
+    row, message, slot = plan.rows.row[:routed], plan.rows.message[:routed], plan.rows.slot[:routed]
     keys = plan.messages.tokens[message] * config.topk + slot
     num_tokens, y = request.recv.handle.num_tokens, request.y
     if config.mode == "allreduce":
-        got = torch.index_select(y, 0, plan.rows.row[:routed])
+        got = torch.index_select(y, 0, row)
     else:
-        by_source = plan.messages.sources[message].argsort(stable=True)
-        counts = torch.bincount(plan.messages.sources[message], minlength=config.world_size).tolist()
-        rows = torch.index_select(y, 0, plan.rows.row[:routed][by_source])
-        got, keys, _ = yield from _send_home(
-            config,
-            rows,
-            keys[by_source],
-            counts,
-            limit=num_tokens * config.topk,
-            options=f"slots reduce={request.reduce}",
-        )
+        sources = plan.messages.sources[message]
+        by_source = sources.argsort(stable=True)
+        home = _HomeRows(config, scratch, routed, y.device)
+        torch.index_select(y, 0, row[by_source], out=home.rows)
+        counts = torch.bincount(sources, minlength=config.world_size).tolist()
+        options = f"slots reduce={request.reduce}"
+        got, keys, _ = yield from home.send(keys[by_source], counts, limit=num_tokens * config.topk, options=options)
+        got = got[:-1]
     slots = torch.zeros(num_tokens * config.topk, config.hidden_size, dtype=config.combine_dtype, device=y.device)
     arrived = torch.zeros(len(slots), dtype=torch.bool, device=y.device)
     slots[keys] = got
@@ -121,24 +125,40 @@ def _sum_of_slots(config: EPConfig, request: CombineRequest, slots: Tensor, arri
     return total
 
 
-def _send_home(
-    config: EPConfig, rows: Tensor, keys: Tensor, counts: list[int], *, limit: int, options: str
-) -> Steps[tuple[Tensor, Tensor, list[int]]]:
-    """Move ``rows`` [n, hidden] with the int32 ``keys`` [n] of their places at home. ``limit``: places at home."""
-    row_bytes = align_up(config.combine_row_bytes, ALIGNMENT)
-    buffer = torch.empty(len(rows), row_bytes + ALIGNMENT, dtype=torch.uint8, device=rows.device)
-    buffer[:, : config.combine_row_bytes] = as_bytes(rows)
-    buffer[:, row_bytes : row_bytes + 4].view(torch.int32)[:, 0] = keys.int()
-    recv_counts = yield Announce(f"combine {options}", counts, limit=limit)
-    assert isinstance(recv_counts, list)
-    received = yield Transfer(buffer, counts, recv_counts)
-    assert isinstance(received, Tensor)
-    got = received[:, row_bytes : row_bytes + 4].view(torch.int32)[:, 0].long()
-    bad = (got < 0) | (got >= limit)
-    if bool(bad.any()):
-        sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(got.device)
-        raise BadMessageError(int(sources[bad][0]), "returned a row to a token that does not exist")
-    return received[:, : config.combine_row_bytes].view(config.combine_dtype), got, recv_counts
+class _HomeRows:
+    """Rows on their way home: fill ``rows`` [n, hidden] of combine_dtype, then ``send``."""
+
+    def __init__(self, config: EPConfig, scratch: Scratch, count: int, device: torch.device) -> None:
+        self._config, self._scratch = config, scratch
+        self._row_bytes = align_up(config.combine_row_bytes, ALIGNMENT)
+        self._buffer = scratch.take("sent", count, self._row_bytes + ALIGNMENT, device)
+        self.rows = self._rows(self._buffer)
+
+    def _rows(self, buffer: Tensor) -> Tensor:
+        return buffer[:, : self._config.combine_row_bytes].view(self._config.combine_dtype)
+
+    def _keys(self, buffer: Tensor) -> Tensor:
+        return buffer[:, self._row_bytes : self._row_bytes + 4].view(torch.int32)[:, 0]
+
+    def send(
+        self, keys: Tensor, counts: list[int], *, limit: int, options: str
+    ) -> Steps[tuple[Tensor, Tensor, list[int]]]:
+        """Move the rows with the ``keys`` [n] of their places at home, of which there are ``limit``.
+
+        Returns the rows that came (and one spare row), their keys, and how many came from each rank.
+        """
+        self._keys(self._buffer).copy_(keys)
+        recv_counts = yield Announce(f"combine {options}", counts, limit=limit)
+        assert isinstance(recv_counts, list)
+        into = self._scratch.take("received", sum(recv_counts) + 1, self._buffer.shape[1], keys.device)
+        received = yield Transfer(self._buffer, counts, recv_counts, into)
+        assert isinstance(received, Tensor)
+        got = self._keys(received)[:-1].long()
+        bad = (got < 0) | (got >= limit)
+        if bool(bad.any()):
+            sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(got.device)
+            raise BadMessageError(int(sources[bad][0]), "returned a row to a token that does not exist")
+        return self._rows(received), got, recv_counts
 
 
 def _finish(config: EPConfig, request: CombineRequest, plan: CollectivePlan, total: Tensor) -> Tensor:

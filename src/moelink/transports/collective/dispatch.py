@@ -14,10 +14,13 @@ from moelink.routing import ExpertMap, plan_sends
 from moelink.transports.base import DispatchRequest
 from moelink.transports.collective.outputs import fill_output
 from moelink.transports.collective.plan import CollectivePlan, Messages, complete_plan, expert_counts
+from moelink.transports.collective.scratch import Scratch
 from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
 
 
-def dispatch_steps(config: EPConfig, request: DispatchRequest, *, identity: str) -> Steps[DispatchOutput]:
+def dispatch_steps(
+    config: EPConfig, request: DispatchRequest, scratch: Scratch, *, identity: str
+) -> Steps[DispatchOutput]:
     """The dispatch of one rank. Nothing is yielded, so nothing travels, in allreduce mode."""
     num_tokens = len(request.x)
     weights = evaluate_weights(
@@ -37,15 +40,15 @@ def dispatch_steps(config: EPConfig, request: DispatchRequest, *, identity: str)
     )
     bad = (request.topk_ids < -1) | (request.topk_ids >= config.num_experts)
     ids = request.topk_ids.masked_fill(bad, -1)
-    own = _messages(config, request, message, ids, weights)
+    own = _messages(config, request, message, ids, weights, scratch)
     if config.mode == "allreduce":
         plan = cached or complete_plan(config, _keep_own(config, ids, bad.sum()), num_tokens=num_tokens)
-        received = _with_spare_row(own, plan.messages.tokens)
+        received = _gather(own, plan.messages.tokens, "received", scratch, spare_rows=1)
     elif cached is None:
-        messages, received = yield from _exchange(config, message, own, ids, bad.sum())
+        messages, received = yield from _exchange(config, message, own, ids, bad.sum(), scratch)
         plan = complete_plan(config, messages, num_tokens=num_tokens)
     else:
-        plan, received = cached, (yield from _exchange_again(config, message, own, cached.messages))
+        plan, received = cached, (yield from _exchange_again(config, message, own, cached.messages, scratch))
     handle = DispatchHandle(
         owner=identity,
         rank=config.rank,
@@ -68,14 +71,19 @@ def dispatch_steps(config: EPConfig, request: DispatchRequest, *, identity: str)
 
 
 def _messages(
-    config: EPConfig, request: DispatchRequest, message: DispatchMessage, ids: Tensor, weights: Tensor | None
+    config: EPConfig,
+    request: DispatchRequest,
+    message: DispatchMessage,
+    ids: Tensor,
+    weights: Tensor | None,
+    scratch: Scratch,
 ) -> Tensor:
     """[T, message bytes] uint8: one message per own token, carrying global expert ids."""
     if request.scales is not None:
         rows = Quantized(request.x, request.scales)
     else:
         rows = config.format.quantize(request.x, evaluate_input_scale(request.input_scale))
-    buffer = torch.empty(len(request.x), message.nbytes, dtype=torch.uint8, device=request.x.device)
+    buffer = scratch.take("own", len(request.x), message.nbytes, request.x.device)
     message.field(buffer, "payload").copy_(as_bytes(rows.payload))
     if rows.scales is not None:
         message.field(buffer, "scales").copy_(as_bytes(rows.scales))
@@ -92,7 +100,7 @@ def _options(message: DispatchMessage) -> str:
 
 
 def _exchange(
-    config: EPConfig, message: DispatchMessage, own: Tensor, ids: Tensor, invalid: Tensor
+    config: EPConfig, message: DispatchMessage, own: Tensor, ids: Tensor, invalid: Tensor, scratch: Scratch
 ) -> Steps[tuple[Messages, Tensor]]:
     """Send under a new routing and learn the peers' messages. Every index off the wire is checked before use."""
     experts = ExpertMap(config.num_experts, config.world_size)
@@ -100,14 +108,15 @@ def _exchange(
     send_counts: list[int] = sends.counts.tolist()
     recv_counts = yield Announce(_options(message), send_counts, limit=config.max_tokens_per_rank)
     assert isinstance(recv_counts, list)
-    rows = torch.index_select(own, 0, sends.tokens)
+    rows = _gather(own, sends.tokens, "sent", scratch)
     for rank, block in enumerate(message.field(rows, "ids").split(send_counts)):
         block.copy_(experts.local(block, rank))
-    received = yield Transfer(rows, send_counts, recv_counts, spare_rows=1)
+    into = scratch.take("received", sum(recv_counts) + 1, message.nbytes, own.device)
+    received = yield Transfer(rows, send_counts, recv_counts, into)
     assert isinstance(received, Tensor)
 
     tokens = message.field(received, "token")[:-1, 0].long()
-    local_ids = message.field(received, "ids")[:-1].contiguous()
+    local_ids = message.field(received, "ids")[:-1].clone()
     sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(received.device)
     bad = (tokens < 0) | (tokens >= config.max_tokens_per_rank)
     bad |= ((local_ids < -1) | (local_ids >= config.num_local_experts)).any(1)
@@ -116,15 +125,18 @@ def _exchange(
     return Messages(sends.tokens, send_counts, recv_counts, tokens, sources, local_ids, invalid), received
 
 
-def _exchange_again(config: EPConfig, message: DispatchMessage, own: Tensor, messages: Messages) -> Steps[Tensor]:
+def _exchange_again(
+    config: EPConfig, message: DispatchMessage, own: Tensor, messages: Messages, scratch: Scratch
+) -> Steps[Tensor]:
     """Send other rows along a routing that is already known; no ids travel."""
     recv_counts = yield Announce(_options(message), messages.send_counts, limit=config.max_tokens_per_rank)
     assert isinstance(recv_counts, list)
     for source, (got, expected) in enumerate(zip(recv_counts, messages.recv_counts, strict=True)):
         if got != expected:
             raise BadMessageError(source, f"announced {got} messages where the reused routing has {expected}")
-    rows = torch.index_select(own, 0, messages.send_tokens)
-    received = yield Transfer(rows, messages.send_counts, recv_counts, spare_rows=1)
+    rows = _gather(own, messages.send_tokens, "sent", scratch)
+    into = scratch.take("received", sum(recv_counts) + 1, message.nbytes, own.device)
+    received = yield Transfer(rows, messages.send_counts, recv_counts, into)
     assert isinstance(received, Tensor)
     return received
 
@@ -138,7 +150,7 @@ def _keep_own(config: EPConfig, ids: Tensor, invalid: Tensor) -> Messages:
     return Messages(tokens, counts, counts, tokens, torch.full_like(tokens, config.rank), local_ids[tokens], invalid)
 
 
-def _with_spare_row(own: Tensor, tokens: Tensor) -> Tensor:
-    received = torch.empty(len(tokens) + 1, own.shape[1], dtype=torch.uint8, device=own.device)
-    torch.index_select(own, 0, tokens, out=received[:-1])
-    return received
+def _gather(own: Tensor, tokens: Tensor, name: str, scratch: Scratch, spare_rows: int = 0) -> Tensor:
+    rows = scratch.take(name, len(tokens) + spare_rows, own.shape[1], own.device)
+    torch.index_select(own, 0, tokens, out=rows[: len(tokens)])
+    return rows

@@ -241,13 +241,12 @@ class GroupWire:
                 )
 
     def _exchange_rows(self, call: int, phase: Phase, transfer: Transfer, deadline: float) -> Tensor:
-        rows, total = transfer.rows, sum(transfer.recv_counts)
-        received = torch.empty(total + transfer.spare_rows, rows.shape[1], dtype=torch.uint8, device=rows.device)
-        work = self._world.data.alltoall_base(received[:total], rows, transfer.recv_counts, transfer.send_counts)
+        rows, received = transfer.rows, transfer.into[: sum(transfer.recv_counts)]
+        work = self._world.data.alltoall_base(received, rows, transfer.recv_counts, transfer.send_counts)
         self._finish(work, call, phase, deadline, on_device=True)
         remote = len(rows) - transfer.send_counts[self._world.rank]
         self.sent[phase] += remote * rows.shape[1]
-        return received
+        return transfer.into
 
     def _finish(self, work: Any, call: int, phase: Phase, deadline: float, *, on_device: bool) -> None:
         """Wait for ``work`` until the deadline; turn its failure into the error that names the rank at fault."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from moelink.errors import ProtocolError
@@ -81,14 +80,10 @@ class LockstepWire:
         blocks = [request.rows.split(request.send_counts) for request in requests]
         replies = []
         for rank, request in enumerate(requests):
-            width, device = request.rows.shape[1], request.rows.device
-            received = torch.empty(
-                sum(request.recv_counts) + request.spare_rows, width, dtype=torch.uint8, device=device
-            )
             start = 0
             for source, sent in enumerate(blocks):
-                received[start : start + len(sent[rank])].copy_(sent[rank])
+                request.into[start : start + len(sent[rank])].copy_(sent[rank])
                 start += len(sent[rank])
                 self.sent[phase] += 0 if source == rank else sent[rank].numel()
-            replies.append(received)
+            replies.append(request.into)
         return replies

@@ -32,18 +32,18 @@ class Announce:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Move rows. The reply is a uint8 tensor [sum(recv_counts) + spare_rows, row bytes], sources ascending.
+    """Move rows. The reply is ``into``, whose first sum(recv_counts) rows are what came, sources ascending.
 
     Attributes:
         rows: [sum(send_counts), row bytes] uint8, contiguous, by destination.
         send_counts, recv_counts: rows per rank.
-        spare_rows: uninitialised rows wanted at the end of the reply.
+        into: [at least sum(recv_counts), row bytes] uint8, contiguous, where received rows go.
     """
 
     rows: Tensor
     send_counts: list[int]
     recv_counts: list[int]
-    spare_rows: int = 0
+    into: Tensor
 
 
 Steps = Generator["Announce | Transfer", "list[int] | Tensor", R]

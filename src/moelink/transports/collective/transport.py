@@ -13,6 +13,7 @@ from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
+from moelink.transports.collective.scratch import Scratch
 from moelink.transports.collective.steps import Steps
 from moelink.transports.collective.wire import Wire
 
@@ -27,6 +28,7 @@ class CollectiveTransport:
 
     def __init__(self, configs: Sequence[EPConfig], wire: Wire, *, identity: str) -> None:
         self._configs, self._wire, self._identity = configs, wire, identity
+        self._scratch = [Scratch() for _ in configs]
         self._losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in configs]
 
     def dispatch(self, requests: Sequence[DispatchRequest]) -> Pending[list[DispatchOutput]]:
@@ -37,12 +39,15 @@ class CollectiveTransport:
 
     def combine(self, requests: Sequence[CombineRequest]) -> Pending[list[Tensor]]:
         """Start a combine on every local rank."""
-        calls = [combine_steps(config, request) for config, request in zip(self._configs, requests, strict=True)]
+        calls = [
+            combine_steps(config, request, scratch)
+            for config, request, scratch in zip(self._configs, requests, self._scratch, strict=True)
+        ]
         with torch.no_grad():
             return self._wire.start("combine", calls)
 
     def _counted(self, index: int, request: DispatchRequest) -> Steps[DispatchOutput]:
-        output = yield from dispatch_steps(self._configs[index], request, identity=self._identity)
+        output = yield from dispatch_steps(self._configs[index], request, self._scratch[index], identity=self._identity)
         losses = (output.overflow.clone(), output.handle.plan.messages.invalid_ids)
         earlier = self._losses[index]
         earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]

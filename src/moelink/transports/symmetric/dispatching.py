@@ -1,0 +1,146 @@
+"""One rank's dispatch: its tensors, and the launches that fill them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from moelink.hooks import evaluate_input_scale, evaluate_weights
+from moelink.kernels import dispatch as kernels
+from moelink.kernels.spec import COPY, dispatch_spec
+from moelink.output import DispatchHandle, DispatchOutput
+from moelink.protocol import STATUS_ABORT, STATUS_OK
+from moelink.transports.base import DispatchRequest
+from moelink.transports.collective.outputs import allocate_output
+from moelink.transports.symmetric.plan import SymmetricPlan, shared_bounds
+from moelink.transports.symmetric.rank import Chunks, Rank
+
+
+class Dispatch:
+    """A dispatch of one rank: :meth:`send` and then :meth:`receive`, or :meth:`send_and_receive` in one launch."""
+
+    def __init__(self, rank: Rank, request: DispatchRequest, identity: str) -> None:
+        config, device = rank.config, rank.device
+        self.rank, self.request = rank, request
+        num_tokens = len(request.x)
+        weights = evaluate_weights(
+            request.topk_weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=config.weight_dtype
+        )
+        weights = None if weights is None else weights.contiguous()
+        input_scale = evaluate_input_scale(request.input_scale)
+        self.spec = dispatch_spec(
+            rank.workspace,
+            device,
+            input_dtype=request.x.dtype,
+            quantized=request.scales is not None,
+            weights=weights is not None,
+            input_scale=input_scale is not None,
+        )
+        plan = SymmetricPlan.allocate(rank.workspace, num_tokens=num_tokens, device=device)
+        counts = torch.zeros(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
+        handle = DispatchHandle(
+            owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
+            counts=counts, plan=plan,
+        )  # fmt: skip
+        if request.out is None:
+            self.output = allocate_output(
+                config, handle, rows=config.row_capacity, weighted=weights is not None, device=device
+            )
+        else:
+            self.output = dataclasses.replace(request.out, handle=handle)
+        x, scales = request.x, request.scales
+        if self.spec.SOURCE == COPY:
+            x = x.view(torch.uint8)
+        self._rows = (
+            x, rank.optional(None if scales is None else scales.view(torch.uint8)), rank.optional(input_scale),
+            request.topk_ids, rank.optional(weights), plan.slot_of,
+        )  # fmt: skip
+        cut = Chunks.cut(num_tokens, programs=rank.programs.send, flags=rank.workspace.num_chunks)
+        shared = shared_bounds(config, num_tokens)
+        self._sending = (rank.me, rank.first, config.num_local_experts, num_tokens, cut.size, cut.count, cut.per_program, *shared)
+        self._shared = shared
+        self._senders = 1 + min(rank.programs.send, max(1, cut.count))
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        out, rank = self.output, self.rank
+        plan: SymmetricPlan = out.handle.plan
+        routed = out.weights if self.rank.config.layout == "expert" else out.topk_weights
+        return (
+            out.tokens.view(torch.uint8), rank.optional(None if out.scales is None else out.scales.view(torch.uint8)),
+            out.row_offsets, out.src_info, rank.optional(out.scales_offsets), rank.optional(routed),
+            rank.optional(out.topk_ids), out.num_recv_tokens, out.overflow, out.handle.counts, plan.received,
+            plan.rows_of_message, plan.message_token,
+        )  # fmt: skip
+
+    def _receiving(self) -> tuple[int, ...]:
+        config, rank, scales = self.rank.config, self.rank, self.output.scales
+        scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
+        return (
+            rank.me, config.rank, config.num_local_experts, config.num_groups, *self._shared,
+            self.output.tokens.shape[0], scale_rows, config.world_size,
+        )  # fmt: skip
+
+    def send(self) -> None:
+        """Launch the sender role."""
+        self.rank.launch(
+            kernels.ep_dispatch_async_kernel, self._senders, *self._rows, *self._sending, STATUS_OK, self.rank.limit, S=self.spec
+        )
+
+    def receive(self) -> None:
+        """Launch the receiver role."""
+        self.rank.launch(
+            kernels.ep_dispatch_wait_kernel, self.rank.programs.receive, *self._outputs(), *self._receiving(), STATUS_OK,
+            self.rank.limit, S=self.spec,
+        )  # fmt: skip
+
+    def send_and_receive(self) -> None:
+        """Launch both roles at once."""
+        me, _, num_local, num_groups, *rest = self._receiving()
+        label, first = self.rank.config.rank, self.rank.first
+        shared_begin, shared_end, capacity, scale_rows, stride = rest
+        self.rank.launch(
+            kernels.ep_fused_dispatch_kernel, self._senders + self.rank.programs.receive, *self._rows, *self._outputs(),
+            me, label, first, num_local, num_groups, *self._sending[3:7], shared_begin, shared_end, capacity, scale_rows,
+            stride, STATUS_OK, self._senders, self.rank.limit, S=self.spec,
+        )  # fmt: skip
+
+    def result(self) -> DispatchOutput:
+        """The output; with ``host_counts`` cut to its exact size, for which the host waits."""
+        if not self.request.host_counts:
+            return self.output
+        out, config = self.output, self.rank.config
+        rows = int(out.row_offsets[-1])
+        scales = out.scales
+        if scales is not None:
+            width = config.format.scale_width(config.hidden_size)
+            shape: tuple[int, ...] = (rows, width)
+            if config.layout == "expert" and config.format.scale_layout is not None:
+                shape = config.format.scale_layout.shape(rows, width, config.num_groups)
+            scales = scales.view(torch.uint8 if scales.element_size() == 1 else torch.int32)
+            scales = scales[tuple(slice(size) for size in shape)].contiguous().view(out.scales.dtype)  # type: ignore[union-attr]
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[:rows].clone()
+
+        return dataclasses.replace(
+            out, tokens=cut(out.tokens), scales=scales, src_info=cut(out.src_info), weights=cut(out.weights),
+            topk_ids=cut(out.topk_ids), topk_weights=cut(out.topk_weights),
+        )  # fmt: skip
+
+
+def refuse_dispatch(rank: Rank) -> None:
+    """Take part in a dispatch with nothing but the word that this rank refused it."""
+    spec = dispatch_spec(
+        rank.workspace, rank.device, input_dtype=rank.config.format.payload_dtype, quantized=True, weights=False
+    )
+    dummy = rank.nothing
+    rank.launch(
+        kernels.ep_dispatch_async_kernel, 1, dummy, dummy, dummy, dummy, dummy, dummy, rank.me, rank.first,
+        rank.config.num_local_experts, 0, 1, 0, 1, 0, 0, STATUS_ABORT, rank.limit, S=spec,
+    )  # fmt: skip
+    rank.launch(
+        kernels.ep_dispatch_wait_kernel, 1, *[dummy] * 13, rank.me, rank.config.rank, rank.config.num_local_experts,
+        rank.config.num_groups, 0, 0, 0, 0, rank.config.world_size, STATUS_ABORT, rank.limit, S=spec,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""What a dispatch notes for combine: the caller owns it with the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.routing import shared_slice
+from moelink.workspace import Workspace
+
+@dataclass(frozen=True)
+class SymmetricPlan:
+    """Where the rows of one call are. ``W`` ranks that exchange (1 in allreduce mode), ``T`` max_tokens_per_rank.
+
+    Attributes:
+        slot_of: [num_tokens, W] int32, the own token's message slot at each rank, -1 where it did not go.
+        rows_of_message: [W, T, topk] int32 (layout "rank": [W, T, 1]), output row of each (source, slot, top-k slot):
+            -1 where it is not for this rank, -2 where it did not fit. Undefined past a source's messages.
+        message_token: [W, T] int32, source token of each (source, slot).
+        received: [W + 1, 2] int32: messages and tokens of each source; then 1 if the call was refused or failed.
+    """
+
+    slot_of: Tensor
+    rows_of_message: Tensor
+    message_token: Tensor
+    received: Tensor
+
+    @classmethod
+    def allocate(cls, workspace: Workspace, *, num_tokens: int, device: torch.device) -> SymmetricPlan:
+        """Uninitialised tensors for a call with ``num_tokens`` own tokens."""
+        config, ranks = workspace.config, workspace.world_size
+        tokens = max(1, config.max_tokens_per_rank)
+        slots = 1 if config.layout == "rank" else config.topk
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        return cls(empty(num_tokens, ranks), empty(ranks, tokens, slots), empty(ranks, tokens), empty(ranks + 1, 2))
+
+
+def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
+    """First and last + 1 own token of the fused shared expert's group."""
+    if not config.fused_shared_expert:
+        return 0, 0
+    replicated = config.mode == "allreduce"
+    part = shared_slice(num_tokens, rank=config.rank if replicated else 0, parts=config.world_size if replicated else 1)
+    return part.start, part.stop

@@ -1,0 +1,177 @@
+"""The symmetric transport of one communicator: one rank of a process, or all ranks of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.errors import CapacityError, RoutingError
+from moelink.memory import SymmetricMemory
+from moelink.output import DispatchOutput
+from moelink.protocol import COMBINE_BYTES, DISPATCH_BYTES
+from moelink.transports.base import CombineRequest, DispatchRequest, Phase, Traffic
+from moelink.transports.symmetric.combining import Combine, refuse_combine
+from moelink.transports.symmetric.dispatching import Dispatch, refuse_dispatch
+from moelink.transports.symmetric.rank import Rank
+from moelink.workspace import Workspace
+
+T = TypeVar("T")
+
+
+class SymmetricPending(Generic[T]):
+    """A call whose send role is under way. :meth:`wait` launches the rest, once."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        """The result. On CUDA the current stream waits for it, the host does not."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result  # type: ignore[return-value]
+
+
+class SymmetricTransport:
+    """Kernels over symmetric memory. ``configs[i]`` is a local rank, ``memories[i]`` its view of all blocks.
+
+    Blocks are zero at the start and :attr:`Workspace.nbytes` long; in allreduce mode a rank needs no block but its own.
+    A rank's first call may start before its peers have made their transport, but not before their blocks exist.
+
+    A poisoned transport raises the first error from every method but :meth:`close`.
+    """
+
+    name = "symmetric"
+
+    def __init__(self, configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory], identity: str) -> None:
+        self._identity = identity
+        self._workspace = Workspace(configs[0])
+        self.ranks = [Rank(c, m, self._workspace) for c, m in zip(configs, memories, strict=True)]
+        self._under_way: list[object] = []
+
+    @property
+    def _may_fuse(self) -> bool:
+        """Ranks of one CPU process run one after the other: all must have sent before any waits."""
+        return len(self.ranks) == 1 or self.ranks[0].device.type == "cuda"
+
+    def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> SymmetricPending[list[DispatchOutput]]:
+        """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
+        self._raise_error()
+        with torch.no_grad():
+            calls = [Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)]
+        fused = fused and self._may_fuse
+        self._each([call.send_and_receive if fused else call.send for call in calls])
+        self._under_way = [*self._under_way[-1:], calls]
+
+        def finish() -> list[DispatchOutput]:
+            if not fused:
+                self._each([call.receive for call in calls])
+            self._join()
+            return [call.result() for call in calls]
+
+        return SymmetricPending(finish)
+
+    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> SymmetricPending[list[Tensor]]:
+        """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
+        self._raise_error()
+        with torch.no_grad():
+            calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
+        passes = calls[0].passes
+        fused = fused and self._may_fuse
+
+        def start(slot: int) -> None:
+            self._each([lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls])  # type: ignore[misc]
+
+        start(passes[0])
+        self._under_way = [*self._under_way[-1:], calls]
+
+        def finish() -> list[Tensor]:
+            for slot in passes:
+                if slot != passes[0]:
+                    start(slot)
+                if not fused:
+                    self._each([lambda c=c, slot=slot: c.receive(slot) for c in calls])  # type: ignore[misc]
+            self._join()
+            return [call.result() for call in calls]
+
+        return SymmetricPending(finish)
+
+    def _each(self, launches: Sequence[Callable[[], None]]) -> None:
+        for rank, launch in zip(self.ranks, launches, strict=True):
+            with rank.launching():
+                launch()
+
+    def _join(self) -> None:
+        for rank in self.ranks:
+            rank.join()
+        if self.ranks[0].device.type == "cpu":
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise what the records say now; nothing is waited for."""
+        for rank in self.ranks:
+            error = rank.error()
+            if error is not None:
+                raise error
+
+    def refuse(self, phase: Phase) -> None:
+        """Tell peers that this rank refused its arguments. With all ranks in this process there is nobody to tell."""
+        if len(self.ranks) > 1 or any(rank.poisoned for rank in self.ranks):
+            return
+        self._each([lambda r=r: (refuse_dispatch if phase == "dispatch" else refuse_combine)(r) for r in self.ranks])  # type: ignore[misc]
+
+    def warmup(self) -> None:
+        """Compile on CUDA, by a dispatch and a combine of no tokens, on all ranks alike. Nothing to do on CPUs."""
+        if self.ranks[0].device.type == "cpu":
+            return
+        config = self.ranks[0].config
+        dtype = config.format.input_dtypes[-1 if config.dispatch_format == "fp64" else 0]
+        for fused in (True, False):
+            requests = [
+                DispatchRequest(
+                    x=torch.empty(0, config.hidden_size, dtype=dtype, device=rank.device),
+                    topk_ids=torch.empty(0, config.topk, dtype=torch.int32, device=rank.device),
+                    topk_weights=torch.empty(0, config.topk, dtype=config.weight_dtype, device=rank.device),
+                )
+                for rank in self.ranks
+            ]
+            outputs = self.dispatch(requests, fused=fused).wait()
+            rows = [
+                CombineRequest(y=out.tokens.new_empty(len(out.tokens), config.hidden_size, dtype=config.combine_dtype), recv=out)
+                for out in outputs
+            ]
+            self.combine(rows, fused=fused).wait()
+        self.check()
+
+    def check(self) -> None:
+        """Synchronise; raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""
+        for rank in self.ranks:
+            rank.synchronize()
+        self._raise_error()
+        losses = [rank.take_losses() for rank in self.ranks]
+        for rank, (dropped, _) in zip(self.ranks, losses, strict=True):
+            if dropped:
+                raise CapacityError(rank.config.rank, dropped, rank.config.row_capacity)
+        for rank, (_, invalid) in zip(self.ranks, losses, strict=True):
+            if invalid:
+                raise RoutingError(rank.config.rank, invalid, rank.config.num_experts)
+
+    def traffic(self) -> Traffic:
+        """Bytes of messages and rows sent to other ranks so far. Synchronises on CUDA."""
+        control = [rank.control.tolist() for rank in self.ranks]
+        return Traffic(
+            dispatch=sum(words[DISPATCH_BYTES] for words in control), combine=sum(words[COMBINE_BYTES] for words in control)
+        )
+
+    def close(self) -> None:
+        """Release the blocks, after what is under way unless the communicator is poisoned. Safe to call twice."""
+        for rank in self.ranks:
+            if not rank.poisoned:
+                rank.synchronize()
+            rank.memory.close()
+        self._under_way = []

@@ -1,0 +1,57 @@
+"""Ranks of the symmetric transport for tests: all in one process, or a process each over shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import moelink
+from cases import FIELDS, Case, Packed, Result
+from moelink.memory import create_all
+from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.symmetric import SymmetricTransport
+from moelink.workspace import Workspace
+
+
+def one_process(fields: dict[str, Any], world_size: int, device: str = "cpu") -> SymmetricTransport:
+    """All ranks in this process."""
+    configs = [moelink.EPConfig(**fields, world_size=world_size, rank=rank) for rank in range(world_size)]
+    devices = [device if device == "cpu" else f"{device}:{rank}" for rank in range(world_size)]
+    memories = create_all(devices, Workspace(configs[0]).nbytes)
+    return SymmetricTransport(configs, memories, "test")
+
+
+def dispatch_requests(case: Case, ranks: list[int], **options: Any) -> list[DispatchRequest]:
+    datas = [case.data(rank) for rank in ranks]
+    return [
+        DispatchRequest(d.x, d.topk_ids, d.topk_weights if case.weights == "dispatch" else None, **options) for d in datas
+    ]
+
+
+def combine_requests(case: Case, ranks: list[int], recvs: list[moelink.DispatchOutput]) -> list[CombineRequest]:
+    return [
+        CombineRequest(
+            case.expert_rows(rank, recv.tokens.shape[0]),
+            recv,
+            case.data(rank).topk_weights if case.weights == "combine" else None,
+            reduce=case.reduce,
+            shared=case.shared_rows(rank),
+        )
+        for rank, recv in zip(ranks, recvs, strict=True)
+    ]
+
+
+def run_case(transport: SymmetricTransport, case: Case, ranks: list[int], *, fused: bool = False) -> list[Result]:
+    """One dispatch and one combine of ``case`` on the local ranks."""
+    recvs = transport.dispatch(dispatch_requests(case, ranks), fused=fused).wait()
+    outs = transport.combine(combine_requests(case, ranks, recvs), fused=fused).wait()
+    return [
+        Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+        for recv, out in zip(recvs, outs, strict=True)
+    ]
+
+
+def poison_memory(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.view(torch.uint8).fill_(0xAA)
