@@ -21,7 +21,7 @@ FLOORS = {
     3: ("memory", "group", "liveness", "handshake"),
     4: ("kernels",),
     5: ("transports",),
-    6: ("validation", "session", "communicator", "devices", "ops", "testing", "moelink"),
+    6: ("validation", "session", "communicator", "devices", "ops", "testing", "moelink", "activation", "epilogues"),
     7: ("data", "demo", "cli", "plots", "bench", "trace", "__main__"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -33,7 +33,10 @@ SIDEWAYS = {
     ("config", "layout"),
     ("handshake", "group"),
     ("handshake", "liveness"),
+    ("handshake", "memory"),
     ("session", "validation"),
+    ("activation", "validation"),
+    ("epilogues", "validation"),
     ("communicator", "session"),
     ("communicator", "ops"),
     ("ops", "communicator"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -15,16 +14,12 @@ from torch import Tensor
 from moelink.config import EPConfig, Layout, Mode, TransportName
 from moelink.errors import ConfigError
 from moelink.group import connect
-from moelink.handshake import agree, refuse
+from moelink.handshake import refuse
 from moelink.hooks import Hook
-from moelink.liveness import Beacon
 from moelink.output import DispatchOutput
 from moelink.session import PendingOperation, Session
-from moelink.transports.base import CombineRequest, DispatchRequest, Traffic, Transport
-from moelink.transports.collective import CollectiveTransport
-from moelink.transports.collective.group_wire import GroupWire
-from moelink.transports.collective.lockstep import LockstepWire
-from moelink.transports.select import choose_transport
+from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
+from moelink.transports.build import build_in_group
 
 _log = logging.getLogger("moelink")
 
@@ -98,23 +93,11 @@ def init(
             world_size=world.world_size,
             rank=world.rank,
         )
-        chosen = choose_transport(config, [where])
     except ConfigError:
         refuse(world, timeout if isinstance(timeout, (int, float)) and timeout > 0 else 60.0)
         raise
-    identity = secrets.token_hex(8)
-    made: Transport
-    if world.world_size == 1:
-        made = CollectiveTransport([config], LockstepWire(), identity=identity)
-    else:
-        beacon = Beacon()
-        agreement = agree(world, config, beacon.address, identity)
-        identity = agreement.identity
-        wire = GroupWire(
-            world, device=where, identity=identity, timeout=timeout, beacon=beacon, addresses=agreement.addresses
-        )
-        made = CollectiveTransport([config], wire, identity=identity)
-    _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, chosen, where)
+    made, identity = build_in_group(config, where, world)
+    _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, made.name, where)
     return Communicator(Session([config], [where], made, identity))
 
 
@@ -174,7 +157,7 @@ class Communicator:
             PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
             PendingError, ClosedError: the communicator's state does not allow the call.
         """
-        return self.dispatch_async(
+        request = make_dispatch_request(
             x,
             topk_ids,
             topk_weights,
@@ -183,7 +166,8 @@ class Communicator:
             routing=routing,
             host_counts=host_counts,
             out=out,
-        ).wait()
+        )
+        return self._session.dispatch([request], fused=True).wait()[0]
 
     def dispatch_async(
         self,
@@ -236,9 +220,8 @@ class Communicator:
 
         Raises: as :meth:`dispatch`.
         """
-        return self.combine_async(
-            y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out
-        ).wait()
+        request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
+        return self._session.combine([request], fused=True).wait()[0]
 
     def combine_async(
         self,

@@ -16,10 +16,8 @@ from moelink.errors import ArgumentError, ConfigError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 from moelink.session import PendingOperation, Session
-from moelink.transports.base import CombineRequest, Traffic
-from moelink.transports.collective import CollectiveTransport
-from moelink.transports.collective.lockstep import LockstepWire
-from moelink.transports.select import choose_transport
+from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
+from moelink.transports.build import build_in_process
 
 V = TypeVar("V")
 
@@ -51,8 +49,7 @@ def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> Device
     places = [torch.device(device) for device in devices]
     configs = [EPConfig(**fields, world_size=len(places), rank=rank) for rank in range(len(places))]
     identity = secrets.token_hex(8)
-    choose_transport(configs[0], places)
-    transport = CollectiveTransport(configs, LockstepWire(), identity=identity)
+    transport = build_in_process(configs, places, identity)
     return DeviceCommunicator(Session(configs, places, transport, identity))
 
 
@@ -88,16 +85,8 @@ class DeviceCommunicator:
         out: Sequence[DispatchOutput] | None = None,
     ) -> list[DispatchOutput]:
         """Dispatch on every rank; see :meth:`moelink.Communicator.dispatch`."""
-        return self.dispatch_async(
-            x,
-            topk_ids,
-            topk_weights,
-            scales=scales,
-            input_scale=input_scale,
-            routing=routing,
-            host_counts=host_counts,
-            out=out,
-        ).wait()
+        requests = self._dispatch_requests(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out)
+        return self._session.dispatch(requests, fused=True).wait()
 
     def dispatch_async(
         self,
@@ -112,7 +101,51 @@ class DeviceCommunicator:
         out: Sequence[DispatchOutput] | None = None,
     ) -> PendingOperation[list[DispatchOutput]]:
         """Start a dispatch on every rank; ``.wait()`` gives the list."""
-        requests = [
+        requests = self._dispatch_requests(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out)
+        return self._session.dispatch(requests)
+
+    def combine(
+        self,
+        y: Sequence[Tensor],
+        recv: Sequence[DispatchOutput],
+        topk_weights: Sequence[Tensor | Hook] | None = None,
+        *,
+        reduce: bool = True,
+        epilogue: Sequence[Tensor | Hook] | None = None,
+        shared: Sequence[Tensor] | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Combine on every rank; see :meth:`moelink.Communicator.combine`."""
+        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out)
+        return self._session.combine(requests, fused=True).wait()
+
+    def combine_async(
+        self,
+        y: Sequence[Tensor],
+        recv: Sequence[DispatchOutput],
+        topk_weights: Sequence[Tensor | Hook] | None = None,
+        *,
+        reduce: bool = True,
+        epilogue: Sequence[Tensor | Hook] | None = None,
+        shared: Sequence[Tensor] | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> PendingOperation[list[Tensor]]:
+        """Start a combine on every rank; ``.wait()`` gives the list."""
+        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out)
+        return self._session.combine(requests)
+
+    def _dispatch_requests(
+        self,
+        x: Sequence[Tensor],
+        topk_ids: Sequence[Tensor] | None,
+        topk_weights: Sequence[Tensor | Hook] | None,
+        scales: Sequence[Tensor] | None,
+        input_scale: Sequence[Tensor | Hook] | None,
+        routing: Sequence[DispatchOutput] | None,
+        host_counts: bool,
+        out: Sequence[DispatchOutput] | None,
+    ) -> list[DispatchRequest]:
+        return [
             make_dispatch_request(
                 x_i,
                 ids_i,
@@ -134,37 +167,18 @@ class DeviceCommunicator:
                 strict=True,
             )
         ]
-        return self._session.dispatch(requests)
 
-    def combine(
+    def _combine_requests(
         self,
         y: Sequence[Tensor],
         recv: Sequence[DispatchOutput],
-        topk_weights: Sequence[Tensor | Hook] | None = None,
-        *,
-        reduce: bool = True,
-        epilogue: Sequence[Tensor | Hook] | None = None,
-        shared: Sequence[Tensor] | None = None,
-        out: Sequence[Tensor] | None = None,
-    ) -> list[Tensor]:
-        """Combine on every rank; see :meth:`moelink.Communicator.combine`."""
-        return self.combine_async(
-            y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out
-        ).wait()
-
-    def combine_async(
-        self,
-        y: Sequence[Tensor],
-        recv: Sequence[DispatchOutput],
-        topk_weights: Sequence[Tensor | Hook] | None = None,
-        *,
-        reduce: bool = True,
-        epilogue: Sequence[Tensor | Hook] | None = None,
-        shared: Sequence[Tensor] | None = None,
-        out: Sequence[Tensor] | None = None,
-    ) -> PendingOperation[list[Tensor]]:
-        """Start a combine on every rank; ``.wait()`` gives the list."""
-        requests = [
+        topk_weights: Sequence[Tensor | Hook] | None,
+        reduce: bool,
+        epilogue: Sequence[Tensor | Hook] | None,
+        shared: Sequence[Tensor] | None,
+        out: Sequence[Tensor] | None,
+    ) -> list[CombineRequest]:
+        return [
             CombineRequest(y_i, recv_i, weights_i, reduce=reduce, epilogue=epilogue_i, shared=shared_i, out=out_i)  # type: ignore[arg-type]
             for y_i, recv_i, weights_i, epilogue_i, shared_i, out_i in zip(
                 self._spread("y", y),
@@ -176,7 +190,6 @@ class DeviceCommunicator:
                 strict=True,
             )
         ]
-        return self._session.combine(requests)
 
     def _spread(self, name: str, values: Sequence[V] | None) -> list[Any]:
         """One entry per rank; None stands for None on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 from collections.abc import Sequence
@@ -25,13 +26,17 @@ class World:
     Attributes:
         rank, world_size: position and size; 0 and 1 without a launcher.
         control: gloo group of its own for headers and set-up, None for one rank.
-        data: group that rows travel over (the control group on CPU, NCCL on CUDA), None for one rank.
+        data: group that rows travel over, None until :func:`add_data_group`.
+        group: the caller's group, None for one rank.
+        store: where these ranks find each other, a corner of the default group's store that is theirs alone.
     """
 
     rank: int
     world_size: int
     control: Any = None
     data: Any = None
+    group: Any = None
+    store: Any = None
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World:
@@ -61,15 +66,20 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         store.set(f"arrived/{rank}", b"1")
         store.wait([f"arrived/{peer}" for peer in range(world_size)], limit)
         control: Any = dist.ProcessGroupGloo(PrefixStore("control", store), rank, world_size, limit)
-        data: Any = control
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            data = dist.ProcessGroupNCCL(PrefixStore("data", store), rank, world_size, options)
     except RuntimeError as error:
         missing = [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
         raise _late(rank, missing, str(error)) from error
-    return World(rank=rank, world_size=world_size, control=control, data=data)
+    return World(rank, world_size, control=control, group=group or dist.group.WORLD, store=store)
+
+
+def add_data_group(world: World, device: torch.device, timeout: float) -> World:
+    """``world`` with the group that rows travel over: the control group on CPU, NCCL on CUDA."""
+    if device.type != "cuda" or world.control is None:
+        return dataclasses.replace(world, data=world.control)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    data = dist.ProcessGroupNCCL(PrefixStore("data", world.store), world.rank, world.world_size, options)
+    return dataclasses.replace(world, data=data)
 
 
 def _room(ranks: Sequence[int], rank: int) -> Any:

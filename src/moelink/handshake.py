@@ -9,6 +9,7 @@ from moelink.config import EPConfig
 from moelink.errors import ConfigMismatchError, PeerAbortedError
 from moelink.group import World, decode_fields, encode_fields, gather_bytes
 from moelink.liveness import Address
+from moelink.memory.setup import machine_id
 
 _REFUSED = b"refused"
 
@@ -20,10 +21,12 @@ class Agreement:
     Attributes:
         identity: hexadecimal name of this communicator, the same on every rank.
         addresses: where each rank's beacon listens.
+        machines: name of the machine each rank runs on; equal for ranks that can share memory.
     """
 
     identity: str
     addresses: tuple[Address, ...]
+    machines: tuple[str, ...]
 
 
 def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Agreement:
@@ -36,6 +39,7 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Ag
     parts = {
         "fields": encode_fields(config.shared_fields()).hex(),
         "address": address.encode().hex(),
+        "machine": machine_id(),
         "identity": proposal,
     }
     answers = gather_bytes(world, encode_fields(parts), config.timeout)
@@ -45,7 +49,8 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Ag
     peers = [decode_fields(answer) for answer in answers]
     compare([decode_fields(bytes.fromhex(peer["fields"])) for peer in peers])
     addresses = tuple(Address.decode(bytes.fromhex(peer["address"])) for peer in peers)
-    return Agreement(identity=peers[0]["identity"], addresses=addresses)
+    machines = tuple(peer["machine"] for peer in peers)
+    return Agreement(identity=peers[0]["identity"], addresses=addresses, machines=machines)
 
 
 def refuse(world: World, timeout: float) -> None:

@@ -51,23 +51,25 @@ class Session:
         self._pending: dict[Phase, object] = {}
         self.closed = False
 
-    def dispatch(self, requests: Sequence[DispatchRequest]) -> PendingOperation[list[DispatchOutput]]:
-        """Check the arguments of every local rank and start a dispatch."""
+    def dispatch(
+        self, requests: Sequence[DispatchRequest], *, fused: bool = False
+    ) -> PendingOperation[list[DispatchOutput]]:
+        """Check the arguments of every local rank and start a dispatch. ``fused``: the caller waits right away."""
         self._enter("dispatch")
         with _Refusal(self.transport, "dispatch"):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_dispatch(config, request, identity=self.identity, device=device)
                 _refuse_gradients(request.x, request.topk_weights)
-        return self._started("dispatch", self.transport.dispatch(requests))
+        return self._started("dispatch", self.transport.dispatch(requests, fused=fused))
 
-    def combine(self, requests: Sequence[CombineRequest]) -> PendingOperation[list[Tensor]]:
-        """Check the arguments of every local rank and start a combine."""
+    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> PendingOperation[list[Tensor]]:
+        """Check the arguments of every local rank and start a combine. ``fused``: the caller waits right away."""
         self._enter("combine")
         with _Refusal(self.transport, "combine"):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_combine(config, request, identity=self.identity, device=device)
                 _refuse_gradients(request.y, request.topk_weights, request.shared)
-        return self._started("combine", self.transport.combine(requests))
+        return self._started("combine", self.transport.combine(requests, fused=fused))
 
     def _enter(self, phase: Phase) -> None:
         if self.closed:

@@ -44,6 +44,18 @@ def watch(progress_file: Path, progress: Progress, count: int) -> Iterator[None]
         thread.join()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread while the block runs: its matrix products are small, and waiting threads spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def run_demo(config: DemoConfig, text: bytes, progress: Progress = lambda message: None) -> DemoReport:
     """Run ``text`` through the sharded layer in every format and compare.
 

@@ -120,7 +120,7 @@ class DispatchSpec(CommonSpec):
             at a time, payload bytes per group.
         SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. RP: rows of a message,
-        and GP: group offsets, as powers of two. TAIL: most rows behind a group that are to be zeroed.
+        and GP: group offsets, as powers of two.
     """
 
     SOURCE: int
@@ -146,7 +146,6 @@ class DispatchSpec(CommonSpec):
     WEIGHT_P: Any
     RP: int
     GP: int
-    TAIL: int
     MESSAGE: int
     M_SCALES: int
     M_TOKEN: int
@@ -206,7 +205,6 @@ def dispatch_spec(
         ALIGN=cfg.row_alignment, WEIGHTS=weights, WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         RP=1 if cfg.layout == "rank" else power(cfg.topk + cfg.fused_shared_expert),
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
-        TAIL=0 if cfg.layout == "rank" else max(cfg.row_alignment - 1, 127 if layout == TILES else 0),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1],

@@ -90,11 +90,11 @@ class Transport(Protocol):
 
     name: str
 
-    def dispatch(self, requests: Sequence[DispatchRequest]) -> Pending[list[DispatchOutput]]:
-        """Start a dispatch, one request per local rank."""
+    def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
+        """Start a dispatch, one request per local rank. ``fused``: the caller waits right away."""
 
-    def combine(self, requests: Sequence[CombineRequest]) -> Pending[list[Tensor]]:
-        """Start a combine, one request per local rank."""
+    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
+        """Start a combine, one request per local rank. ``fused``: the caller waits right away."""
 
     def refuse(self, phase: Phase) -> None:
         """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once."""

@@ -31,13 +31,13 @@ class CollectiveTransport:
         self._scratch = [Scratch() for _ in configs]
         self._losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in configs]
 
-    def dispatch(self, requests: Sequence[DispatchRequest]) -> Pending[list[DispatchOutput]]:
+    def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank."""
         calls = [self._counted(i, request) for i, request in enumerate(requests)]
         with torch.no_grad():
             return self._wire.start("dispatch", calls)
 
-    def combine(self, requests: Sequence[CombineRequest]) -> Pending[list[Tensor]]:
+    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank."""
         calls = [
             combine_steps(config, request, scratch)

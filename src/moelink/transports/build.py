@@ -1,0 +1,84 @@
+"""From a configuration to a running transport: which one, and what it needs made first."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+
+from moelink.config import EPConfig
+from moelink.errors import UnsupportedError
+from moelink.group import World, add_data_group, gather_bytes
+from moelink.handshake import agree
+from moelink.liveness import Beacon
+from moelink.memory import PosixMemory, SymmetricMemory, TorchMemory, create_all
+from moelink.transports.base import Transport
+from moelink.transports.collective import CollectiveTransport
+from moelink.transports.collective.group_wire import GroupWire
+from moelink.transports.collective.lockstep import LockstepWire
+from moelink.transports.select import choose_transport
+from moelink.workspace import Workspace
+
+
+def build_in_group(config: EPConfig, device: torch.device, world: World) -> tuple[Transport, str]:
+    """This rank's transport and the communicator's identity. Collective over ``world``.
+
+    Raises:
+        ConfigMismatchError: ranks passed different configurations; raised on every rank.
+        UnsupportedError: the transport asked for cannot run here; the message names why.
+    """
+    if world.world_size == 1:
+        identity = secrets.token_hex(8)
+        return build_in_process([config], [device], identity), identity
+    beacon = Beacon()
+    agreement = agree(world, config, beacon.address, secrets.token_hex(8))
+    chosen = choose_transport(config, [device], machines=len(set(agreement.machines)))
+    if chosen == "symmetric":
+        beacon.close()
+        memory = _memory_of_group(config, device, world)
+        return _symmetric([config], [memory], agreement.identity), agreement.identity
+    wire = GroupWire(
+        add_data_group(world, device, config.timeout),
+        device=device,
+        identity=agreement.identity,
+        timeout=config.timeout,
+        beacon=beacon,
+        addresses=agreement.addresses,
+    )
+    return CollectiveTransport([config], wire, identity=agreement.identity), agreement.identity
+
+
+def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device], identity: str) -> Transport:
+    """The transport of ranks that all live in this process, rank i on ``devices[i]``."""
+    if choose_transport(configs[0], devices, machines=1) == "collective":
+        return CollectiveTransport(configs, LockstepWire(), identity=identity)
+    return _symmetric(configs, create_all(devices, Workspace(configs[0]).nbytes), identity)
+
+
+def _memory_of_group(config: EPConfig, device: torch.device, world: World) -> SymmetricMemory:
+    nbytes = Workspace(config).nbytes
+    if config.mode == "allreduce":  # nothing travels: a block of one's own is enough
+        return create_all([device], nbytes)[0]
+
+    def exchange(record: bytes) -> list[bytes]:
+        return gather_bytes(world, record, config.timeout)
+
+    if device.type == "cuda":
+        return TorchMemory.create(nbytes, device=device, group=world.group, exchange=exchange)
+    return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
+
+
+def _symmetric(configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory], identity: str) -> Transport:
+    # Imported here because its kernels need Triton, which not every platform has.
+    from moelink.kernels.spec import is_interpreted
+    from moelink.transports.symmetric import SymmetricTransport
+
+    if memories[0].local.device.type == "cpu" and not is_interpreted():
+        for memory in memories:
+            memory.close()
+        raise UnsupportedError(
+            "transport='symmetric' on a CPU runs its kernels in Triton's interpreter: set TRITON_INTERPRET=1 before "
+            "anything imports triton, or use transport='collective'"
+        )
+    return SymmetricTransport(configs, memories, identity)

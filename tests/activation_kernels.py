@@ -1,0 +1,72 @@
+"""Compiles the kernel of the gated activation for a GPU that is not there, and asserts on the code.
+
+``python activation_kernels.py sm_90`` needs TRITON_INTERPRET unset.
+"""
+
+import re
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moelink.formats import get_format
+from moelink.kernels.activation import group_elements, silu_and_quantize_kernel
+
+FORMATS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
+MEMORY = re.compile(r"^\s*(?:@!?%\w+ )?((?:ld|st)\.global\S*)", re.MULTILINE)
+
+
+def compile_for(target, name, native, *, clamp=False, hidden=2048, block=2048, groups=33, rows="bf16"):
+    """The compiled kernel of one format for a target without such a GPU."""
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    fmt = get_format(name)
+    codec, group = fmt.codec(), group_elements(fmt, hidden)
+    constants = {
+        "H": hidden, "GS": group, "NG": triton.next_power_of_2(block // group),
+        "PE": group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
+        "G": groups, "HALVINGS": (groups - 1).bit_length(), "ENCODE": codec.encode,
+        "LAYOUT": "" if fmt.scale_layout is None else fmt.scale_layout.name, "INPUT_SCALES": name == "nvfp4",
+        "CLAMP": clamp, "ALPHA": 1.702, "LIMIT": 7.0, "NATIVE": native, "TAIL": 16,
+    }  # fmt: skip
+    signature = {
+        "x": f"*{rows}", "row_offsets": "*i32", "input_scales": "*fp32", "scales_offsets": "*i32",
+        "tokens": f"*u{8 * codec.ELEMENT_BYTES}", "scales": "*fp32" if codec.SCALE_BYTES == 4 else "*u8", "rows": "i32",
+    } | dict.fromkeys(constants, "constexpr")  # fmt: skip
+    names = list(silu_and_quantize_kernel.arg_names)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(names) if signature[key].startswith("*")}
+    constants = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(silu_and_quantize_kernel, {key: signature[key] for key in names}, constants, aligned)
+    return triton.compile(source, target=gpu, options={"enable_fp_fusion": False})
+
+
+def check(target, name, native, **options):
+    """No spills, no approximate or fused arithmetic, rows moved 16 bytes at a time."""
+    asm = compile_for(target, name, native, **options).asm
+    what = f"{target} {name} NATIVE={native} {options}"
+    if "amdgcn" in asm:
+        assert ".amdhsa_float_denorm_mode_32 3" in asm["amdgcn"], what
+        assert not re.search(r"v_(fma|mad|exp)\w*_f32.*;.*silu", asm["amdgcn"]), what
+        assert ".private_segment_fixed_size: 0" in asm["amdgcn"], what
+        assert re.search(r"(global|buffer)_load_dwordx4", asm["amdgcn"]), what
+        return
+    ptx = asm["ptx"]
+    for unwanted in (".ftz", "div.full", "div.approx", "rcp.", "ex2.", ".local"):
+        assert unwanted not in ptx, f"{what}: {unwanted}"
+    assert not re.search(r"\bfma\.", ptx), f"{what}: fma"
+    memory = MEMORY.findall(ptx)
+    wide = {"ld.global.v4.b32", "ld.global.v2.b64"}
+    loads = [op for op in memory if op.startswith("ld")]
+    assert sum(op in wide for op in loads) >= 4, f"{what}: {memory}"
+    assert not any(op in ("ld.global.b16", "ld.global.b8") for op in loads), f"{what}: {memory}"
+    stores = [op for op in memory if op.startswith("st")]
+    assert any(op in ("st.global.v4.b32", "st.global.v2.b64") for op in stores), f"{what}: {memory}"
+
+
+if __name__ == "__main__":
+    target = sys.argv[1]
+    for name in FORMATS:
+        check(target, name, False)
+        if target.startswith("sm"):
+            check(target, name, True, clamp=True)
+            check(target, name, True, hidden=2880 if name != "fp8_block128" else 2944, rows="fp32")
