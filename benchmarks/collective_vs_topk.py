@@ -53,7 +53,7 @@ class Case:
     topk: int = 8
     seed: int = 0
     warmup: int = 5
-    iterations: int = 30
+    iterations: int = 50
 
 
 @dataclass(frozen=True)

@@ -159,18 +159,15 @@ FIELDS = (
 def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
     """One dispatch and one combine of ``case`` on this rank."""
     data = case.data(rank)
-    recv = ep.dispatch(data.x, data.topk_ids, data.topk_weights if case.weights == "dispatch" else None)
-    return finish_case(ep, case, rank, recv)
-
-
-def finish_case(ep: moelink.Communicator, case: Case, rank: int, recv: moelink.DispatchOutput) -> Result:
-    data = case.data(rank)
+    x, ids, weights = (t.to(ep.device) for t in (data.x, data.topk_ids, data.topk_weights))
+    recv = ep.dispatch(x, ids, weights if case.weights == "dispatch" else None)
+    shared = case.shared_rows(rank)
     out = ep.combine(
-        case.expert_rows(rank, recv.tokens.shape[0]),
+        case.expert_rows(rank, recv.tokens.shape[0]).to(ep.device),
         recv,
-        data.topk_weights if case.weights == "combine" else None,
+        weights if case.weights == "combine" else None,
         reduce=case.reduce,
-        shared=case.shared_rows(rank),
+        shared=None if shared is None else shared.to(ep.device),
     )
     return Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
 

@@ -19,7 +19,7 @@ import moelink
 from moelink.cli import app as commands
 from moelink.cli import main, missing_packages
 from moelink.cli.environment import inspect_environment
-from moelink.cli.render import bar, make_console, megabytes
+from moelink.cli.render import bar, make_console, quantity
 from moelink.demo import DemoConfig, DemoReport, LayerConfig
 from moelink.demo.results import FormatResult
 from moelink.env import VARIABLES
@@ -206,6 +206,6 @@ def test_help_lists_the_commands() -> None:
 
 def test_small_helpers() -> None:
     console = make_console()
-    assert megabytes(1_234_567) == "1.23 MB"
+    assert [quantity(n) for n in (512, 5000, 1_234_567, 2 * 10**9)] == ["512 B", "5.00 kB", "1.23 MB", "2.00 GB"]
     assert bar(console, 5, 10) == "#" * 20
     assert bar(console, 0, 0) == ""

@@ -34,7 +34,7 @@ def config(**changes):
 
 
 def bits(x):
-    return x.contiguous().view(torch.uint8)
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 # Two ranks; rank 0 owns experts 0 and 1, rank 1 owns 2 and 3. Token t of rank r is filled with 10 r + t + 1.

@@ -1,7 +1,7 @@
 """The gated activation between the two grouped matmuls, quantised for the second one.
 
-The first matmul of an expert gives rows [gate | up]; ``silu_and_quantize`` gives ``silu(gate) * up`` in a format, laid out
-as dispatch lays out its rows. How many rows there are is read on the device: the host never knows.
+The first matmul of an expert gives rows [gate | up]; ``silu_and_quantize`` gives ``silu(gate) * up`` in a format, laid
+out as dispatch lays out its rows. How many rows there are is read on the device: the host never knows.
 
 The arithmetic, each operation rounded once in fp32, none fused::
 
@@ -171,9 +171,7 @@ def _check(
         raise ArgumentError("implementation", f"one of {', '.join(get_args(Implementation))}", repr(implementation))
     if not isinstance(x, Tensor):
         raise ArgumentError("x", "a tensor", type(x).__name__)
-    check_tensor(
-        "x", x, shape=(None, None), dtypes=(torch.bfloat16, torch.float16, torch.float32), device=x.device
-    )
+    check_tensor("x", x, shape=(None, None), dtypes=(torch.bfloat16, torch.float16, torch.float32), device=x.device)
     if x.shape[1] % 2 or not x.shape[1]:
         raise ArgumentError("x", "an even number of columns, [gate | up]", x.shape[1])
     fmt.validate_hidden(x.shape[1] // 2)
@@ -229,8 +227,8 @@ def _run_kernel(
         )
     if fmt.scale_layout is not None and fmt.scale_layout.name not in activation.LAYOUTS:
         raise UnsupportedError(
-            f"the kernel knows the scale layouts {', '.join(activation.LAYOUTS)}, not {fmt.scale_layout.name!r} of format "
-            f"{fmt.name!r}; use implementation='torch'"
+            f"the kernel knows the scale layouts {', '.join(activation.LAYOUTS)}, not {fmt.scale_layout.name!r} of "
+            f"format {fmt.name!r}; use implementation='torch'"
         )
     pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))
     activation.launch(x.detach(), row_offsets, tokens, scales, scales_offsets, input_scales, fmt, pair)

@@ -9,10 +9,10 @@
 ...     ep.combine(recv.tokens, recv, epilogue=epilogues.bias(torch.tensor([10.0, 20.0]), out=torch.empty(1, 2)))
 tensor([[11., 22.]])
 
-A hook belongs to its tensors: make it once, give it to every combine that is to fill them. ``out`` may have more rows than
-the call has tokens, and any float dtype: sums are in fp32 (fp64 for combine_dtype fp64), terms are added in it, and one
-rounding to nearest even follows (fp64 sums go to a narrower ``out`` by way of fp32). NaN is 0x7fff in bf16. A plain
-tensor as ``epilogue`` adds it too, but keeps combine's own dtype and output.
+A hook belongs to its tensors: make it once, give it to every combine that is to fill them. ``out`` must have a row for
+every token of the call and may have more, which are left alone. It may be of any float dtype: sums are in fp32 (fp64
+for combine_dtype fp64), terms are added in it, and one rounding to nearest even follows (fp64 sums go to a narrower
+``out`` by way of fp32). NaN is 0x7fff in bf16. A plain tensor as ``epilogue`` adds too, but keeps combine's own dtype.
 
 Twin and kernel give the same bits. docs/hooks.md shows how to write one.
 """
@@ -66,7 +66,7 @@ def block_quantize(
     """Quantise the sums, in fp32, to ``payload_out`` and ``scales_out``; combine returns ``payload_out``.
 
     Args:
-        format_name: "fp8_block128", "mxfp8", "mxfp4" or "nvfp4".
+        format_name: "fp8_block128", "mxfp8", "mxfp4" or "nvfp4"; a registered format with scales works in torch only.
         payload_out: [num_tokens, payload_width] of the format's payload dtype, contiguous.
         scales_out: [num_tokens, hidden_size / group] of its scale dtype, row-major, contiguous.
         input_scale: fp32, one element: the global scale of nvfp4. None for 1.
@@ -106,7 +106,7 @@ def _hook(name: str, torch_fn: Callable[..., None], out: Tensor, *more: Tensor) 
 
 
 def _triton(pick: Callable[[Any], Any]) -> Any:
-    """A function of ``moelink.kernels.epilogues``, or None where triton is not installed (only collective works there)."""
+    """A function of ``moelink.kernels.epilogues``, or None where triton is not installed (collective only)."""
     if importlib.util.find_spec("triton") is None:
         return None
     from moelink.kernels import epilogues

@@ -157,8 +157,8 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         bias = isinstance(request.epilogue, Tensor) and request.epilogue.dim() == 1
         shape = (config.hidden_size,) if bias else (num_tokens, config.hidden_size)
         check_tensor("epilogue", request.epilogue, shape=shape, dtypes=_FLOATS, device=device)
-    if isinstance(request.epilogue, Hook) and request.out is None and not request.epilogue.tensors:
-        raise ArgumentError("out", "a tensor, as the epilogue's hook has none to return", "None")
+    if isinstance(request.epilogue, Hook):
+        _check_hook_output(request, request.epilogue, num_tokens)
     if request.shared is not None:
         if config.fused_shared_expert:
             raise ArgumentError("shared", "None with fused_shared_expert (its rows are in y)", "a tensor")
@@ -169,6 +169,16 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         full = (num_tokens, config.hidden_size) if request.reduce else (num_tokens, config.topk, config.hidden_size)
         check_tensor("out", request.out, shape=full, dtypes=(config.combine_dtype,), device=device)
     return request
+
+
+def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> None:
+    """What combine returns for ``hook`` has a row per token: on a device nothing would stop a store past its end."""
+    if request.out is None and not hook.tensors:
+        raise ArgumentError("out", "a tensor, as the epilogue's hook has none to return", "None")
+    name, out = ("epilogue.tensors[0]", hook.tensors[0]) if request.out is None else ("out", request.out)
+    if not isinstance(out, Tensor) or out.dim() == 0 or len(out) < num_tokens:
+        got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise ArgumentError(name, f"a tensor with a row for each of {num_tokens} tokens", got)
 
 
 def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:

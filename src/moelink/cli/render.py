@@ -31,9 +31,12 @@ def table(console: Console, title: str) -> Table:
     )  # fmt: skip
 
 
-def megabytes(count: int) -> str:
-    """Bytes as decimal megabytes. ``megabytes(1_234_567) == '1.23 MB'``."""
-    return f"{count / 1e6:.2f} MB"
+def quantity(count: int) -> str:
+    """Bytes in decimal units. ``quantity(1_234_567) == '1.23 MB'``, ``quantity(512) == '512 B'``."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
 
 
 def bar(console: Console, value: int, largest: int) -> str:
@@ -66,7 +69,7 @@ def formats_table(console: Console, report: DemoReport) -> Table:
         copies = result.copies_dispatch_bytes + result.copies_combine_bytes
         verdict = Text("ok", "green") if result.passed else Text("FAILED", "bold red")
         grid.add_row(
-            result.format, megabytes(result.dispatch_bytes), megabytes(result.combine_bytes), megabytes(copies),
+            result.format, quantity(result.dispatch_bytes), quantity(result.combine_bytes), quantity(copies),
             f"{result.wire_ratio:.2f}", f"{result.rounding_error:.2g}", f"{result.tolerance_error:.2g}", verdict,
         )  # fmt: skip
     return grid

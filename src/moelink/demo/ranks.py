@@ -70,7 +70,7 @@ def rank_main(rank: int, world_size: int, config: DemoConfig, text: bytes, progr
         with moelink.init(
             num_experts=wanted.num_experts, topk=wanted.topk, hidden_size=wanted.hidden_size,
             max_tokens_per_rank=wanted.max_tokens_per_rank, dispatch_format=name, combine_dtype=wanted.combine_dtype,
-            transport=wanted.transport, device=device,
+            transport=wanted.transport, device=device, timeout=config.timeout,
         ) as ep:  # fmt: skip
             rows = x.to(wanted.combine_dtype)
             recv = ep.dispatch(rows, routing.topk_ids, routing.topk_weights.to(wanted.weight_dtype))

@@ -3,10 +3,10 @@
 Input rows are [gate | up], 2 H elements. The number of rows is read on the device, from the last of ``row_offsets``, so
 a fixed number of programs serves any number of rows. Nothing waits for anything; there is no protocol.
 
-The output rows are one list of groups of GS elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with
-W = H / GS. Step s handles groups [s * NG, s * NG + NG), and program p the steps p, p + P, p + 2 P, ... Payloads of
-consecutive groups are neighbours in memory, whatever H is. Scales go where the layout wants them; in the 128x4 tiles the
-programs then share the zeroing of the rows behind every group, up to the next multiple of 128.
+The output rows are one list of groups of GS elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W,
+with W = H / GS. Step s handles groups [s * NG, s * NG + NG), and program p the steps p, p + P, p + 2 P, ... Payloads of
+consecutive groups are neighbours in memory, whatever H is. Scales go where the layout wants them; in the 128x4 tiles
+the programs then share the zeroing of the rows behind every group, up to the next multiple of 128.
 
 Every operation is rounded once in fp32, none is fused, and the exponential is a polynomial of such operations, so that
 the bits are those of the torch twin.
@@ -22,7 +22,7 @@ row    gate             up              out
 3      anything         anything        not written
 =====  ===============  ==============  ==================
 
-With GS = 2 and NG = 2, so W = 2, the 6 groups of 3 rows are 3 steps: program 0 of 2 does rows 0 and 2, program 1 row 1.
+With GS = 4, so W = 1, and NG = 1, the 3 rows are 3 steps: program 0 of 2 does rows 0 and 2, program 1 row 1.
 """
 
 import torch
@@ -87,8 +87,10 @@ def group_of(row, row_offsets, G: tl.constexpr, HALVINGS: tl.constexpr):
 
 
 @triton.jit
-def clear_tails(row_offsets, scales_offsets, scales, rows, program, num_programs, G: tl.constexpr, TILES_PER_ROW: tl.constexpr,
-                AT_ONCE: tl.constexpr):  # fmt: skip
+def clear_tails(
+    row_offsets, scales_offsets, scales, rows, program, num_programs, G: tl.constexpr, TILES_PER_ROW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """128x4 tiles: zero the scales of the rows behind each group, in words of the 4 scales of one row."""
     PIECES: tl.constexpr = (TILES_PER_ROW + AT_ONCE - 1) // AT_ONCE
     for i in range(program, G * PIECES, num_programs):

@@ -5,8 +5,8 @@ columns [1, B] (int64), the sums before rounding [1, B] and the mask [1, B] of c
 consecutive, B is a power of two and the first column a multiple of it.
 
 Tensors are rows without gaps, so their width is their stride. It comes as a tensor of one element, in a form that tells
-Triton how far it can be divided: int32 counts units of 16 elements, int64 single ones. Without that rows would be stored
-an element at a time.
+Triton how far it can be divided: int32 counts units of 16 elements, int64 single ones. Without that rows would be
+stored an element at a time.
 
 Example: sums [10, 20, 30, 40] of token 2, columns 0-3, width 4. ``bias`` with [1, 2, 3, 4] stores [11, 22, 33, 44] at
 elements 8-11; ``quantize_mxfp4`` of a row 32 wide stores 16 bytes at byte 32 and one scale at 2.
@@ -26,10 +26,8 @@ _COMPILED = tl.constexpr(not is_interpreted())
 @triton.jit
 def row_width(width):
     """The width of a row in elements."""
-    if width.dtype.element_ty == tl.int32:
-        return tl.load(width).to(tl.int64) * 16
-    else:
-        return tl.load(width)
+    count = tl.load(width).to(tl.int64)
+    return count * 16 if width.dtype.element_ty == tl.int32 else count
 
 
 @triton.jit
@@ -41,11 +39,8 @@ def _fp32(block):
 def store(out, width, token, columns, total, mask):
     """``total`` to a row of ``out``, rounded to its dtype; fp64 sums by way of fp32, unless ``out`` is fp64."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    if DTYPE == tl.float64:
-        value = total.to(tl.float64)
-    else:
-        value = round_to(_fp32(total), DTYPE, _COMPILED)
-    tl.store(out + token * row_width(width) + columns, value, mask=mask)
+    wide = total if DTYPE == tl.float64 else _fp32(total)  # noqa: SIM300
+    tl.store(out + token * row_width(width) + columns, round_to(wide, DTYPE, _COMPILED), mask=mask)
 
 
 @triton.jit
@@ -69,8 +64,10 @@ def residual(tensors, token, columns, block, mask):
 
 
 @triton.jit
-def _quantize(tensors, token, columns, block, mask, factor, ENCODE: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr):
-    """tensors: payload [num_tokens, width], scales [num_tokens, width / BYTES] row-major, width in bytes. BYTES a group."""
+def _quantize(
+    tensors, token, columns, block, mask, factor, ENCODE: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr
+):
+    """tensors: payload [num_tokens, width], scales [num_tokens, width / BYTES], width in bytes. BYTES a group."""
     B: tl.constexpr = block.shape[1]
     GROUPS: tl.constexpr = B // GROUP
     x = tl.reshape(tl.where(mask, _fp32(block), 0.0), (GROUPS, GROUP))

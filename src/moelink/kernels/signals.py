@@ -102,12 +102,19 @@ def _put(words, mask, rank, peer, phase, call, expected, got):
 
 
 @triton.jit
+def claim(control):
+    """1 for the first program of this rank that has an error to describe, else 0."""
+    free = tl.full([], 0, tl.int64)
+    return (tl.atomic_cas(control + _CLAIM, free, free + 1, sem="acq_rel", scope="sys") == 0).to(tl.int32)
+
+
+@triton.jit
 def give_up(table, record, control, poisons, me, peer, phase, call, expected, got, S: tl.constexpr):
     """Time ran out: describe it in ``record`` (host-visible) and at every peer, and poison them all, this rank included.
 
     Only the first program of this rank that gets here does it. A peer's copy lies in its ``poisons[me]``.
     """
-    if tl.atomic_cas(control + _CLAIM, 0, 1, sem="acq_rel", scope="sys") == 0:
+    if claim(control) > 0:
         r = tl.arange(0, S.WP)
         mask = r < S.W
         base = tl.load(table + r, mask=mask, other=0)
@@ -123,7 +130,7 @@ def give_up(table, record, control, poisons, me, peer, phase, call, expected, go
 @triton.jit
 def adopt(record, control, poison, poisons):
     """This rank was poisoned by a peer: copy the peer's description to ``record``, once."""
-    if tl.atomic_cas(control + _CLAIM, 0, 1, sem="acq_rel", scope="sys") == 0:
+    if claim(control) > 0:
         writer = tl.atomic_add(poison, 0, sem="acquire", scope="sys") - 1
         tl.debug_barrier()
         i = tl.arange(0, _RECORD)

@@ -6,9 +6,12 @@ argument instead, so that no call recompiles. Offsets O_* are bytes from the sta
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,6 +45,13 @@ def is_interpreted() -> bool:
     return not isinstance(tl.sum, triton.JITFunction)
 
 
+def has_native_casts(device: torch.device) -> bool:
+    """True where the hardware's 8-bit float casts agree with the formats' arithmetic: NVIDIA, sm_89 and newer."""
+    if is_interpreted() or torch.version.hip:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def clock_of(device: torch.device) -> Any:
     """The CLOCK of kernels on ``device``: see ``signals.clock``."""
     if device.type == "cpu":
@@ -59,7 +69,7 @@ def word_of(nbytes: int) -> Any:
     return _WORDS[4 if nbytes % 4 == 0 else 2 if nbytes % 2 == 0 else 1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class CommonSpec:
     """Sizes and offsets that both phases use.
 
@@ -91,6 +101,26 @@ class CommonSpec:
     O_POISONS: int
     O_CONTROL: int
 
+    def __post_init__(self) -> None:
+        # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
+        # device functions in it. It is also what equality and hashing mean (pointer types have no hash).
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        text = ",".join(f"{name}={getattr(value, 'cache_key', value)}" for name, value in values.items())
+        object.__setattr__(self, "_name", f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}")
+        # The compiler takes an attribute of a constexpr object as it is, and wants a constexpr; the interpreter wants none.
+        if not is_interpreted():
+            for name, value in values.items():
+                object.__setattr__(self, name, tl.constexpr(value))
+
+    def __repr__(self) -> str:
+        return str(self.__dict__["_name"])
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
 
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     """The fields of :class:`CommonSpec`."""
@@ -103,12 +133,12 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         K=cfg.topk, KP=power(cfg.topk), L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank), C=workspace.num_chunks,
         TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
-        NATIVE=not is_interpreted(), CLOCK=clock_of(device),
+        NATIVE=has_native_casts(device), CLOCK=clock_of(device),
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class DispatchSpec(CommonSpec):
     """Dispatch: how rows enter messages, and how they leave them.
 
@@ -167,6 +197,7 @@ def _source(fmt: Format, input_dtype: torch.dtype, quantized: bool) -> int:
     return CONVERT if fmt.scale_dtype is None and fmt.payload_dtype in TRITON_DTYPES else ENCODE
 
 
+@lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
 def dispatch_spec(
     workspace: Workspace,
     device: torch.device,
@@ -214,7 +245,7 @@ def dispatch_spec(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class CombineSpec(CommonSpec):
     """Combine: how rows travel home, and what becomes of them.
 
@@ -250,6 +281,7 @@ class CombineSpec(CommonSpec):
     O_ROWS: int
 
 
+@lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
 def combine_spec(
     workspace: Workspace,
     device: torch.device,

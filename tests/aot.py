@@ -1,0 +1,95 @@
+"""Compile the kernels for a GPU that is not there, and say what memory instructions came out.
+
+Run in a process of its own without TRITON_INTERPRET: ``python aot.py sm_90`` prints one JSON object per kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections import Counter
+
+TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+POINTERS = {
+    "table": "*i64", "record": "*i64", "control": "*i64", "scales": "*u8", "input_scale": "*fp32", "ids": "*i64",
+    "weights": "*fp32", "slot_of": "*i32", "tokens_out": "*u8", "scales_out": "*u8", "row_offsets": "*i32",
+    "src_info": "*i32", "scales_offsets": "*i32", "weights_out": "*fp32", "topk_ids_out": "*i32", "num_recv": "*i32",
+    "overflow": "*i32", "counts_out": "*i32", "received": "*i32", "rows_of_message": "*i32", "message_token": "*i32",
+    "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "out": "*bf16", "shared": "*bf16", "epilogue": "*bf16",
+    "limit": "i64", "epilogue_tensors": ("*i64",),
+}  # fmt: skip
+MEMORY = re.compile(r"^\s*(?:@!?%?\w+ )?((?:ld|st|atom|red|bar|fence|membar)\b[\w.:]*)", re.M)
+GCN = re.compile(r"^\s*((?:global|buffer|scratch|flat)_[a-z_0-9]+)", re.M)
+
+
+def compile_kernel(kernel, spec, target, x):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    amd = target.startswith("gfx")
+    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE=not amd)
+    signature, constants, attrs = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name == "S":
+            signature[name], constants[name] = "constexpr", spec
+            continue
+        signature[name] = x if name == "x" else POINTERS.get(name, "i32")
+        if str(signature[name]).startswith("*"):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False}
+    return triton.compile(ASTSource(kernel, signature, constants, attrs), target=GPUTarget(*TARGETS[target]), options=options)
+
+
+def kernels():
+    import torch
+
+    import moelink
+    from moelink.kernels import combine, dispatch
+    from moelink.kernels.spec import combine_spec, dispatch_spec
+    from moelink.workspace import Workspace
+
+    device = torch.device("cuda")
+    shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)
+    for fmt in ("bf16", "fp8_block128", "nvfp4"):
+        workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))
+        spec = dispatch_spec(
+            workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True, input_scale=fmt == "nvfp4"
+        )
+        x = "*u8" if fmt == "bf16" else "*bf16"
+        yield f"dispatch_async-{fmt}", dispatch.ep_dispatch_async_kernel, spec, x
+        yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
+        if fmt == "fp8_block128":
+            yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
+    for pre_reduce in (True, False):
+        workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce))
+        spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
+        yield f"combine_async-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
+        yield f"combine_wait-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+    yield "fused_combine-False", combine.ep_fused_combine_kernel, spec, "*bf16"
+
+
+def main(target):
+    for name, kernel, spec, x in kernels():
+        binary = compile_kernel(kernel, spec, target, x)
+        ptx = binary.asm.get("ptx")
+        text = ptx or binary.asm["amdgcn"]
+        ops = (MEMORY if ptx else GCN).findall(text)
+        releases = [i for i, op in enumerate(ops) if ".release." in op and "exch" in op]
+        # The last barrier before each release, and whether anything was stored between the two.
+        unguarded = 0
+        for i in releases:
+            before = ops[:i][::-1]
+            barrier = next((j for j, op in enumerate(before) if op.startswith("bar")), None)
+            stored = [op for op in before[:barrier] if op.startswith("st.global")]
+            unguarded += barrier is None or bool(stored)
+        print(json.dumps({
+            "name": name, "ops": Counter(ops), "releases": len(releases), "unguarded": unguarded,
+            "local": sum("local" in op or op.startswith("scratch") for op in ops), "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
+        }), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,177 @@
+"""The small integers in the kernels' docstrings, and the pieces of kernels on their own."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import moelink
+from moelink.kernels import routes, signals
+from moelink.kernels.numeric import round_bf16
+from moelink.kernels.send_back import chunk_of
+from moelink.kernels.spec import host_clock
+from moelink.routing import ExpertMap
+from moelink.transports.base import DispatchRequest
+from moelink.transports.symmetric.rank import Chunks
+from moelink.workspace import Workspace
+from symmetric_ranks import one_process
+
+SMALL = dict(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=4)
+
+
+@triton.jit
+def _wait(words, poison, out, target, limit, CLOCK: tl.constexpr):
+    r = tl.arange(0, 4)
+    ok, lane, got = signals.wait_all(words + r, r < 3, target, poison, limit, CLOCK)
+    tl.store(out, ok.to(tl.int64))
+    tl.store(out + 1, lane.to(tl.int64))
+    tl.store(out + 2, got)
+
+
+def wait(words, target, limit=20_000_000, poison=0):
+    out = torch.zeros(3, dtype=torch.int64)
+    state = torch.tensor([poison])
+    _wait[(1,)](torch.tensor([*words, -9]), state, out, target, limit, CLOCK=host_clock)
+    return out.tolist()
+
+
+def test_wait_blames_the_one_furthest_behind():
+    assert wait([4, 7, 3], 4) == [0, 2, 3]
+    assert wait([4, 7, 5], 4)[0] == 1
+
+
+def test_wait_is_bounded_and_ends_at_poison():
+    begin = time.monotonic()
+    assert wait([4, 7, 3], 4, limit=10**11, poison=1)[0] == -1
+    assert time.monotonic() - begin < 5
+
+
+@triton.jit
+def _route(ids, owner, first, S: tl.constexpr):
+    i = tl.arange(0, 16)
+    e = tl.load(ids + i)
+    tl.store(owner + i, routes.owner_of(e, 0, 0, S))
+    tl.store(first + i, routes.first_of(i, 0, S))
+
+
+@pytest.mark.parametrize(("num_experts", "world_size"), [(7, 3), (8, 2), (2, 5), (16, 16), (5, 1)])
+def test_device_expert_map_equals_the_table(num_experts, world_size):
+    experts = ExpertMap(num_experts, world_size)
+    per, extra = divmod(num_experts, world_size)
+    ids = torch.arange(16, dtype=torch.int32) % (num_experts + 1) - 1
+    owner, first = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    _route[(1,)](ids, owner, first, S=SimpleNamespace(ALLREDUCE=False, PER=per, EXTRA=extra))
+    assert torch.equal(owner, experts.owner(ids).int())
+    assert first[:world_size].tolist() == [experts.first(rank) for rank in range(world_size)]
+
+
+@triton.jit
+def _tally(ids, pairs, messages, S: tl.constexpr):
+    p, m, invalid = routes.tally(ids, 0, 2, 0, 0, 0, 0, 0, S)
+    tl.store(pairs + tl.arange(0, 8), p)
+    tl.store(messages + tl.arange(0, 2), m)
+    tl.store(messages + 2, invalid)
+
+
+def test_tally_counts_pairs_and_messages():
+    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=8, K=2, KP=2, W=2, WP=2, TB=1)
+    pairs, messages = torch.zeros(8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    _tally[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
+    assert pairs.tolist() == [2, 1, 0, 1, 0, 0, 0, 0]
+    assert messages.tolist() == [2, 1, 0]
+    _tally[(1,)](torch.tensor([[0, 4], [-1, -2]]), pairs, messages, S=spec)
+    assert pairs.tolist() == [1, 0, 0, 0, 3, 0, 0, 0]
+    assert messages.tolist() == [1, 0, 2]
+
+
+def test_messages_of_the_send_example():
+    """Rank 0's ids [[0, 3], [1, 0], [-1, 2]]: slots, local ids, positions and counts as the docstring says."""
+    transport = one_process(SMALL, 2)
+    x = torch.arange(24.0).view(3, 8).bfloat16()
+    ids = [torch.tensor([[0, 3], [1, 0], [-1, 2]]), torch.empty(0, 2, dtype=torch.int64)]
+    recvs = transport.dispatch([DispatchRequest(x[: len(i)], i) for i in ids]).wait()
+    workspace = Workspace(moelink.EPConfig(**SMALL, world_size=2))
+    regions, message = workspace.regions, workspace.message
+
+    def parts(destination, n):
+        block = transport.ranks[destination].memory.local
+        rows = regions["messages"].view(block)[0, :n]
+        read = {p.name: rows[:, p.offset : p.end].contiguous().view(p.dtype).tolist() for p in message if p.nbytes}
+        counts = regions["counts"].view(block)[0].tolist()
+        return read["token"], read["ids"], read["positions"], counts[8:10], counts[1]
+
+    assert parts(0, 2) == ([[0], [1]], [[0, -1], [1, 0]], [[0, 0], [0, 1]], [2, 1], 2)
+    assert parts(1, 2) == ([[0], [2]], [[-1, 1], [-1, 0]], [[0, 0], [0, 0]], [1, 1], 2)
+    assert recvs[0].src_info[:3].tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 0]]
+    assert recvs[0].handle.plan.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
+
+
+def test_rows_of_the_receive_example():
+    """Counts [[2, 1], [1, 0]] with ALIGN 4: row_offsets [0, 4, 8], and rank 1's first pair of expert 0 in row 2."""
+    fields = {**SMALL, "expert_alignment": 4}
+    transport = one_process(fields, 2)
+    x = torch.ones(3, 8, dtype=torch.bfloat16)
+    ids = [torch.tensor([[0, 1], [0, -1]]), torch.tensor([[0, -1]])]
+    recvs = transport.dispatch([DispatchRequest(x[: len(i)], i) for i in ids]).wait()
+    assert recvs[0].row_offsets.tolist() == [0, 4, 8]
+    assert recvs[0].handle.counts.tolist() == [[2, 1], [1, 0]]
+    assert recvs[0].src_info[2].tolist() == [1, 0, 0]
+    assert recvs[0].src_info[[3, 5, 6, 7]].eq(-1).all()
+
+
+@triton.jit
+def _chunk(out, S: tl.constexpr):
+    i = tl.arange(0, 16)
+    tl.store(out + i, chunk_of(i, S))
+
+
+def test_chunks():
+    assert Chunks.cut(10, programs=2, flags=1024) == Chunks(2, 5, 3)
+    assert Chunks.cut(0, programs=2, flags=1) == Chunks(1, 0, 1)
+    for tokens in range(40):
+        for programs in (1, 3, 7):
+            for flags in (1, 4, 64):
+                cut = Chunks.cut(tokens, programs=programs, flags=flags)
+                assert cut.count <= flags
+                assert cut.count * cut.size >= tokens
+                assert cut.per_program * programs >= cut.count
+    out = torch.zeros(16, dtype=torch.int32)
+    _chunk[(1,)](out, S=SimpleNamespace(C=4))
+    assert out[[0, 3, 9]].tolist() == [1, 1, 3]
+
+
+@triton.jit
+def _round(x, out):
+    i = tl.arange(0, 1024)
+    tl.store(out + i, round_bf16(tl.load(x + i), False))
+
+
+def test_bf16_rounding_equals_torch():
+    bits = torch.randint(-(2**31), 2**31 - 1, (1024,), generator=torch.Generator().manual_seed(0)).int()
+    x = bits.view(torch.float32)
+    x[:3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, float("inf")])
+    out = torch.empty(1024, dtype=torch.bfloat16)
+    _round[(1,)](x, out)
+    same = (out == x.bfloat16()) | (out.isnan() & x.isnan())
+    assert same.all()
+    assert out[:2].tolist() == [1.0, 1 + 2**-6]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("options", [{}, {"pre_reduce": False}, {"dispatch_format": "fp8_block128"}])
+def test_workspace_is_within_its_bound(ranks, options):
+    fields = {**dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096), **options}
+    config = moelink.EPConfig(**fields, world_size=ranks)
+    rows = ranks if config.pre_reduce else max(ranks, config.topk)
+    bound = 1.1 * 4096 * (ranks * config.dispatch_message.nbytes + rows * config.combine_row_bytes) + 64 * 2**20
+    assert Workspace(config).nbytes <= bound
+
+
+def test_workspace_does_not_depend_on_the_rank():
+    configs = [moelink.EPConfig(**{**SMALL, "num_experts": 7}, world_size=3, rank=rank) for rank in range(3)]
+    assert len({Workspace(config).regions for config in configs}) == 1

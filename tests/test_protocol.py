@@ -1,0 +1,184 @@
+"""The protocol under seeded schedules: every program of every rank interleaved, stores held back until a release.
+
+Seven scenarios pass under every seed, equal to the oracle; three planted faults are each caught.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import moelink
+from cases import FIELDS, Case, Packed, Result, Setup, check_case
+from interleaving import Deadlock, Scheduler
+from moelink.kernels import receive, reduce, send, send_back, signals
+from moelink.memory import create_all
+from moelink.transports.symmetric import SymmetricTransport
+from moelink.workspace import Workspace
+from symmetric_ranks import combine_requests, dispatch_requests, poison_memory
+
+WORLD = 2
+SEEDS = range(20)
+FORMAT = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_experts=3, topk=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Small(Case):
+    """At most four tokens."""
+
+    tokens: tuple[int, ...] = (3, 2)
+    salt: int = 0
+
+    def expert_rows(self, rank, rows):
+        return super().expert_rows(rank + 7 * self.salt, rows)
+
+    def data(self, rank):
+        data = super().data(rank)
+        n = min(self.tokens[rank], len(data.x))
+        return dataclasses.replace(data, x=data.x[:n], topk_ids=data.topk_ids[:n], topk_weights=data.topk_weights[:n])
+
+
+def transports(setup=FORMAT, world=WORLD):
+    """One transport per rank, all in this process, over memory that is garbage where nobody promised zeros."""
+    configs = [setup.config(world, rank) for rank in range(world)]
+    workspace = Workspace(configs[0])
+    memories = create_all(["cpu"] * world, workspace.nbytes)
+    for memory in memories:
+        for name in ("messages", "rows", "counts", "chunk_range"):
+            poison_memory(workspace.regions[name].view(memory.local))
+    return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
+
+
+def rank_main(transport, rank, cases, results, *, fused, combine=True, one_dispatch=False):
+    def main():
+        recv = None
+        for case in cases:
+            if recv is None or not one_dispatch:
+                (recv,) = transport.dispatch(dispatch_requests(case, [rank]), fused=fused).wait()
+            out = torch.empty(0)
+            if combine:
+                (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
+            fields = {name: Packed.of(getattr(recv, name)) for name in FIELDS}
+            results.setdefault(id(case), {})[rank] = Result(fields, Packed.of(out))
+
+    return main
+
+
+def check(cases, results, *, combine=True):
+    for case in cases:
+        ranks = [results[id(case)][rank] for rank in range(WORLD)]
+        if combine:
+            check_case(case, WORLD, ranks)
+        else:
+            check_dispatch(case, ranks)
+
+
+def check_dispatch(case, ranks):
+    from cases import check_rows, unpack
+    from moelink import reference
+
+    data = [case.data(rank) for rank in range(WORLD)]
+    rows = reference.reference_dispatch(
+        case.setup.config(WORLD), [d.x for d in data], [d.topk_ids for d in data], [d.topk_weights for d in data]
+    )
+    for rank, (expected, result) in enumerate(zip(rows, ranks, strict=True)):
+        check_rows(f"rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
+
+
+def run(seed, cases, *, fused=True, combine=True, one_dispatch=False, communicators=1, **options):
+    """``cases`` in order on every rank; with two communicators, on both at once."""
+    groups = [transports() for _ in range(communicators)]
+    results = [{} for _ in groups]
+    mains = [
+        rank_main(transport, rank, cases, result, fused=fused, combine=combine, one_dispatch=one_dispatch)
+        for group, result in zip(groups, results, strict=True)
+        for rank, transport in enumerate(group)
+    ]
+    Scheduler(seed, **options).run(mains)
+    for result in results:
+        check(cases, result, combine=combine)
+    for group in groups:
+        for transport in group:
+            transport.check()
+            transport.close()
+
+
+ONE = [Small(FORMAT, "uniform", seed=1)]
+TWO = [Small(FORMAT, "uniform", seed=2, tokens=(1, 2)), Small(FORMAT, "uniform", seed=3, tokens=(3, 1))]
+
+SCENARIOS = {
+    "fused_pair": dict(cases=ONE),
+    "split_pair": dict(cases=ONE, fused=False),
+    "dispatches_in_a_row": dict(cases=[*TWO, *ONE], combine=False),
+    "two_calls_other_token_counts": dict(cases=TWO),
+    "a_rank_with_nothing": dict(cases=[Small(FORMAT, "uniform", seed=4, tokens=(0, 2))]),
+    "combines_in_a_row": dict(cases=[dataclasses.replace(ONE[0], salt=salt) for salt in range(2)], one_dispatch=True),
+    "two_communicators": dict(cases=[Small(FORMAT, "uniform", seed=5, tokens=(2, 1))], communicators=2),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario_under_every_schedule(name):
+    for seed in SEEDS:
+        run(seed, **SCENARIOS[name])
+
+
+@triton.jit
+def publish_without_release(words, mask, value):
+    tl.atomic_xchg(words, value, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def wait_for_the_call_before(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    return signals.wait_all(words, mask, target - 1, poison, limit, CLOCK)
+
+
+@triton.jit
+def wait_for_nobody(table, record, control, me, phase, call, offset, limit, S: tl.constexpr):
+    return tl.full([], 1, tl.int32)
+
+
+@triton.jit
+def wait_for_the_call_after(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    return signals.wait_all(words, mask, target + 1, poison, limit, CLOCK)
+
+
+def caught(cases, **options):
+    """The first seed whose schedule shows the fault, and how; None when all of them pass."""
+    for seed in SEEDS:
+        try:
+            run(seed, cases, **options)
+        except Exception as error:  # noqa: BLE001 - whatever the fault leads to
+            return seed, error
+    return None
+
+
+@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+def test_missing_release_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "publish", publish_without_release)
+    assert caught(ONE) is not None
+
+
+@pytest.mark.parametrize("module", [receive, reduce], ids=["dispatch", "combine"])
+def test_wrong_wait_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "wait_all", wait_for_the_call_before)
+    assert caught(ONE) is not None
+
+
+@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
+    # Combines in a row: a dispatch in between would hold fast ranks back.
+    salted = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
+    assert (caught([*TWO, *ONE], combine=False) if module is send else caught(salted, one_dispatch=True)) is not None
+
+
+def test_wait_for_what_never_comes_is_a_deadlock(monkeypatch):
+    monkeypatch.setattr(receive, "wait_all", wait_for_the_call_after)
+    with pytest.raises((Deadlock, moelink.PeerTimeoutError)) as caught_error:
+        run(0, ONE)
+    assert "wait_all" in str(caught_error.value)
