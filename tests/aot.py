@@ -17,8 +17,8 @@ POINTERS = {
     "weights": "*fp32", "slot_of": "*i32", "tokens_out": "*u8", "scales_out": "*u8", "row_offsets": "*i32",
     "src_info": "*i32", "scales_offsets": "*i32", "weights_out": "*fp32", "topk_ids_out": "*i32", "num_recv": "*i32",
     "overflow": "*i32", "counts_out": "*i32", "received": "*i32", "rows_of_message": "*i32", "message_token": "*i32",
-    "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "out": "*bf16", "shared": "*bf16", "epilogue": "*bf16",
-    "limit": "i64", "epilogue_tensors": ("*i64",),
+    "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "out": "*bf16", "shared": "*bf16",
+    "epilogue": "*bf16", "limit": "i64", "epilogue_tensors": ("*i64",),
 }  # fmt: skip
 MEMORY = re.compile(r"^\s*(?:@!?%?\w+ )?((?:ld|st|atom|red|bar|fence|membar)\b[\w.:]*)", re.M)
 GCN = re.compile(r"^\s*((?:global|buffer|scratch|flat)_[a-z_0-9]+)", re.M)
@@ -40,10 +40,12 @@ def compile_kernel(kernel, spec, target, x):
         if str(signature[name]).startswith("*"):
             attrs[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False}
-    return triton.compile(ASTSource(kernel, signature, constants, attrs), target=GPUTarget(*TARGETS[target]), options=options)
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attrs), target=GPUTarget(*TARGETS[target]), options=options
+    )
 
 
-def kernels():
+def kernels(everything):
     import torch
 
     import moelink
@@ -53,7 +55,7 @@ def kernels():
 
     device = torch.device("cuda")
     shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)
-    for fmt in ("bf16", "fp8_block128", "nvfp4"):
+    for fmt in ("bf16", "fp8_block128", "nvfp4") if everything else ("fp8_block128",):
         workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))
         spec = dispatch_spec(
             workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True, input_scale=fmt == "nvfp4"
@@ -63,16 +65,16 @@ def kernels():
         yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if fmt == "fp8_block128":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
-    for pre_reduce in (True, False):
+    for pre_reduce in (True, False) if everything else (True,):
         workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce))
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
         yield f"combine_async-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
         yield f"combine_wait-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
-    yield "fused_combine-False", combine.ep_fused_combine_kernel, spec, "*bf16"
+    yield f"fused_combine-{pre_reduce}", combine.ep_fused_combine_kernel, spec, "*bf16"
 
 
 def main(target):
-    for name, kernel, spec, x in kernels():
+    for name, kernel, spec, x in kernels(target == "sm_90"):
         binary = compile_kernel(kernel, spec, target, x)
         ptx = binary.asm.get("ptx")
         text = ptx or binary.asm["amdgcn"]
@@ -87,7 +89,8 @@ def main(target):
             unguarded += barrier is None or bool(stored)
         print(json.dumps({
             "name": name, "ops": Counter(ops), "releases": len(releases), "unguarded": unguarded,
-            "local": sum("local" in op or op.startswith("scratch") for op in ops), "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
+            "local": sum("local" in op or op.startswith("scratch") for op in ops),
+            "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
         }), flush=True)  # fmt: skip
 
 

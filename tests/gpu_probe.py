@@ -2,7 +2,7 @@ import sys, time, torch, traceback
 from cases import *
 from moelink.testing import run_ranks
 def bench(rank, world):
-    import moelink, torch, torch.distributed as dist, time
+    import moelink, torch, torch.distributed as dist, time; torch.cuda.set_device(rank)
     out={}
     for T,fmt in ((1,"bf16"),(128,"bf16"),(128,"fp8_block128"),(4096,"bf16"),(4096,"fp8_block128")):
         ep=moelink.init(num_experts=256,topk=8,hidden_size=7168,max_tokens_per_rank=T,dispatch_format=fmt,transport="symmetric",capacity=min(T*8*world,40000 if T==4096 else 10**9))

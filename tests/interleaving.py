@@ -133,7 +133,8 @@ class Scheduler:
 def _interleaved(scheduler: Scheduler) -> Iterator[None]:
     """Route loads, stores, atomics and launches of the interpreter through ``scheduler``."""
     saved = {
-        name: getattr(_BUILDER, name) for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
+        name: getattr(_BUILDER, name)
+        for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
     }
     call, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
 

@@ -25,7 +25,8 @@ def one_process(fields: dict[str, Any], world_size: int, device: str = "cpu") ->
 def dispatch_requests(case: Case, ranks: list[int], **options: Any) -> list[DispatchRequest]:
     datas = [case.data(rank) for rank in ranks]
     return [
-        DispatchRequest(d.x, d.topk_ids, d.topk_weights if case.weights == "dispatch" else None, **options) for d in datas
+        DispatchRequest(d.x, d.topk_ids, d.topk_weights if case.weights == "dispatch" else None, **options)
+        for d in datas
     ]
 
 

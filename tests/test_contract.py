@@ -1,152 +1,22 @@
-"""The launchers of the contract over buffers and pointers of the caller, its layouts, launch facts and names."""
+"""The launchers of the contract over buffers and pointers of the caller."""
 
 import ctypes
 import dataclasses
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 
 import moelink
-from cases import FIELDS, Case, Packed, Result, Setup, check_case
-from contract_names import PAGES
+from cases import Case, Packed, Result, check_case
+from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, run, setup
 from moelink.errors import ArgumentError, ConfigError, PeerTimeoutError, UnsupportedError
 from moelink.hooks import Hook
+from moelink.kernels import contract
 from moelink.memory import SingleProcessMemory, create_all
 from moelink.testing import assert_bitwise_equal
 
-contract = pytest.importorskip("moelink.kernels.contract", reason="kernels need Triton")
-
-DOCS = Path(__file__).parent.parent / "docs" / "contract.md"
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
-
-
-def params_of(setup: Setup, world_size: int, **changes):
-    """A setup's fields by the contract's names."""
-    fields = setup.fields
-    replicated = fields.get("mode") == "allreduce"
-    names = {
-        "dispatch_fmt_str": fields["dispatch_format"],
-        "hidden_size": fields["hidden_size"],
-        "top_k": fields["topk"],
-        "n_experts": fields["num_experts"],
-        "max_token_per_rank": fields["max_tokens_per_rank"],
-        "n_gpus_per_node": 1 if replicated else world_size,
-        "combine_dtype": fields["combine_dtype"],
-        "fused_shared_expert": fields.get("fused_shared_expert", False),
-        "skip_a2a": replicated,
-        "allreduce_world_size": world_size if replicated else 1,
-        "pre_reduce": fields.get("pre_reduce", True),
-        "expert_alignment": fields.get("expert_alignment", 1),
-    }
-    return contract.EPParams(**{**names, **changes})
-
-
-def ranks_of(params) -> list:
-    memories = create_all(["cpu"] * params.n_ranks, params.nbytes)
-    return [contract.ep_init(params, memory) for memory in memories]
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffers:
-    """Everything that the caller of one rank owns."""
-
-    handler: object
-    row_offsets: torch.Tensor
-    expert_ids: torch.Tensor
-    src_info: torch.Tensor
-    routing: object
-
-    @classmethod
-    def allocate(cls, ep, *, rows: int | None = None, weighted: bool = False) -> "Buffers":
-        handler = contract.TokenHandler.allocate(ep, rows=rows, weighted=weighted)
-        count, groups = len(handler.output_tokens), ep.config.num_groups
-        made = cls(
-            handler,
-            torch.empty(groups + 1, dtype=torch.int32),
-            torch.empty(groups, dtype=torch.int32),
-            torch.empty(count, 3, dtype=torch.int32),
-            contract.EPRouting.allocate(ep),
-        )
-        owned = (handler.output_tokens, handler.output_scales, handler.scales_offsets, handler.weights)
-        for tensor in (*owned, made.row_offsets, made.expert_ids, made.src_info):
-            if tensor is not None and tensor.numel():
-                tensor.view(torch.uint8).fill_(0xAA)
-        return made
-
-    def fields(self) -> dict[str, Packed | None]:
-        handler, routing = self.handler, self.routing
-        values = {
-            "tokens": handler.output_tokens,
-            "scales": handler.output_scales,
-            "row_offsets": self.row_offsets,
-            "expert_ids": self.expert_ids,
-            "src_info": self.src_info,
-            "scales_offsets": handler.scales_offsets,
-            "weights": handler.weights,
-            "num_recv_tokens": routing.num_recv_tokens,
-            "overflow": routing.overflow,
-        }
-        return {name: Packed.of(values.get(name)) for name in FIELDS}
-
-
-def dispatch_all(eps: Sequence, buffers: Sequence[Buffers], case: Case) -> None:
-    """One dispatch of a case on all ranks."""
-    datas = [case.data(rank) for rank in range(len(eps))]
-    contract.distributed_ep_dispatch(
-        eps,
-        [b.handler for b in buffers],
-        [b.row_offsets for b in buffers],
-        [b.expert_ids for b in buffers],
-        [b.src_info for b in buffers],
-        [ep.atomic_counters[contract.DISPATCH] for ep in eps],
-        [d.x for d in datas],
-        [d.topk_ids for d in datas],
-        [ep.pointers[contract.DISPATCH] for ep in eps],
-        [b.routing for b in buffers],
-        router_weights=[d.topk_weights for d in datas] if case.weights == "dispatch" else None,
-    )
-
-
-def combine_all(eps: Sequence, buffers: Sequence[Buffers], case: Case) -> list[torch.Tensor]:
-    """One combine of a case on all ranks."""
-    datas = [case.data(rank) for rank in range(len(eps))]
-    params = eps[0].params
-    outs = []
-    for d in datas:
-        shape = (len(d.x), params.hidden_size) if case.reduce else (len(d.x), params.top_k, params.hidden_size)
-        outs.append(torch.full(shape, float("nan"), dtype=params.combine_dtype))
-    travelled = case.weights == "dispatch"
-    contract.distributed_ep_combine(
-        eps,
-        outs,
-        [ep.atomic_counters[contract.COMBINE] for ep in eps],
-        [case.expert_rows(rank, len(b.src_info)) for rank, b in enumerate(buffers)],
-        [b.routing for b in buffers],
-        [ep.pointers[contract.COMBINE] for ep in eps],
-        [d.topk_ids for d in datas],
-        router_weights=[d.topk_weights for d in datas] if case.weights == "combine" else None,
-        row_weights=[b.handler.weights for b in buffers] if travelled else None,
-        shared=[case.shared_rows(rank) for rank in range(len(eps))] if case.shared else None,
-    )
-    for ep in eps:
-        ep.raise_error()
-    return outs
-
-
-def run(eps: Sequence, case: Case) -> None:
-    """A case through the launchers, against the oracle."""
-    buffers = [Buffers.allocate(ep, weighted=case.weights == "dispatch") for ep in eps]
-    dispatch_all(eps, buffers, case)
-    outs = combine_all(eps, buffers, case)
-    results = [Result(b.fields(), Packed.of(out)) for b, out in zip(buffers, outs, strict=True)]
-    check_case(case, len(eps), results)
-
-
-def setup(fmt: str = "bf16", **options) -> Setup:
-    return Setup(fmt, tuple({"pre_reduce": False, **options}.items()))
 
 
 CASES = [
@@ -320,66 +190,6 @@ def test_pointers_and_layouts_lead_to_the_data(pre_reduce: bool) -> None:
                     assert torch.equal(got.view(torch.bfloat16), row)
 
 
-FACTS = dict(
-    num_threads=256, n_sms=132, top_k=8, n_experts=256, n_ranks=8, msg_bytes=14336, max_tokens_per_rank=128,
-    p2p_world_size=8,
-)  # fmt: skip
-
-
-def test_launch_facts() -> None:
-    kernel = contract.EPCombineKernel(**FACTS)
-    assert (kernel.n_local_experts, kernel.n_warps) == (32, 8)
-    assert (kernel.n_send_sms, kernel.n_reduce_sms, kernel.n_wait_sms) == (131, 132, 1)
-    assert dataclasses.replace(kernel, n_experts=7, n_ranks=3, p2p_world_size=3).n_local_experts == 3
-    assert dataclasses.replace(kernel, warp_size=64).n_warps == 4
-    with pytest.raises(UnsupportedError, match="p2p_world_size=4"):
-        dataclasses.replace(kernel, p2p_world_size=4)
-    with pytest.raises(UnsupportedError, match="use_shmem=True"):
-        dataclasses.replace(kernel, use_shmem=True)
-
-
-def test_layouts_in_worked_numbers() -> None:
-    combine = contract.EPCombineKernel(**FACTS)
-    assert combine.send_buf_layout(3) == 43008
-    assert combine.recv_buf_layout(5, 2) == 602112
-    assert dataclasses.replace(combine, pre_reduce=True).recv_buf_layout(5, 2) == 3741696
-    assert combine.recv_count_layout(1, 3) == 1048
-    dispatch = contract.EPDispatchKernel(**{**FACTS, "msg_bytes": 7504})
-    assert dispatch.recv_buf_layout(1, 2) == 975520
-    assert dispatch.recv_count_layout(1, 0) == 192
-    with pytest.raises(UnsupportedError, match="no send buffer"):
-        dispatch.send_buf_layout(0)
-    for call in (
-        lambda: combine.recv_buf_layout(128, 0),
-        lambda: combine.recv_buf_layout(0, 8),
-        lambda: combine.recv_count_layout(8, 0),
-        lambda: dispatch.recv_buf_layout(0, -1),
-        lambda: dispatch.recv_count_layout(0, 32),
-    ):
-        with pytest.raises(ArgumentError, match="expected in"):
-            call()
-
-
-def test_layouts_of_a_deepseek_shape_match_the_workspace() -> None:
-    params = contract.EPParams(
-        dispatch_fmt_str="BlockwiseFP8", hidden_size=7168, top_k=8, n_experts=256, max_token_per_rank=128,
-        n_gpus_per_node=8,
-    )  # fmt: skip
-    assert (params.config(0).dispatch_format, params.n_ranks, params.workspace.message_bytes) == (
-        "fp8_block128",
-        8,
-        7504,
-    )
-    from moelink.kernels.contract.layouts import combine_kernel, dispatch_kernel
-
-    regions = params.workspace.regions
-    dispatch, combine = (make(params, n_sms=132) for make in (dispatch_kernel, combine_kernel))
-    assert dispatch.recv_buf_layout(7, 127) + 7504 == regions["messages"].nbytes
-    assert combine.recv_buf_layout(127, 7) + 14336 == regions["rows"].nbytes
-    assert combine.recv_count_layout(7, 127) + 8 == regions["combine_flag"].nbytes
-    assert dispatch.recv_count_layout(7, 31) + 4 == regions["counts"].nbytes
-
-
 @CPU_ONLY
 def test_ep_init_refuses_what_cannot_work() -> None:
     params = params_of(setup(), 2)
@@ -504,44 +314,40 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         second.raise_error()
 
 
-def rows_of_docs() -> dict[str, set[str]]:
-    """First cells of the tables of docs/contract.md, by section."""
-    sections: dict[str, set[str]] = {}
-    title = ""
-    for line in DOCS.read_text().splitlines():
-        if line.startswith("## "):
-            title = line.removeprefix("## ").strip(" `")
-        match = re.match(r"\| `([^`]+)`", line)
-        if match:
-            cells = line.split("|")
-            assert len(cells) >= 4, line
-            assert cells[2].strip(), line
-            sections.setdefault(title, set()).update(re.findall(r"`([^`]+)`", cells[1]))
-    return sections
+@pytest.mark.gpu
+def test_launchers_replay_in_a_cuda_graph() -> None:
+    case = Case(setup("fp8_block128"), "skewed", weights="combine")
+    params = params_of(case.setup, 1)
+    ep = contract.ep_init(params, create_all(["cuda:0"], params.nbytes)[0])
+    own, data = Buffers.allocate(ep), case.data(0)
+    x, ids, weights = (value.to(ep.device) for value in (data.x, data.topk_ids, data.topk_weights))
+    y = case.expert_rows(0, len(own.src_info)).to(ep.device)
+    out = torch.empty(len(x), params.hidden_size, dtype=params.combine_dtype, device=ep.device)
 
+    def step() -> None:
+        outputs = (own.handler, own.row_offsets, own.expert_ids, own.src_info)
+        contract.ep_fused_dispatch(ep, *outputs, ep.atomic_counters[0], x, ids, ep.pointers[0], own.routing)
+        contract.ep_fused_combine(
+            ep, out, ep.atomic_counters[1], y, own.routing, ep.pointers[1], ids, router_weights=weights
+        )
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_name_of_the_contract_has_a_row(page: str) -> None:
-    sections = rows_of_docs()
-    assert page in sections, f"docs/contract.md has no section {page!r}"
-    assert not set(PAGES[page]) - sections[page], f"{page}: names without a row"
-
-
-def test_names_that_the_docs_promise_exist() -> None:
-    text = DOCS.read_text()
-    promised = set(re.findall(r"`(?:moelink\.)?(kernels\.[a-z_.]+)`", text))
-    assert promised
-    import importlib
-
-    for name in promised:
-        parts = name.split(".")
-        for cut in range(len(parts), 0, -1):
-            try:
-                thing = importlib.import_module("moelink." + ".".join(parts[:cut]))
-            except ModuleNotFoundError:
-                continue
-            for attribute in parts[cut:]:
-                thing = getattr(thing, attribute)
-            break
-        else:
-            pytest.fail(name)
+    stream = torch.cuda.Stream(ep.device)
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    before = torch.cuda.memory_allocated(ep.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    assert torch.cuda.memory_allocated(ep.device) == before
+    for seed in range(3):
+        again = dataclasses.replace(case, seed=seed)
+        data = again.data(0)
+        x.copy_(data.x)
+        ids.copy_(data.topk_ids)
+        weights.copy_(data.topk_weights)
+        y.copy_(again.expert_rows(0, len(y)))
+        graph.replay()
+        torch.cuda.synchronize(ep.device)
+        ep.raise_error()
+        check_case(again, 1, [Result(own.fields(), Packed.of(out))])

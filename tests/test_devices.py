@@ -227,3 +227,22 @@ def test_data_is_recomputable():
     one, two = rank_data(**options), rank_data(**options)
     for field in dataclasses.fields(one):
         assert_bitwise_equal(getattr(one, field.name), getattr(two, field.name))
+
+
+def test_pointers_and_counters_belong_to_the_symmetric_transport():
+    _, ep, *_ = make()
+    for name in ("dev_ptrs", "atomic_counters"):
+        with pytest.raises(moelink.UnsupportedError, match=f"{name}: the collective transport has no"):
+            getattr(ep, name)
+    from moelink.kernels import ep_init
+
+    assert ep_init.__doc__
+    with moelink.init_devices(
+        ["cpu"] * 2, num_experts=4, topk=1, hidden_size=16, max_tokens_per_rank=2, transport="symmetric"
+    ) as symmetric:
+        tables, counters = symmetric.dev_ptrs, symmetric.atomic_counters
+        assert [table.shape for table in tables] == [(2, 3), (2, 3)]
+        for table in tables:
+            assert table[:, 0].tolist() == [0, 0], "no send buffers inside a node"
+            assert (table[:, 1:] != 0).all()
+        assert all(group.dtype == torch.int64 for pair in counters for group in pair)

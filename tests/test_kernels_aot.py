@@ -19,7 +19,9 @@ def compiled(target):
     """What ``aot.py`` says of every kernel, in a process where kernels are not interpreted (AMD may abort it)."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, str(HERE / "aot.py"), target], capture_output=True, text=True, env=env, timeout=280)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "aot.py"), target], capture_output=True, text=True, env=env, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -27,7 +29,7 @@ def compiled(target):
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_memory_order_and_width_on_nvidia(target):
     kernels = compiled(target)
-    assert len(kernels) == 12
+    assert len(kernels) == (12 if target == "sm_90" else 6)
     for kernel in kernels:
         name, ops = kernel["name"], kernel["ops"]
         assert any(".sys.release.exch" in op or ".release.sys.exch" in op for op in ops), name
@@ -43,7 +45,7 @@ def test_memory_order_and_width_on_nvidia(target):
 
 def test_compiles_for_amd():
     kernels = compiled("gfx942")
-    assert len(kernels) == 12
+    assert len(kernels) == 6
     for kernel in kernels:
         assert kernel["local"] == 0, f"{kernel['name']} spills"
         assert any("store_dwordx4" in op for op in kernel["ops"]), kernel["name"]

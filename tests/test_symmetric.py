@@ -10,8 +10,8 @@ import torch
 
 import moelink
 from cases import FORMATS, Case, Setup, by_setup, check_case, features, matrix
-from moelink.hooks import Hook
 from memory_ranks import run_ranks
+from moelink.hooks import Hook
 from moelink.memory import PosixMemory, create_all
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
@@ -144,11 +144,12 @@ def test_refusal_reaches_the_peers_and_the_next_call_works(phase):
 
     recvs = dispatch_all()
     ranks[0].refuse(phase)
+    if phase == "dispatch":
+        started = ranks[1].dispatch(dispatch_requests(case, [1]))
+    else:
+        started = ranks[1].combine(combine_requests(case, [1], recvs[1:]))
     with pytest.raises(moelink.PeerAbortedError) as error:
-        if phase == "dispatch":
-            ranks[1].dispatch(dispatch_requests(case, [1])).wait()
-        else:
-            ranks[1].combine(combine_requests(case, [1], recvs[1:])).wait()
+        started.wait()
     assert (error.value.rank, error.value.peer, error.value.phase) == (1, 0, phase)
     recvs = dispatch_all()
     pending = [ranks[rank].combine(combine_requests(case, [rank], [recvs[rank]])) for rank in range(2)]
@@ -241,7 +242,9 @@ def test_bias_and_residual_and_torch_hook_go_in_before_rounding():
     for out, total in zip(got, sums, strict=True):
         assert torch.equal(out, (total + bias).bfloat16())
     residuals = [torch.randn(len(s), 40).bfloat16() for s in sums]
-    got = transport.combine([dataclasses.replace(r, epilogue=x) for r, x in zip(requests, residuals, strict=True)]).wait()
+    got = transport.combine(
+        [dataclasses.replace(r, epilogue=x) for r, x in zip(requests, residuals, strict=True)]
+    ).wait()
     for out, total, residual in zip(got, sums, residuals, strict=True):
         assert torch.equal(out, (total + residual.float()).bfloat16())
 

@@ -145,6 +145,7 @@ class Communicator:
         Args:
             x: [num_tokens, hidden_size] activations (bf16, fp16 or fp32; fp64 for format fp64), contiguous.
             topk_ids: [num_tokens, topk] int32 or int64 expert ids, -1 where not routed; None with ``routing``.
+                They must not change until combine, which reads them again.
             topk_weights: [num_tokens, topk] router weights that travel with the rows, a Hook, or None.
             scales: [num_tokens, scale_width] row-major scales; ``x`` is then already quantised (payload rows).
             input_scale: fp32, one element (or a Hook): the global scale of format nvfp4.
@@ -249,6 +250,22 @@ class Communicator:
     def traffic(self) -> Traffic:
         """Bytes of rows and their metadata that this rank has sent to other ranks."""
         return self._session.traffic()
+
+    @property
+    def dev_ptrs(self) -> Tensor:
+        """[2, 3] int64 on the host: addresses of this rank's [dispatch, combine] x [send, recv, recv_count] buffers.
+
+        0 for a buffer that does not exist. Raises UnsupportedError on the collective transport.
+        """
+        return self._session.dev_ptrs()[0]
+
+    @property
+    def atomic_counters(self) -> tuple[Tensor, Tensor]:
+        """The on-device counters of the dispatch and the combine group (words: ``moelink.protocol``), int64.
+
+        Raises UnsupportedError on the collective transport.
+        """
+        return self._session.atomic_counters()[0]
 
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing."""

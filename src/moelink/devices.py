@@ -212,6 +212,16 @@ class DeviceCommunicator:
         """Bytes of rows and their metadata that went from one rank to another."""
         return self._session.traffic()
 
+    @property
+    def dev_ptrs(self) -> list[Tensor]:
+        """Per rank what :attr:`moelink.Communicator.dev_ptrs` is."""
+        return self._session.dev_ptrs()
+
+    @property
+    def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
+        """Per rank what :attr:`moelink.Communicator.atomic_counters` is."""
+        return self._session.atomic_counters()
+
     def close(self) -> None:
         """Release everything. A second call does nothing."""
         self._session.close()

@@ -101,6 +101,16 @@ class Session:
         self._require_open("traffic")
         return self.transport.traffic()
 
+    def dev_ptrs(self) -> list[Tensor]:
+        """Per local rank the [2, 3] pointer table."""
+        self._require_open("dev_ptrs")
+        return self.transport.dev_ptrs()
+
+    def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
+        """Per local rank the counters of both groups."""
+        self._require_open("atomic_counters")
+        return self.transport.atomic_counters()
+
     def _require_open(self, what: str) -> None:
         if self.closed:
             raise ClosedError(what)

@@ -14,16 +14,16 @@ from moelink.kernels.reduce import gather_home
 from moelink.kernels.send_back import send_tokens_back
 
 _CHANGING = (
-    "me", "first", "num_local", "num_tokens", "y_rows", "shared_begin", "shared_end", "slot_begin", "status", "senders",
-    "limit",
+    "me", "first", "num_local", "num_tokens", "y_rows", "shared_begin", "shared_end", "slot_begin", "status",
+    "senders", "limit",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_fused_combine_kernel(
     table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, message_token, received, out,
-    shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-    status, senders, limit, S: tl.constexpr,
+    shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end,
+    slot_begin, status, senders, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, senders) send rows back, the others gather them."""
     program = tl.program_id(0)
@@ -34,9 +34,9 @@ def ep_fused_combine_kernel(
         )  # fmt: skip
     else:
         gather_home(
-            table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
-            epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-            status, program - senders, tl.num_programs(0) - senders, limit, S,
+            table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out,
+            shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end,
+            slot_begin, status, program - senders, tl.num_programs(0) - senders, limit, S,
         )  # fmt: skip
 
 
@@ -47,20 +47,20 @@ def ep_combine_async_kernel(
 ):  # fmt: skip
     """The expert role alone."""
     send_tokens_back(
-        table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, status,
-        tl.program_id(0), tl.num_programs(0), limit, S,
+        table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
+        status, tl.program_id(0), tl.num_programs(0), limit, S,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_combine_wait_kernel(
-    table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared, epilogue,
-    epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin, status, limit,
-    S: tl.constexpr,
+    table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
+    epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
+    status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """The home role alone."""
     gather_home(
         table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
-        epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin, status,
-        tl.program_id(0), tl.num_programs(0), limit, S,
+        epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
+        status, tl.program_id(0), tl.num_programs(0), limit, S,
     )  # fmt: skip

@@ -27,25 +27,24 @@ _CHANGING = (
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_fused_dispatch_kernel(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of,
-    tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow,
-    counts_out, received, rows_of_message, message_token,
-    me, rank, first, num_local, num_groups, num_tokens, chunk, num_chunks, chunks_per_program, shared_begin, shared_end,
-    capacity, scale_rows, counts_stride, status, senders, limit, S: tl.constexpr,
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, tokens_out, scales_out, row_offsets,
+    src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message,
+    message_token, me, rank, first, num_local, num_groups, num_tokens, chunk, num_chunks, chunks_per_program,
+    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, senders, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, senders) send, the others receive."""
     program = tl.program_id(0)
     if program < senders:
         send(
-            table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens, chunk,
-            num_chunks, chunks_per_program, shared_begin, shared_end, status, program, senders, limit, S,
+            table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
+            chunk, num_chunks, chunks_per_program, shared_begin, shared_end, status, program, senders, limit, S,
         )  # fmt: skip
     else:
         receive(
-            table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out, topk_ids_out,
-            num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local, num_groups,
-            shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program - senders,
-            tl.num_programs(0) - senders, limit, S,
+            table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out,
+            topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank,
+            num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
+            program - senders, tl.num_programs(0) - senders, limit, S,
         )  # fmt: skip
 
 
@@ -56,8 +55,9 @@ def ep_dispatch_async_kernel(
 ):  # fmt: skip
     """The sender role alone."""
     send(
-        table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens, chunk,
-        num_chunks, chunks_per_program, shared_begin, shared_end, status, tl.program_id(0), tl.num_programs(0), limit, S,
+        table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
+        chunk, num_chunks, chunks_per_program, shared_begin, shared_end, status, tl.program_id(0), tl.num_programs(0),
+        limit, S,
     )  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def ep_dispatch_wait_kernel(
 ):  # fmt: skip
     """The receiver role alone."""
     receive(
-        table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out, topk_ids_out,
-        num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local, num_groups,
-        shared_begin, shared_end, capacity, scale_rows, counts_stride, status, tl.program_id(0), tl.num_programs(0), limit,
-        S,
+        table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out,
+        topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local,
+        num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, tl.program_id(0),
+        tl.num_programs(0), limit, S,
     )  # fmt: skip

@@ -21,22 +21,20 @@ Nothing that came over the wire becomes an address unchecked: an id, position or
 import triton
 import triton.language as tl
 
+from moelink.kernels.padding import pad_rows, pad_tiles, scale_places
+from moelink.kernels.plan import group_starts, load_counts, tile_bases, write_nothing, write_plan
 from moelink.kernels.signals import I32, I64, arrive, is_poisoned, note_refusal, publish, settle, wait_all
 from moelink.protocol import (
-    COUNT_HEADER,
     DISPATCH_RECEIVED,
     DONE,
-    OVERFLOW,
     PHASE_DISPATCH,
     ROW_ABSENT,
     ROW_DROPPED,
 )
 
-_HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _DONE = tl.constexpr(DONE)
-_OVERFLOW = tl.constexpr(OVERFLOW)
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _DROPPED = tl.constexpr(ROW_DROPPED)
 
@@ -54,120 +52,6 @@ def wait_for_counts(table, record, control, me, call, limit, S: tl.constexpr):
 
 
 @triton.jit
-def load_counts(mine, num_local, S: tl.constexpr):
-    """Rows per (source, local expert) [WP, LP] and messages per source [WP], whatever the wire says within bounds."""
-    r = tl.arange(0, S.WP)
-    e = tl.arange(0, S.LP)
-    head = (mine + S.O_COUNTS).to(I32) + r * S.CW
-    rows = tl.load(head[:, None] + _HEADER + e[None, :], mask=(r < S.W)[:, None] & (e < num_local)[None, :], other=0)
-    messages = tl.load(head + 1, mask=r < S.W, other=0)
-    return tl.minimum(tl.maximum(rows, 0), S.T * S.K), tl.minimum(tl.maximum(messages, 0), S.T)
-
-
-@triton.jit
-def group_starts(sizes, shared, S: tl.constexpr):
-    """Starts [LP] of the routed groups, and rows of the shared group, each group rounded up to ALIGN rows."""
-    aligned = tl.cdiv(sizes, S.ALIGN) * S.ALIGN
-    shared_rows = tl.cdiv(shared, S.ALIGN) * S.ALIGN
-    return tl.cumsum(aligned, 0) - aligned + shared_rows, aligned, shared_rows
-
-
-@triton.jit
-def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
-    """First 128-row block of each routed group [LP] in the 128x4 scale layout, and blocks of the shared group."""
-    rows = tl.minimum(starts + aligned, capacity) - tl.minimum(starts, capacity)
-    blocks = tl.cdiv(rows, 128)
-    shared_blocks = tl.cdiv(tl.minimum(shared_rows, capacity), 128)
-    return tl.cumsum(blocks, 0) - blocks + shared_blocks, shared_blocks
-
-
-@triton.jit
-def write_nothing(row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local, num_groups,
-                  counts_stride, S: tl.constexpr):  # fmt: skip
-    """Outputs of a dispatch that brought nothing: poisoned, or refused by a peer."""
-    g = tl.arange(0, S.GP)
-    tl.store(row_offsets + g, tl.zeros([S.GP], tl.int32), mask=g <= num_groups)
-    if S.SCALES == 2:
-        tl.store(scales_offsets + g, tl.zeros([S.GP], tl.int32), mask=g < num_groups)
-    tl.store(num_recv, 0)
-    tl.store(overflow, 0)
-    r = tl.arange(0, S.WP)
-    e = tl.arange(0, S.LP)
-    tl.store(received + r * 2, tl.zeros([S.WP], tl.int32), mask=r < S.W)
-    tl.store(received + r * 2 + 1, tl.zeros([S.WP], tl.int32), mask=r < S.W)
-    tl.store(received + S.W * 2, 1)
-    column = rank if S.ALLREDUCE else 0
-    tl.store(
-        counts_out + e[None, :] * counts_stride + column + r[:, None], tl.zeros([S.WP, S.LP], tl.int32),
-        mask=(r < S.W)[:, None] & (e < num_local)[None, :],
-    )  # fmt: skip
-
-
-@triton.jit
-def write_plan(
-    mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local,
-    num_groups, shared, capacity, counts_stride, S: tl.constexpr,
-):  # fmt: skip
-    """Program 0: offsets, totals, and what combine needs to know of this call."""
-    r = tl.arange(0, S.WP)
-    e = tl.arange(0, S.LP)
-    tl.store(row_offsets, 0)
-    if S.RANK_LAYOUT:
-        ends = tl.cumsum(messages, 0)
-        total = tl.sum(messages, 0)
-        if S.ALLREDUCE:
-            g = tl.arange(0, S.GP)
-            tl.store(row_offsets + g, tl.where(g > rank, tl.minimum(total, capacity), 0), mask=g <= num_groups)
-        else:
-            tl.store(row_offsets + 1 + r, tl.minimum(ends, capacity), mask=r < S.W)
-        kept = tl.minimum(total, capacity)
-        lost = total - kept
-    else:
-        sizes = tl.sum(rows, 0)
-        starts, aligned, shared_rows = group_starts(sizes, shared, S)
-        ends = row_offsets + 1 + e
-        if S.SHARED:
-            tl.store(row_offsets + 1, tl.minimum(shared_rows, capacity))
-            ends += 1
-        tl.store(ends, tl.minimum(starts + aligned, capacity), mask=e < num_local)
-        kept = tl.sum(tl.minimum(tl.maximum(capacity - starts, 0), sizes), 0)
-        lost = tl.sum(sizes, 0) - kept + shared - tl.minimum(shared, capacity)
-        if S.SCALES == 2:
-            bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
-            to = scales_offsets + e
-            if S.SHARED:
-                tl.store(scales_offsets, 0)
-                to += 1
-            tl.store(to, bases - tl.minimum(starts, capacity) // 128, mask=e < num_local)
-    tl.store(num_recv, kept)
-    tl.store(overflow, lost)
-    if lost > 0:
-        tl.atomic_add(control + _OVERFLOW, lost.to(tl.int64), sem="relaxed", scope="gpu")
-    column = rank if S.ALLREDUCE else 0
-    tl.store(
-        counts_out + e[None, :] * counts_stride + column + r[:, None], rows,
-        mask=(r < S.W)[:, None] & (e < num_local)[None, :],
-    )  # fmt: skip
-    head = (mine + S.O_COUNTS).to(I32) + r * S.CW
-    tokens = tl.load(head + 2, mask=r < S.W, other=0)
-    tl.store(received + r * 2, messages, mask=r < S.W)
-    tl.store(received + r * 2 + 1, tl.minimum(tl.maximum(tokens, 0), S.T), mask=r < S.W)
-    tl.store(received + S.W * 2, 0)
-
-
-@triton.jit
-def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
-    """Element offsets of the scales of rows (columns of a [n, 1] block) at scale columns c ([1, m])."""
-    if S.SCALES == 1:
-        return c.to(tl.int64) * scale_rows + row
-    elif S.SCALES == 2:
-        tile = (block + inner // 128).to(tl.int64) * ((S.SW + 3) // 4) + c // 4
-        return (tile * 32 + inner % 32) * 16 + inner % 128 // 32 * 4 + c % 4
-    else:
-        return row.to(tl.int64) * S.SW + c
-
-
-@triton.jit
 def copy_message(message, row, keep, inner, block, tokens_out, scales_out, scale_rows, S: tl.constexpr):
     """Payload and scales of one message (an int64 address) to the output rows ``row`` [RP] under ``keep``."""
     source = tl.multiple_of(message.to(S.WORD_P), 16)
@@ -175,7 +59,11 @@ def copy_message(message, row, keep, inner, block, tokens_out, scales_out, scale
     for c0 in tl.static_range(0, S.NWORDS, S.BLOCK):
         c = c0 + tl.arange(0, S.BLOCK)
         words = tl.load(source + c, mask=c < S.NWORDS, other=0)
-        tl.store(to + c[None, :], tl.broadcast_to(words[None, :], (S.RP, S.BLOCK)), mask=keep[:, None] & (c < S.NWORDS)[None, :])
+        tl.store(
+            to + c[None, :],
+            tl.broadcast_to(words[None, :], (S.RP, S.BLOCK)),
+            mask=keep[:, None] & (c < S.NWORDS)[None, :],
+        )
     if S.SW > 0:
         c = tl.arange(0, S.SWP)
         scale = tl.load((message + S.M_SCALES).to(S.SCALE_P) + c, mask=c < S.SW, other=0)
@@ -190,7 +78,8 @@ def copy_message(message, row, keep, inner, block, tokens_out, scales_out, scale
 @triton.jit
 def place_message(
     mine, source, slot, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out,
-    rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows, S: tl.constexpr,
+    rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Copy message ``slot`` of ``source`` to its rows, and note for combine where they are.
 
@@ -248,77 +137,11 @@ def place_message(
 
 
 @triton.jit
-def group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S: tl.constexpr):
-    """Start, real rows, rows and first scale block of routed group ``g``, or of the shared group for -1, within capacity."""
-    pick = tl.arange(0, S.LP) == g
-    size = tl.sum(tl.where(pick, sizes, 0), 0)
-    start = tl.sum(tl.where(pick, starts, 0), 0)
-    rows = tl.sum(tl.where(pick, aligned, 0), 0)
-    block = tl.sum(tl.where(pick, bases, 0), 0)
-    if g < 0:
-        size += shared
-        rows += shared_rows
-    rows = tl.minimum(start + rows, capacity) - tl.minimum(start, capacity)
-    return start, tl.minimum(size, rows), rows, block
-
-
-@triton.jit
-def pad_rows(
-    tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows, bases, num_local, program,
-    num_programs, capacity, scale_rows, S: tl.constexpr,
-):  # fmt: skip
-    """Zero the padding rows of all groups: at most ALIGN - 1 behind each group's real rows."""
-    q = tl.arange(0, S.RP)
-    for i in range(program, (num_local + S.SHARED) * (S.ALIGN - 1), num_programs):
-        g = i // (S.ALIGN - 1) - S.SHARED
-        start, size, rows, _ = group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S)
-        inner = size + i % (S.ALIGN - 1)
-        if inner < rows:
-            row = start + inner + q
-            first = q == 0
-            to = tokens_out.to(S.WORD_P, bitcast=True) + row.to(tl.int64)[:, None] * S.NWORDS
-            for c0 in tl.static_range(0, S.NWORDS, S.BLOCK):
-                c = c0 + tl.arange(0, S.BLOCK)
-                zero = tl.zeros([S.RP, S.BLOCK], tl.int32).to(S.WORD_P.element_ty)
-                tl.store(to + c[None, :], zero, mask=first[:, None] & (c < S.NWORDS)[None, :])
-            for j in tl.static_range(3):
-                tl.store(src_info + row * 3 + j, q * 0 - 1, mask=first)
-            if S.WEIGHTS:
-                tl.store(weights_out + row, (q * 0).to(S.WEIGHT_P.element_ty), mask=first)
-            if S.SCALES == 0 or S.SCALES == 1:
-                c = tl.arange(0, S.SWP)
-                place = scale_places(row[:, None], row[:, None], row[:, None], c[None, :], scale_rows, S)
-                tl.store(
-                    scales_out.to(S.SCALE_P, bitcast=True) + place, tl.zeros([S.RP, S.SWP], tl.int32).to(S.SCALE),
-                    mask=first[:, None] & (c < S.SW)[None, :],
-                )  # fmt: skip
-
-
-@triton.jit
-def pad_tiles(
-    scales_out, sizes, starts, aligned, shared, shared_rows, bases, num_local, program, num_programs, capacity, S: tl.constexpr
-):
-    """Zero the scales behind each group's real rows up to the end of its last 128-row tile."""
-    columns = (S.SW + 3) // 4 * 4
-    steps = (columns + 15) // 16
-    j = tl.arange(0, 128)
-    for i in range(program, (num_local + S.SHARED) * steps, num_programs):
-        g = i // steps - S.SHARED
-        _, size, rows, block = group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S)
-        c = i % steps * 16 + tl.arange(0, 16)
-        inner = size + j
-        place = scale_places(inner[:, None], inner[:, None], block, c[None, :], 0, S)
-        tl.store(
-            scales_out.to(S.SCALE_P, bitcast=True) + place, tl.zeros([128, 16], tl.int32).to(S.SCALE),
-            mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (c < columns)[None, :],
-        )  # fmt: skip
-
-
-@triton.jit
 def receive(
     table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out, topk_ids_out,
     num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local, num_groups,
-    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program, num_programs, limit, S: tl.constexpr,
+    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program, num_programs, limit,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the receiver role."""
     call = tl.load(control + _ROLE) + 1
@@ -330,21 +153,25 @@ def receive(
         if status == 0:
             ok = wait_for_counts(table, record, control, me, call, limit, S)
         else:
-            # A rank that refuses reads nothing, so it drains at once; a later store of a peer comes after its earlier ones.
+            # A rank that refuses reads nothing, so it drains at once; each peer stores for one call after the other.
             ok += 1
     if status != 0:
         ok += 0
     elif ok <= 0:
         if program == 0:
-            write_nothing(row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local, num_groups,
-                          counts_stride, S)  # fmt: skip
+            write_nothing(
+                row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
+                num_groups, counts_stride, S,
+            )  # fmt: skip
     else:
         head = (mine + S.O_COUNTS).to(I32) + r * S.CW
         refused = tl.load(head, mask=mask, other=0)
         if tl.max(refused, 0) != 0:
             if program == 0:
-                write_nothing(row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
-                              num_groups, counts_stride, S)  # fmt: skip
+                write_nothing(
+                    row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
+                    num_groups, counts_stride, S,
+                )  # fmt: skip
                 note_refusal(record, me, tl.min(tl.where(refused != 0, r, S.W), 0), _PHASE, call)
         else:
             shared = shared_end - shared_begin
@@ -355,9 +182,11 @@ def receive(
             if S.SCALES == 2:
                 bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
             if program == 0:
-                write_plan(mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out, received,
-                           rank, num_local, num_groups, shared, capacity, counts_stride, S)  # fmt: skip
-            per_source = tl.maximum(tl.load(head + 4, mask=mask, other=1), 1)
+                write_plan(
+                    mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out,
+                    received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
+                )  # fmt: skip
+            per_source = tl.minimum(tl.maximum(tl.load(head + 4, mask=mask, other=1), 1), S.C)
             chunks = tl.minimum(tl.maximum(tl.load(head + 3, mask=mask, other=0), 0), S.C)
             steps = tl.max(tl.cdiv(chunks, per_source) * per_source, 0)
             for i in range(program, steps * S.W, num_programs):
@@ -392,11 +221,15 @@ def receive(
                                     shared_begin, shared_end, capacity, scale_rows, S,
                                 )  # fmt: skip
             if S.ALIGN > 1:
-                pad_rows(tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows, bases,
-                         num_local, program, num_programs, capacity, scale_rows, S)  # fmt: skip
+                pad_rows(
+                    tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows,
+                    bases, num_local, program, num_programs, capacity, scale_rows, S,
+                )  # fmt: skip
             if S.SCALES == 2:
-                pad_tiles(scales_out, sizes, starts, aligned, shared, shared_rows, bases, num_local, program, num_programs,
-                          capacity, S)  # fmt: skip
+                pad_tiles(
+                    scales_out, sizes, starts, aligned, shared, shared_rows, bases, num_local, program, num_programs,
+                    capacity, S,
+                )  # fmt: skip
     if ok > 0:
         if arrive(control + _DONE + _ROLE, num_programs) > 0:
             tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="sys")

@@ -86,8 +86,8 @@ def finish(total, out, shared, epilogue, epilogue_tensors, token, c, S: tl.const
 
 @triton.jit
 def reduce_and_copy_to_output(
-    table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue, epilogue_tensors, me, first,
-    num_local, y_rows, token, shared_begin, shared_end, slot_begin, S: tl.constexpr,
+    table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue, epilogue_tensors, me,
+    first, num_local, y_rows, token, shared_begin, shared_end, slot_begin, S: tl.constexpr,
 ):  # fmt: skip
     """The result of one token, all of whose rows have arrived."""
     r = tl.arange(0, S.WP)
@@ -136,9 +136,9 @@ def reduce_and_copy_to_output(
 
 @triton.jit
 def gather_home(
-    table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared, epilogue,
-    epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin, status, program,
-    num_programs, limit, S: tl.constexpr,
+    table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
+    epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
+    status, program, num_programs, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the home role."""
     call = tl.load(control + _ROLE) + 1

@@ -17,9 +17,10 @@ Order without a sort: a message's slot at d is the number of earlier tokens of t
 *position* the number of earlier pairs (token, then slot) of this rank with the same expert. Every program counts what
 lies before its own tokens by itself, so no program waits for a count.
 
-Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots 0, 1
-with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
-destination 1 gets tokens 0, 2 in slots 0, 1 with local ids [-1, 1], [-1, 0]. Counts: [2, 1] for rank 0, [1, 1] for rank 1.
+Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
+0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
+destination 1 gets tokens 0, 2 in slots 0, 1 with local ids [-1, 1], [-1, 0]. Counts: [2, 1] for rank 0, [1, 1] for
+rank 1.
 """
 
 import triton
@@ -53,8 +54,8 @@ def wait_until_drained(table, record, control, me, phase, call, offset, limit, S
 
 @triton.jit
 def send_counts(
-    table, record, control, ids, me, first, num_local, num_tokens, num_chunks, chunks_per_program, shared_begin, shared_end,
-    status, call, limit, S: tl.constexpr,
+    table, record, control, ids, me, first, num_local, num_tokens, num_chunks, chunks_per_program, shared_begin,
+    shared_end, status, call, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program 0: tell every rank how many rows and messages come, and that they do."""
     pairs, messages, invalid = tally(ids, 0, num_tokens, me, first, num_local, shared_begin, shared_end, S)
@@ -94,14 +95,22 @@ def _store_payload(x, token, messages, present, input_scale, S: tl.constexpr):
         for c0 in tl.static_range(0, S.NWORDS, S.BLOCK):
             c = c0 + tl.arange(0, S.BLOCK)
             row = tl.load(source + c, mask=c < S.NWORDS, other=0)
-            tl.store(to + c[None, :], tl.broadcast_to(row[None, :], (S.WP, S.BLOCK)), mask=present[:, None] & (c < S.NWORDS)[None, :])
+            tl.store(
+                to + c[None, :],
+                tl.broadcast_to(row[None, :], (S.WP, S.BLOCK)),
+                mask=present[:, None] & (c < S.NWORDS)[None, :],
+            )
     elif S.SOURCE == 1:
         to = tl.multiple_of(messages.to(S.DTYPE_P), 16)[:, None]
         for c0 in tl.static_range(0, S.H, S.BLOCK):
             c = c0 + tl.arange(0, S.BLOCK)
             wide = tl.load(x + tl.cast(token, tl.int64) * S.H + c, mask=c < S.H, other=0.0)
             row = round_to(wide.to(tl.float64 if S.DTYPE == tl.float64 else tl.float32), S.DTYPE, S.NATIVE)
-            tl.store(to + c[None, :], tl.broadcast_to(row[None, :], (S.WP, S.BLOCK)), mask=present[:, None] & (c < S.H)[None, :])
+            tl.store(
+                to + c[None, :],
+                tl.broadcast_to(row[None, :], (S.WP, S.BLOCK)),
+                mask=present[:, None] & (c < S.H)[None, :],
+            )
     else:
         to = tl.multiple_of(messages.to(U8), 16)[:, None]
         to_scales = (messages + S.M_SCALES).to(S.SCALE_P)[:, None]
@@ -119,7 +128,11 @@ def _store_payload(x, token, messages, present, input_scale, S: tl.constexpr):
                 mask=present[:, None] & keep[None, :],
             )  # fmt: skip
             scale = scale.to(S.SCALE, bitcast=True)
-            tl.store(to_scales + g[None, :], tl.broadcast_to(scale[None, :], (S.WP, S.GB)), mask=present[:, None] & (g < S.NG)[None, :])
+            tl.store(
+                to_scales + g[None, :],
+                tl.broadcast_to(scale[None, :], (S.WP, S.GB)),
+                mask=present[:, None] & (g < S.NG)[None, :],
+            )
 
 
 @triton.jit
@@ -160,6 +173,7 @@ def send_rows(
                     bins = tl.where(owner >= 0, expert, S.E)
                     earlier = (bins[None, :] == bins[:, None]) & (k[None, :] < k[:, None])
                     position = tl.gather(pairs, bins, 0) + tl.sum(earlier.to(tl.int32), 1)
+                    position = tl.where(owner >= 0, position, 0)
 
                     tl.store(slot_of + token * S.W + r, tl.where(present, sent, -1), mask=mask)
                     messages = base + S.O_MESSAGES + (me * S.T + sent).to(tl.int64) * S.MESSAGE
@@ -197,13 +211,14 @@ def send(
     if is_poisoned(table, record, control, me, S) == 0:
         if program == 0:
             ok = send_counts(
-                table, record, control, ids, me, first, num_local, num_tokens, num_chunks, chunks_per_program, shared_begin,
-                shared_end, status, call, limit, S,
+                table, record, control, ids, me, first, num_local, num_tokens, num_chunks, chunks_per_program,
+                shared_begin, shared_end, status, call, limit, S,
             )  # fmt: skip
         else:
             ok = send_rows(
-                table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-                chunk, num_chunks, chunks_per_program, shared_begin, shared_end, program - 1, call, limit, S,
+                table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local,
+                num_tokens, chunk, num_chunks, chunks_per_program, shared_begin, shared_end, program - 1, call, limit,
+                S,
             )  # fmt: skip
         if ok > 0:
             if arrive(control + _DONE + _ROLE, num_programs) > 0:

@@ -131,7 +131,9 @@ def send_tokens_back(
                                 else:
                                     k = tl.arange(0, S.KP)
                                     some = (k >= slot_begin) & (k < slot_begin + S.COPIES) & (k < S.K)
-                                    moved += tl.sum((tl.load(rows + k, mask=some, other=_ABSENT) != _ABSENT).to(tl.int64), 0)
+                                    moved += tl.sum(
+                                        (tl.load(rows + k, mask=some, other=_ABSENT) != _ABSENT).to(tl.int64), 0
+                                    )
                         if home != me:
                             tl.atomic_add(control + _BYTES, moved * S.ROW, sem="relaxed", scope="gpu")
                         flags = (block + S.O_FLAG).to(I64) + me * S.C + c + r * 0

@@ -27,7 +27,6 @@ import triton.language as tl
 
 from moelink.protocol import ABORT_RECORD, CLAIM, CODE_ABORT, CODE_TIMEOUT, POISON_WORDS
 
-
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
 U8 = tl.constexpr(tl.pointer_type(tl.uint8))
@@ -43,9 +42,7 @@ _FAR = tl.constexpr(2**62)
 def clock(CLOCK: tl.constexpr):
     """Ticks since some moment, int64. CLOCK: "ptx", "gcn", or (interpreted) a Python function."""
     if CLOCK == "ptx":
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     elif CLOCK == "gcn":
         return tl.inline_asm_elementwise(
             "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
@@ -56,7 +53,7 @@ def clock(CLOCK: tl.constexpr):
 
 @triton.jit
 def publish(words, mask, value):
-    """Make everything this program stored visible to whoever sees ``value`` in ``words`` (a block of int64 pointers)."""
+    """Make all this program's stores visible to whoever sees ``value`` in ``words`` (a block of int64 pointers)."""
     tl.debug_barrier()
     tl.atomic_xchg(words, value, mask=mask, sem="release", scope="sys")
 
@@ -110,7 +107,7 @@ def claim(control):
 
 @triton.jit
 def give_up(table, record, control, poisons, me, peer, phase, call, expected, got, S: tl.constexpr):
-    """Time ran out: describe it in ``record`` (host-visible) and at every peer, and poison them all, this rank included.
+    """Time ran out: describe it in ``record`` (host-visible) and at every peer; poison them all, this rank included.
 
     Only the first program of this rank that gets here does it. A peer's copy lies in its ``poisons[me]``.
     """
@@ -164,7 +161,7 @@ def note_refusal(record, me, peer, phase, call):
 
 @triton.jit
 def is_poisoned(table, record, control, me, S: tl.constexpr):
-    """1 when an earlier wait here or at a peer expired (then the error's record is written), else 0. Ask at the start."""
+    """1 when an earlier wait here or at a peer expired (the error's record is then written), else 0. For the start."""
     mine = tl.load(table + me)
     poison = (mine + S.O_POISON).to(I64)
     poisoned = (tl.load(poison) != 0).to(tl.int32)

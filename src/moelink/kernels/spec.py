@@ -1,7 +1,8 @@
 """What is fixed when a kernel is compiled: sizes, offsets and options, gathered in one constexpr object.
 
 Everything that changes from call to call (token counts, call numbers, capacities, addresses, ranks) is an ordinary
-argument instead, so that no call recompiles. Offsets O_* are bytes from the start of a block, M_* from that of a message.
+argument instead, so that no call recompiles. Offsets O_* are bytes from the start of a block, M_* from that of a
+message.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class CommonSpec:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         text = ",".join(f"{name}={getattr(value, 'cache_key', value)}" for name, value in values.items())
         object.__setattr__(self, "_name", f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}")
-        # The compiler takes an attribute of a constexpr object as it is, and wants a constexpr; the interpreter wants none.
+        # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
         if not is_interpreted():
             for name, value in values.items():
                 object.__setattr__(self, name, tl.constexpr(value))
@@ -129,12 +130,12 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     local = workspace.max_local_experts
     return dict(
         W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts + 1)),
-        PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size,
-        K=cfg.topk, KP=power(cfg.topk), L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank), C=workspace.num_chunks,
+        PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
+        L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank), C=workspace.num_chunks,
         TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
-        NATIVE=has_native_casts(device), CLOCK=clock_of(device),
-        O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
+        NATIVE=has_native_casts(device), CLOCK=clock_of(device), O_POISON=regions["poison"].offset,
+        O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
     )  # fmt: skip
 
 
@@ -304,15 +305,13 @@ def combine_spec(
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     return CombineSpec(
-        **common(workspace, device),
-        H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
+        **common(workspace, device), H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
         SUMS=sums, REDUCE=reduce, ROW_WEIGHTS=by_row,
         HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
-        COPIES=regions["rows"].shape[0], ADD_SHARED=shared,
-        SLOTS=1 if rank_layout else cfg.topk,
-        DTYPE=dtype, DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],
-        OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook, ROW=workspace.row_bytes,
-        O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
+        COPIES=regions["rows"].shape[0], ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,
+        DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],
+        OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
+        ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
         O_ROWS=regions["rows"].offset,
     )  # fmt: skip

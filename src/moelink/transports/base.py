@@ -108,5 +108,11 @@ class Transport(Protocol):
     def traffic(self) -> Traffic:
         """Bytes sent so far."""
 
+    def dev_ptrs(self) -> list[Tensor]:
+        """Per local rank [2, 3] int64 on the host: [dispatch, combine] x [send, recv, recv_count] addresses."""
+
+    def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
+        """Per local rank the on-device counters of both groups."""
+
     def close(self) -> None:
         """Release everything. Waits for nobody once an error has poisoned the communicator."""

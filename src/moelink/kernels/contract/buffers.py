@@ -54,6 +54,7 @@ class EPBuffers:
         n_sms: multiprocessors that launches are cut for.
         config: the parameters under this package's names.
         workspace: regions of a block.
+        starts: first byte of each group's recv buffer in a block.
     """
 
     params: EPParams
@@ -66,6 +67,7 @@ class EPBuffers:
     n_sms: int
     config: EPConfig = field(repr=False)
     workspace: Workspace = field(repr=False)
+    starts: tuple[int, int] = field(repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -184,4 +186,5 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         n_sms=n_sms,
         config=params.config(rank),
         workspace=workspace,
+        starts=(workspace.regions[REGIONS[DISPATCH][0]].offset, workspace.regions[REGIONS[COMBINE][0]].offset),
     )

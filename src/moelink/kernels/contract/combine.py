@@ -6,14 +6,14 @@ multiply-add), so results are the same bits everywhere.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels import combine as kernels
-from moelink.kernels.contract.buffers import EPBuffers
+from moelink.kernels.contract.buffers import COMBINE, EPBuffers
 from moelink.kernels.contract.launch import launch, or_dummy, relative_to, shared_bounds
 from moelink.kernels.contract.tensors import (
     EPRouting,
@@ -132,7 +132,7 @@ def ep_combine_wait(
 
 def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
     spec = combine_spec(ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options)
-    return relative_to(spec, ep.workspace.regions["rows"].offset)
+    return cast(CombineSpec, relative_to(spec, ep.starts[COMBINE]))
 
 
 def _check_sender(

@@ -14,14 +14,14 @@ A CPU runs programs and launches one after the other: with several ranks in a pr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moelink.errors import ArgumentError
 from moelink.kernels import dispatch as kernels
-from moelink.kernels.contract.buffers import EPBuffers
+from moelink.kernels.contract.buffers import DISPATCH, EPBuffers
 from moelink.kernels.contract.launch import Cut, launch, or_dummy, relative_to, shared_bounds
 from moelink.kernels.contract.tensors import (
     EPRouting,
@@ -139,7 +139,7 @@ def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale
     spec = dispatch_spec(
         ep.workspace, ep.device, input_dtype=input_dtype, quantized=False, weights=weights, input_scale=input_scale
     )
-    return relative_to(spec, ep.workspace.regions["messages"].offset)
+    return cast(DispatchSpec, relative_to(spec, ep.starts[DISPATCH]))
 
 
 class _Given:

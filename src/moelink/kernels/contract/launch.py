@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from moelink.arith import ceil_div
 from moelink.kernels.contract.buffers import RECV, EPBuffers
 from moelink.kernels.contract.layouts import NUM_WARPS
-from moelink.kernels.spec import CommonSpec
 from moelink.routing import shared_slice
 
 CHUNKS_PER_PROGRAM = 4
 """Chunks of a sender with many tokens: receivers start on the first while the last is still on the wire."""
 
-SpecT = TypeVar("SpecT", bound=CommonSpec)
 
-
-def relative_to(spec: SpecT, start: int) -> SpecT:
+@lru_cache(maxsize=256)
+def relative_to(spec: Any, start: int) -> Any:
     """``spec`` for a table of addresses of a region that begins at byte ``start`` of each block, instead of blocks."""
-    offsets = {f.name: getattr(spec, f.name) - start for f in dataclasses.fields(spec) if f.name.startswith("O_")}
-    return dataclasses.replace(spec, **offsets)
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
+    moved = {name: value - start if name.startswith("O_") else value for name, value in values.items()}
+    return type(spec)(**moved)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.errors import CapacityError, RoutingError
+from moelink.errors import CapacityError, RoutingError, UnsupportedError
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
@@ -76,6 +76,14 @@ class CollectiveTransport:
     def traffic(self) -> Traffic:
         """Bytes of rows sent to other ranks so far."""
         return Traffic(**self._wire.sent)
+
+    def dev_ptrs(self) -> list[Tensor]:
+        """There are none."""
+        raise UnsupportedError("dev_ptrs: the collective transport has no device buffers; use transport='symmetric'")
+
+    def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
+        """There are none."""
+        raise UnsupportedError("atomic_counters: the collective transport has none; use transport='symmetric'")
 
     def close(self) -> None:
         """Release the wire."""

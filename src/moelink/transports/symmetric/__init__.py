@@ -1,4 +1,4 @@
-"""The symmetric transport: Triton kernels over memory that all ranks can address (GPUs of one node; CPUs interpreted)."""
+"""The symmetric transport: kernels over memory that all ranks can address (GPUs of a node; CPUs, interpreted)."""
 
 from moelink.transports.symmetric.transport import SymmetricTransport
 

@@ -32,7 +32,11 @@ class Combine:
         home_weights = handle.topk_weights
         if request.topk_weights is not None:
             home_weights = evaluate_weights(
-                request.topk_weights, num_tokens=handle.num_tokens, topk=config.topk, device=rank.device, dtype=config.weight_dtype
+                request.topk_weights,
+                num_tokens=handle.num_tokens,
+                topk=config.topk,
+                device=rank.device,
+                dtype=config.weight_dtype,
             )
         home_weights = None if home_weights is None else home_weights.contiguous()
         self.spec = combine_spec(
@@ -55,7 +59,14 @@ class Combine:
         self._back = (
             request.y, row_weights, plan.rows_of_message, plan.message_token, plan.received, rank.me, len(request.y)
         )  # fmt: skip
-        rows = (request.y, row_weights, rank.optional(home_weights), handle.topk_ids, plan.slot_of, plan.rows_of_message)
+        rows = (
+            request.y,
+            row_weights,
+            rank.optional(home_weights),
+            handle.topk_ids,
+            plan.slot_of,
+            plan.rows_of_message,
+        )
         ends = (self.out, rank.optional(request.shared), rank.optional(bias), tensors or (rank.table,))
         sizes = (
             rank.me, rank.first, config.num_local_experts, handle.num_tokens, len(request.y),
@@ -92,16 +103,16 @@ class Combine:
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
         self.rank.launch(
-            kernels.ep_combine_wait_kernel, self.rank.programs.receive, *self._home, slot_begin, STATUS_OK, self.rank.limit,
-            S=self.spec, **_EXACT,
+            kernels.ep_combine_wait_kernel, self.rank.programs.receive, *self._home, slot_begin, STATUS_OK,
+            self.rank.limit, S=self.spec, **_EXACT,
         )  # fmt: skip
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
         senders = self._senders if self.travels else 0
         self.rank.launch(
-            kernels.ep_fused_combine_kernel, senders + self.rank.programs.receive, *self._fused, slot_begin, STATUS_OK, senders,
-            self.rank.limit, S=self.spec, **_EXACT,
+            kernels.ep_fused_combine_kernel, senders + self.rank.programs.receive, *self._fused, slot_begin,
+            STATUS_OK, senders, self.rank.limit, S=self.spec, **_EXACT,
         )  # fmt: skip
 
     def result(self) -> Tensor:
@@ -125,6 +136,6 @@ def refuse_combine(rank: Rank) -> None:
         kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, 0, STATUS_ABORT, rank.limit, S=spec, **_EXACT
     )
     rank.launch(
-        kernels.ep_combine_wait_kernel, 1, *[dummy] * 10, (dummy,), rank.me, rank.first, rank.config.num_local_experts, 0, 0, 0, 0,
-        0, STATUS_ABORT, rank.limit, S=spec, **_EXACT,
+        kernels.ep_combine_wait_kernel, 1, *[dummy] * 10, (dummy,), rank.me, rank.first,
+        rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit, S=spec, **_EXACT,
     )  # fmt: skip

@@ -59,7 +59,16 @@ class Dispatch:
         )  # fmt: skip
         cut = Chunks.cut(num_tokens, programs=rank.programs.send, flags=rank.workspace.num_chunks)
         shared = shared_bounds(config, num_tokens)
-        self._sending = (rank.me, rank.first, config.num_local_experts, num_tokens, cut.size, cut.count, cut.per_program, *shared)
+        self._sending = (
+            rank.me,
+            rank.first,
+            config.num_local_experts,
+            num_tokens,
+            cut.size,
+            cut.count,
+            cut.per_program,
+            *shared,
+        )
         self._shared = shared
         self._senders = 1 + min(rank.programs.send, max(1, cut.count))
 
@@ -85,14 +94,20 @@ class Dispatch:
     def send(self) -> None:
         """Launch the sender role."""
         self.rank.launch(
-            kernels.ep_dispatch_async_kernel, self._senders, *self._rows, *self._sending, STATUS_OK, self.rank.limit, S=self.spec
+            kernels.ep_dispatch_async_kernel,
+            self._senders,
+            *self._rows,
+            *self._sending,
+            STATUS_OK,
+            self.rank.limit,
+            S=self.spec,
         )
 
     def receive(self) -> None:
         """Launch the receiver role."""
         self.rank.launch(
-            kernels.ep_dispatch_wait_kernel, self.rank.programs.receive, *self._outputs(), *self._receiving(), STATUS_OK,
-            self.rank.limit, S=self.spec,
+            kernels.ep_dispatch_wait_kernel, self.rank.programs.receive, *self._outputs(), *self._receiving(),
+            STATUS_OK, self.rank.limit, S=self.spec,
         )  # fmt: skip
 
     def send_and_receive(self) -> None:
@@ -101,9 +116,9 @@ class Dispatch:
         label, first = self.rank.config.rank, self.rank.first
         shared_begin, shared_end, capacity, scale_rows, stride = rest
         self.rank.launch(
-            kernels.ep_fused_dispatch_kernel, self._senders + self.rank.programs.receive, *self._rows, *self._outputs(),
-            me, label, first, num_local, num_groups, *self._sending[3:7], shared_begin, shared_end, capacity, scale_rows,
-            stride, STATUS_OK, self._senders, self.rank.limit, S=self.spec,
+            kernels.ep_fused_dispatch_kernel, self._senders + self.rank.programs.receive, *self._rows,
+            *self._outputs(), me, label, first, num_local, num_groups, *self._sending[3:7], shared_begin, shared_end,
+            capacity, scale_rows, stride, STATUS_OK, self._senders, self.rank.limit, S=self.spec,
         )  # fmt: skip
 
     def result(self) -> DispatchOutput:
@@ -125,8 +140,8 @@ class Dispatch:
             return None if tensor is None else tensor[:rows].clone()
 
         return dataclasses.replace(
-            out, tokens=cut(out.tokens), scales=scales, src_info=cut(out.src_info), weights=cut(out.weights),
-            topk_ids=cut(out.topk_ids), topk_weights=cut(out.topk_weights),
+            out, tokens=out.tokens[:rows].clone(), scales=scales, src_info=out.src_info[:rows].clone(),
+            weights=cut(out.weights), topk_ids=cut(out.topk_ids), topk_weights=cut(out.topk_weights),
         )  # fmt: skip
 
 

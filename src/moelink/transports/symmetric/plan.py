@@ -11,6 +11,7 @@ from moelink.config import EPConfig
 from moelink.routing import shared_slice
 from moelink.workspace import Workspace
 
+
 @dataclass(frozen=True)
 class SymmetricPlan:
     """Where the rows of one call are. ``W`` ranks that exchange (1 in allreduce mode), ``T`` max_tokens_per_rank.

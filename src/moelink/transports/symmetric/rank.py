@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from moelink.kernels.spec import clock_ticks
 from moelink.memory import SymmetricMemory
 from moelink.protocol import ABORT_RECORD, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
 from moelink.routing import ExpertMap
+from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.workspace import Workspace
 
 CHUNKS_PER_PROGRAM = 4
@@ -35,7 +36,7 @@ class Programs:
         """As many as ``num_sms`` (default: all multiprocessors of the device) for each role; two on a CPU."""
         if device.type == "cpu":
             return cls(2, 2)
-        sms = config.num_sms or torch.cuda.get_device_properties(device).multi_processor_count
+        sms = config.num_sms or multiprocessors(device)
         return cls(max(1, sms - 1), sms)
 
 
@@ -58,6 +59,11 @@ class Chunks:
         return cls(size, count, max(1, ceil_div(count, programs)))
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class Rank:
     """One local rank: what every launch passes, and the streams it runs on."""
 
@@ -76,6 +82,10 @@ class Rank:
         self.programs = Programs.of(config, self.device)
         self.limit = clock_ticks(config.timeout, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            SM_BUDGET.claim(self, self.device, config.num_sms, available=multiprocessors(self.device))
+        self._preparing = False
+        self._ready: set[tuple[Any, Any]] = set()
 
     def optional(self, tensor: Tensor | None) -> Tensor:
         """``tensor``, or in place of None some pointer that the kernel will not follow."""
@@ -97,11 +107,38 @@ class Rank:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """On CUDA: launches inside only compile their kernel and load it onto the device, each kernel once.
+
+        Compiling and loading may synchronise a device, which must not happen while a kernel there waits for a peer
+        that this process is still to launch.
+        """
+        self._preparing = self.stream is not None
+        try:
+            with torch.cuda.device(self.device) if self._preparing else nullcontext():
+                yield
+        finally:
+            self._preparing = False
+
     def launch(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         """Launch ``kernel`` over ``programs`` programs."""
         if self.device.type == "cuda":
             options = {"num_warps": 8, **options}
-        kernel[(programs,)](self.table, self.record, self.control, *args, **options)
+        args = (self.table, self.record, self.control, *args)
+        if not self._preparing:
+            kernel[(programs,)](*args, **options)
+        elif (kernel, options["S"]) not in self._ready:
+            compiled = kernel.warmup(*args, grid=(programs,), **options)
+            compiled._init_handles()
+            self._ready.add((kernel, options["S"]))
+
+    def close(self) -> None:
+        """Release the block, after what is under way unless the communicator is poisoned."""
+        if not self.poisoned:
+            self.synchronize()
+        SM_BUDGET.release(self)
+        self.memory.close()
 
     def synchronize(self) -> None:
         """The host waits for this rank's kernels."""
@@ -112,6 +149,11 @@ class Rank:
     def poisoned(self) -> bool:
         """A wait of this communicator expired, here or at a peer that said so."""
         return int(self.record[0]) != 0
+
+    @property
+    def aborted(self) -> bool:
+        """A peer refused a call, and this rank has not raised that yet."""
+        return int(self.record[ABORT_RECORD]) != 0
 
     def error(self) -> MoelinkError | None:
         """What the record says: the first expired wait, or (once) a peer's refusal."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.errors import CapacityError, RoutingError
+from moelink.kernels.contract import pointer_table
 from moelink.memory import SymmetricMemory
 from moelink.output import DispatchOutput
 from moelink.protocol import COMBINE_BYTES, DISPATCH_BYTES
@@ -59,11 +60,15 @@ class SymmetricTransport:
         """Ranks of one CPU process run one after the other: all must have sent before any waits."""
         return len(self.ranks) == 1 or self.ranks[0].device.type == "cuda"
 
-    def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> SymmetricPending[list[DispatchOutput]]:
+    def dispatch(
+        self, requests: Sequence[DispatchRequest], *, fused: bool = False
+    ) -> SymmetricPending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
         self._raise_error()
         with torch.no_grad():
-            calls = [Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)]
+            calls = [
+                Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
+            ]
         fused = fused and self._may_fuse
         self._each([call.send_and_receive if fused else call.send for call in calls])
         self._under_way = [*self._under_way[-1:], calls]
@@ -102,6 +107,11 @@ class SymmetricTransport:
         return SymmetricPending(finish)
 
     def _each(self, launches: Sequence[Callable[[], None]]) -> None:
+        if len(self.ranks) > 1:
+            for rank, launch in zip(self.ranks, launches, strict=True):
+                if rank.stream is not None:
+                    with rank.preparing():
+                        launch()
         for rank, launch in zip(self.ranks, launches, strict=True):
             with rank.launching():
                 launch()
@@ -120,33 +130,40 @@ class SymmetricTransport:
                 raise error
 
     def refuse(self, phase: Phase) -> None:
-        """Tell peers that this rank refused its arguments. With all ranks in this process there is nobody to tell."""
-        if len(self.ranks) > 1 or any(rank.poisoned for rank in self.ranks):
+        """Tell peers that this rank refused its arguments. With all ranks in this process there is nobody to tell.
+
+        A combine of rows that a refused dispatch did not bring is no call on any rank; whether there was one is known
+        only once it is over, so the host waits here.
+        """
+        for rank in self.ranks:
+            rank.synchronize()
+        if len(self.ranks) > 1 or any(rank.poisoned or (phase == "combine" and rank.aborted) for rank in self.ranks):
             return
         self._each([lambda r=r: (refuse_dispatch if phase == "dispatch" else refuse_combine)(r) for r in self.ranks])  # type: ignore[misc]
 
     def warmup(self) -> None:
-        """Compile on CUDA, by a dispatch and a combine of no tokens, on all ranks alike. Nothing to do on CPUs."""
+        """Compile and load every kernel of the usual calls; nothing is launched. Nothing to do on CPUs."""
         if self.ranks[0].device.type == "cpu":
             return
-        config = self.ranks[0].config
+        for rank in self.ranks:
+            with torch.no_grad(), rank.preparing():
+                self._prepare(rank)
+
+    def _prepare(self, rank: Rank) -> None:
+        config = rank.config
         dtype = config.format.input_dtypes[-1 if config.dispatch_format == "fp64" else 0]
-        for fused in (True, False):
-            requests = [
-                DispatchRequest(
-                    x=torch.empty(0, config.hidden_size, dtype=dtype, device=rank.device),
-                    topk_ids=torch.empty(0, config.topk, dtype=torch.int32, device=rank.device),
-                    topk_weights=torch.empty(0, config.topk, dtype=config.weight_dtype, device=rank.device),
-                )
-                for rank in self.ranks
-            ]
-            outputs = self.dispatch(requests, fused=fused).wait()
-            rows = [
-                CombineRequest(y=out.tokens.new_empty(len(out.tokens), config.hidden_size, dtype=config.combine_dtype), recv=out)
-                for out in outputs
-            ]
-            self.combine(rows, fused=fused).wait()
-        self.check()
+        x = torch.empty(1, config.hidden_size, dtype=dtype, device=rank.device)
+        ids = torch.empty(1, config.topk, dtype=torch.int32, device=rank.device)
+        weights = torch.empty(1, config.topk, dtype=config.weight_dtype, device=rank.device)
+        for given in (weights, None):
+            dispatch = Dispatch(rank, DispatchRequest(x=x, topk_ids=ids, topk_weights=given), self._identity)
+            rows = len(dispatch.output.tokens)
+            y = torch.empty(rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
+            combine = Combine(rank, CombineRequest(y=y, recv=dispatch.output))
+            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive):
+                call()
+            for pass_ in (combine.send_and_receive, combine.send, combine.receive):
+                pass_(combine.passes[0])
 
     def check(self) -> None:
         """Synchronise; raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""
@@ -165,13 +182,20 @@ class SymmetricTransport:
         """Bytes of messages and rows sent to other ranks so far. Synchronises on CUDA."""
         control = [rank.control.tolist() for rank in self.ranks]
         return Traffic(
-            dispatch=sum(words[DISPATCH_BYTES] for words in control), combine=sum(words[COMBINE_BYTES] for words in control)
+            dispatch=sum(words[DISPATCH_BYTES] for words in control),
+            combine=sum(words[COMBINE_BYTES] for words in control),
         )
+
+    def dev_ptrs(self) -> list[Tensor]:
+        """Per local rank [2, 3] int64 on the host: its own [dispatch, combine] x [send, recv, recv_count] addresses."""
+        return [pointer_table(self._workspace, rank.table)[:, :, rank.me].cpu() for rank in self.ranks]
+
+    def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
+        """Per local rank the on-device counters of both groups, which are one block (words: ``moelink.protocol``)."""
+        return [(rank.control, rank.control) for rank in self.ranks]
 
     def close(self) -> None:
         """Release the blocks, after what is under way unless the communicator is poisoned. Safe to call twice."""
         for rank in self.ranks:
-            if not rank.poisoned:
-                rank.synchronize()
-            rank.memory.close()
+            rank.close()
         self._under_way = []

@@ -1,0 +1,118 @@
+"""Dispatch, receiver role: where rows go, from the counts of all sources, and the outputs that say so.
+
+Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], ALIGN 4: group sizes [3, 1], row_offsets
+[0, 4, 8], handle.counts [[2, 1], [1, 0]].
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.signals import I32
+from moelink.protocol import COUNT_HEADER, OVERFLOW
+
+_HEADER = tl.constexpr(COUNT_HEADER)
+_OVERFLOW = tl.constexpr(OVERFLOW)
+
+
+@triton.jit
+def load_counts(mine, num_local, S: tl.constexpr):
+    """Rows per (source, local expert) [WP, LP] and messages per source [WP], whatever the wire says within bounds."""
+    r = tl.arange(0, S.WP)
+    e = tl.arange(0, S.LP)
+    head = (mine + S.O_COUNTS).to(I32) + r * S.CW
+    rows = tl.load(head[:, None] + _HEADER + e[None, :], mask=(r < S.W)[:, None] & (e < num_local)[None, :], other=0)
+    messages = tl.load(head + 1, mask=r < S.W, other=0)
+    return tl.minimum(tl.maximum(rows, 0), S.T * S.K), tl.minimum(tl.maximum(messages, 0), S.T)
+
+
+@triton.jit
+def group_starts(sizes, shared, S: tl.constexpr):
+    """Starts [LP] of the routed groups, and rows of the shared group, each group rounded up to ALIGN rows."""
+    aligned = tl.cdiv(sizes, S.ALIGN) * S.ALIGN
+    shared_rows = tl.cdiv(shared, S.ALIGN) * S.ALIGN
+    return tl.cumsum(aligned, 0) - aligned + shared_rows, aligned, shared_rows
+
+
+@triton.jit
+def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
+    """First 128-row block of each routed group [LP] in the 128x4 scale layout, and blocks of the shared group."""
+    rows = tl.minimum(starts + aligned, capacity) - tl.minimum(starts, capacity)
+    blocks = tl.cdiv(rows, 128)
+    shared_blocks = tl.cdiv(tl.minimum(shared_rows, capacity), 128)
+    return tl.cumsum(blocks, 0) - blocks + shared_blocks, shared_blocks
+
+
+@triton.jit
+def write_nothing(
+    row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local, num_groups,
+    counts_stride, S: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a dispatch that brought nothing: poisoned, or refused by a peer."""
+    g = tl.arange(0, S.GP)
+    tl.store(row_offsets + g, tl.zeros([S.GP], tl.int32), mask=g <= num_groups)
+    if S.SCALES == 2:
+        tl.store(scales_offsets + g, tl.zeros([S.GP], tl.int32), mask=g < num_groups)
+    tl.store(num_recv, 0)
+    tl.store(overflow, 0)
+    r = tl.arange(0, S.WP)
+    e = tl.arange(0, S.LP)
+    tl.store(received + r * 2, tl.zeros([S.WP], tl.int32), mask=r < S.W)
+    tl.store(received + r * 2 + 1, tl.zeros([S.WP], tl.int32), mask=r < S.W)
+    tl.store(received + S.W * 2, 1)
+    column = rank if S.ALLREDUCE else 0
+    tl.store(
+        counts_out + e[None, :] * counts_stride + column + r[:, None], tl.zeros([S.WP, S.LP], tl.int32),
+        mask=(r < S.W)[:, None] & (e < num_local)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def write_plan(
+    mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out, received, rank,
+    num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
+):  # fmt: skip
+    """Program 0: offsets, totals, and what combine needs to know of this call."""
+    r = tl.arange(0, S.WP)
+    e = tl.arange(0, S.LP)
+    tl.store(row_offsets, 0)
+    if S.RANK_LAYOUT:
+        ends = tl.cumsum(messages, 0)
+        total = tl.sum(messages, 0)
+        if S.ALLREDUCE:
+            g = tl.arange(0, S.GP)
+            tl.store(row_offsets + g, tl.where(g > rank, tl.minimum(total, capacity), 0), mask=g <= num_groups)
+        else:
+            tl.store(row_offsets + 1 + r, tl.minimum(ends, capacity), mask=r < S.W)
+        kept = tl.minimum(total, capacity)
+        lost = total - kept
+    else:
+        sizes = tl.sum(rows, 0)
+        starts, aligned, shared_rows = group_starts(sizes, shared, S)
+        ends = row_offsets + 1 + e
+        if S.SHARED:
+            tl.store(row_offsets + 1, tl.minimum(shared_rows, capacity))
+            ends += 1
+        tl.store(ends, tl.minimum(starts + aligned, capacity), mask=e < num_local)
+        kept = tl.sum(tl.minimum(tl.maximum(capacity - starts, 0), sizes), 0)
+        lost = tl.sum(sizes, 0) - kept + shared - tl.minimum(shared, capacity)
+        if S.SCALES == 2:
+            bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
+            to = scales_offsets + e
+            if S.SHARED:
+                tl.store(scales_offsets, 0)
+                to += 1
+            tl.store(to, bases - tl.minimum(starts, capacity) // 128, mask=e < num_local)
+    tl.store(num_recv, kept)
+    tl.store(overflow, lost)
+    if lost > 0:
+        tl.atomic_add(control + _OVERFLOW, lost.to(tl.int64), sem="relaxed", scope="gpu")
+    column = rank if S.ALLREDUCE else 0
+    tl.store(
+        counts_out + e[None, :] * counts_stride + column + r[:, None], rows,
+        mask=(r < S.W)[:, None] & (e < num_local)[None, :],
+    )  # fmt: skip
+    head = (mine + S.O_COUNTS).to(I32) + r * S.CW
+    tokens = tl.load(head + 2, mask=r < S.W, other=0)
+    tl.store(received + r * 2, messages, mask=r < S.W)
+    tl.store(received + r * 2 + 1, tl.minimum(tl.maximum(tokens, 0), S.T), mask=r < S.W)
+    tl.store(received + S.W * 2, 0)

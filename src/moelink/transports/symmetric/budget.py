@@ -1,0 +1,51 @@
+"""How many multiprocessors the communicators of one device may occupy together.
+
+Two communicators can be in flight at the same time (on streams of their own) only if the programs of both fit the
+device, or one's waiting programs could keep out the other's senders on every rank in turn. A communicator that names
+``num_sms`` takes part in this budget; one that does not uses the whole device and is serialised with others by the
+caller's stream.
+
+A device belongs to the whole process, and so does its budget: this is the one registry of the package that is not
+reached from a communicator. It holds nothing alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from moelink.errors import ConfigError
+
+
+class SmBudget:
+    """Multiprocessors promised to open communicators, by device."""
+
+    def __init__(self) -> None:
+        self._holders: weakref.WeakKeyDictionary[object, tuple[torch.device, int]] = weakref.WeakKeyDictionary()
+
+    def claim(self, holder: object, device: torch.device, num_sms: int | None, *, available: int) -> None:
+        """Promise ``num_sms`` of the ``available`` multiprocessors of ``device`` to ``holder`` until it is released.
+
+        Raises:
+            ConfigError: ``num_sms`` is more than the device has, or than other open communicators leave.
+
+        Example: with 132 available and 100 claimed, a claim of 40 is refused and one of 32 accepted.
+        """
+        if num_sms is None:
+            return
+        taken = sum(count for place, count in self._holders.values() if place == device)
+        if num_sms + taken > available:
+            raise ConfigError(
+                "num_sms",
+                f"at most {available - taken} ({available} on {device}, {taken} held by open communicators)",
+                num_sms,
+            )
+        self._holders[holder] = (device, num_sms)
+
+    def release(self, holder: object) -> None:
+        """Give back what ``holder`` claimed, if anything."""
+        self._holders.pop(holder, None)
+
+
+SM_BUDGET = SmBudget()

@@ -1,0 +1,122 @@
+"""Launch facts, layout functions and names of the contract; the page that lists them; examples."""
+
+import dataclasses
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from contract_names import PAGES
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.kernels import contract
+from moelink.kernels.contract.layouts import combine_kernel, dispatch_kernel
+from moelink.kernels.spec import is_interpreted
+
+DOCS = Path(__file__).parent.parent / "docs" / "contract.md"
+
+FACTS = dict(
+    num_threads=256, n_sms=132, top_k=8, n_experts=256, n_ranks=8, msg_bytes=14336, max_tokens_per_rank=128,
+    p2p_world_size=8,
+)  # fmt: skip
+
+
+def test_launch_facts() -> None:
+    kernel = contract.EPCombineKernel(**FACTS)
+    assert (kernel.n_local_experts, kernel.n_warps) == (32, 8)
+    assert (kernel.n_send_sms, kernel.n_reduce_sms, kernel.n_wait_sms) == (131, 132, 1)
+    assert dataclasses.replace(kernel, n_experts=7, n_ranks=3, p2p_world_size=3).n_local_experts == 3
+    assert dataclasses.replace(kernel, warp_size=64).n_warps == 4
+    with pytest.raises(UnsupportedError, match="p2p_world_size=4"):
+        dataclasses.replace(kernel, p2p_world_size=4)
+    with pytest.raises(UnsupportedError, match="use_shmem=True"):
+        dataclasses.replace(kernel, use_shmem=True)
+
+
+def test_layouts_in_worked_numbers() -> None:
+    combine = contract.EPCombineKernel(**FACTS)
+    assert combine.send_buf_layout(3) == 43008
+    assert combine.recv_buf_layout(5, 2) == 602112
+    assert dataclasses.replace(combine, pre_reduce=True).recv_buf_layout(5, 2) == 3741696
+    assert combine.recv_count_layout(1, 3) == 1048
+    dispatch = contract.EPDispatchKernel(**{**FACTS, "msg_bytes": 7504})
+    assert dispatch.recv_buf_layout(1, 2) == 975520
+    assert dispatch.recv_count_layout(1, 0) == 192
+    with pytest.raises(UnsupportedError, match="no send buffer"):
+        dispatch.send_buf_layout(0)
+    for call in (
+        lambda: combine.recv_buf_layout(128, 0),
+        lambda: combine.recv_buf_layout(0, 8),
+        lambda: combine.recv_count_layout(8, 0),
+        lambda: dispatch.recv_buf_layout(0, -1),
+        lambda: dispatch.recv_count_layout(0, 32),
+    ):
+        with pytest.raises(ArgumentError, match="expected in"):
+            call()
+
+
+def test_layouts_of_a_deepseek_shape_match_the_workspace() -> None:
+    params = contract.EPParams(
+        dispatch_fmt_str="BlockwiseFP8", hidden_size=7168, top_k=8, n_experts=256, max_token_per_rank=128,
+        n_gpus_per_node=8,
+    )  # fmt: skip
+    assert (params.config(0).dispatch_format, params.n_ranks, params.workspace.message_bytes) == (
+        "fp8_block128",
+        8,
+        7504,
+    )
+    regions = params.workspace.regions
+    dispatch, combine = (make(params, n_sms=132) for make in (dispatch_kernel, combine_kernel))
+    assert dispatch.recv_buf_layout(7, 127) + 7504 == regions["messages"].nbytes
+    assert combine.recv_buf_layout(127, 7) + 14336 == regions["rows"].nbytes
+    assert combine.recv_count_layout(7, 127) + 8 == regions["combine_flag"].nbytes
+    assert dispatch.recv_count_layout(7, 31) + 4 == regions["counts"].nbytes
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled where there is a GPU")
+@pytest.mark.parametrize("name", ("params", "buffers"))
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(f"moelink.kernels.contract.{name}")
+    assert doctest.testmod(module).failed == 0
+
+
+def rows_of_docs() -> dict[str, set[str]]:
+    """First cells of the tables of docs/contract.md, by section."""
+    sections: dict[str, set[str]] = {}
+    title = ""
+    for line in DOCS.read_text().splitlines():
+        if line.startswith("## "):
+            title = line.removeprefix("## ").strip(" `")
+        match = re.match(r"\| `([^`]+)`", line)
+        if match:
+            cells = line.split("|")
+            assert len(cells) >= 4, line
+            assert cells[2].strip(), line
+            sections.setdefault(title, set()).update(re.findall(r"`([^`]+)`", cells[1]))
+    return sections
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_of_the_contract_has_a_row(page: str) -> None:
+    sections = rows_of_docs()
+    assert page in sections, f"docs/contract.md has no section {page!r}"
+    assert not set(PAGES[page]) - sections[page], f"{page}: names without a row"
+
+
+def test_names_that_the_docs_promise_exist() -> None:
+    text = DOCS.read_text()
+    promised = set(re.findall(r"`(?:moelink\.)?(kernels\.[a-z_.]+)`", text))
+    assert promised
+    for name in promised:
+        parts = name.split(".")
+        for cut in range(len(parts), 0, -1):
+            try:
+                thing = importlib.import_module("moelink." + ".".join(parts[:cut]))
+            except ModuleNotFoundError:
+                continue
+            for attribute in parts[cut:]:
+                thing = getattr(thing, attribute)
+            break
+        else:
+            pytest.fail(name)

@@ -1,0 +1,91 @@
+"""The symmetric transport with a process per GPU, as many as there are, up to 8. Run by hand: ``-m gpu``."""
+
+import pytest
+import torch
+
+import gpu_ranks
+import moelink
+from cases import FIELDS, FORMATS, SCENARIOS, Case, Packed, Result, Setup, check_case
+from moelink.testing import run_ranks
+
+WORLD = min(8, torch.cuda.device_count())
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(WORLD < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(600),
+]
+
+
+def test_equals_collective_at_real_sizes():
+    for done in run_ranks(gpu_ranks.equals_collective, WORLD, timeout=500):
+        assert len(done) == len(gpu_ranks.REAL_SIZES)
+
+
+def test_graphs_replay_with_other_inputs_and_sizes():
+    for rank, results in enumerate(run_ranks(gpu_ranks.graphs, WORLD, timeout=300)):
+        assert all(results.values()), (rank, results)
+
+
+def test_a_rank_that_never_calls_is_named_in_time():
+    results = run_ranks(gpu_ranks.absent_rank, WORLD, timeout=300)
+    for rank, result in enumerate(results):
+        if rank == 1:
+            assert result["told"] == 1
+            continue
+        assert (result["error"], result["peer"], result["later"]) == ("PeerTimeoutError", 1, "rank 1")
+        assert 2.9 < result["took"] < 4.0
+        assert result["replay"] < 0.5
+        assert result["after"] < 0.5
+        assert set(result["offsets"]) == {0}
+        assert result["alive"]
+
+
+def test_memory_is_bounded():
+    for taken, allowed in run_ranks(gpu_ranks.allocated, WORLD, timeout=200):
+        assert 0 < taken <= allowed
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_one_process_drives_all_devices(fmt):
+    case = Case(Setup(fmt), "holes", seed=3)
+    devices = [f"cuda:{rank}" for rank in range(WORLD)]
+    with moelink.init_devices(devices, **case.setup.fields) as ep:
+        assert "symmetric" in repr(ep)
+        data = [case.data(rank) for rank in range(WORLD)]
+        for _ in range(3):
+            recvs = ep.dispatch(
+                [d.x.to(device) for d, device in zip(data, devices, strict=True)],
+                [d.topk_ids.to(device) for d, device in zip(data, devices, strict=True)],
+                [d.topk_weights.to(device) for d, device in zip(data, devices, strict=True)],
+            )
+            ys = [case.expert_rows(r, recv.tokens.shape[0]).to(devices[r]) for r, recv in enumerate(recvs)]
+            outs = ep.combine(ys, recvs)
+            results = [
+                Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+                for recv, out in zip(recvs, outs, strict=True)
+            ]
+            check_case(case, WORLD, results)
+
+
+def test_twenty_thousand_calls():
+    for wrong, seconds in run_ranks(gpu_ranks.many_calls, WORLD, 20_000, timeout=500):
+        assert wrong == 0
+        assert seconds < 400
+
+
+def test_equals_oracle():
+    """Every format x layout x mode and reduction, on the small cases of the CPU tests."""
+    cases = []
+    for fmt in FORMATS:
+        for options in (
+            {},
+            {"layout": "rank"},
+            {"fused_shared_expert": True, "pre_reduce": False},
+            {"mode": "allreduce"},
+        ):
+            setup = Setup(fmt, tuple(options.items()))
+            cases += [Case(setup, scenario, seed=i) for i, scenario in enumerate(SCENARIOS)]
+    results = run_ranks(gpu_ranks.run_cases, WORLD, cases, timeout=550)
+    for index, case in enumerate(cases):
+        check_case(case, WORLD, [result[index] for result in results])
