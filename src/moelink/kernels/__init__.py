@@ -23,14 +23,14 @@ Importing this package does not import triton; its modules do, and so does takin
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
     """The contract's names, on first use: ``from moelink.kernels import ep_init, ep_fused_dispatch``."""
-    if not name.startswith("__"):
-        from moelink.kernels import contract
-
+    if not name.startswith("__") and name != "contract":
+        contract = importlib.import_module("moelink.kernels.contract")
         if name in contract.__all__:
             return getattr(contract, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
