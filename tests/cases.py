@@ -60,6 +60,7 @@ class Case:
     reduce: bool = True
     shared: bool = False
     seed: int = 0
+    small: bool = False  # at most 3 tokens a rank, for interpreted kernels
 
     @property
     def id(self) -> str:
@@ -71,7 +72,8 @@ class Case:
         """What ``rank`` passes to dispatch."""
         f = self.setup.fields
         scenario = self.scenario
-        num_tokens = {"all_empty": 0, "one_rank_empty": 0 if rank == 0 else 5}.get(scenario, 3 + rank % 5)
+        usual, at_most = (1 + rank % 3, 2) if self.small else (3 + rank % 5, 5)
+        num_tokens = {"all_empty": 0, "one_rank_empty": 0 if rank == 0 else at_most}.get(scenario, usual)
         source = 0 if f.get("mode") == "allreduce" else rank
         data = rank_data(
             seed=self.seed + 17,

@@ -206,10 +206,10 @@ def graphs(rank: int, world_size: int) -> dict[str, bool]:
             with torch.cuda.graph(graph):
                 recv = ep.dispatch(x, ids, weights)
                 out = ep.combine(recv.tokens, recv)
-            captured[size] = (graph, x, ids, out)
+            captured[size] = (graph, x, ids, out, weights)  # a graph reads its inputs where they were
         for step in range(12):
             size = (8, 64)[(step + rank) % 2]
-            graph, x, ids, out = captured[size]
+            graph, x, ids, out, _ = captured[size]
             real = (size * (step + 1)) // 12
             fresh, routing, _ = inputs(rank, seed=step, tokens=size, hidden=hidden, experts=experts, topk=topk)
             routing[real:] = -1

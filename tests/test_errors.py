@@ -243,11 +243,9 @@ def skipped(rank, world_size):
     d = data(rank)
     with moelink.init(**SETUP, timeout=20) as ep:
         recv = ep.dispatch(d.x, d.topk_ids)
+        call = (lambda: ep.dispatch(d.x, d.topk_ids)) if rank == 1 else (lambda: ep.combine(recv.tokens, recv))
         with pytest.raises(moelink.ProtocolError, match="rank 1 makes another call") as caught:
-            if rank == 1:
-                ep.dispatch(d.x, d.topk_ids)
-            else:
-                ep.combine(recv.tokens, recv)
+            call()
         assert caught.value.peer == 1
         with pytest.raises(moelink.ProtocolError, match="rank 2 calls dispatch .* with other options"):
             ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 2 else None)

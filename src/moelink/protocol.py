@@ -21,12 +21,13 @@ ABORT_RECORD = 8
 PHASE_DISPATCH, PHASE_COMBINE = 0, 1
 PHASES = ("dispatch", "combine")
 
-CODE_TIMEOUT, CODE_ABORT = 1, 2
+CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS = 1, 2, 3
 
 STATUS_OK, STATUS_ABORT = 0, 1
 
 COUNT_HEADER = 8
-"""int32 words before the counts of a counts row: status, messages, tokens, chunks, chunks per program, (unused)."""
+"""int32 words before the counts of a counts row: status, messages, tokens, chunks, chunks per program, options,
+(unused)."""
 
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """rows_of_message: the slot is not for this rank; the row did not fit ``capacity``."""

@@ -23,8 +23,10 @@ import triton.language as tl
 
 from moelink.kernels.padding import pad_rows, pad_tiles, scale_places
 from moelink.kernels.plan import group_starts, load_counts, tile_bases, write_nothing, write_plan
-from moelink.kernels.signals import I32, I64, arrive, is_poisoned, note_refusal, publish, settle, wait_all
+from moelink.kernels.signals import I32, I64, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_all
 from moelink.protocol import (
+    CODE_ABORT,
+    CODE_OPTIONS,
     DISPATCH_RECEIVED,
     DONE,
     PHASE_DISPATCH,
@@ -35,6 +37,8 @@ from moelink.protocol import (
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _DONE = tl.constexpr(DONE)
+_REFUSED = tl.constexpr(CODE_ABORT)
+_OPTIONS = tl.constexpr(CODE_OPTIONS)
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _DROPPED = tl.constexpr(ROW_DROPPED)
 
@@ -166,13 +170,18 @@ def receive(
     else:
         head = (mine + S.O_COUNTS).to(I32) + r * S.CW
         refused = tl.load(head, mask=mask, other=0)
-        if tl.max(refused, 0) != 0:
+        odd = odd_one_out(tl.load(head + 5, mask=mask, other=0), mask, S.OPTIONS, S.W)
+        if (tl.max(refused, 0) != 0) | (odd >= 0):
             if program == 0:
                 write_nothing(
                     row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
                     num_groups, counts_stride, S,
                 )  # fmt: skip
-                note_refusal(record, me, tl.min(tl.where(refused != 0, r, S.W), 0), _PHASE, call)
+                peer = tl.min(tl.where(refused != 0, r, S.W), 0)
+                if peer < S.W:
+                    note_refusal(record, me, peer, _PHASE, call, _REFUSED)
+                else:
+                    note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
         else:
             shared = shared_end - shared_begin
             rows, messages = load_counts(mine, num_local, S)

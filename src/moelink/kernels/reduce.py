@@ -23,12 +23,14 @@ import triton.language as tl
 from moelink.kernels.numeric import round_to
 from moelink.kernels.routes import experts_at, owner_of
 from moelink.kernels.send_back import chunk_of, weighted_sum
-from moelink.kernels.signals import I64, arrive, is_poisoned, note_refusal, publish, settle, wait_all
-from moelink.protocol import COMBINE_RECEIVED, DONE, PHASE_COMBINE
+from moelink.kernels.signals import I64, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_all
+from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, DONE, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
 _DONE = tl.constexpr(DONE)
+_REFUSED = tl.constexpr(CODE_ABORT)
+_OPTIONS = tl.constexpr(CODE_OPTIONS)
 
 
 @triton.jit
@@ -40,10 +42,13 @@ def wait_for_heads(table, record, control, me, call, limit, S: tl.constexpr):
     ok, peer, got = wait_all((mine + S.O_HEAD).to(I64) + r, mask, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     if ok > 0:
-        refused = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask & (r != me), other=0)
-        peer = tl.min(tl.where(refused != 0, r, S.W), 0)
+        status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask, other=0)
+        peer = tl.min(tl.where((status & 1) != 0, r, S.W), 0)
+        odd = odd_one_out(status // 2, mask, S.OPTIONS, S.W)
         if peer < S.W:
-            note_refusal(record, me, peer, _PHASE, call)
+            note_refusal(record, me, peer, _PHASE, call, _REFUSED)
+        elif odd >= 0:
+            note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
     return ok
 
 

@@ -74,6 +74,7 @@ def send_counts(
         tl.store(head + 2, tl.zeros([S.WP], tl.int32) + num_tokens, mask=mask)
         tl.store(head + 3, tl.zeros([S.WP], tl.int32) + num_chunks, mask=mask)
         tl.store(head + 4, tl.zeros([S.WP], tl.int32) + chunks_per_program, mask=mask)
+        tl.store(head + 5, tl.zeros([S.WP], tl.int32) + S.OPTIONS, mask=mask)
         # Expert e's count goes to its owner. Experts that get nothing are told so, too.
         e = tl.arange(0, S.EP)
         owner = owner_of(tl.where(e < S.E, e, -1), first, num_local, S)

@@ -102,7 +102,8 @@ def send_tokens_back(
         if ok > 0:
             if program == 0:
                 base = tl.load(table + r, mask=mask, other=0)
-                tl.store((base + S.O_STATUS).to(I64) + me, tl.zeros([S.WP], tl.int64) + status, mask=mask)
+                word = tl.zeros([S.WP], tl.int64) + (status + 2 * S.OPTIONS)
+                tl.store((base + S.O_STATUS).to(I64) + me, word, mask=mask)
                 publish((base + S.O_HEAD).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)
                 if status != 0:
                     raise_all_flags(table, me, call, S)

@@ -25,14 +25,13 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
-from moelink.protocol import ABORT_RECORD, CLAIM, CODE_ABORT, CODE_TIMEOUT, POISON_WORDS
+from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, POISON_WORDS
 
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
 U8 = tl.constexpr(tl.pointer_type(tl.uint8))
 _CLAIM = tl.constexpr(CLAIM)
 _TIMEOUT = tl.constexpr(CODE_TIMEOUT)
-_ABORT = tl.constexpr(CODE_ABORT)
 _ABORT_RECORD = tl.constexpr(ABORT_RECORD)
 _RECORD = tl.constexpr(POISON_WORDS)
 _FAR = tl.constexpr(2**62)
@@ -148,15 +147,30 @@ def settle(arrived, table, record, control, me, peer, phase, call, expected, got
 
 
 @triton.jit
-def note_refusal(record, me, peer, phase, call):
-    """A peer refused this call: say so in the second part of ``record``. It poisons nobody."""
+def note_refusal(record, me, peer, phase, call, code):
+    """A peer refused this call, or makes it otherwise: say so in the second part of ``record``. It poisons nobody."""
     abort = record + _ABORT_RECORD
     tl.store(abort + 1, me)
     tl.store(abort + 2, peer)
     tl.store(abort + 3, phase)
     tl.store(abort + 4, call)
     tl.debug_barrier()
-    tl.atomic_xchg(abort, _ABORT, sem="release", scope="sys")
+    tl.atomic_xchg(abort, code, sem="release", scope="sys")
+
+
+@triton.jit
+def odd_one_out(values, mask, mine, W: tl.constexpr):
+    """The rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Every rank finds the same one.
+
+    Example: values 3, 3, 5 blame rank 2 on all ranks; of 3, 5 (no majority) rank 1, as rank 0 is taken for right.
+    """
+    r = tl.arange(0, values.shape[0])
+    same = mask & (values == mine)
+    first_same = tl.min(tl.where(same, r, values.shape[0]), 0)
+    first_other = tl.min(tl.where(mask & (values != mine), r, values.shape[0]), 0)
+    count = 2 * tl.sum(same.to(tl.int32), 0)
+    usual = (count > W) | ((count == W) & (first_same < first_other))
+    return tl.where(count == 2 * W, -1, tl.where(usual, first_other, first_same))
 
 
 @triton.jit

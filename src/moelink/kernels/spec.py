@@ -150,7 +150,8 @@ class DispatchSpec(CommonSpec):
         DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE: elements per group, groups per row and
             at a time, payload bytes per group.
         SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
-        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. RP: rows of a message,
+        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. OPTIONS: what
+            every rank must choose alike. RP: rows of a message,
         and GP: group offsets, as powers of two.
     """
 
@@ -174,6 +175,7 @@ class DispatchSpec(CommonSpec):
     SCALES: int
     ALIGN: int
     WEIGHTS: bool
+    OPTIONS: int
     WEIGHT_P: Any
     RP: int
     GP: int
@@ -234,7 +236,8 @@ def dispatch_spec(
         PB=nbytes // groups,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
-        ALIGN=cfg.row_alignment, WEIGHTS=weights, WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
+        ALIGN=cfg.row_alignment, WEIGHTS=weights, OPTIONS=1 + int(weights),
+        WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         RP=1 if cfg.layout == "rank" else power(cfg.topk + cfg.fused_shared_expert),
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
@@ -252,6 +255,7 @@ class CombineSpec(CommonSpec):
 
     Attributes:
         SUMS: sums travel, one row per (token, rank); else every row does. REDUCE: home sums.
+            OPTIONS: what every rank must choose alike.
         ROW_WEIGHTS, HOME_WEIGHTS: the expert's rank, or home, multiplies by router weights.
         COPIES: rows that the workspace holds per token.
         DTYPE: of rows; ACC: of sums; OUT: of the result. EPILOGUE: "", "bias" or "residual". HOOK: a Triton
@@ -263,6 +267,7 @@ class CombineSpec(CommonSpec):
     BLOCK: int
     SUMS: bool
     REDUCE: bool
+    OPTIONS: int
     ROW_WEIGHTS: bool
     HOME_WEIGHTS: bool
     COPIES: int
@@ -306,7 +311,7 @@ def combine_spec(
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     return CombineSpec(
         **common(workspace, device), H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
-        SUMS=sums, REDUCE=reduce, ROW_WEIGHTS=by_row,
+        SUMS=sums, REDUCE=reduce, OPTIONS=1 + int(reduce), ROW_WEIGHTS=by_row,
         HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         COPIES=regions["rows"].shape[0], ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,
         DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],

@@ -15,9 +15,10 @@ class Codec:
 
     ``encode(x, input_scale, NATIVE)`` -> ``(payload, scale)``:
         x is fp32 [NG, GS], zero where masked; input_scale a scalar fp32 (a value or the number 1.0, ignored by
-        formats without a global scale) or, in the activation, fp32 [NG]. payload is unsigned [NG, PE] of ELEMENT_BYTES bytes: e4m3 bits, two e2m1 codes
-        a byte (even element low), or the raw bits of a plain format. scale is [NG]: fp32 for fp8_block128, uint8 bits
-        for the other quantised formats, and uint8 zeros, not to be stored, for plain ones.
+        formats without a global scale) or, in the activation, fp32 [NG]. payload is unsigned [NG, PE] of ELEMENT_BYTES
+        bytes: e4m3 bits, two e2m1 codes a byte (even element low), or the raw bits of a plain format. scale is [NG]:
+        fp32 for fp8_block128, uint8 bits for the other quantised formats, and uint8 zeros, not to be stored, for plain
+        ones.
     ``decode(payload, scale, input_scale, NATIVE)`` -> fp32 [NG, GS]:
         the inverse, of the same types. A NaN has unspecified bits.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError
+from moelink.env import DEBUG
+from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
 from moelink.kernels.spec import clock_ticks
 from moelink.memory import SymmetricMemory
-from moelink.protocol import ABORT_RECORD, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
+from moelink.protocol import ABORT_RECORD, CODE_OPTIONS, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.workspace import Workspace
@@ -127,11 +128,20 @@ class Rank:
             options = {"num_warps": 8, **options}
         args = (self.table, self.record, self.control, *args)
         if not self._preparing:
-            kernel[(programs,)](*args, **options)
+            with self._guard():
+                kernel[(programs,)](*args, **options)
         elif (kernel, options["S"]) not in self._ready:
             compiled = kernel.warmup(*args, grid=(programs,), **options)
             compiled._init_handles()
             self._ready.add((kernel, options["S"]))
+
+    def _guard(self) -> AbstractContextManager[None]:
+        """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
+        if self.device.type != "cpu" or DEBUG.read() != "1":
+            return nullcontext()
+        from moelink.memory.bounds import guard_accesses, region_ranges
+
+        return guard_accesses(region_ranges(self.workspace.regions, self.memory))
 
     def close(self) -> None:
         """Release the block, after what is under way unless the communicator is poisoned."""
@@ -167,6 +177,12 @@ class Rank:
         if words[ABORT_RECORD]:
             self.record[ABORT_RECORD:] = 0
             _, peer, phase, call = words[ABORT_RECORD + 1 : ABORT_RECORD + 5]
+            if words[ABORT_RECORD] == CODE_OPTIONS:
+                return ProtocolError(
+                    f"rank {self.config.rank}: rank {peer} calls {PHASES[phase]} (call {call}) with other options than "
+                    "most ranks (weights or reduce passed on some ranks only)",
+                    rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call,
+                )  # fmt: skip
             return PeerAbortedError(rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call)
         return None
 
