@@ -103,7 +103,7 @@ def test_regions_do_not_overlap_and_refuse_foreign_memory():
     memory = torch.zeros(table.nbytes, dtype=torch.uint8)
     table["a"].view(memory)[2] = 7
     assert memory[8] == 7
-    with pytest.raises(moelink.MoelinkError, match=r"region 'b' \[128, 133\) does not fit 64"):
+    with pytest.raises(moelink.MoelinkError, match=r"region 'b' \[128, 133\) does not fit memory of 64"):
         table["b"].view(memory[:64])
     with pytest.raises(KeyError, match="no region 'c'; there are a, b"):
         table["c"]

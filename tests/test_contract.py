@@ -315,6 +315,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_launchers_replay_in_a_cuda_graph() -> None:
     case = Case(setup("fp8_block128"), "skewed", weights="combine")
     params = params_of(case.setup, 1)

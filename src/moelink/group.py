@@ -67,8 +67,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         store.wait([f"arrived/{peer}" for peer in range(world_size)], limit)
         control: Any = dist.ProcessGroupGloo(PrefixStore("control", store), rank, world_size, limit)
     except RuntimeError as error:
-        missing = [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
-        raise _late(rank, missing, str(error)) from error
+        raise _late(rank, _missing(store, world_size), str(error)) from error
     return World(rank, world_size, control=control, group=group or dist.group.WORLD, store=store)
 
 
@@ -80,6 +79,14 @@ def add_data_group(world: World, device: torch.device, timeout: float) -> World:
     options._timeout = timedelta(seconds=timeout)
     data = dist.ProcessGroupNCCL(PrefixStore("data", world.store), world.rank, world.world_size, options)
     return dataclasses.replace(world, data=data)
+
+
+def _missing(store: Any, world_size: int) -> list[int]:
+    """Ranks that have not said they arrived, as far as the store still tells."""
+    try:
+        return [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
+    except RuntimeError:
+        return []
 
 
 def _room(ranks: Sequence[int], rank: int) -> Any:

@@ -53,9 +53,8 @@ class Region:
     def view(self, memory: Tensor) -> Tensor:
         """The region as a typed view of ``memory`` (one-dimensional uint8)."""
         if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < self.end:
-            raise MoelinkError(
-                f"region {self.name!r} [{self.offset}, {self.end}) does not fit {memory.numel()} x {memory.dtype}"
-            )
+            size = f"{memory.numel()} {memory.dtype}"
+            raise MoelinkError(f"region {self.name!r} [{self.offset}, {self.end}) does not fit memory of {size}")
         return memory[self.offset : self.end].view(self.dtype).view(self.shape)
 
 

@@ -311,7 +311,7 @@ def combine_spec(
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     return CombineSpec(
         **common(workspace, device), H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
-        SUMS=sums, REDUCE=reduce, OPTIONS=1 + int(reduce), ROW_WEIGHTS=by_row,
+        SUMS=sums, REDUCE=reduce, OPTIONS=1 + int(sums), ROW_WEIGHTS=by_row,
         HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         COPIES=regions["rows"].shape[0], ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,
         DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],

@@ -16,7 +16,7 @@ from moelink.routing import RowPlan
 from moelink.transports.base import CombineRequest
 from moelink.transports.collective.plan import CollectivePlan
 from moelink.transports.collective.scratch import Scratch
-from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
+from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 from moelink.transports.collective.sums import partial_sums, sum_rows
 
 
@@ -43,17 +43,12 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
         sums = torch.empty(messages, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)
         _partial_sums(config, request, plan, sums)
         return total.index_add_(0, tokens, sums)
+    counts = torch.bincount(sources, minlength=config.world_size).tolist()
+    yield Announce("combine pre_reduced", counts, limit=num_tokens)
     home = _HomeRows(config, scratch, messages, y.device)
     _partial_sums(config, request, plan, home.rows)
-    counts = torch.bincount(sources, minlength=config.world_size).tolist()
-    got, keys, recv_counts = yield from home.send(tokens, counts, limit=num_tokens, options="pre_reduced")
-    # A token that a rank did not send reads the zeroed spare row: adding +0 changes no bit.
-    got[-1].zero_()
-    places = torch.full((config.world_size, num_tokens), len(keys), device=y.device)
-    places[torch.repeat_interleave(torch.tensor(recv_counts)).to(y.device), keys] = torch.arange(
-        len(keys), device=y.device
-    )
-    return sum_rows(got, places, dtype=config.accumulate_dtype)
+    got, keys = yield from home.send(tokens, counts, limit=num_tokens)
+    return sum_rows(got, keys, num_tokens=num_tokens, dtype=config.accumulate_dtype)
 
 
 def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePlan, out: Tensor) -> None:
@@ -66,7 +61,6 @@ def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePla
         request.recv.weights,
         plan.rows,
         num_rows=_kept(plan.rows, request),
-        num_messages=len(out),
         out=out,
         dtype=config.accumulate_dtype,
     )
@@ -91,12 +85,11 @@ def _slots(
     else:
         sources = plan.messages.sources[message]
         by_source = sources.argsort(stable=True)
+        counts = torch.bincount(sources, minlength=config.world_size).tolist()
+        yield Announce(f"combine slots reduce={request.reduce}", counts, limit=num_tokens * config.topk)
         home = _HomeRows(config, scratch, routed, y.device)
         torch.index_select(y, 0, row[by_source], out=home.rows)
-        counts = torch.bincount(sources, minlength=config.world_size).tolist()
-        options = f"slots reduce={request.reduce}"
-        got, keys, _ = yield from home.send(keys[by_source], counts, limit=num_tokens * config.topk, options=options)
-        got = got[:-1]
+        got, keys = yield from home.send(keys[by_source], counts, limit=num_tokens * config.topk)
     slots = torch.zeros(num_tokens * config.topk, config.hidden_size, dtype=config.combine_dtype, device=y.device)
     arrived = torch.zeros(len(slots), dtype=torch.bool, device=y.device)
     slots[keys] = got
@@ -140,25 +133,23 @@ class _HomeRows:
     def _keys(self, buffer: Tensor) -> Tensor:
         return buffer[:, self._row_bytes : self._row_bytes + 4].view(torch.int32)[:, 0]
 
-    def send(
-        self, keys: Tensor, counts: list[int], *, limit: int, options: str
-    ) -> Steps[tuple[Tensor, Tensor, list[int]]]:
+    def send(self, keys: Tensor, counts: list[int], *, limit: int) -> Steps[tuple[Tensor, Tensor]]:
         """Move the rows with the ``keys`` [n] of their places at home, of which there are ``limit``.
 
-        Returns the rows that came (and one spare row), their keys, and how many came from each rank.
+        Returns the rows that came, ranks ascending, and their keys.
         """
         self._keys(self._buffer).copy_(keys)
-        recv_counts = yield Announce(f"combine {options}", counts, limit=limit)
+        recv_counts = yield Learn()
         assert isinstance(recv_counts, list)
-        into = self._scratch.take("received", sum(recv_counts) + 1, self._buffer.shape[1], keys.device)
+        into = self._scratch.take("received", sum(recv_counts), self._buffer.shape[1], keys.device)
         received = yield Transfer(self._buffer, counts, recv_counts, into)
         assert isinstance(received, Tensor)
-        got = self._keys(received)[:-1].long()
+        got = self._keys(received)[: sum(recv_counts)].long()
         bad = (got < 0) | (got >= limit)
         if bool(bad.any()):
             sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(got.device)
             raise BadMessageError(int(sources[bad][0]), "returned a row to a token that does not exist")
-        return self._rows(received), got, recv_counts
+        return self._rows(received), got
 
 
 def _finish(config: EPConfig, request: CombineRequest, plan: CollectivePlan, total: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from moelink.transports.base import DispatchRequest
 from moelink.transports.collective.outputs import fill_output
 from moelink.transports.collective.plan import CollectivePlan, Messages, complete_plan, expert_counts
 from moelink.transports.collective.scratch import Scratch
-from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
+from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
+from moelink.transports.collective.sums import gather_rows
 
 
 def dispatch_steps(
@@ -40,15 +41,37 @@ def dispatch_steps(
     )
     bad = (request.topk_ids < -1) | (request.topk_ids >= config.num_experts)
     ids = request.topk_ids.masked_fill(bad, -1)
+    experts = ExpertMap(config.num_experts, config.world_size)
+    if config.mode == "alltoall":
+        if cached is None:
+            sends = plan_sends(ids, experts)
+            send_tokens, send_counts = sends.tokens, sends.counts.tolist()
+        else:
+            send_tokens, send_counts = cached.messages.send_tokens, cached.messages.send_counts
+        options = f"dispatch weights={message.weight_dtype} new_routing={message.with_ids}"
+        yield Announce(options, send_counts, limit=config.max_tokens_per_rank)
     own = _messages(config, request, message, ids, weights, scratch)
     if config.mode == "allreduce":
         plan = cached or complete_plan(config, _keep_own(config, ids, bad.sum()), num_tokens=num_tokens)
         received = _gather(own, plan.messages.tokens, "received", scratch, spare_rows=1)
-    elif cached is None:
-        messages, received = yield from _exchange(config, message, own, ids, bad.sum(), scratch)
-        plan = complete_plan(config, messages, num_tokens=num_tokens)
     else:
-        plan, received = cached, (yield from _exchange_again(config, message, own, cached.messages, scratch))
+        rows = _gather(own, send_tokens, "sent", scratch)
+        if message.with_ids:
+            for rank, block in enumerate(message.field(rows, "ids").split(send_counts)):
+                block.copy_(experts.local(block, rank))
+        recv_counts = yield Learn()
+        assert isinstance(recv_counts, list)
+        if cached is not None:
+            _check_counts(recv_counts, cached.messages.recv_counts)
+        into = scratch.take("received", sum(recv_counts) + 1, message.nbytes, own.device)
+        moved = yield Transfer(rows, send_counts, recv_counts, into)
+        assert isinstance(moved, Tensor)
+        received = moved
+        if cached is None:
+            messages = _read(config, message, received, send_tokens, send_counts, recv_counts, bad.sum())
+            plan = complete_plan(config, messages, num_tokens=num_tokens)
+        else:
+            plan = cached
     handle = DispatchHandle(
         owner=identity,
         rank=config.rank,
@@ -95,50 +118,31 @@ def _messages(
     return buffer
 
 
-def _options(message: DispatchMessage) -> str:
-    return f"dispatch weights={message.weight_dtype} new_routing={message.with_ids}"
-
-
-def _exchange(
-    config: EPConfig, message: DispatchMessage, own: Tensor, ids: Tensor, invalid: Tensor, scratch: Scratch
-) -> Steps[tuple[Messages, Tensor]]:
-    """Send under a new routing and learn the peers' messages. Every index off the wire is checked before use."""
-    experts = ExpertMap(config.num_experts, config.world_size)
-    sends = plan_sends(ids, experts)
-    send_counts: list[int] = sends.counts.tolist()
-    recv_counts = yield Announce(_options(message), send_counts, limit=config.max_tokens_per_rank)
-    assert isinstance(recv_counts, list)
-    rows = _gather(own, sends.tokens, "sent", scratch)
-    for rank, block in enumerate(message.field(rows, "ids").split(send_counts)):
-        block.copy_(experts.local(block, rank))
-    into = scratch.take("received", sum(recv_counts) + 1, message.nbytes, own.device)
-    received = yield Transfer(rows, send_counts, recv_counts, into)
-    assert isinstance(received, Tensor)
-
-    tokens = message.field(received, "token")[:-1, 0].long()
-    local_ids = message.field(received, "ids")[:-1].clone()
+def _read(
+    config: EPConfig,
+    message: DispatchMessage,
+    received: Tensor,
+    send_tokens: Tensor,
+    send_counts: list[int],
+    recv_counts: list[int],
+    invalid: Tensor,
+) -> Messages:
+    """What the received messages say. Every index off the wire is checked before anything uses it."""
+    tokens = message.field(received, "token")[: sum(recv_counts), 0].long()
+    local_ids = message.field(received, "ids")[: sum(recv_counts)].clone()
     sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(received.device)
     bad = (tokens < 0) | (tokens >= config.max_tokens_per_rank)
     bad |= ((local_ids < -1) | (local_ids >= config.num_local_experts)).any(1)
     if bool(bad.any()):
         raise BadMessageError(int(sources[bad][0]), "sent a token or expert that does not exist")
-    return Messages(sends.tokens, send_counts, recv_counts, tokens, sources, local_ids, invalid), received
+    return Messages(send_tokens, send_counts, recv_counts, tokens, sources, local_ids, invalid)
 
 
-def _exchange_again(
-    config: EPConfig, message: DispatchMessage, own: Tensor, messages: Messages, scratch: Scratch
-) -> Steps[Tensor]:
-    """Send other rows along a routing that is already known; no ids travel."""
-    recv_counts = yield Announce(_options(message), messages.send_counts, limit=config.max_tokens_per_rank)
-    assert isinstance(recv_counts, list)
-    for source, (got, expected) in enumerate(zip(recv_counts, messages.recv_counts, strict=True)):
-        if got != expected:
-            raise BadMessageError(source, f"announced {got} messages where the reused routing has {expected}")
-    rows = _gather(own, messages.send_tokens, "sent", scratch)
-    into = scratch.take("received", sum(recv_counts) + 1, message.nbytes, own.device)
-    received = yield Transfer(rows, messages.send_counts, recv_counts, into)
-    assert isinstance(received, Tensor)
-    return received
+def _check_counts(got: list[int], expected: list[int]) -> None:
+    """A routing that is used again must bring as many messages as it did."""
+    for source, (announced, before) in enumerate(zip(got, expected, strict=True)):
+        if announced != before:
+            raise BadMessageError(source, f"announced {announced} messages where the reused routing has {before}")
 
 
 def _keep_own(config: EPConfig, ids: Tensor, invalid: Tensor) -> Messages:
@@ -152,5 +156,5 @@ def _keep_own(config: EPConfig, ids: Tensor, invalid: Tensor) -> Messages:
 
 def _gather(own: Tensor, tokens: Tensor, name: str, scratch: Scratch, spare_rows: int = 0) -> Tensor:
     rows = scratch.take(name, len(tokens) + spare_rows, own.shape[1], own.device)
-    torch.index_select(own, 0, tokens, out=rows[: len(tokens)])
+    gather_rows(own, tokens, rows[: len(tokens)])
     return rows

@@ -2,7 +2,8 @@
 
 Protocol of one call (call numbers count dispatches and combines together, from 1):
 
-1. Every rank sends every rank a header of fixed size over the gloo control group: magic, call number, phase, status,
+1. As soon as it knows its row counts, every rank sends every rank a header of fixed size over the gloo control group,
+   and prepares its rows while headers travel: magic, call number, phase, status,
    configuration digest, options digest, and the number of rows that will follow. A rank that refuses its arguments
    sends status REFUSED, so peers learn it in the same exchange.
 2. All headers are checked before any row moves. Headers differ between receivers only in the row count, so every rank
@@ -36,7 +37,7 @@ from moelink.errors import PeerAbortedError, PeerError, ProtocolError
 from moelink.group import World, release
 from moelink.liveness import Address, Beacon, Failure, furthest_behind, probe_all
 from moelink.transports.base import Phase
-from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
+from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 
 R = TypeVar("R")
 
@@ -66,6 +67,18 @@ class GroupPending(Generic[R]):
         if self.finished is not None:
             torch.cuda.current_stream(self.device).wait_event(self.finished)
         return result
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """An exchange of headers under way; ``sent`` is kept alive until it is over."""
+
+    call: int
+    phase: Phase
+    announce: Announce | None
+    sent: Tensor
+    received: Tensor
+    work: Any
 
 
 class GroupWire:
@@ -165,19 +178,22 @@ class GroupWire:
     def _drive(self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float) -> list[R]:
         """Advance one call. A failure before its first exchange is told to peers as a refusal."""
         if steps is None:
-            self._exchange_headers(call, phase, None, deadline)
+            self._learn(self._announce(call, phase, None), deadline)
             return []
-        request: Announce | Transfer
+        request: Announce | Learn | Transfer
         try:
             request = next(steps)
         except StopIteration as stop:
             return [stop.value]
         except Exception:
-            self._exchange_headers(call, phase, None, deadline)
+            self._learn(self._announce(call, phase, None), deadline)
             raise
         while True:
+            reply: Any = None
             if isinstance(request, Announce):
-                reply: Any = self._exchange_headers(call, phase, request, deadline)
+                headers = self._announce(call, phase, request)
+            elif isinstance(request, Learn):
+                reply = self._learn(headers, deadline)
             else:
                 reply = self._exchange_rows(call, phase, request, deadline)
             try:
@@ -185,23 +201,23 @@ class GroupWire:
             except StopIteration as stop:
                 return [stop.value]
 
-    def _exchange_headers(self, call: int, phase: Phase, announce: Announce | None, deadline: float) -> list[int]:
-        """Swap headers with every rank and return the row counts; None refuses the call."""
+    def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
+        """Start swapping headers with every rank; None refuses the call."""
         status = _REFUSED if announce is None else _OK
         options = 0 if announce is None else digest(announce.options)
         counts = [0] * self._world.world_size if announce is None else announce.counts
         mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, options)
         headers = torch.tensor([(*mine, count) for count in counts])
         received = torch.empty_like(headers)
-        self._finish(
-            self._world.control.alltoall_base(received, headers, [], []),
-            call,
-            phase,
-            deadline,
-            on_device=False,
-        )
-        rows = [dict(zip(_FIELDS, row, strict=True)) for row in received.tolist()]
-        self._verdict(call, phase, rows, refused=announce is None)
+        work = self._world.control.alltoall_base(received, headers, [], [])
+        return _Headers(call, phase, announce, headers, received, work)
+
+    def _learn(self, headers: _Headers, deadline: float) -> list[int]:
+        """Wait for the peers' headers, compare them all, and return the row counts."""
+        announce = headers.announce
+        self._finish(headers.work, headers.call, headers.phase, deadline, on_device=False)
+        rows = [dict(zip(_FIELDS, row, strict=True)) for row in headers.received.tolist()]
+        self._verdict(headers.call, headers.phase, rows, refused=announce is None)
         got = [row["count"] for row in rows]
         for source, count in enumerate(got):
             if announce is not None and not 0 <= count <= announce.limit:

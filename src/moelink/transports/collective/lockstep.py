@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moelink.errors import ProtocolError
 from moelink.transports.base import Phase
-from moelink.transports.collective.steps import Announce, BadMessageError, Steps, Transfer
+from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 from moelink.transports.collective.wire import Finished
 
 R = TypeVar("R")
@@ -27,6 +27,7 @@ class LockstepWire:
         Raises ProtocolError when the ranks do not make the same call (one passes weights, another does not).
         """
         replies: list[list[int] | Tensor | None] = [None] * len(calls)
+        counts: list[list[int]] = []
         while True:
             requests, results = [], []
             for rank, (call, reply) in enumerate(zip(calls, replies, strict=True)):
@@ -47,6 +48,8 @@ class LockstepWire:
             self._agree(phase, requests, len(calls))
             if isinstance(requests[0], Announce):
                 counts = [r.counts for r in requests if isinstance(r, Announce)]
+                replies = [None] * len(calls)
+            elif isinstance(requests[0], Learn):
                 replies = [list(column) for column in zip(*counts, strict=True)]
             else:
                 replies = list(self._move(phase, [r for r in requests if isinstance(r, Transfer)]))
@@ -61,7 +64,7 @@ class LockstepWire:
         """Nothing is held."""
 
     @staticmethod
-    def _agree(phase: Phase, requests: Sequence[Announce | Transfer], world_size: int) -> None:
+    def _agree(phase: Phase, requests: Sequence[Announce | Learn | Transfer], world_size: int) -> None:
         first = requests[0]
         for rank, request in enumerate(requests):
             same = type(request) is type(first)

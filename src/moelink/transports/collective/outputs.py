@@ -12,6 +12,7 @@ from moelink.layout import DispatchMessage
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.routing import RowPlan
 from moelink.transports.collective.plan import CollectivePlan
+from moelink.transports.collective.sums import gather_rows
 
 
 def allocate_output(
@@ -116,7 +117,7 @@ def _fill_expert(
     gather[row] = source_message
     tokens = out.tokens.view(torch.uint8)
     tokens[:num_shared].copy_(message.field(own, "payload"))
-    torch.index_select(message.field(received, "payload"), 0, gather[num_shared:], out=tokens[num_shared:total])
+    gather_rows(message.field(received, "payload"), gather[num_shared:], tokens[num_shared:total])
 
     shared_rows = torch.arange(num_shared, device=received.device)
     if out.scales is not None:

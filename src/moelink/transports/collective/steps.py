@@ -1,7 +1,8 @@
-"""What one rank's call asks of a wire: first announce counts, then move rows. No input or output happens here.
+"""What one rank's call asks of a wire: announce counts, learn the peers', move rows. No input or output happens here.
 
-A call is a generator: it yields :class:`Announce`, is sent the peers' counts, yields :class:`Transfer`, is sent the
-received rows, and returns the result. So the same code runs over process groups and for all ranks of one process.
+A call is a generator: it yields :class:`Announce` as soon as it knows its counts, works on while headers travel, yields
+:class:`Learn` for the peers' counts and :class:`Transfer` for the rows, and returns the result. So the same code runs
+over process groups and for all ranks of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell every rank how many rows will come. The reply is a list: rows that each rank will send here.
+    """Tell every rank how many rows will come. There is no reply: it does not wait.
 
     Attributes:
         options: everything peers must agree on for this call, as text.
@@ -28,6 +29,11 @@ class Announce:
     options: str
     counts: list[int]
     limit: int
+
+
+@dataclass(frozen=True)
+class Learn:
+    """Wait for what peers announced. The reply is a list: rows that each rank will send here."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,8 @@ class Transfer:
     into: Tensor
 
 
-Steps = Generator["Announce | Transfer", "list[int] | Tensor", R]
-"""One rank's call. Replies alternate: ``list[int]`` to Announce, ``Tensor`` to Transfer."""
+Steps = Generator["Announce | Learn | Transfer", "list[int] | Tensor | None", R]
+"""One rank's call. Replies: None to Announce, ``list[int]`` to Learn, ``Tensor`` to Transfer."""
 
 
 class BadMessageError(Exception):

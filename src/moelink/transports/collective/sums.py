@@ -1,8 +1,8 @@
 """The sums of a pre-reduced combine: of each message's rows on the expert's rank, of the ranks' rows at home.
 
-Sums start at +0, slots (or ranks) ascend, and a product is rounded before it is added. Rows are worked on in blocks
-that stay in a CPU's cache (all at once on a GPU), and messages inside a block in order of how many rows they have, so
-that the j-th rows of all messages are added to a prefix of the block.
+Sums start at +0, slots (or ranks) ascend, and a product is rounded before it is added. On a CPU rows are worked on in
+blocks of few targets that stay in cache, where ``index_add_`` adds one row after the other. On CUDA it would add in any
+order, so there the j-th rows of all targets are added together.
 """
 
 from __future__ import annotations
@@ -12,20 +12,14 @@ from torch import Tensor
 
 from moelink.routing import RowPlan
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK = 16
+_WIDE = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
 
 def partial_sums(
-    y: Tensor,
-    weights: Tensor | None,
-    plan: RowPlan,
-    *,
-    num_rows: int,
-    num_messages: int,
-    out: Tensor,
-    dtype: torch.dtype,
+    y: Tensor, weights: Tensor | None, plan: RowPlan, *, num_rows: int, out: Tensor, dtype: torch.dtype
 ) -> None:
-    """Write the sum of each message's rows to ``out`` [num_messages, hidden], rounded once to its dtype.
+    """Write the sum of each message's rows to ``out`` [messages, hidden], rounded once to its dtype.
 
     Args:
         y: [rows, hidden] expert outputs.
@@ -33,63 +27,69 @@ def partial_sums(
         num_rows: routed rows that fit the capacity (the first ones of ``plan``); the others count as zero.
         dtype: fp32 or fp64, in which sums are formed.
 
-    Example: message 0 has rows 3 (slot 0) and 1 (slot 2), message 1 has row 2: two layers, rows [3, 2] and rows [1].
+    Example: message 0 has rows 3 (slot 0) and 1 (slot 2), message 1 has row 2: out = [y[3] + y[1], y[2]].
     """
-    hidden = y.shape[1]
     row, message, slot = plan.row[:num_rows], plan.message[:num_rows], plan.slot[:num_rows]
-    by_message = torch.argsort(message * (int(slot.max()) + 1 if num_rows else 1) + slot)
-    counts = torch.bincount(message, minlength=num_messages)
+    order = torch.argsort(message * (int(slot.max()) + 1 if num_rows else 1) + slot)
+    _add_rows(out, y, weights, row=row[order], target=message[order], dtype=dtype)
+
+
+def sum_rows(rows: Tensor, tokens: Tensor, *, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """[num_tokens, hidden] sums in ``dtype`` of ``rows`` [n, hidden] that came for ``tokens`` [n], ranks ascending."""
+    total = torch.empty(num_tokens, rows.shape[1], dtype=dtype, device=rows.device)
+    order = tokens.argsort(stable=True)
+    _add_rows(total, rows, None, row=order, target=tokens[order], dtype=dtype)
+    return total
+
+
+def gather_rows(source: Tensor, index: Tensor, out: Tensor) -> None:
+    """``out[i] = source[index[i]]`` for uint8 rows, moved in the widest words that their layouts allow."""
+    if index.numel() == 0:
+        return
+    layout = (source.shape[1], source.stride(0), source.storage_offset(), out.stride(0), out.storage_offset())
+    for size, dtype in _WIDE:
+        if not any(place % size for place in layout):
+            torch.index_select(source.view(dtype), 0, index, out=out.view(dtype))
+            return
+    torch.index_select(source, 0, index, out=out)
+
+
+def _add_rows(
+    out: Tensor, y: Tensor, weights: Tensor | None, *, row: Tensor, target: Tensor, dtype: torch.dtype
+) -> None:
+    """``out[t]`` = sum of (weighted) ``y[row[i]]`` over i with ``target[i] == t``, i ascending; targets ascend."""
+    if y.is_cuda:
+        _add_by_layers(out, y, weights, row=row, target=target, dtype=dtype)
+        return
+    edges = torch.arange(0, len(out) + _BLOCK, _BLOCK)
+    starts = torch.searchsorted(target, edges).tolist()
+    most = max((end - begin for begin, end in zip(starts[:-1], starts[1:], strict=True)), default=0)
+    sums = torch.empty(_BLOCK, out.shape[1], dtype=dtype)
+    raw = torch.empty(most, out.shape[1], dtype=y.dtype)
+    terms = torch.empty(most, out.shape[1], dtype=dtype)
+    factors = None if weights is None else weights[row][:, None]
+    for block, (begin, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        torch.index_select(y, 0, row[begin:end], out=raw[: end - begin])
+        term = terms[: end - begin].copy_(raw[: end - begin])
+        if factors is not None:
+            term *= factors[begin:end]
+        sums.zero_().index_add_(0, target[begin:end] - block * _BLOCK, term)
+        part = out[block * _BLOCK : (block + 1) * _BLOCK]
+        part.copy_(sums[: len(part)])
+
+
+def _add_by_layers(
+    out: Tensor, y: Tensor, weights: Tensor | None, *, row: Tensor, target: Tensor, dtype: torch.dtype
+) -> None:
+    """The same on CUDA: first rows of all targets, second rows, and so on; each target once per layer."""
+    counts = torch.bincount(target, minlength=len(out))
     first = counts.cumsum(0) - counts
-    order = torch.argsort(counts, descending=True, stable=True)
-    step = max(1, num_messages if y.is_cuda else _BLOCK_BYTES // (hidden * dtype.itemsize))
-    total, part, raw = _buffers(step, hidden, dtype, y)
-    sizes = counts[order].tolist()
-    for begin in range(0, num_messages, step):
-        block = order[begin : begin + step]
-        layers = sizes[begin] if len(block) else 0
-        acc = total[: len(block)].zero_()
-        for layer in range(layers):
-            reach = _reach(sizes, begin, begin + len(block), layer)
-            rows = row[by_message[first[block[:reach]] + layer]]
-            torch.index_select(y, 0, rows, out=raw[:reach])
-            term = part[:reach].copy_(raw[:reach])
-            if weights is not None:
-                term *= weights[rows, None]
-            acc[:reach] += term
-        out[block] = acc.to(out.dtype)
-
-
-def sum_rows(rows: Tensor, places: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """The home rank's half: [T, hidden] sums in ``dtype`` of ``rows[places[r, t]]`` over r ascending, from +0.
-
-    Args:
-        rows: [n, hidden], what came home.
-        places: [ranks, T] int64 row numbers.
-    """
-    hidden = rows.shape[1]
-    result = torch.zeros(places.shape[1], hidden, dtype=dtype, device=rows.device)
-    step = max(1, places.shape[1] if rows.is_cuda else _BLOCK_BYTES // (hidden * dtype.itemsize))
-    _, part, raw = _buffers(step, hidden, dtype, rows)
-    for begin in range(0, places.shape[1], step):
-        total = result[begin : begin + step]
-        for place in places[:, begin : begin + step]:
-            torch.index_select(rows, 0, place, out=raw[: len(total)])
-            total += part[: len(total)].copy_(raw[: len(total)])
-    return result
-
-
-def _buffers(step: int, hidden: int, dtype: torch.dtype, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    total = torch.empty(step, hidden, dtype=dtype, device=y.device)
-    return total, torch.empty_like(total), torch.empty(step, hidden, dtype=y.dtype, device=y.device)
-
-
-def _reach(sizes: list[int], begin: int, end: int, layer: int) -> int:
-    """How many messages of the block, by descending size, have a row number ``layer``."""
-    low, high = begin, end
-    while low < high:
-        middle = (low + high) // 2
-        if sizes[middle] > layer:
-            low = middle + 1
-        else:
-            high = middle
-    return low - begin
+    layer = torch.arange(len(row), device=y.device) - first[target]
+    total = torch.zeros(len(out), out.shape[1], dtype=dtype, device=y.device)
+    for number in range(int(counts.max()) if len(counts) else 0):
+        here = (layer == number).nonzero().squeeze(1)
+        term = torch.index_select(y, 0, row[here]).to(dtype)
+        if weights is not None:
+            term *= weights[row[here], None]
+        total[target[here]] += term
+    out.copy_(total)
