@@ -301,3 +301,16 @@ def features() -> list[Case]:
     add("fp32", combine_dtype=torch.float16, pre_reduce=False)
     add("bf16", combine_dtype=torch.float64)
     return cases
+
+
+def real_shapes() -> list[Case]:
+    """Hidden sizes, top-k and experts of real models, few tokens, so that the oracle can follow."""
+    shapes = (
+        ("bf16", 7168, 8, 256), ("fp8_block128", 7168, 8, 256), ("nvfp4", 7168, 8, 256), ("mxfp8", 6144, 4, 128),
+        ("mxfp4", 2880, 4, 32), ("nvfp4", 2880, 1, 8), ("bf16", 3000, 6, 60), ("fp32", 3000, 10, 72),
+    )  # fmt: skip
+    cases = []
+    for index, (fmt, hidden, topk, experts) in enumerate(shapes):
+        setup = Setup(fmt, (("hidden_size", hidden),), num_experts=experts, topk=topk)
+        cases += [Case(setup, scenario, seed=index) for scenario in ("uniform", "holes", "one_rank_empty")]
+    return cases

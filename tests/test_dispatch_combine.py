@@ -2,7 +2,7 @@
 
 import pytest
 
-from cases import Case, check_case, features, matrix, run_cases
+from cases import Case, check_case, features, matrix, real_shapes, run_cases
 from moelink.testing import run_ranks
 
 
@@ -20,3 +20,7 @@ def test_matrix_equals_oracle(world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_features_equal_oracle(world_size):
     check_all(features(), world_size)
+
+
+def test_real_shapes_equal_oracle():
+    check_all(real_shapes(), 2)

@@ -310,3 +310,10 @@ def test_arguments_are_refused():
         fmt.quantize(torch.zeros(2, 128), torch.ones(1))
     with pytest.raises(ArgumentError, match="scales"):
         fmt.dequantize(torch.zeros(2, 128).to(torch.float8_e4m3fn), None)
+
+
+def test_tolerance_of_bf16_is_half_an_ulp_and_reached():
+    x = torch.tensor([[1 + 2.0**-8 - 2.0**-20, 1 + 2.0**-8, -3.14159, 1e-20]])
+    fmt = get_format("bf16")
+    error = (fmt.dequantize(fmt.quantize(x).payload, None) - x).abs() / x.abs()
+    assert 0.99 * fmt.tolerance < error.max() <= fmt.tolerance

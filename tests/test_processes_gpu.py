@@ -5,7 +5,7 @@ import torch
 
 import gpu_ranks
 import moelink
-from cases import FIELDS, FORMATS, SCENARIOS, Case, Packed, Result, Setup, check_case
+from cases import FIELDS, FORMATS, SCENARIOS, Case, Packed, Result, Setup, check_case, real_shapes
 from moelink.testing import run_ranks
 
 WORLD = min(8, torch.cuda.device_count())
@@ -72,6 +72,13 @@ def test_twenty_thousand_calls():
     for wrong, seconds in run_ranks(gpu_ranks.many_calls, WORLD, 20_000, timeout=500):
         assert wrong == 0
         assert seconds < 400
+
+
+def test_real_shapes_equal_oracle():
+    cases = real_shapes()
+    results = run_ranks(gpu_ranks.run_cases, WORLD, cases, timeout=300)
+    for index, case in enumerate(cases):
+        check_case(case, WORLD, [result[index] for result in results])
 
 
 def test_equals_oracle():

@@ -40,7 +40,7 @@ class BF16(Plain):
 
     name = "bf16"
     payload_dtype = torch.bfloat16
-    tolerance = 2.0**-9
+    tolerance = 2.0**-8
 
     def quantize(self, x: Tensor, input_scale: Tensor | None = None) -> Quantized:
         check_rows(self, x, input_scale)
