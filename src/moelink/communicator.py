@@ -153,6 +153,9 @@ class Communicator:
             host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
             out: an earlier output whose tensors are overwritten.
 
+        On CUDA devices the symmetric transport reports a peer's failure at the next call or ``check()``, because
+        nothing synchronises; the output of the failed call itself must not be used then.
+
         Raises:
             ArgumentError, ForeignHandleError: refused here, before any data moves.
             PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
