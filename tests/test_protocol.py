@@ -48,7 +48,7 @@ def transports(setup=FORMAT, world=WORLD):
     workspace = Workspace(configs[0])
     memories = create_all(["cpu"] * world, workspace.nbytes)
     for memory in memories:
-        for name in ("messages", "rows", "counts", "chunk_range"):
+        for name in ("messages", "rows", "counts", "firsts", "tallies"):
             poison_memory(workspace.regions[name].view(memory.local))
     return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
 

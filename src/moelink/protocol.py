@@ -26,8 +26,11 @@ CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS = 1, 2, 3
 STATUS_OK, STATUS_ABORT = 0, 1
 
 COUNT_HEADER = 8
-"""int32 words before the counts of a counts row: status, messages, tokens, chunks, chunks per program, options,
-(unused)."""
+"""int32 words before the counts of a counts row: status, messages, tokens, sending programs (0: one token each), most
+messages of one of them, options, (unused)."""
+
+MAX_SENDERS = 512
+"""Most programs that cut a rank's tokens into runs, so that what each of them counted has a place."""
 
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """rows_of_message: the slot is not for this rank; the row did not fit ``capacity``."""

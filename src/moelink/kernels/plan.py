@@ -44,11 +44,13 @@ def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
 
 @triton.jit
 def write_nothing(
-    row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local, num_groups,
+    row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local, num_groups,
     counts_stride, S: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a dispatch that brought nothing: poisoned, or refused by a peer."""
     g = tl.arange(0, S.GP)
+    if not S.RANK_LAYOUT:
+        tl.store(expert_ids + g, g, mask=g < num_groups)
     tl.store(row_offsets + g, tl.zeros([S.GP], tl.int32), mask=g <= num_groups)
     if S.SCALES == 2:
         tl.store(scales_offsets + g, tl.zeros([S.GP], tl.int32), mask=g < num_groups)
@@ -68,8 +70,8 @@ def write_nothing(
 
 @triton.jit
 def write_plan(
-    mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out, received, rank,
-    num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
+    mine, control, rows, messages, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received,
+    rank, num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
 ):  # fmt: skip
     """Program 0: offsets, totals, and what combine needs to know of this call."""
     r = tl.arange(0, S.WP)
@@ -86,6 +88,8 @@ def write_plan(
         kept = tl.minimum(total, capacity)
         lost = total - kept
     else:
+        g = tl.arange(0, S.GP)
+        tl.store(expert_ids + g, g, mask=g < num_groups)
         sizes = tl.sum(rows, 0)
         starts, aligned, shared_rows = group_starts(sizes, shared, S)
         ends = row_offsets + 1 + e

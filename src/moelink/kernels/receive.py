@@ -1,9 +1,9 @@
 """Dispatch, receiver role: what each program of the receiving half does.
 
-Every program waits for the ``counts_flag`` of every source (program 0 .. R - 1 alike, so none waits for another of
-this launch), and computes from the counts where rows go. Program 0 writes the offsets and totals. Then the programs
-share the chunks of all sources, in the order in which senders produce them: wait for ``chunk_flag``, and place each
-message of the chunk. The waits are acquires (``signals.wait_all``), so what a source stored before its signal is seen.
+Every program waits for the ``counts_flag`` of every source (all alike, so none waits for another of this launch), and
+computes from the counts where rows go. Program 0 writes the offsets and totals. Each other program takes messages of
+one source, in the order in which its senders produce them: wait for ``message_flag``, place the message. The waits are
+acquires (``signals.wait_all``), so what a source stored before its signal is seen.
 
 The last program to finish knows that all have read what they wanted: it counts the call as received and publishes
 ``dispatch_drained = call`` to every source, which may then overwrite. A source that is a call ahead waits for just
@@ -56,26 +56,31 @@ def wait_for_counts(table, record, control, me, call, limit, S: tl.constexpr):
 
 
 @triton.jit
-def copy_message(message, row, keep, inner, block, tokens_out, scales_out, scale_rows, S: tl.constexpr):
-    """Payload and scales of one message (an int64 address) to the output rows ``row`` [RP] under ``keep``."""
+def _pick(values, q):
+    """Element ``q`` of ``values`` [RP], none of them below -1, as a scalar."""
+    return tl.max(tl.where(tl.arange(0, values.shape[0]) == q, values, -1), 0)
+
+
+@triton.jit
+def copy_message(message, row, inner, block, tokens_out, scales_out, scale_rows, S: tl.constexpr):
+    """Payload and scales of one message (an int64 address) to the output rows ``row`` [RP], -1 for none."""
     source = tl.multiple_of(message.to(S.WORD_P), 16)
-    to = tokens_out.to(S.WORD_P, bitcast=True) + row.to(tl.int64)[:, None] * S.NWORDS
     for c0 in tl.static_range(0, S.NWORDS, S.BLOCK):
         c = c0 + tl.arange(0, S.BLOCK)
         words = tl.load(source + c, mask=c < S.NWORDS, other=0)
-        tl.store(
-            to + c[None, :],
-            tl.broadcast_to(words[None, :], (S.RP, S.BLOCK)),
-            mask=keep[:, None] & (c < S.NWORDS)[None, :],
-        )
+        for q in tl.static_range(S.ROWS):
+            place = _pick(row, q)
+            if place >= 0:
+                to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
+                tl.store(to + c, words, mask=c < S.NWORDS)
     if S.SW > 0:
         c = tl.arange(0, S.SWP)
         scale = tl.load((message + S.M_SCALES).to(S.SCALE_P) + c, mask=c < S.SW, other=0)
         width = (S.SW + 3) // 4 * 4 if S.SCALES == 2 else S.SW
-        place = scale_places(row[:, None], inner[:, None], block[:, None], c[None, :], scale_rows, S)
+        to = scale_places(row[:, None], inner[:, None], block[:, None], c[None, :], scale_rows, S)
         tl.store(
-            scales_out.to(S.SCALE_P, bitcast=True) + place, tl.broadcast_to(scale[None, :], (S.RP, S.SWP)),
-            mask=keep[:, None] & (c < width)[None, :],
+            scales_out.to(S.SCALE_P, bitcast=True) + to, tl.broadcast_to(scale[None, :], (S.RP, S.SWP)),
+            mask=(row >= 0)[:, None] & (c < width)[None, :],
         )  # fmt: skip
 
 
@@ -137,14 +142,61 @@ def place_message(
     tl.store(info, q * 0 + label, mask=keep)
     tl.store(info + 1, q * 0 + token, mask=keep)
     tl.store(message_token + at, token)
-    copy_message(message, row, keep, inner, block, tokens_out, scales_out, scale_rows, S)
+    copy_message(message, tl.where(keep, row, -1), inner, block, tokens_out, scales_out, scale_rows, S)
+
+
+@triton.jit
+def place_messages(
+    table, record, control, mine, source, lane, lanes, rows, messages, starts, bases, tokens_out, scales_out,
+    src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin,
+    shared_end, capacity, scale_rows, call, limit, S: tl.constexpr,
+):  # fmt: skip
+    """Every ``lanes``-th message of ``source``, from the ``lane``-th: wait for it and place it.
+
+    The order is that of arrival: first every sending program's first message, then their second ones, and so on.
+    """
+    r = tl.arange(0, S.WP)
+    own = tl.sum(tl.where((r == source)[:, None], rows, 0), 0)
+    base = starts + tl.sum(tl.where((r < source)[:, None], rows, 0), 0)
+    if S.RANK_LAYOUT:
+        base = tl.sum(tl.where(r < source, messages, 0), 0)
+    count = tl.sum(tl.where(r == source, messages, 0), 0)
+    head = (mine + S.O_COUNTS).to(I32) + source * S.CW
+    firsts = (mine + S.O_FIRSTS).to(I32) + source * (S.SENDERS + 1)
+    programs = tl.minimum(tl.maximum(tl.load(head + 3), 0), S.SENDERS)
+    steps = tl.minimum(tl.maximum(tl.load(head + 4), 0), S.T)
+    columns = programs
+    if programs == 0:
+        columns = count
+        steps = tl.minimum(steps, 1)
+    ok = tl.full([], 1, tl.int32)
+    one = tl.arange(0, 1)
+    for i in range(lane, steps * columns, lanes):
+        if ok > 0:
+            slot = i % columns
+            end = count
+            if programs > 0:
+                p = slot
+                slot = tl.load(firsts + p) + i // columns
+                end = tl.minimum(tl.load(firsts + p + 1), count)
+            if (slot >= 0) & (slot < end):
+                flag = (mine + S.O_MESSAGE_FLAG).to(I64) + (source * S.T + slot) + one
+                ok, _, got = wait_all(flag, one == 0, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+                settle(ok, table, record, control, me, source, _PHASE, call, call, got, S)
+                if ok > 0:
+                    place_message(
+                        mine, source, slot, base, own, starts, bases, tokens_out, scales_out, src_info, weights_out,
+                        topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end,
+                        capacity, scale_rows, S,
+                    )  # fmt: skip
+    return ok
 
 
 @triton.jit
 def receive(
-    table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out, topk_ids_out,
-    num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local, num_groups,
-    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program, num_programs, limit,
+    table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
+    topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local,
+    num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program, num_programs, limit,
     S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the receiver role."""
@@ -164,7 +216,7 @@ def receive(
     elif ok <= 0:
         if program == 0:
             write_nothing(
-                row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
+                row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local,
                 num_groups, counts_stride, S,
             )  # fmt: skip
     else:
@@ -174,8 +226,8 @@ def receive(
         if (tl.max(refused, 0) != 0) | (odd >= 0):
             if program == 0:
                 write_nothing(
-                    row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
-                    num_groups, counts_stride, S,
+                    row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank,
+                    num_local, num_groups, counts_stride, S,
                 )  # fmt: skip
                 peer = tl.min(tl.where(refused != 0, r, S.W), 0)
                 if peer < S.W:
@@ -192,43 +244,21 @@ def receive(
                 bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
             if program == 0:
                 write_plan(
-                    mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out,
-                    received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
+                    mine, control, rows, messages, row_offsets, expert_ids, scales_offsets, num_recv, overflow,
+                    counts_out, received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
                 )  # fmt: skip
-            per_source = tl.minimum(tl.maximum(tl.load(head + 4, mask=mask, other=1), 1), S.C)
-            chunks = tl.minimum(tl.maximum(tl.load(head + 3, mask=mask, other=0), 0), S.C)
-            steps = tl.max(tl.cdiv(chunks, per_source) * per_source, 0)
-            for i in range(program, steps * S.W, num_programs):
-                if ok > 0:
-                    # Start with the own rank: its messages arrive first, and no two ranks begin with the same peer.
-                    source = (i + me) % S.W
-                    here = r == source
-                    n = tl.sum(tl.where(here, chunks, 0), 0)
-                    per = tl.sum(tl.where(here, per_source, 0), 0)
-                    senders = tl.maximum(tl.cdiv(n, per), 1)
-                    step = i // S.W
-                    c = step % senders * per + step // senders
-                    if (step // senders < per) & (c < n):
-                        ok, _, got = wait_all(
-                            (mine + S.O_CHUNK_FLAG).to(I64) + source * S.C + c + r * 0, here, call,
-                            (mine + S.O_POISON).to(I64), limit, S.CLOCK,
+            # The others place: one source for each program where they suffice, its messages to its programs in turn.
+            others = tl.maximum(num_programs - 1, 1)
+            number = program - tl.minimum(num_programs - 1, 1)
+            if number >= 0:
+                for source in range(number % S.W, S.W, others):
+                    if ok > 0:
+                        ok = place_messages(
+                            table, record, control, mine, source, number // S.W,
+                            tl.cdiv(tl.maximum(others - source, 1), S.W), rows, messages, starts, bases, tokens_out,
+                            scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank,
+                            num_local, shared_begin, shared_end, capacity, scale_rows, call, limit, S,
                         )  # fmt: skip
-                        settle(ok, table, record, control, me, source, _PHASE, call, call, got, S)
-                        if ok > 0:
-                            ends = (mine + S.O_RANGE).to(I32) + (source * S.C + c) * 2
-                            begin = tl.maximum(tl.load(ends), 0)
-                            end = tl.minimum(tl.load(ends + 1), S.T)
-                            lower = tl.sum(tl.where((r < source)[:, None], rows, 0), 0)
-                            own = tl.sum(tl.where(here[:, None], rows, 0), 0)
-                            base = starts + lower
-                            if S.RANK_LAYOUT:
-                                base = tl.sum(tl.where(r < source, messages, 0), 0)
-                            for slot in range(begin, end):
-                                place_message(
-                                    mine, source, slot, base, own, starts, bases, tokens_out, scales_out, src_info,
-                                    weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local,
-                                    shared_begin, shared_end, capacity, scale_rows, S,
-                                )  # fmt: skip
             if S.ALIGN > 1:
                 pad_rows(
                     tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows,
@@ -241,6 +271,6 @@ def receive(
                 )  # fmt: skip
     if ok > 0:
         if arrive(control + _DONE + _ROLE, num_programs) > 0:
-            tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="sys")
+            tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
             base_of = tl.load(table + r, mask=mask, other=0)
             publish((base_of + S.O_DRAINED).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)

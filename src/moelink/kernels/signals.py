@@ -1,8 +1,8 @@
 """Signals between ranks: publish, wait, give up. The memory order of every signal is stated here and only here.
 
 A signal is one int64 word in the receiver's block that only ever counts up: it holds the number of the last call for
-which the statement behind it became true ("my counts for you are stored", "chunk 3 is stored", "I have read all you
-sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
+which the statement behind it became true ("my counts for you are stored", "message 3 is stored", "I have read all
+you sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
 int64, because a rank may leave a word untouched for longer than 2**31 calls.
 
 =============  ==================================================================================================
@@ -10,8 +10,10 @@ publish        all stores of the program; ``debug_barrier`` (every thread's stor
                ``atomic_xchg(release, sys)`` by one thread per destination
 wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
-arrive         ``atomic_add(done, 1, acq_rel)`` of every program of a role; the last one acts for all of them: what
-               the others did happens before its own signals
+arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
+               what the others did happens before its own signals (a release is cumulative, and these programs share
+               a device)
+count_arrival  the same without an order, for a role after which nobody is told anything
 =============  ==================================================================================================
 
 Every wait is bounded by a clock: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host
@@ -25,7 +27,7 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
-from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, POISON_WORDS
+from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, DONE, POISON_WORDS
 
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
@@ -34,6 +36,7 @@ _CLAIM = tl.constexpr(CLAIM)
 _TIMEOUT = tl.constexpr(CODE_TIMEOUT)
 _ABORT_RECORD = tl.constexpr(ABORT_RECORD)
 _RECORD = tl.constexpr(POISON_WORDS)
+_DONE = tl.constexpr(DONE)
 _FAR = tl.constexpr(2**62)
 
 
@@ -188,8 +191,20 @@ def is_poisoned(table, record, control, me, S: tl.constexpr):
 def arrive(done, num_programs):
     """1 for the last of ``num_programs`` programs to get here, else 0. Resets the counter for the next call."""
     tl.debug_barrier()
-    last = tl.atomic_add(done, 1, sem="acq_rel", scope="sys") == num_programs - 1
+    last = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if last:
-        tl.atomic_xchg(done, 0, sem="relaxed", scope="sys")
+        tl.atomic_xchg(done, 0, sem="relaxed", scope="gpu")
     tl.debug_barrier()
     return last.to(tl.int32)
+
+
+@triton.jit
+def count_arrival(control, role, call, num_programs):
+    """The last of ``num_programs`` programs to get here counts call ``call`` of ``role`` as made.
+
+    Every program has read the call number, and passed a barrier since, when it gets here; the next launch reads the new
+    one in stream order. So the order of a relaxed counter is enough.
+    """
+    if tl.atomic_add(control + _DONE + role, 1, sem="relaxed", scope="gpu") == num_programs - 1:
+        tl.atomic_xchg(control + _DONE + role, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(control + role, call, sem="relaxed", scope="gpu")

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
+from moelink.protocol import MAX_SENDERS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -75,8 +76,8 @@ class CommonSpec:
     """Sizes and offsets that both phases use.
 
     Attributes:
-        W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them plus "nowhere".
-        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank. C: chunk flags.
+        W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
+        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
         TB: tokens that a program counts at a time.
     """
 
@@ -91,7 +92,6 @@ class CommonSpec:
     L: int
     LP: int
     T: int
-    C: int
     TB: int
     ALLREDUCE: bool
     SHARED: int
@@ -129,10 +129,10 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     ranks, power = workspace.world_size, triton.next_power_of_2
     local = workspace.max_local_experts
     return dict(
-        W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts + 1)),
+        W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts)),
         PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
-        L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank), C=workspace.num_chunks,
-        TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
+        L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
+        TB=max(1, 8192 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), CLOCK=clock_of(device), O_POISON=regions["poison"].offset,
         O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
@@ -151,8 +151,10 @@ class DispatchSpec(CommonSpec):
             at a time, payload bytes per group.
         SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. OPTIONS: what
-            every rank must choose alike. RP: rows of a message,
-        and GP: group offsets, as powers of two.
+            every rank must choose alike. ROWS, RP: rows of a message, and the next power of two. GP: group offsets,
+            as a power of two.
+        BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
+            tallies, TALLY words each, so many are read at a time.
     """
 
     SOURCE: int
@@ -177,8 +179,13 @@ class DispatchSpec(CommonSpec):
     WEIGHTS: bool
     OPTIONS: int
     WEIGHT_P: Any
+    ROWS: int
     RP: int
     GP: int
+    BATCH: int
+    SENDERS: int
+    TR: int
+    TALLY: int
     MESSAGE: int
     M_SCALES: int
     M_TOKEN: int
@@ -186,11 +193,13 @@ class DispatchSpec(CommonSpec):
     M_POSITIONS: int
     M_WEIGHTS: int
     CW: int
+    O_TALLY_FLAG: int
+    O_TALLIES: int
     O_COUNTS_FLAG: int
-    O_CHUNK_FLAG: int
+    O_MESSAGE_FLAG: int
     O_DRAINED: int
     O_COUNTS: int
-    O_RANGE: int
+    O_FIRSTS: int
     O_MESSAGES: int
 
 
@@ -222,6 +231,7 @@ def dispatch_spec(
     groups = hidden // fmt.group
     payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
     scale = _WORDS.get(scale_bytes, tl.uint8)
+    rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -238,14 +248,16 @@ def dispatch_spec(
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, OPTIONS=1 + int(weights),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
-        RP=1 if cfg.layout == "rank" else power(cfg.topk + cfg.fused_shared_expert),
+        ROWS=rows, RP=power(rows), BATCH=4 if device.type != "cpu" else 2, SENDERS=MAX_SENDERS,
+        TR=power(max(1, 4096 // workspace.tally_width)), TALLY=workspace.tally_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1],
-        O_COUNTS_FLAG=regions["counts_flag"].offset, O_CHUNK_FLAG=regions["chunk_flag"].offset,
+        O_TALLY_FLAG=regions["tally_flag"].offset, O_TALLIES=regions["tallies"].offset,
+        O_COUNTS_FLAG=regions["counts_flag"].offset, O_MESSAGE_FLAG=regions["message_flag"].offset,
         O_DRAINED=regions["dispatch_drained"].offset, O_COUNTS=regions["counts"].offset,
-        O_RANGE=regions["chunk_range"].offset, O_MESSAGES=regions["messages"].offset,
+        O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
     )  # fmt: skip
 
 
@@ -284,6 +296,7 @@ class CombineSpec(CommonSpec):
     O_FLAG: int
     O_DRAINED: int
     O_STATUS: int
+    O_KEPT: int
     O_ROWS: int
 
 
@@ -318,5 +331,5 @@ def combine_spec(
         OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
         ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
-        O_ROWS=regions["rows"].offset,
+        O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
     )  # fmt: skip

@@ -1,15 +1,14 @@
 """Where things are in the buffers of the two groups, and how a launch is cut: functions of the parameters alone.
 
 Offsets are bytes from the address that ``dev_ptrs`` gives for the buffer. Coordinates are checked, so that an offset is
-always inside the buffer. ``R`` ranks, ``T`` = max_tokens_per_rank, ``C`` = :func:`num_chunks` flags per (source,
-destination).
+always inside the buffer. ``R`` ranks, ``T`` = max_tokens_per_rank.
 
 Dispatch, at the destination:
 
 ==========  ==============================  ====================================================================
 send        does not exist                  rows go from registers into the messages of every destination
 recv        messages [R, T, message]        message ``slot`` of rank ``source``: tokens ascending, without holes
-recv_count  counts [R, 8 + L] int32         one row per source: status, messages, tokens, chunks; rows per expert
+recv_count  counts [R, 8 + L] int32         one row per source: status and totals; rows per local expert    
 ==========  ==============================  ====================================================================
 
 Combine, at the home rank:
@@ -18,7 +17,7 @@ Combine, at the home rank:
 send        the expert outputs themselves   row of the caller's ``input_tokens``
 recv        rows [T, top_k, row], or with   the row of (token, slot); with ``pre_reduce`` the sum that rank ``copy``
             pre_reduce [R, T, row]          formed for the token
-recv_count  combine_flag [R, C] int64       call whose chunk ``chunk`` of rows from rank ``sender`` is stored
+recv_count  combine_flag [R, T] int64       call whose row for message ``slot`` of rank ``sender`` is stored
 ==========  ==============================  ====================================================================
 """
 
@@ -32,15 +31,9 @@ from moelink.errors import ArgumentError, UnsupportedError
 from moelink.kernels.contract.params import EPParams
 from moelink.layout import ALIGNMENT
 from moelink.protocol import COUNT_HEADER
-from moelink.workspace import MAX_CHUNKS
 
 NUM_WARPS = 8
 """Warps of every program of a communication kernel on a GPU."""
-
-
-def num_chunks(max_tokens_per_rank: int) -> int:
-    """Flags per (source, destination) and phase: a token each, as far as they reach."""
-    return max(1, min(max_tokens_per_rank, MAX_CHUNKS))
 
 
 def _inside(name: str, value: int, size: int) -> int:
@@ -170,10 +163,9 @@ class EPCombineKernel(_LaunchFacts):
             at = token * self.top_k + _inside("copy", copy, self.top_k)
         return at * align_up(self.msg_bytes, ALIGNMENT)
 
-    def recv_count_layout(self, sender: int, chunk: int) -> int:
-        """The int64 flag of chunk ``chunk`` from rank ``sender``. 128 tokens: (1, 3) is at (128 + 3) * 8 = 1048."""
-        chunks = num_chunks(self.max_tokens_per_rank)
-        return (_inside("sender", sender, self._copies) * chunks + _inside("chunk", chunk, chunks)) * 8
+    def recv_count_layout(self, sender: int, slot: int) -> int:
+        """The int64 flag of message ``slot`` of rank ``sender``. 128 tokens: (1, 3) is at (128 + 3) * 8 = 1048."""
+        return (_inside("sender", sender, self._copies) * self._tokens + _inside("slot", slot, self._tokens)) * 8
 
 
 def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels import combine as kernels
+from moelink.kernels.cut import shared_bounds
 from moelink.kernels.spec import combine_spec
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import CombineRequest
-from moelink.transports.symmetric.plan import SymmetricPlan, shared_bounds
+from moelink.transports.symmetric.plan import SymmetricPlan
 from moelink.transports.symmetric.rank import Rank
 
 _EXACT = {"enable_fp_fusion": False}
@@ -72,6 +73,8 @@ class Combine:
             rank.me, rank.first, config.num_local_experts, handle.num_tokens, len(request.y),
             *shared_bounds(config, handle.num_tokens),
         )  # fmt: skip
+        mine = (request.y, request.recv.weights, home_weights, handle.topk_ids, request.shared, bias, self.out, *tensors)
+        self._given = tuple(t for t in mine if t is not None)
         self._home = (*rows, plan.received, *ends, *sizes)
         self._fused = (*rows, plan.message_token, plan.received, *ends, *sizes)
 
@@ -97,14 +100,14 @@ class Combine:
         if self.travels:
             self.rank.launch(
                 kernels.ep_combine_async_kernel, self._senders, *self._back, slot_begin, STATUS_OK, self.rank.limit,
-                S=self.spec, **_EXACT,
+                given=self._given, S=self.spec, **_EXACT,
             )  # fmt: skip
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
         self.rank.launch(
             kernels.ep_combine_wait_kernel, self.rank.programs.receive, *self._home, slot_begin, STATUS_OK,
-            self.rank.limit, S=self.spec, **_EXACT,
+            self.rank.limit, given=self._given, S=self.spec, **_EXACT,
         )  # fmt: skip
 
     def send_and_receive(self, slot_begin: int) -> None:
@@ -112,7 +115,7 @@ class Combine:
         senders = self._senders if self.travels else 0
         self.rank.launch(
             kernels.ep_fused_combine_kernel, senders + self.rank.programs.receive, *self._fused, slot_begin,
-            STATUS_OK, senders, self.rank.limit, S=self.spec, **_EXACT,
+            STATUS_OK, senders, self.rank.limit, given=self._given, S=self.spec, **_EXACT,
         )  # fmt: skip
 
     def result(self) -> Tensor:

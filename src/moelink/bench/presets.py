@@ -1,0 +1,211 @@
+"""What is measured: cases, how often, and the presets of ``moelink bench``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from moelink.config import EPConfig
+from moelink.errors import ConfigError
+
+Distribution = Literal["uniform", "zipf", "one-rank"]
+DeviceKind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration that every contender runs.
+
+    Attributes:
+        tokens: tokens of every rank in every call, also ``max_tokens_per_rank``.
+        hidden_size, num_experts, topk: sizes of the layer.
+        format: dispatch format; rows come home in bf16.
+        distribution: how ids are drawn: "uniform", "zipf" (exponent 1 over experts), or "one-rank" (all experts of
+            all tokens are on rank 0).
+        num_sms: multiprocessors that moelink may use, or None for all.
+    """
+
+    tokens: int
+    hidden_size: int = 7168
+    num_experts: int = 256
+    topk: int = 8
+    format: str = "fp8_block128"
+    distribution: Distribution = "uniform"
+    num_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError("tokens", "at least 1", self.tokens)
+        if self.topk > self.num_experts:
+            raise ConfigError("topk", f"at most num_experts = {self.num_experts}", self.topk)
+        if self.distribution not in get_args(Distribution):
+            raise ConfigError("distribution", " or ".join(get_args(Distribution)), self.distribution)
+
+    @property
+    def label(self) -> str:
+        """The case in a few words: ``"128 tokens, fp8_block128, zipf, 16 SMs"``."""
+        words = [f"{self.tokens} token{'s' * (self.tokens != 1)}", self.format]
+        if self.distribution != "uniform":
+            words.append(self.distribution)
+        if self.num_sms is not None:
+            words.append(f"{self.num_sms} SMs")
+        return ", ".join(words)
+
+    def ep_config(self, rank: int, world_size: int) -> EPConfig:
+        """The configuration that sizes follow from. Raises ConfigError where the format does not fit."""
+        return EPConfig(
+            num_experts=self.num_experts, topk=self.topk, hidden_size=self.hidden_size,
+            max_tokens_per_rank=self.tokens, dispatch_format=self.format, num_sms=self.num_sms,
+            world_size=world_size, rank=rank,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How often things are called.
+
+    Attributes:
+        calls: calls in one CUDA graph, and in one sample of eager calls.
+        samples: samples per figure; each is one replay of a graph, or one batch of eager calls.
+        warmup: samples that are thrown away before.
+        host_calls, host_samples: the same for contenders that synchronise with the host in every call.
+        rotation_bytes: inputs are rotated until this many bytes have passed, and this many bytes are written between
+            two samples: more than the second-level cache holds. 0 on CPUs.
+        seed: of inputs and routing.
+    """
+
+    calls: int = 20
+    samples: int = 15
+    warmup: int = 3
+    host_calls: int = 5
+    host_samples: int = 5
+    rotation_bytes: int = 120_000_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("calls", 1), ("samples", 1), ("warmup", 0), ("host_calls", 1), ("host_samples", 1)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(name, f"at least {minimum}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A whole run.
+
+    Attributes:
+        preset: its name.
+        cases: what is measured, in order.
+        device: "cuda" (one device a rank) or "cpu".
+        ranks: number of ranks.
+        settings: how often.
+        peers: contenders outside moelink take part.
+        timeout: seconds after which the ranks are given up.
+    """
+
+    preset: str
+    cases: tuple[Case, ...]
+    device: DeviceKind
+    ranks: int
+    settings: Settings = Settings()
+    peers: bool = True
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError("ranks", "at least 1", self.ranks)
+        if not self.cases:
+            raise ConfigError("cases", "at least one", self.cases)
+        for case in self.cases:
+            case.ep_config(0, self.ranks)
+
+
+FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
+SM_BUDGETS = (8, 16, 32, 64, None)
+DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "zipf", "one-rank")
+SMOKE = Settings(calls=2, samples=3, warmup=1, host_calls=2, host_samples=3, rotation_bytes=0)
+
+
+def _decode() -> tuple[Case, ...]:
+    return tuple(Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256))
+
+
+def _prefill() -> tuple[Case, ...]:
+    return (*(Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)), Case(tokens=4096, format="bf16"))
+
+
+def _formats() -> tuple[Case, ...]:
+    return tuple(Case(tokens=tokens, format=name) for tokens in (128, 4096) for name in FORMATS)
+
+
+def _skew() -> tuple[Case, ...]:
+    return tuple(Case(tokens=tokens, distribution=kind) for tokens in (128, 4096) for kind in DISTRIBUTIONS)
+
+
+def _sms() -> tuple[Case, ...]:
+    return tuple(Case(tokens=tokens, num_sms=budget) for tokens in (128, 4096) for budget in SM_BUDGETS)
+
+
+def _smoke() -> tuple[Case, ...]:
+    sizes = {"hidden_size": 256, "num_experts": 6, "topk": 2}
+    return (
+        Case(tokens=5, format="bf16", **sizes),  # type: ignore[arg-type]
+        Case(tokens=3, format="fp8_block128", distribution="zipf", **sizes),  # type: ignore[arg-type]
+    )
+
+
+PRESETS: Mapping[str, Callable[[], tuple[Case, ...]]] = MappingProxyType({
+    "decode": _decode,
+    "prefill": _prefill,
+    "formats": _formats,
+    "skew": _skew,
+    "sms": _sms,
+    "smoke": _smoke,
+})  # fmt: skip
+"""Name of a preset to its cases."""
+
+
+def make_plan(
+    preset: str,
+    *,
+    ranks: int,
+    device: DeviceKind,
+    tokens: Sequence[int] = (),
+    formats: Sequence[str] = (),
+    samples: int | None = None,
+    seed: int = 0,
+    peers: bool = True,
+    timeout: float = 600.0,
+    **sizes: int | None,
+) -> Plan:
+    """A preset with some of its settings replaced.
+
+    Args:
+        preset: a key of :data:`PRESETS`.
+        tokens, formats: replace the preset's (each of its other variations is kept).
+        samples: samples per figure, or None for the preset's.
+        sizes: fields of :class:`Case` (``hidden_size``, ``num_experts``, ``topk``, ``num_sms``) to replace; None
+            leaves the preset's.
+
+    Raises:
+        ConfigError: no such preset, or a value that is not acceptable.
+    """
+    if preset not in PRESETS:
+        raise ConfigError("preset", f"one of {', '.join(PRESETS)}", preset)
+    cases = PRESETS[preset]()
+    fields = {name: value for name, value in sizes.items() if value is not None}
+    if fields:
+        cases = tuple(dataclasses.replace(case, **fields) for case in cases)  # type: ignore[arg-type]
+    if formats:
+        cases = tuple(dataclasses.replace(case, format=name) for name in formats for case in cases)
+    if tokens:
+        cases = tuple(dataclasses.replace(case, tokens=count) for count in tokens for case in cases)
+    settings = dataclasses.replace(SMOKE if device == "cpu" else Settings(), seed=seed)
+    if samples is not None:
+        settings = dataclasses.replace(settings, samples=samples, host_samples=samples)
+    return Plan(
+        preset=preset, cases=tuple(dict.fromkeys(cases)), device=device, ranks=ranks, settings=settings, peers=peers,
+        timeout=timeout,
+    )  # fmt: skip
