@@ -25,7 +25,11 @@ REAL_SIZES: tuple[tuple[int, int, int, int, str, dict[str, Any]], ...] = (
 )
 
 
-def prepare(rank: int) -> torch.device:
+def prepare(rank: int, kind: str = "cuda") -> torch.device:
+    """This rank's device, after the default group has been made."""
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=None)
     return torch.device("cuda", rank)
@@ -33,6 +37,25 @@ def prepare(rank: int) -> torch.device:
 
 def compile_share(rank: int, world_size: int, setups: list[dict[str, Any]]) -> None:
     """Compile the fused kernels of every setup into the cache that all ranks share, each rank a part of them."""
+    for fields in setups[rank::world_size]:
+        compile_setup(fields, world_size, torch.device("cuda", rank))
+    dist.barrier()
+
+
+def compile_setup(
+    fields: dict[str, Any],
+    world_size: int,
+    device: torch.device,
+    *,
+    weights: str = "dispatch",
+    input_dtype: torch.dtype | None = None,
+    id_dtype: torch.dtype = torch.int32,
+    parts: tuple[str, ...] = ("dispatch", "combine"),
+) -> None:
+    """Compile the fused kernels of one setup; nothing is launched. ``weights``: the call they are given to, or "none".
+
+    They depend on dtypes and on what is given, not on the rank, the capacity or the number of tokens.
+    """
     from moelink.memory import create_all
     from moelink.transports.base import CombineRequest, DispatchRequest
     from moelink.transports.symmetric.combining import Combine
@@ -40,23 +63,23 @@ def compile_share(rank: int, world_size: int, setups: list[dict[str, Any]]) -> N
     from moelink.transports.symmetric.rank import Rank
     from moelink.workspace import Workspace
 
-    device = torch.device("cuda", rank)
-    for fields in setups[rank::world_size]:
-        small = {**fields, "capacity": 1}
-        config = moelink.EPConfig(**small, world_size=world_size, rank=rank)
-        memory = create_all([device] * (1 if config.mode == "allreduce" else world_size), 1 << 20)
-        place = Rank(config, memory[0 if config.mode == "allreduce" else rank], Workspace(config))
-        kinds = {"fp32": torch.float32, "fp64": torch.float64}
-        x = torch.zeros(1, config.hidden_size, dtype=kinds.get(config.dispatch_format, torch.bfloat16), device=device)
-        ids = torch.zeros(1, config.topk, dtype=torch.int32, device=device)
-        weights = torch.zeros(1, config.topk, dtype=config.weight_dtype, device=device)
-        dispatch = Dispatch(place, DispatchRequest(x, ids, weights), "compile")
-        y = torch.zeros(1, config.hidden_size, dtype=config.combine_dtype, device=device)
-        combine = Combine(place, CombineRequest(y, dispatch.output))
-        with place.preparing():
+    config = moelink.EPConfig(**{**fields, "capacity": 1}, world_size=world_size)
+    memory = create_all([device] * (1 if config.mode == "allreduce" else world_size), 1 << 20)
+    place = Rank(config, memory[0], Workspace(config))
+    kinds = {"fp32": torch.float32, "fp64": torch.float64}
+    x_dtype = input_dtype or kinds.get(config.dispatch_format, torch.bfloat16)
+    x = torch.zeros(1, config.hidden_size, dtype=x_dtype, device=device)
+    ids = torch.zeros(1, config.topk, dtype=id_dtype, device=device)
+    given = torch.zeros(1, config.topk, dtype=config.weight_dtype, device=device)
+    dispatch = Dispatch(place, DispatchRequest(x, ids, given if weights == "dispatch" else None), "compile")
+    y = torch.zeros(1, config.hidden_size, dtype=config.combine_dtype, device=device)
+    combine = Combine(place, CombineRequest(y, dispatch.output, given if weights == "combine" else None))
+    with place.preparing():
+        if "dispatch" in parts:
             dispatch.send_and_receive()
+        if "combine" in parts:
             combine.send_and_receive(combine.passes[0])
-    dist.barrier()
+    place.close()
 
 
 def run_cases(rank: int, world_size: int, case_list: list[cases.Case]) -> list[cases.Result]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels import routes, signals
+from moelink.kernels import routes, signals, tagged
 from moelink.kernels.cut import Cut
 from moelink.kernels.numeric import round_bf16
 from moelink.kernels.spec import host_clock
@@ -88,6 +88,44 @@ def test_tally_counts_pairs_and_messages():
     assert messages.tolist() == [1, 0, 2]
 
 
+@triton.jit
+def _tagged(words, value, out, call, limit, CLOCK: tl.constexpr):
+    i = tl.arange(0, 2)[None, :]
+    every = i >= 0
+    tl.store(words + i, tagged.tagged(call, tl.load(value + i)))
+    ok, row, first, second = tagged.wait_tagged(words + i, every, words + 2 + i, every, call, words + 4, limit, CLOCK)
+    tl.store(out, ok)
+    tl.store(out + 1, row)
+    tl.store(out + 2 + i, first)
+    tl.store(out + 4 + i, second)
+
+
+def test_tagged_words_wait_for_their_call():
+    words = torch.tensor([0, 0, (3 << 32) + 7, (3 << 32) + 8, 0])
+    value, out = torch.tensor([[5, 6]]).int(), torch.zeros(6, dtype=torch.int32)
+    _tagged[(1,)](words, value, out, 3, 20_000_000, CLOCK=host_clock)
+    assert words[0] == 3 * 2**32 + 5
+    assert out.tolist() == [1, 1, 5, 6, 7, 8]
+    words[3] -= 1 << 32
+    _tagged[(1,)](words, value, out, 3, 20_000_000, CLOCK=host_clock)
+    assert out[:2].tolist() == [0, 0]
+
+
+@triton.jit
+def _wait_any(words, poison, out, target, limit, CLOCK: tl.constexpr):
+    r = tl.arange(0, 4)
+    ok, got = signals.wait_any(words + r, r < 3, target, poison, limit, CLOCK)
+    tl.store(out + r, got)
+    tl.store(out + 4, ok.to(tl.int64))
+
+
+def test_wait_any_returns_with_the_first():
+    for words, expected in (([4, 7, 3], [4, 7, 3, -1, 1]), ([1, 2, 3], [1, 2, 3, -1, 0])):
+        out = torch.zeros(5, dtype=torch.int64)
+        _wait_any[(1,)](torch.tensor([*words, 99]), torch.zeros(1).long(), out, 4, 20_000_000, CLOCK=host_clock)
+        assert out.tolist() == expected
+
+
 def test_messages_of_the_send_example():
     """Rank 0's ids [[0, 3], [1, 0], [-1, 2]]: slots, local ids, positions and counts as the docstring says."""
     transport = one_process(SMALL, 2)
@@ -101,7 +139,9 @@ def test_messages_of_the_send_example():
         block = transport.ranks[destination].memory.local
         rows = regions["messages"].view(block)[0, :n]
         read = {p.name: rows[:, p.offset : p.end].contiguous().view(p.dtype).tolist() for p in message if p.nbytes}
-        counts = regions["counts"].view(block)[0].tolist()
+        words = regions["counts"].view(block)[0]
+        assert (words[: 8 + 2] >> 32).eq(1).all()
+        counts = (words & 0xFFFFFFFF).tolist()
         return read["token"], read["ids"], read["positions"], counts[8:10], counts[1]
 
     assert parts(0, 2) == ([[0], [1]], [[0, -1], [1, 0]], [[0, 0], [0, 1]], [2, 1], 2)

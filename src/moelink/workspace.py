@@ -12,10 +12,10 @@ poisons              [W, 8] int64          row r by rank r: what it was waiting 
 control              [16] int64            own kernels: completed calls, programs arrived, statistics
 tally_flag           [P] int64             own sender p: call whose row of ``tallies`` is stored
 tallies              [P, E + R] int32      own sender p: pairs per expert and messages per rank of its tokens
-counts_flag          [W] int64             source s: call whose rows of ``counts`` and ``firsts`` are stored
 message_flag         [W, T] int64          source s: call whose message in this slot is stored
 dispatch_drained     [W] int64             destination d: call whose messages from here d has read
-counts               [W, 8 + L] int32      source s: status and totals (``protocol``); rows per local expert
+counts               [W, 8 + L] int64      source s: status and totals (``protocol``), rows per local expert, each
+                                           word with the call it is of (``kernels.tagged``)
 firsts               [W, P + 1] int32      source s: first message of each of its sending programs; their number
 messages             [W, T, message] uint8 source s: its messages, in token order without holes
 combine_head         [W] int64             expert rank r: call whose ``combine_status`` is stored
@@ -29,7 +29,7 @@ rows                 [W, T, row] or        expert rank r: sums of its rows per t
 
 Size: T x (W x message + (W or K) x row) bytes and a few flags: what DESIGN allows. Nothing is double buffered.
 
-Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7504 bytes = 7.3 MiB, rows
+Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
 8 x 128 x 14336 bytes = 14 MiB, everything else 0.6 MiB.
 """
 
@@ -41,7 +41,7 @@ import torch
 
 from moelink.arith import align_up, ceil_div
 from moelink.config import EPConfig
-from moelink.layout import ALIGNMENT, RegionTable
+from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
 from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, MAX_SENDERS, POISON_WORDS
 
 def _power_of_two(count: int) -> int:
@@ -91,13 +91,13 @@ class Workspace:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes from one message to the next."""
-        return align_up(self.message.regions[-1].end, ALIGNMENT)
+        """Bytes from one message to the next: whole cache lines, so that no packet on a link carries parts of two."""
+        return align_up(self.message.regions[-1].end, REGION_ALIGNMENT)
 
     @property
     def row_bytes(self) -> int:
         """Bytes from one row on its way home to the next."""
-        return align_up(self.config.combine_row_bytes, ALIGNMENT)
+        return align_up(self.config.combine_row_bytes, REGION_ALIGNMENT)
 
     @property
     def regions(self) -> RegionTable:
@@ -112,10 +112,9 @@ class Workspace:
             ("control", i64, (CONTROL_WORDS,)),
             ("tally_flag", i64, (MAX_SENDERS,)),
             ("tallies", i32, (MAX_SENDERS, self.tally_width)),
-            ("counts_flag", i64, (ranks,)),
             ("message_flag", i64, (ranks, tokens)),
             ("dispatch_drained", i64, (ranks,)),
-            ("counts", i32, (ranks, align_up(COUNT_HEADER + self.max_local_experts, 4))),
+            ("counts", i64, (ranks, COUNT_HEADER + self.max_local_experts)),
             ("firsts", i32, (ranks, MAX_SENDERS + 1)),
             ("messages", u8, (ranks, tokens, self.message_bytes)),
             ("combine_head", i64, (ranks,)),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moelink.bench.stats import slowest_rank
 from moelink.bench.timing import Clock
+from moelink.bench.together import everyone, host_barrier
 from moelink.errors import MoelinkError
 from moelink.memory import TorchMemory
 
@@ -86,13 +87,8 @@ def _push(clock: Clock, samples: int, timeout: float) -> CeilingSamples:
     from moelink.bench.push import BLOCK, ceiling_push_kernel
 
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), clock.device
-
-    def exchange(record: bytes) -> list[bytes]:
-        everyone: list[bytes] = [b""] * ranks
-        dist.all_gather_object(everyone, record)
-        return everyone
-
-    memory = TorchMemory.create(ranks * PEER_BYTES, device=device, group=dist.group.WORLD, exchange=exchange)
+    group = dist.distributed_c10d._get_default_group()
+    memory = TorchMemory.create(ranks * PEER_BYTES, device=device, group=group, exchange=everyone)
     try:
         source = torch.zeros(ranks * PEER_BYTES // 4, dtype=torch.int32, device=device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -111,7 +107,7 @@ def _push(clock: Clock, samples: int, timeout: float) -> CeilingSamples:
         return CeilingSamples(LAUNCHES * (ranks - 1) * PEER_BYTES, tuple(times))
     finally:
         torch.cuda.synchronize(device)
-        dist.barrier()  # no peer stores into a block that is being released
+        host_barrier()  # no peer stores into a block that is being released
         memory.close()
 
 

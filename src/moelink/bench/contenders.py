@@ -43,6 +43,9 @@ class Contender(Protocol):
     def combine(self, copy: int, handle: Handle) -> Any:
         """Bring home what stands for the experts' outputs of input ``copy``."""
 
+    def check(self) -> str:
+        """What is wrong with its results, or "". Collective; synchronises."""
+
     def close(self) -> None:
         """Release everything. Collective."""
 
@@ -89,9 +92,24 @@ class MoelinkContender:
         self._combined[copy] = out
         return out
 
-    def check(self) -> None:
-        """Raise what went wrong in the calls so far, rows that did not fit included. Synchronises."""
+    def check(self) -> str:
+        """ "": what went wrong in the calls so far, rows that did not fit included, is raised."""
         self.ep.check()
+        return ""
+
+    def results(self) -> list[Tensor]:
+        """Copies of what the last calls returned: combined rows of every input, dispatched rows of the first."""
+        first = self._received[0]
+        rows = [] if first is None else [first.tokens[: int(first.row_offsets[-1])].view(torch.uint8)]
+        return [result.clone() for result in (*rows, *(out for out in self._combined if out is not None))]
+
+    def spoil(self) -> None:
+        """Overwrite what :meth:`results` looks at, so that later calls have to write it again."""
+        if self._received[0] is not None:
+            self._received[0].tokens.view(torch.uint8).fill_(255)
+        for out in self._combined:
+            if out is not None:
+                out.fill_(float("nan"))
 
     def close(self) -> None:
         """See :class:`Contender`."""
@@ -124,9 +142,10 @@ def compiling_only(ep: moelink.Communicator) -> Iterator[None]:
 def compile_calls(ep: moelink.Communicator) -> None:
     """Compile what the calls of the bench launch, for ``ep``'s device. Local to this rank."""
     config, device = ep.config, ep.device
-    x = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
-    ids = torch.zeros(1, config.topk, dtype=torch.int32, device=device)
-    weights = torch.zeros(1, config.topk, device=device)
+    tokens = config.max_tokens_per_rank
+    x = torch.zeros(tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(tokens, config.topk, dtype=torch.int32, device=device)
+    weights = torch.zeros(tokens, config.topk, device=device)
     y = torch.zeros(config.row_capacity, config.hidden_size, dtype=config.combine_dtype, device=device)
     with compiling_only(ep):
         ep.combine(y, ep.dispatch(x, ids, weights))

@@ -7,7 +7,7 @@ BLOCK = 4096
 """int32 words that a program copies at a time; regions are multiples of it."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def ceiling_push_kernel(table, source, rank, words, W: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Copy region p of ``source`` to region ``rank`` of rank p's block, for every other rank p.
 

@@ -14,20 +14,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
+
+from moelink.bench.together import host_barrier
 
 Action = Callable[[], object]
-
-
-def host_barrier() -> None:
-    """The hosts of all ranks wait for one another (a CPU tensor, so that no device takes part)."""
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))
 
 
 class Clock(Protocol):
     """Measures actions on one rank; all ranks must measure the same ones in the same order."""
 
     device: torch.device
+
+    def align(self) -> None:
+        """What follows starts at the same time on all ranks."""
 
     def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
         """Microseconds of each of ``samples`` runs of ``action``, after ``warmup`` more."""
@@ -42,6 +42,10 @@ class WallClock:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def align(self) -> None:
+        """See :class:`Clock`."""
+        host_barrier()
+
     def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
         """See :class:`Clock`."""
         return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
@@ -50,7 +54,7 @@ class WallClock:
         """See :class:`Clock`."""
         measured = []
         for _ in range(warmup + samples):
-            host_barrier()
+            self.align()
             times = [time.perf_counter()]
             for step in steps:
                 step()
@@ -70,6 +74,11 @@ class CudaClock:
         self._flush = torch.empty(max(1, flush_bytes), dtype=torch.uint8, device=device)
         self._token = torch.zeros(1, device=device)
 
+    def align(self) -> None:
+        """See :class:`Clock`. Queued on the device; the host does not wait."""
+        self._flush.zero_()
+        dist.all_reduce(self._token)
+
     def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
         """See :class:`Clock`."""
         return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
@@ -80,8 +89,7 @@ class CudaClock:
         host_barrier()
         recorded = []
         for _ in range(warmup + samples):
-            self._flush.zero_()
-            dist.all_reduce(self._token)
+            self.align()
             events = [self._record()]
             for step in steps:
                 step()
@@ -121,9 +129,13 @@ def capture(calls: Sequence[Callable[[], Any]], device: torch.device) -> Capture
     """
     torch.cuda.synchronize(device)
     host_barrier()
+    stream = torch.cuda.current_stream(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = [call() for call in calls]
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = [call() for call in calls]
+    finally:
+        torch.cuda.set_stream(stream)  # a capture that fails may leave its own stream behind
     return Captured(graph, results)
 
 
@@ -140,20 +152,23 @@ class KernelTimes:
     names: tuple[str, ...]
 
 
-def kernel_times(action: Action, *, calls: int, prefix: str, device: torch.device) -> KernelTimes | None:
+def kernel_times(action: Action, *, calls: int, prefix: str, clock: Clock) -> KernelTimes | None:
     """Device time of the kernels of ``action``, which makes ``calls`` calls; None where no profiler sees kernels.
 
     Args:
-        prefix: only kernels whose names start with it count ("" for all but memory copies and fills).
+        prefix: only kernels whose names start with it count ("" for all but memory copies and fills; ranks are then
+            aligned by their hosts alone, as aligning devices takes kernels too).
     """
-    host_barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        host_barrier()  # starting a profiler takes longer on some ranks than on others
+        if prefix:
+            clock.align()
         action()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(clock.device)
     spans = [
         (float(event.time_range.start), float(event.time_range.elapsed_us()), str(event.name))
         for event in profile.events() or []
-        if event.device_type == torch.autograd.DeviceType.CUDA and _is_kernel(event, prefix)
+        if event.device_type == DeviceType.CUDA and _is_kernel(event, prefix)
     ]
     return kernel_times_of(sorted(spans), calls=calls)
 

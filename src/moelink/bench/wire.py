@@ -15,10 +15,10 @@ from moelink.bench.presets import Case
 from moelink.routing import ExpertMap, plan_sends
 
 FORMULA = (
-    "dispatch: m bytes for each (token, remote rank that has at least one of its experts), m = payload + scales + token "
-    "number + ids + weights, each part padded to 16 bytes; combine: hidden_size * 2 bytes (bf16) for each of the same "
-    "pairs, the other way. A rank's link carries what leaves it in one direction and what reaches it in the other; the "
-    "busiest of all links and directions counts. Signals and counts are left out"
+    "dispatch: m bytes for each (token, remote rank that has at least one of its experts), m = payload + scales + "
+    "token number + ids + weights, each part padded to 16 bytes; combine: hidden_size * 2 bytes (bf16) for each of the "
+    "same pairs, the other way. A rank's link carries what leaves it in one direction and what reaches it in the "
+    "other; the busiest of all links and directions counts. Signals and counts are left out"
 )
 
 

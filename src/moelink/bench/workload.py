@@ -74,7 +74,9 @@ def draw_ids(case: Case, generator: torch.Generator, world_size: int) -> Tensor:
 
     With one rank's experts fewer than ``topk``, "one-rank" repeats them.
     """
-    experts = ExpertMap(case.num_experts, world_size).num_local(0) if case.distribution == "one-rank" else case.num_experts
+    experts = (
+        ExpertMap(case.num_experts, world_size).num_local(0) if case.distribution == "one-rank" else case.num_experts
+    )
     shape = (case.tokens, case.topk)
     if case.topk > experts:
         return torch.randint(0, experts, shape, generator=generator).int()

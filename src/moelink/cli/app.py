@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from moelink.cli import render
+from moelink.cli.bench import bench_app
 from moelink.cli.environment import inspect_environment
+from moelink.cli.progress import progress_on_stderr
 from moelink.data import bundled_text
 from moelink.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, run_demo
-from moelink.demo.run import Progress
 from moelink.errors import MoelinkError
 from moelink.testing import RankFailedError, RankHungError
 
@@ -26,6 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+app.add_typer(bench_app, name="bench")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -58,17 +59,6 @@ def demo_document(report: DemoReport) -> dict[str, Any]:
         entry |= {"tolerance_error": result.tolerance_error, "wire_ratio": result.wire_ratio, "passed": result.passed}
     totals = {"tokens_per_expert": report.tokens_per_expert, "expert_owners": report.expert_owners}
     return {"schema_version": 1, **document, **totals, "passed": report.passed}
-
-
-@contextmanager
-def progress_on_stderr() -> Iterator[Progress]:
-    """A spinner on a terminal, one line a step elsewhere."""
-    console = render.make_console(stderr=True)
-    if not console.is_terminal:
-        yield lambda message: console.print(message, markup=False)
-        return
-    with console.status("") as status:
-        yield lambda message: status.update(message)
 
 
 @app.command()

@@ -13,10 +13,10 @@ Who writes what, at destination d, in row ``me`` of each region:
 
 * a row program, for every token that goes to d: the message in the token's slot, then ``message_flag[slot] = call``,
   a few tokens at a time.
-* the counting program: ``counts`` (status, totals, rows per local expert of d) and ``firsts``, then
-  ``counts_flag = call``.
+* the counting program: with many tokens ``firsts`` and a fence; then ``counts``, words that are their own signal
+  (``kernels.tagged``): status, totals, rows per local expert of d.
 
-Both signals are releases after the stores they speak for (``signals.publish``). The last program to finish counts the
+``message_flag`` is a release after the stores it speaks for (``signals.publish``). The last program to finish counts the
 call as sent; a later call of this rank starts after it in stream order.
 
 Order without a sort: a message's slot at d is the number of earlier tokens of this rank with any id on d, and a pair's
@@ -31,9 +31,10 @@ rank 1.
 import triton
 import triton.language as tl
 
-from moelink.kernels.payload import store_payload
+from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import count_pairs, experts_at, first_of, owner_of, ranks_of, tally
-from moelink.kernels.signals import I32, I64, count_arrival, is_poisoned, publish, settle, wait_all
+from moelink.kernels.signals import I32, I64, count_arrival, fence, is_poisoned, publish, settle, wait_all
+from moelink.kernels.tagged import tagged
 from moelink.kernels.tallies import publish_tally, send_firsts, sum_tallies
 from moelink.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, INVALID_IDS, PHASE_DISPATCH
 
@@ -84,22 +85,26 @@ def send_counts(
             most = send_firsts(table, mine, me, movers, S)
         away = tl.sum(tl.where(r == me, 0, messages), 0).to(tl.int64)
         tl.atomic_add(control + _BYTES, away * S.MESSAGE, sem="relaxed", scope="gpu")
+        # What precedes the counts must be seen by who sees them; without it nothing has to be waited for.
+        if not few:
+            fence(control)
         base = tl.load(table + r, mask=mask, other=0)
-        head = (base + S.O_COUNTS).to(I32) + me * S.CW
-        tl.store(head, tl.zeros([S.WP], tl.int32) + status, mask=mask)
-        tl.store(head + 1, messages, mask=mask)
-        tl.store(head + 2, tl.zeros([S.WP], tl.int32) + num_tokens, mask=mask)
-        tl.store(head + 3, programs, mask=mask)
-        tl.store(head + 4, most, mask=mask)
-        tl.store(head + 5, tl.zeros([S.WP], tl.int32) + S.OPTIONS, mask=mask)
+        row = (base + S.O_COUNTS).to(I64) + me * S.CW
+        h = tl.arange(0, _HEADER)[None, :]
+        head = tl.where(h == 1, messages[:, None], 0) + tl.where(h == 3, programs[:, None], 0)
+        head += tl.where(h == 4, most[:, None], 0)
+        head += tl.where(h == 0, status, 0) + tl.where(h == 2, num_tokens, 0) + tl.where(h == 5, S.OPTIONS, 0)
+        tl.atomic_xchg(
+            row[:, None] + h, tagged(call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
+        )  # fmt: skip
         # Expert e's count goes to its owner. Experts that get nothing are told so, too.
         e = tl.arange(0, S.EP)
         owner = owner_of(tl.where(e < S.E, e, -1), first, num_local, S)
         known = owner >= 0
         to = tl.load(table + tl.where(known, owner, 0), mask=known, other=0)
         local = e - first_of(owner, first, S)
-        tl.store((to + S.O_COUNTS).to(I32) + (me * S.CW + _HEADER) + local, pairs, mask=known)
-        publish((base + S.O_COUNTS_FLAG).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)
+        words = (to + S.O_COUNTS).to(I64) + (me * S.CW + _HEADER) + local
+        tl.atomic_xchg(words, tagged(call, pairs), mask=known, sem="relaxed", scope="sys")
     return ok
 
 
@@ -147,6 +152,7 @@ def send_rows(
     mask = r < S.W
     mine = tl.load(table + me)
     base = tl.load(table + r, mask=mask, other=0)
+    row = load_piece(x, begin, 0, end, S)
     ok = tl.full([], 1, tl.int32)
     if tokens_per_program <= 1:
         pairs, sent, _ = tally(ids, 0, begin, me, first, num_local, shared_begin, shared_end, S)
@@ -178,10 +184,12 @@ def send_rows(
             places = base[None, :] + S.O_MESSAGES + (me * S.T + slot).to(tl.int64) * S.MESSAGE
             places = tl.where(own, places, 0)
             _store_headers(expert, position, owner, token, places, weights, first, num_tokens, S)
-            for t in range(t0, tl.minimum(t0 + S.BATCH, end)):
-                store_payload(
-                    x, scales, t, tl.sum(tl.where((token == t)[:, None], places, 0), 0), input_scale, S
-                )  # fmt: skip
+            for j in range(0, (tl.minimum(t0 + S.BATCH, end) - t0) * S.PIECES):
+                t = t0 + j // S.PIECES
+                following = load_piece(x, t0 + (j + 1) // S.PIECES, (j + 1) % S.PIECES, end, S)
+                to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
+                store_piece(row, j % S.PIECES, scales, t, to, input_scale, S)
+                row = following
             flags = (base + S.O_MESSAGE_FLAG).to(I64)[None, :] + (me * S.T + slot)
             publish(flags, own, tl.zeros([S.BATCH, S.WP], tl.int64) + call)
             if t0 + S.BATCH < end:

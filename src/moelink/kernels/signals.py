@@ -8,6 +8,8 @@ int64, because a rank may leave a word untouched for longer than 2**31 calls.
 =============  ==================================================================================================
 publish        all stores of the program; ``debug_barrier`` (every thread's stores happen before the signal);
                ``atomic_xchg(release, sys)`` by one thread per destination
+fence          ``debug_barrier``; ``atomic_add(own word, 0, acq_rel, sys)``, its result used; ``debug_barrier``: for
+               words that are their own signal (``kernels.tagged``) but speak for other stores too
 wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
 arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
@@ -27,7 +29,7 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
-from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, DONE, POISON_WORDS
+from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, DONE, FENCE, POISON_WORDS
 
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
@@ -37,6 +39,7 @@ _TIMEOUT = tl.constexpr(CODE_TIMEOUT)
 _ABORT_RECORD = tl.constexpr(ABORT_RECORD)
 _RECORD = tl.constexpr(POISON_WORDS)
 _DONE = tl.constexpr(DONE)
+_FENCE = tl.constexpr(FENCE)
 _FAR = tl.constexpr(2**62)
 
 
@@ -61,32 +64,68 @@ def publish(words, mask, value):
 
 
 @triton.jit
+def fence(control):
+    """All stores of this program are visible to whoever sees what it stores from here on."""
+    tl.debug_barrier()
+    seen = tl.atomic_add(control + _FENCE, 0, sem="acq_rel", scope="sys")
+    tl.store(control + _FENCE, seen, mask=seen != 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def patience(poison, start, limit, CLOCK: tl.constexpr):
+    """What a wait without success becomes: -1 poisoned, 0 out of time, else 2, to go on."""
+    state = tl.where(clock(CLOCK) - start > limit, 0, 2)
+    return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, -1, state)
+
+
+@triton.jit
 def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
     """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
 
     Returns (arrived, lane, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; lane and got
-    are the word furthest behind.
+    are the word furthest behind. Between two looks at poison and clock a GPU looks at the words several times, as the
+    looks are one after the other and a signal waits for the next one.
     """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
     low = tl.min(got, 0)
-    arrived = (low >= target).to(tl.int32)
-    if arrived == 0:
+    state = tl.where(low >= target, 1, 2)
+    if state == 2:
         start = clock(CLOCK)
-        waiting = arrived == 0
-        while waiting:
+        look = state
+        while state == 2:
             got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
             low = tl.min(got, 0)
-            arrived = (low >= target).to(tl.int32)
-            waiting = arrived == 0
-            if waiting:
-                if tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0:
-                    arrived -= 1
-                    waiting = arrived == 0
-                elif clock(CLOCK) - start > limit:
-                    waiting = arrived != 0
+            state = tl.where(low >= target, 1, 2)
+            look += 1
+            if (state == 2) & (look % looks == 0):
+                state = patience(poison, start, limit, CLOCK)
     tl.debug_barrier()
     lane = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
-    return arrived, lane, low
+    return state, lane, low
+
+
+@triton.jit
+def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    """Wait until one word or more (a block [N] of int64 pointers) under ``mask``, not empty, has reached ``target``.
+
+    Returns (arrived, got): arrived as in :func:`wait_all`; got [N] says which have, -1 where masked.
+    """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
+    state = tl.where(tl.max(got, 0) >= target, 1, 2)
+    if state == 2:
+        start = clock(CLOCK)
+        look = state
+        while state == 2:
+            got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
+            state = tl.where(tl.max(got, 0) >= target, 1, 2)
+            look += 1
+            if (state == 2) & (look % looks == 0):
+                state = patience(poison, start, limit, CLOCK)
+    tl.debug_barrier()
+    return state, got
 
 
 @triton.jit

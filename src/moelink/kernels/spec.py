@@ -35,6 +35,9 @@ _SCALE_LAYOUTS = {"row_major": 0, "transposed": 1, "tiles_128x4": 2}
 NO_SCALES, ROW_MAJOR, TRANSPOSED, TILES = -1, 0, 1, 2
 COPY, CONVERT, ENCODE = 0, 1, 2
 
+FEW_TOKENS = 256
+"""Up to so many tokens per rank a program sends, and a receiver places, one at a time."""
+
 
 def host_clock() -> int:
     """Nanoseconds, for interpreted waits. Gives the processor away: the awaited rank may need it."""
@@ -106,6 +109,7 @@ class CommonSpec:
         # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
         # device functions in it. It is also what equality and hashing mean (pointer types have no hash).
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
         text = ",".join(f"{name}={getattr(value, 'cache_key', value)}" for name, value in values.items())
         object.__setattr__(self, "_name", f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}")
         # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
@@ -132,7 +136,7 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts)),
         PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
         L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
-        TB=max(1, 8192 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
+        TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), CLOCK=clock_of(device), O_POISON=regions["poison"].offset,
         O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
@@ -148,13 +152,13 @@ class DispatchSpec(CommonSpec):
             dtype, or ENCODE with the format's device functions.
         WORD_P, NWORDS, BLOCK: payload words: pointer type, number per row, moved at a time.
         DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE: elements per group, groups per row and
-            at a time, payload bytes per group.
+            at a time, payload bytes per group. PIECES: of a row that are read and stored at a time.
         SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. OPTIONS: what
             every rank must choose alike. ROWS, RP: rows of a message, and the next power of two. GP: group offsets,
             as a power of two.
         BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
-            tallies, TALLY words each, so many are read at a time.
+            tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
     """
 
     SOURCE: int
@@ -170,6 +174,7 @@ class DispatchSpec(CommonSpec):
     NG: int
     GB: int
     PB: int
+    PIECES: int
     SW: int
     SWP: int
     SCALE: Any
@@ -183,6 +188,7 @@ class DispatchSpec(CommonSpec):
     RP: int
     GP: int
     BATCH: int
+    GATHER: int
     SENDERS: int
     TR: int
     TALLY: int
@@ -195,7 +201,6 @@ class DispatchSpec(CommonSpec):
     CW: int
     O_TALLY_FLAG: int
     O_TALLIES: int
-    O_COUNTS_FLAG: int
     O_MESSAGE_FLAG: int
     O_DRAINED: int
     O_COUNTS: int
@@ -229,9 +234,17 @@ def dispatch_spec(
     word_bytes = word.primitive_bitwidth // 8
     scale_bytes = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
     groups = hidden // fmt.group
+    block = min(power(nbytes // word_bytes), max_block)
+    # A piece of at least max_block bytes leaves 16 bytes to each thread of a program.
+    group_block = min(power(groups), max(1, max_block // fmt.group, max_block * groups // nbytes))
+    if source == CONVERT:
+        block = min(power(hidden), max_block)
     payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
     scale = _WORDS.get(scale_bytes, tl.uint8)
     rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
+    # Few tokens are a program's only one; many come in numbers that hide the latency of one another.
+    few = cfg.max_tokens_per_rank <= FEW_TOKENS
+    batch, gather = (2, 2) if device.type == "cpu" else (1, 1) if few else (4, 4)
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -239,23 +252,24 @@ def dispatch_spec(
     return DispatchSpec(
         **common(workspace, device),
         SOURCE=source, WORD_P=tl.pointer_type(word), NWORDS=nbytes // word_bytes,
-        BLOCK=min(power(nbytes // word_bytes), max_block),
+        BLOCK=block,
         DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
         ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
-        GROUP=fmt.group, NG=groups, GB=min(power(groups), max(1, 2 * max_block // fmt.group)),
-        PB=nbytes // groups,
+        GROUP=fmt.group, NG=groups, GB=group_block, PB=nbytes // groups,
+        PIECES=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
+        word_bytes) // block), GATHER=gather,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, OPTIONS=1 + int(weights),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
-        ROWS=rows, RP=power(rows), BATCH=4 if device.type != "cpu" else 2, SENDERS=MAX_SENDERS,
+        ROWS=rows, RP=power(rows), BATCH=batch, SENDERS=MAX_SENDERS,
         TR=power(max(1, 4096 // workspace.tally_width)), TALLY=workspace.tally_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1],
         O_TALLY_FLAG=regions["tally_flag"].offset, O_TALLIES=regions["tallies"].offset,
-        O_COUNTS_FLAG=regions["counts_flag"].offset, O_MESSAGE_FLAG=regions["message_flag"].offset,
+        O_MESSAGE_FLAG=regions["message_flag"].offset,
         O_DRAINED=regions["dispatch_drained"].offset, O_COUNTS=regions["counts"].offset,
         O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
     )  # fmt: skip

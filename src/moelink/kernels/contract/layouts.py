@@ -8,7 +8,8 @@ Dispatch, at the destination:
 ==========  ==============================  ====================================================================
 send        does not exist                  rows go from registers into the messages of every destination
 recv        messages [R, T, message]        message ``slot`` of rank ``source``: tokens ascending, without holes
-recv_count  counts [R, 8 + L] int32         one row per source: status and totals; rows per local expert    
+recv_count  counts [R, 8 + L] int64         one row per source: status and totals; rows per local expert: the low
+                                            half of each word, beside the call
 ==========  ==============================  ====================================================================
 
 Combine, at the home rank:
@@ -29,7 +30,7 @@ from typing import Any
 from moelink.arith import align_up, ceil_div
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.kernels.contract.params import EPParams
-from moelink.layout import ALIGNMENT
+from moelink.layout import REGION_ALIGNMENT
 from moelink.protocol import COUNT_HEADER
 
 NUM_WARPS = 8
@@ -120,15 +121,15 @@ class EPDispatchKernel(_LaunchFacts):
         raise UnsupportedError("dispatch has no send buffer inside a node; its pointer is 0")
 
     def recv_buf_layout(self, source: int, slot: int) -> int:
-        """Message ``slot`` of rank ``source``. 7504-byte messages, 128 tokens: (1, 2) is at 130 * 7504 = 975520."""
+        """Message ``slot`` of rank ``source``. 7552-byte messages, 128 tokens: (1, 2) is at 130 * 7552 = 981760."""
         at = _inside("source", source, self._copies) * self._tokens + _inside("slot", slot, self._tokens)
-        return at * align_up(self.msg_bytes, ALIGNMENT)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_count_layout(self, source: int, local_expert: int) -> int:
-        """The int32 count of rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 160 + 32 = 192."""
-        row = align_up(COUNT_HEADER + self.n_local_experts, 4)
+        """The word with the count of rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 8 * 48 = 384."""
+        row = COUNT_HEADER + self.n_local_experts
         word = COUNT_HEADER + _inside("local_expert", local_expert, self.n_local_experts)
-        return (_inside("source", source, self._copies) * row + word) * 4
+        return (_inside("source", source, self._copies) * row + word) * 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ class EPCombineKernel(_LaunchFacts):
             at = _inside("copy", copy, self._copies) * self._tokens + token
         else:
             at = token * self.top_k + _inside("copy", copy, self.top_k)
-        return at * align_up(self.msg_bytes, ALIGNMENT)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_count_layout(self, sender: int, slot: int) -> int:
         """The int64 flag of message ``slot`` of rank ``sender``. 128 tokens: (1, 3) is at (128 + 3) * 8 = 1048."""

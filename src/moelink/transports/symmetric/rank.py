@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.workspace import Workspace
 
-NUM_WARPS = 8
-"""Warps of every program on a GPU."""
+LAUNCH = MappingProxyType({"num_warps": 8})
+"""Options of every launch on a GPU."""
 
 
 class Rank:
@@ -112,7 +113,7 @@ class Rank:
         key = (kernel.__name__, spec, tuple([(t.dtype, t.data_ptr() % 16) for t in given]))
         compiled = self._compiled.get(key)
         if compiled is None:
-            options = {"num_warps": NUM_WARPS, **options}
+            options = {**LAUNCH, **options}
             compiled = kernel.warmup(*args, grid=(programs,), **options)
             compiled._init_handles()
             self._compiled[key] = compiled

@@ -1,0 +1,200 @@
+"""Pictures of results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks.
+
+JSON in, PNG or SVG out. matplotlib (the extra ``moelink[plot]``) is imported when something is drawn, with a backend
+that needs no display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS
+
+COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
+MORE_COLORS = ("#7a9e7e", "#8d7bb0", "#b56576")
+STYLES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One figure of one document: microseconds, by graph replay ("graph") where there is one, else "eager" calls."""
+
+    ranks: int
+    tokens: int
+    format: str
+    contender: str
+    phase: str
+    method: str
+    figure: dict[str, float]
+    wire_us: float | None
+    share: float | None
+
+    @property
+    def median(self) -> float:
+        """Microseconds."""
+        return self.figure["median"]
+
+
+def points_of(document: dict[str, Any]) -> list[Point]:
+    """The figures of uniform routing without a budget of multiprocessors."""
+    points = []
+    for row in document["rows"]:
+        entry = document["cases"][row["case"]]
+        case = entry["case"]
+        if case["distribution"] != "uniform" or case["num_sms"] is not None:
+            continue
+        for phase, result in row["phases"].items():
+            method = "graph" if result["graph"] else "eager"
+            if result[method]:
+                what = (document["ranks"], case["tokens"], case["format"], row["contender"], phase)
+                points.append(Point(*what, method, result[method], entry["wire_us"][phase], result["share_of_ceiling"]))
+    return points
+
+
+def draw_bench(documents: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw ``documents`` (results of ``moelink bench``) into ``path`` (its suffix chooses the file format).
+
+    Latency and share are those of the most ranks among the documents; scaling takes all.
+
+    Raises:
+        ValueError: no document has a figure for uniform routing.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    points = [point for document in documents for point in points_of(document)]
+    if not points:
+        raise ValueError("no figure of uniform routing in these results")
+    most = max(point.ranks for point in points)
+    largest = [point for point in points if point.ranks == most]
+    figure = Figure(figsize=(11.5, 8.6), dpi=160, facecolor="white")
+    FigureCanvasAgg(figure)
+    ((dispatch, combine), (share, scaling)) = figure.subplots(2, 2)
+    figure.subplots_adjust(left=0.07, right=0.985, top=0.85, bottom=0.075, wspace=0.19, hspace=0.36)
+    for axes, phase in ((dispatch, "dispatch"), (combine, "combine")):
+        _latency(axes, largest, phase)
+    _share(share, largest)
+    _scaling(scaling, points)
+    head = next(document for document in documents if document["ranks"] == most)
+    figure.text(0.07, 0.955, "moelink: dispatch and combine", size=15, weight="bold", color=INK)
+    figure.text(0.07, 0.925, subtitle(head), size=9.5, color=MUTED)
+    figure.savefig(path)
+
+
+def subtitle(document: dict[str, Any]) -> str:
+    """Hardware, shape, versions and date in a line."""
+    case = document["cases"][0]["case"]
+    versions = document["versions"]
+    ceiling = document["ceiling"]["gb_per_s"]
+    limit = f" · ceiling {ceiling:.4g} GB/s" if ceiling else ""
+    return (
+        f"{document['ranks']} x {document['devices'][0]} · hidden size {case['hidden_size']} · top-{case['topk']} of "
+        f"{case['num_experts']} experts{limit} · torch {versions['torch']} · {document['date']}"
+    )
+
+
+def _frame(axes: Any, title: str, across: str, up: str) -> None:
+    axes.set_title(title, loc="left", size=11, color=INK, pad=8)
+    axes.set_xlabel(across, color=INK, size=9.5)
+    axes.set_ylabel(up, color=INK, size=9.5)
+    axes.grid(which="major", color=FAINT, linewidth=0.8)
+    axes.tick_params(length=3, color=OTHERS, colors=INK, labelsize=9)
+    for name, spine in axes.spines.items():
+        spine.set(visible=name in ("left", "bottom"), color=OTHERS)
+
+
+def _token_axis(axes: Any, points: Sequence[Point]) -> None:
+    tokens = sorted({point.tokens for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [str(count) for count in tokens])
+    axes.minorticks_off()
+
+
+def _color(contender: str, contenders: Sequence[str]) -> str:
+    others = [name for name in contenders if name not in COLORS]
+    return COLORS.get(contender) or MORE_COLORS[others.index(contender) % len(MORE_COLORS)]
+
+
+def _legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK, borderaxespad=0.2)
+
+
+def _series(points: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
+    """Points by (contender, format), by tokens."""
+    series: dict[tuple[str, str], list[Point]] = {}
+    for point in sorted(points, key=lambda point: point.tokens):
+        series.setdefault((point.contender, point.format), []).append(point)
+    return series
+
+
+def _latency(axes: Any, points: Sequence[Point], phase: str) -> None:
+    chosen = [point for point in points if point.phase == phase]
+    contenders = list(dict.fromkeys(point.contender for point in chosen))
+    formats = list(dict.fromkeys(point.format for point in chosen))
+    for (contender, fmt), line in _series(chosen).items():
+        tokens, style = [p.tokens for p in line], STYLES[formats.index(fmt) % len(STYLES)]
+        label = contender if len(formats) == 1 else f"{contender}, {fmt}"
+        label += ", eager calls" * (line[0].method == "eager")
+        color = _color(contender, contenders)
+        axes.plot(tokens, [p.median for p in line], style, marker="o", markersize=4, color=color, label=label)
+        axes.fill_between(
+            tokens,
+            [p.figure["p20"] for p in line],
+            [p.figure["p80"] for p in line],
+            color=color,
+            alpha=0.15,
+            linewidth=0,
+        )
+    for fmt in formats:
+        limit = sorted({(p.tokens, p.wire_us) for p in chosen if p.format == fmt and p.wire_us is not None})
+        if limit:
+            style, suffix = STYLES[formats.index(fmt) % len(STYLES)], "" if len(formats) == 1 else f", {fmt}"
+            axes.plot(*zip(*limit, strict=True), style, color=MUTED, linewidth=1, label=f"wire at the ceiling{suffix}")
+    _frame(axes, f"{phase.capitalize()}, slowest rank", "tokens per rank", "microseconds")
+    axes.set_yscale("log")
+    if chosen:
+        _token_axis(axes, chosen)
+    _legend(axes)
+
+
+def _share(axes: Any, points: Sequence[Point]) -> None:
+    chosen = [p for p in points if p.share is not None and p.phase != "both" and p.contender == SYMMETRIC]
+    chosen = chosen or [p for p in points if p.share is not None and p.phase != "both"]
+    formats = list(dict.fromkeys(point.format for point in chosen))
+    colors = {"dispatch": OURS, "combine": "#0b2e59"}
+    for phase, color in colors.items():
+        for (contender, fmt), line in _series([p for p in chosen if p.phase == phase]).items():
+            label = f"{contender.removeprefix('moelink ')}, {phase}" + ("" if len(formats) == 1 else f", {fmt}")
+            style = STYLES[formats.index(fmt) % len(STYLES)]
+            shares = [100 * (p.share or 0.0) for p in line]
+            axes.plot([p.tokens for p in line], shares, style, marker="o", markersize=4, color=color, label=label)
+    _frame(axes, "Share of the all-to-all ceiling", "tokens per rank", "per cent")
+    axes.set_ylim(0, max([105.0, *(103 * (p.share or 0.0) for p in chosen)]))
+    if chosen:
+        axes.axhline(100, color=MUTED, linewidth=1)
+        _token_axis(axes, chosen)
+    _legend(axes)
+
+
+def _scaling(axes: Any, points: Sequence[Point]) -> None:
+    chosen = [p for p in points if p.phase == "both" and p.contender == SYMMETRIC]
+    chosen = chosen or [p for p in points if p.phase == "both"]
+    lines: dict[tuple[int, str], list[Point]] = {}
+    for point in sorted(chosen, key=lambda point: (point.tokens, point.ranks)):
+        lines.setdefault((point.tokens, point.format), []).append(point)
+    formats = {fmt for _, fmt in lines}
+    for index, ((tokens, fmt), line) in enumerate(lines.items()):
+        shade = 0.25 + 0.75 * (index + 1) / len(lines)
+        label = f"{tokens} tokens" + ("" if len(formats) == 1 else f", {fmt}")
+        axes.plot([p.ranks for p in line], [p.median for p in line], marker="o", markersize=4, color=OURS, alpha=shade)
+        axes.annotate(label, (line[-1].ranks, line[-1].median), (7, -3), textcoords="offset points", size=8, color=INK)
+    ranks = sorted({point.ranks for point in chosen})
+    axes.set_xlim(min(ranks) - 0.4, max(ranks) + 0.6 + 0.22 * (max(ranks) - min(ranks)))  # room for the labels
+    _frame(axes, "Dispatch and combine over the number of ranks", "ranks", "microseconds")
+    axes.set_yscale("log")
+    axes.set_xticks(ranks, [str(count) for count in ranks])

@@ -1,0 +1,124 @@
+"""``moelink bench`` and ``moelink bench plot``."""
+
+import json
+import os
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from moelink.bench import PRESETS, make_plan, run_bench
+from moelink.bench.presets import DeviceKind
+from moelink.cli import render
+from moelink.cli.bench_view import bench_view
+from moelink.cli.progress import progress_on_stderr
+from moelink.errors import ConfigError
+
+bench_app = typer.Typer(
+    invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
+
+
+def default_ranks(device: str) -> int:
+    """A launcher's world size; else one rank a CUDA device, or two on a CPU."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return torch.cuda.device_count() if device == "cuda" else 2
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    preset: Annotated[Preset, typer.Option(help="What is measured.")] = Preset.decode,  # type: ignore[attr-defined]
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks. Default: the CUDA devices; 2 for smoke, which runs on CPUs.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens per rank instead of the preset's; may be repeated.")
+    ] = None,
+    format: Annotated[
+        list[str] | None, typer.Option(help="Dispatch format instead of the preset's; may be repeated.")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.")] = None,
+    topk: Annotated[int | None, typer.Option(min=1, help="Experts per token.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts over all ranks.")] = None,
+    num_sms: Annotated[int | None, typer.Option(min=1, help="Multiprocessors that moelink may use.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples per figure.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of inputs and routing.")] = 0,
+    peers: Annotated[bool, typer.Option(help="Measure libraries other than moelink too.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the run is given up.")] = 600.0,
+    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result there (.png or .svg).")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record, where there is no repository.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Measure dispatch and combine against their peers and against the wire.
+
+    Nothing is timed before moelink's transports have returned the right bits; when they do not, no figure is shown and
+    the exit status is 1. Start it as it is (ranks are processes), or with torchrun.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    name = str(preset.value)
+    device: DeviceKind = "cpu" if name == "smoke" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("preset", "smoke on a machine without a CUDA device", name)
+    plan = make_plan(
+        name, ranks=ranks or default_ranks(device), device=device, tokens=tokens or (), formats=format or (),
+        samples=samples, seed=seed, peers=peers, timeout=timeout, hidden_size=hidden, topk=topk, num_experts=experts,
+        num_sms=num_sms,
+    )  # fmt: skip
+    with progress_on_stderr() as progress:
+        document = run_bench(plan, commit=commit, command=command_line(sys.argv), progress=progress)
+    if document is not None:
+        show(document, out=out, plot=plot, json_output=json_output)
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command to record: what was typed after the program's name."""
+    return shlex.join(["moelink", *arguments[1:]])
+
+
+def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_output: bool) -> None:
+    """Print, write and draw a result; or say why there is none and exit with 1."""
+    if not document["gate"]["passed"]:
+        typer.echo(f"moelink: the correctness gate failed, no figures: {document['gate']['fault']}", err=True)
+        raise typer.Exit(1)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=2) + "\n")
+    if plot is not None:
+        draw([document], plot)
+    if json_output:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console = render.make_console()
+    console.print(bench_view(console, document))
+
+
+@bench_app.command("plot")
+def plot_results(
+    results: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JSON files of moelink bench.")],
+    out: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")],
+) -> None:
+    """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks."""
+    draw([json.loads(path.read_text()) for path in results], out)
+
+
+def draw(documents: list[dict[str, Any]], path: Path) -> None:
+    """Draw documents; one line and exit status 1 without matplotlib, or with nothing to draw."""
+    from moelink.bench.plots import draw_bench
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draw_bench(documents, path)
+    except (ImportError, ValueError) as error:
+        hint = " (pip install 'moelink[plot]')" if isinstance(error, ImportError) else ""
+        typer.echo(f"moelink: cannot draw: {error}{hint}", err=True)
+        raise typer.Exit(1) from error
