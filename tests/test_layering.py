@@ -41,6 +41,7 @@ SIDEWAYS = {
     ("communicator", "ops"),
     ("ops", "communicator"),
     ("ops", "session"),
+    ("ops", "validation"),
     ("devices", "communicator"),
     ("devices", "session"),
     ("moelink", "communicator"),

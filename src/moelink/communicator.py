@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -11,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelink import ops
 from moelink.config import EPConfig, Layout, Mode, TransportName
 from moelink.errors import ConfigError
 from moelink.group import connect
 from moelink.handshake import refuse
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
-from moelink.session import PendingOperation, Session
+from moelink.session import Session
 from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
 from moelink.transports.build import build_in_group
 
@@ -98,7 +100,7 @@ def init(
         raise
     made, identity = build_in_group(config, where, world)
     _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, made.name, where)
-    return Communicator(Session([config], [where], made, identity))
+    return Communicator(Session([config], [where], made, identity), group)
 
 
 def _default_device() -> torch.device:
@@ -115,8 +117,9 @@ class Communicator:
     PeerAbortedError, and the next call works. A peer that does not arrive within ``timeout`` ends in PeerTimeoutError.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, group: dist.ProcessGroup | None = None) -> None:
         self._session = session
+        self._endpoint = ops.Endpoint(session, group)
 
     @property
     def config(self) -> EPConfig:
@@ -153,11 +156,15 @@ class Communicator:
             host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
             out: an earlier output whose tensors are overwritten.
 
+        When x or topk_weights requires grad, so do ``recv.tokens`` (of a format with scales: its dequantised rows, see
+        :func:`moelink.ops.dequantize`, straight through the rounding) and ``recv.weights``. More in docs/pytorch.md.
+
         On CUDA devices the symmetric transport reports a peer's failure at the next call or ``check()``, because
         nothing synchronises; the output of the failed call itself must not be used then.
 
         Raises:
             ArgumentError, ForeignHandleError: refused here, before any data moves.
+            UnsupportedError: likewise; an option without a gradient when one is asked for, or that cannot be traced.
             PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
             PendingError, ClosedError: the communicator's state does not allow the call.
         """
@@ -171,7 +178,9 @@ class Communicator:
             host_counts=host_counts,
             out=out,
         )
-        return self._session.dispatch([request], fused=True).wait()[0]
+        if ops.needs_operator(request):
+            return ops.dispatch(self._endpoint, request)
+        return self._session.dispatch([self._endpoint.direct(request)], fused=True).wait()[0]
 
     def dispatch_async(
         self,
@@ -196,7 +205,10 @@ class Communicator:
             host_counts=host_counts,
             out=out,
         )
-        return PendingSingle(self._session.dispatch([request]))
+        if ops.needs_operator(request):
+            return PendingSingle(ops.start_dispatch(self._endpoint, request))
+        operation = self._session.dispatch([self._endpoint.direct(request)])
+        return PendingSingle(lambda: operation.wait()[0])
 
     def combine(
         self,
@@ -222,10 +234,14 @@ class Communicator:
             shared: [num_tokens, hidden_size] added in fp32 before rounding (a shared expert's output).
             out: where the result goes.
 
+        Gradients flow to y, ``recv``, topk_weights, shared, and a bias or residual; their backward is a dispatch.
+
         Raises: as :meth:`dispatch`.
         """
         request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
-        return self._session.combine([request], fused=True).wait()[0]
+        if ops.needs_operator(request):
+            return ops.combine(self._endpoint, request)
+        return self._session.combine([self._endpoint.direct(request)], fused=True).wait()[0]
 
     def combine_async(
         self,
@@ -240,7 +256,10 @@ class Communicator:
     ) -> PendingSingle[Tensor]:
         """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
         request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
-        return PendingSingle(self._session.combine([request]))
+        if ops.needs_operator(request):
+            return PendingSingle(ops.start_combine(self._endpoint, request))
+        operation = self._session.combine([self._endpoint.direct(request)])
+        return PendingSingle(lambda: operation.wait()[0])
 
     def warmup(self) -> None:
         """Compile everything before the first call (nothing to do on the collective transport)."""
@@ -249,10 +268,12 @@ class Communicator:
     def check(self) -> None:
         """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""
         self._session.check()
+        self._endpoint.lanes.check()
 
     def traffic(self) -> Traffic:
-        """Bytes of rows and their metadata that this rank has sent to other ranks."""
-        return self._session.traffic()
+        """Bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
+        own, lanes = self._session.traffic(), self._endpoint.lanes.traffic()
+        return Traffic(own.dispatch + lanes.dispatch, own.combine + lanes.combine)
 
     @property
     def dev_ptrs(self) -> Tensor:
@@ -272,6 +293,7 @@ class Communicator:
 
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing."""
+        self._endpoint.lanes.close()
         self._session.close()
 
     def __enter__(self) -> Communicator:
@@ -296,13 +318,15 @@ class Communicator:
 class PendingSingle(Generic[T]):
     """A dispatch or combine of one rank under way. Inputs must stay alive and unmodified until ``wait`` returns."""
 
-    def __init__(self, operation: PendingOperation[list[T]]) -> None:
-        self._operation = operation
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish = finish
+        self._result: list[T] = []
 
     def wait(self) -> T:
-        """The result; raises what the call met."""
-        (result,) = self._operation.wait()
-        return result
+        """The result; may be called again. Raises what the call met."""
+        if not self._result:
+            self._result.append(self._finish())
+        return self._result[0]
 
 
 def make_dispatch_request(

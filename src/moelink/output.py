@@ -20,6 +20,8 @@ class DispatchHandle:
         topk_weights: [num_tokens, topk], the home rank's router weights when they went into dispatch, else None.
         counts: [num_local_experts, world_size] int32, routed rows per (expert, source rank) before capacity.
         plan: the transport's own record of the routing, which ``routing=`` reuses.
+        carrier: what gradients of quantised rows arrive at: zeros [rows, hidden_size] of combine_dtype that take no
+            memory (stride 0), when dispatch ran as an operator on a format with scales; else None.
     """
 
     owner: str
@@ -29,6 +31,7 @@ class DispatchHandle:
     topk_weights: Tensor | None
     counts: Tensor
     plan: Any = field(repr=False)
+    carrier: Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

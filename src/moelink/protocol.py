@@ -15,6 +15,8 @@ INVALID_IDS, OVERFLOW, DISPATCH_BYTES, COMBINE_BYTES = 9, 10, 11, 12
 """sums over all calls"""
 FENCE = 13
 """always 0; read to order stores"""
+COUNTS_SENT = 14
+"""last call whose counts are on their way"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 import torch
@@ -55,27 +56,30 @@ class Session:
         self, requests: Sequence[DispatchRequest], *, fused: bool = False
     ) -> PendingOperation[list[DispatchOutput]]:
         """Check the arguments of every local rank and start a dispatch. ``fused``: the caller waits right away."""
-        self._enter("dispatch")
-        with _Refusal(self.transport, "dispatch"):
+        with self.refusing("dispatch"):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_dispatch(config, request, identity=self.identity, device=device)
-                _refuse_gradients(request.x, request.topk_weights)
+                _refuse_gradients(request.x, request.topk_weights, request.input_scale)
         return self._started("dispatch", self.transport.dispatch(requests, fused=fused))
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> PendingOperation[list[Tensor]]:
         """Check the arguments of every local rank and start a combine. ``fused``: the caller waits right away."""
-        self._enter("combine")
-        with _Refusal(self.transport, "combine"):
+        with self.refusing("combine"):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_combine(config, request, identity=self.identity, device=device)
-                _refuse_gradients(request.y, request.topk_weights, request.shared)
+                _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
         return self._started("combine", self.transport.combine(requests, fused=fused))
 
-    def _enter(self, phase: Phase) -> None:
+    def refusing(self, phase: Phase) -> AbstractContextManager[None]:
+        """A block that checks arguments: what it refuses is refused towards the peers too, who would wait otherwise.
+
+        Raises ClosedError or PendingError when there can be no such call now; peers are not told of that.
+        """
         if self.closed:
             raise ClosedError(phase)
         if phase in self._pending:
             raise PendingError(f"{phase}: expected no pending {phase}, got one that has not been waited for")
+        return _Refusal(self.transport, phase)
 
     def _started(self, phase: Phase, operation: Pending[T]) -> PendingOperation[T]:
         self._pending[phase] = operation
@@ -122,8 +126,8 @@ class Session:
             self.transport.close()
 
 
-class _Refusal:
-    """Arguments that are refused inside the block are refused towards the peers too, who would wait otherwise."""
+class _Refusal(AbstractContextManager[None]):
+    """Tells peers of arguments that are refused inside the block."""
 
     def __init__(self, transport: Transport, phase: Phase) -> None:
         self._transport, self._phase = transport, phase
@@ -137,8 +141,9 @@ class _Refusal:
 
 
 def _refuse_gradients(*values: object) -> None:
-    """moelink has no backward yet; a graph that ends here silently would train wrongly."""
+    """What requires grad goes through :mod:`moelink.ops`; a graph that ended here silently would train wrongly."""
     if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values):
         raise UnsupportedError(
-            "gradients do not flow through moelink yet: call it under torch.no_grad() or pass detached tensors"
+            "gradients do not flow through init_devices, whose ranks share a process: use moelink.init in one process "
+            "per rank, or pass detached tensors"
         )

@@ -44,6 +44,7 @@ from moelink.config import EPConfig
 from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
 from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, MAX_SENDERS, POISON_WORDS
 
+
 def _power_of_two(count: int) -> int:
     return max(2, 1 << (count - 1).bit_length())
 

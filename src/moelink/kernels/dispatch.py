@@ -28,9 +28,9 @@ _CHANGING = (
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_fused_dispatch_kernel(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, tokens_out, scales_out, row_offsets, expert_ids,
-    src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message,
-    message_token, me, rank, first, num_local, num_groups, num_tokens, tokens_per_program, split,
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, tokens_out, scales_out, row_offsets,
+    expert_ids, src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received,
+    rows_of_message, message_token, me, rank, first, num_local, num_groups, num_tokens, tokens_per_program, split,
     shared_begin, shared_end, capacity, scale_rows, counts_stride, status, senders, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, senders) send, the others receive."""
@@ -42,9 +42,9 @@ def ep_fused_dispatch_kernel(
         )  # fmt: skip
     else:
         receive(
-            table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
-            topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank,
-            num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
+            table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets,
+            weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me,
+            rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
             program - senders, tl.num_programs(0) - senders, limit, S,
         )  # fmt: skip
 
@@ -64,9 +64,10 @@ def ep_dispatch_async_kernel(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_dispatch_wait_kernel(
-    table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out, topk_ids_out,
-    num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local, num_groups,
-    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit, S: tl.constexpr,
+    table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
+    topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank,
+    num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit,
+    S: tl.constexpr,
 ):  # fmt: skip
     """The receiver role alone."""
     receive(

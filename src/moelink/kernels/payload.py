@@ -36,6 +36,18 @@ def _place(places, d):
 
 
 @triton.jit
+def _store_ready_scales(scales, token, places, S: tl.constexpr):
+    """Scales of a row that came quantised."""
+    c = tl.arange(0, S.SWP)
+    ready = scales.to(S.SCALE_P, bitcast=True) + tl.cast(token, tl.int64) * S.SW
+    mine = tl.load(ready + c, mask=c < S.SW, other=0)
+    for d in tl.static_range(S.W):
+        place = _place(places, d)
+        if place != 0:
+            tl.store((place + S.M_SCALES).to(S.SCALE_P) + c, mine, mask=c < S.SW)
+
+
+@triton.jit
 def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr):
     """Piece ``piece`` of row ``token`` to the messages at ``places`` [WP] (int64 addresses, 0 where it does not go)."""
     if S.SOURCE == 2:
@@ -65,10 +77,4 @@ def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr)
                 tl.store(tl.multiple_of(place.to(S.WORD_P), 16) + c, row, mask=c < S.NWORDS)
         if S.SW > 0:
             if piece == 0:
-                c = tl.arange(0, S.SWP)
-                ready = scales.to(S.SCALE_P, bitcast=True) + tl.cast(token, tl.int64) * S.SW
-                mine = tl.load(ready + c, mask=c < S.SW, other=0)
-                for d in tl.static_range(S.W):
-                    place = _place(places, d)
-                    if place != 0:
-                        tl.store((place + S.M_SCALES).to(S.SCALE_P) + c, mine, mask=c < S.SW)
+                _store_ready_scales(scales, token, places, S)

@@ -112,11 +112,11 @@ def place_group(
         named = valid[:, None] & (k < S.K)[None, :]
         local = tl.load((message + S.M_IDS).to(I32)[:, None] + k[None, :], mask=named, other=-1)
         here = named & (base + slot < capacity)[:, None]
-        to = (base + slot).to(tl.int64)[:, None] * S.K + k[None, :]
-        tl.store(topk_ids_out + to, local, mask=here)
+        cell = (base + slot).to(tl.int64)[:, None] * S.K + k[None, :]
+        tl.store(topk_ids_out + cell, local, mask=here)
         if S.WEIGHTS:
             w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + k[None, :], mask=named, other=0.0)
-            tl.store(weights_out + to, tl.where(local >= 0, w, 0.0), mask=here)
+            tl.store(weights_out + cell, tl.where(local >= 0, w, 0.0), mask=here)
         inner = row
         block = row
     else:
@@ -294,7 +294,8 @@ def receive(
                 bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
             if program == 0:
                 write_plan(
-                    control, rows, messages, header_word(header, 2, 0, S.T), row_offsets, expert_ids, scales_offsets, num_recv, overflow,
+                    control, rows, messages, header_word(header, 2, 0, S.T), row_offsets, expert_ids, scales_offsets,
+                    num_recv, overflow,
                     counts_out, received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
                 )  # fmt: skip
             # The others place: one source for each program where they suffice, its messages to its programs in turn.
@@ -306,8 +307,9 @@ def receive(
                         ok = place_messages(
                             table, record, control, mine, source, number // S.W,
                             tl.cdiv(tl.maximum(others - source, 1), S.W), rows, messages, programs, most, starts,
-                            bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank,
-                            num_local, shared_begin, shared_end, capacity, scale_rows, call, limit, S,
+                            bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message,
+                            message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows, call,
+                            limit, S,
                         )  # fmt: skip
             if S.ALIGN > 1:
                 pad_rows(

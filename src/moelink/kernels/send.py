@@ -1,13 +1,14 @@
 """Dispatch, sender role: what each program of the sending half does.
 
-Programs 0 .. P - 1 move rows, the last one counts. None of them waits for anything of this call from another rank:
-they wait only until every destination has *drained the previous call* (read all it was sent), after which its staging
-may be overwritten, and, with many tokens, for what lower programs counted (``kernels.tallies``). That is why any
-sequence of calls is safe with one buffer.
+One program counts, the others move rows. None of them waits for anything of this call from another rank: they wait
+only until every destination has *drained the previous call* (read all it was sent), after which its staging may be
+overwritten, and for lower programs. That is why any sequence of calls is safe with one buffer.
 
 Tokens are cut in one of two ways. Few of them: one token a program, or several programs a token, each of which serves
-every ``split``-th rank; what lies before its token every program counts by itself. Many: ``tokens_per_program``
-consecutive tokens each, and programs share their counts.
+every ``split``-th rank; what lies before its token every program counts by itself. The counting program is the first
+one, and the others let its few words go ahead of their rows, as nothing can be placed without them and a link keeps the
+order. Many: ``tokens_per_program`` consecutive tokens each; programs share their counts (``kernels.tallies``), so the
+counting program is the last one.
 
 Who writes what, at destination d, in row ``me`` of each region:
 
@@ -16,8 +17,8 @@ Who writes what, at destination d, in row ``me`` of each region:
 * the counting program: with many tokens ``firsts`` and a fence; then ``counts``, words that are their own signal
   (``kernels.tagged``): status, totals, rows per local expert of d.
 
-``message_flag`` is a release after the stores it speaks for (``signals.publish``). The last program to finish counts the
-call as sent; a later call of this rank starts after it in stream order.
+``message_flag`` is a release after the stores it speaks for (``signals.publish``). The last program to finish counts
+the call as sent; a later call of this rank starts after it in stream order.
 
 Order without a sort: a message's slot at d is the number of earlier tokens of this rank with any id on d, and a pair's
 *position* the number of earlier pairs (token, then slot) of this rank with the same expert.
@@ -36,14 +37,14 @@ from moelink.kernels.routes import count_pairs, experts_at, first_of, owner_of, 
 from moelink.kernels.signals import I32, I64, count_arrival, fence, is_poisoned, publish, settle, wait_all
 from moelink.kernels.tagged import tagged
 from moelink.kernels.tallies import publish_tally, send_firsts, sum_tallies
-from moelink.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, INVALID_IDS, PHASE_DISPATCH
+from moelink.protocol import COUNT_HEADER, COUNTS_SENT, DISPATCH_BYTES, DISPATCH_SENT, INVALID_IDS, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_SENT)
 _INVALID = tl.constexpr(INVALID_IDS)
 _BYTES = tl.constexpr(DISPATCH_BYTES)
-
+_SENT = tl.constexpr(COUNTS_SENT)
 
 @triton.jit
 def wait_until_drained(table, record, control, me, phase, call, offset, limit, S: tl.constexpr):
@@ -105,12 +106,14 @@ def send_counts(
         local = e - first_of(owner, first, S)
         words = (to + S.O_COUNTS).to(I64) + (me * S.CW + _HEADER) + local
         tl.atomic_xchg(words, tagged(call, pairs), mask=known, sem="relaxed", scope="sys")
+        tl.debug_barrier()
+        tl.atomic_xchg(control + _SENT, call, sem="relaxed", scope="sys")
     return ok
 
 
 @triton.jit
 def _store_headers(
-    ids_of, position, owner, token, places, weights, first, num_tokens, S: tl.constexpr,
+    ids_of, position, owner, token, places, weights, first, num_tokens, S: tl.constexpr
 ):  # fmt: skip
     """What is small in a message: token, local ids, positions and weights, of a block of tokens at once.
 
@@ -164,6 +167,9 @@ def send_rows(
         ok, pairs, sent = sum_tallies(table, record, control, mine, me, program, call, limit, S)
     if ok > 0:
         ok = wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S)
+    if (ok > 0) & (tokens_per_program <= 1) & (num_tokens > S.AHEAD):
+        ok, _, got = wait_all(control + _SENT + r * 0, r == 0, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+        settle(ok, table, record, control, me, me, _PHASE, call, call, got, S)
     if ok > 0:
         for t0 in range(begin, end, S.BATCH):
             token = t0 + tl.arange(0, S.BATCH)
@@ -205,8 +211,10 @@ def send(
 ):  # fmt: skip
     """Program ``program`` of the sender role."""
     call = tl.load(control + _ROLE) + 1
+    # The counting program's number; with few tokens it is the first one.
+    counting = tl.where(tokens_per_program <= 1, 0, num_programs - 1)
     if is_poisoned(table, record, control, me, S) == 0:
-        if program == num_programs - 1:
+        if program == counting:
             ok = send_counts(
                 table, record, control, ids, me, first, num_local, num_tokens, tokens_per_program, shared_begin,
                 shared_end, status, num_programs - 1, call, limit, S,
@@ -214,7 +222,8 @@ def send(
         else:
             ok = send_rows(
                 table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local,
-                num_tokens, tokens_per_program, split, shared_begin, shared_end, program, call, limit, S,
+                num_tokens, tokens_per_program, split, shared_begin, shared_end,
+                program - tl.where(counting == 0, 1, 0), call, limit, S,
             )  # fmt: skip
         if ok > 0:
             count_arrival(control, _ROLE, call, num_programs)

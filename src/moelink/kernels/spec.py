@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
+from moelink.kernels.cut import FEW_TOKENS
 from moelink.protocol import MAX_SENDERS
 from moelink.workspace import Workspace
 
@@ -34,9 +35,6 @@ _SCALE_LAYOUTS = {"row_major": 0, "transposed": 1, "tiles_128x4": 2}
 
 NO_SCALES, ROW_MAJOR, TRANSPOSED, TILES = -1, 0, 1, 2
 COPY, CONVERT, ENCODE = 0, 1, 2
-
-FEW_TOKENS = 256
-"""Up to so many tokens per rank a program sends, and a receiver places, one at a time."""
 
 
 def host_clock() -> int:
@@ -159,6 +157,7 @@ class DispatchSpec(CommonSpec):
             as a power of two.
         BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
             tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
+            AHEAD: up to so many tokens the counts need not go ahead of rows, as the links are not full.
     """
 
     SOURCE: int
@@ -189,6 +188,7 @@ class DispatchSpec(CommonSpec):
     GP: int
     BATCH: int
     GATHER: int
+    AHEAD: int
     SENDERS: int
     TR: int
     TALLY: int
@@ -257,7 +257,7 @@ def dispatch_spec(
         ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
         GROUP=fmt.group, NG=groups, GB=group_block, PB=nbytes // groups,
         PIECES=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
-        word_bytes) // block), GATHER=gather,
+        word_bytes) // block), GATHER=gather, AHEAD=16 if device.type != "cpu" else 0,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, OPTIONS=1 + int(weights),

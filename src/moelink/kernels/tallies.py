@@ -56,15 +56,10 @@ def send_firsts(table, mine, me, programs, S: tl.constexpr):
     r = tl.arange(0, S.WP)
     base = tl.load(table + r, mask=r < S.W, other=0)
     to = (base + S.O_FIRSTS).to(I32) + me * (S.SENDERS + 1)
-    begin = tl.zeros([S.WP], tl.int32)
-    most = tl.zeros([S.WP], tl.int32)
-    for p0 in range(0, programs, S.TR):
-        q = p0 + tl.arange(0, S.TR)
-        row = (mine + S.O_TALLIES).to(I32) + q * S.TALLY + S.EP
-        mask = (q < programs)[:, None] & (r < S.W)[None, :]
-        count = tl.load(row[:, None] + r[None, :], mask=mask, other=0)
-        tl.store(to[None, :] + q[:, None], begin[None, :] + tl.cumsum(count, 0) - count, mask=mask)
-        begin += tl.sum(count, 0)
-        most = tl.maximum(most, tl.max(count, 0))
-    tl.store(to + programs, begin, mask=r < S.W)
-    return most
+    p = tl.arange(0, S.SENDERS)
+    mask = (p < programs)[:, None] & (r < S.W)[None, :]
+    row = (mine + S.O_TALLIES).to(I32) + p * S.TALLY + S.EP
+    count = tl.load(row[:, None] + r[None, :], mask=mask, other=0)
+    tl.store(to[None, :] + p[:, None], tl.cumsum(count, 0) - count, mask=mask)
+    tl.store(to + programs, tl.sum(count, 0), mask=r < S.W)
+    return tl.max(count, 0)

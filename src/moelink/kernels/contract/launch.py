@@ -13,6 +13,7 @@ from torch import Tensor
 from moelink.kernels.contract.buffers import RECV, EPBuffers
 from moelink.kernels.contract.layouts import NUM_WARPS
 
+
 @lru_cache(maxsize=256)
 def relative_to(spec: Any, start: int) -> Any:
     """``spec`` for a table of addresses of a region that begins at byte ``start`` of each block, instead of blocks."""

@@ -126,7 +126,7 @@ class EPDispatchKernel(_LaunchFacts):
         return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_count_layout(self, source: int, local_expert: int) -> int:
-        """The word with the count of rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 8 * 48 = 384."""
+        """The word that counts rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 8 * 48 = 384."""
         row = COUNT_HEADER + self.n_local_experts
         word = COUNT_HEADER + _inside("local_expert", local_expert, self.n_local_experts)
         return (_inside("source", source, self._copies) * row + word) * 8

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moelink.config import EPConfig
 from moelink.workspace import Workspace
 
 

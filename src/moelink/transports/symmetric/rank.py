@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,16 +12,13 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
-from moelink.kernels.cut import Programs, multiprocessors
+from moelink.kernels.cut import multiprocessors
 from moelink.kernels.spec import clock_ticks
 from moelink.memory import SymmetricMemory
 from moelink.protocol import ABORT_RECORD, CODE_OPTIONS, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.workspace import Workspace
-
-LAUNCH = MappingProxyType({"num_warps": 8})
-"""Options of every launch on a GPU."""
 
 
 class Rank:
@@ -33,14 +29,14 @@ class Rank:
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-        self.table = memory.pointers if config.mode == "alltoall" else memory.pointers[config.rank : config.rank + 1]
-        if config.mode == "allreduce" and memory.world_size == 1:
-            self.table = memory.pointers
+        self.table = memory.pointers
+        if config.mode == "allreduce" and memory.world_size > 1:
+            # A copy, as the alignment of a slice would depend on the rank, and with it the compiled kernel.
+            self.table = memory.pointers[config.rank : config.rank + 1].clone()
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
-        self.programs = Programs.of(config.num_sms, self.device)
         self.limit = clock_ticks(config.timeout, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if self.device.type == "cuda":
@@ -98,7 +94,9 @@ class Rank:
         finally:
             self._preparing = False
 
-    def launch(self, kernel: Any, programs: int, *args: Any, given: Sequence[Tensor] = (), **options: Any) -> None:
+    def launch(
+        self, kernel: Any, programs: int, *args: Any, S: Any, options: dict[str, Any], given: Sequence[Tensor] = ()
+    ) -> None:
         """Launch ``kernel`` over ``programs`` programs. ``given``: the tensors among ``args`` that are the caller's.
 
         Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
@@ -107,18 +105,16 @@ class Rank:
         args = (self.table, self.record, self.control, *args)
         if self.stream is None:
             with self._guard():
-                kernel[(programs,)](*args, **options)
+                kernel[(programs,)](*args, S=S)
             return
-        spec = options["S"]
-        key = (kernel.__name__, spec, tuple([(t.dtype, t.data_ptr() % 16) for t in given]))
+        key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
         compiled = self._compiled.get(key)
         if compiled is None:
-            options = {**LAUNCH, **options}
-            compiled = kernel.warmup(*args, grid=(programs,), **options)
+            compiled = kernel.warmup(*args, grid=(programs,), S=S, **options)
             compiled._init_handles()
             self._compiled[key] = compiled
         if not self._preparing:
-            compiled[(programs, 1, 1)](*args, spec)
+            compiled[(programs, 1, 1)](*args, S)
 
     def _guard(self) -> AbstractContextManager[None]:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
@@ -139,6 +135,8 @@ class Rank:
         """The host waits for this rank's kernels."""
         if self.stream is not None:
             self.stream.synchronize()
+            if self._latest is not None:
+                self._latest.synchronize()
 
     @property
     def poisoned(self) -> bool:

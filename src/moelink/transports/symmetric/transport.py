@@ -90,7 +90,8 @@ class SymmetricTransport:
         fused = fused and self._may_fuse
 
         def start(slot: int) -> None:
-            self._each([lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls], apart=not fused)  # type: ignore[misc]
+            launches = [lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls]  # type: ignore[misc]
+            self._each(launches, apart=not fused)
 
         start(passes[0])
         self._under_way = [*self._under_way[-1:], calls]

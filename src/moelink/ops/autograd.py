@@ -1,0 +1,277 @@
+"""Gradients of the operators. The backward of dispatch is a combine, the backward of combine a dispatch.
+
+Legend: ``R`` rows, ``H`` hidden_size, ``T`` tokens of this rank, ``K`` topk; t(r), k(r) the token and slot of row r.
+
+Dispatch copies tokens and weights to rows: ``tokens[r] = x[t(r)]``, ``weights[r] = topk_weights[t(r), k(r)]``. So::
+
+    dx[t]               = sum over rows r of token t of dtokens[r]                  an unweighted combine
+    dtopk_weights[t, k] = dweights[r] of the row r of (t, k), 0 where there is none   the same, of rows of K numbers
+
+A format with scales rounds; its gradient is straight-through, that is, as if it did not round: what arrives at the
+dequantised rows is the ``dtokens`` above.
+
+Combine sums rows: ``out[t] = sum over rows r of token t of w[r] y[r]``, plus ``shared`` and ``epilogue``. So, with
+``d[r] = dout[t(r)]``, a dispatch of dout over the same routing::
+
+    dy[r] = w[r] d[r]        dw[r] = <y[r], d[r]>        dshared = dout        depilogue = dout (a bias: its sum)
+
+dw goes to whatever gave w: the weights of the rows, whose own backward is dispatch's, or combine's ``topk_weights``,
+whose w[r] travel with dout and whose gradients go home as those of dispatch's do. With ``reduce=False`` row r alone is
+``out[t(r), k(r)]``, so one dispatch per slot is needed.
+
+Dropped rows, padding and rows past the last offset have no part in combine: their gradient is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moelink.ops import library
+from moelink.ops.endpoint import CARRIER, FIELDS, NUM_OUTPUTS, record_of
+from moelink.ops.registry import REGISTRY
+
+_TOKENS, _SRC_INFO, _TOPK_IDS = (FIELDS.index(name) for name in ("tokens", "src_info", "topk_ids"))
+_WEIGHTS, _TOPK_WEIGHTS = (FIELDS.index(name) for name in ("weights", "topk_weights"))
+
+
+def _valid(rows: Tensor, row_offsets: Tensor) -> Tensor:
+    """[R, 1] bool: which of ``rows`` [R, ...] come before the last offset."""
+    return (torch.arange(rows.shape[0], device=row_offsets.device) < row_offsets[-1])[:, None]
+
+
+def _by_slot(values: Tensor, src_info: Tensor, row_offsets: Tensor, topk: int) -> Tensor:
+    """[R, K]: row r has ``values[r]`` in the column of its slot and zeros elsewhere; zeros without a slot."""
+    slots = torch.arange(topk, device=values.device)
+    here = _valid(values, row_offsets) & (src_info[:, 2:] == slots)
+    return torch.where(here, values[:, None], values.new_zeros(()))
+
+
+class Dispatch(torch.autograd.Function):
+    """``moelink::dispatch`` when something requires grad."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        order: Tensor,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None,
+        scales: Tensor | None,
+        input_scale: Tensor | None,
+        host_counts: bool,
+        communicator: str,
+        *routing: Tensor,
+    ) -> tuple[Tensor, ...]:
+        traits = REGISTRY.find(communicator, "dispatch").traits
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs: tuple[Tensor, ...] = library.dispatch(
+                order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator
+            )
+        rows, weights = CARRIER if traits.quantised else _TOKENS, _TOPK_WEIGHTS if traits.ranked else _WEIGHTS
+        wanted = {rows: ctx.needs_input_grad[1], weights: ctx.needs_input_grad[3]}
+        ctx.mark_non_differentiable(*(outputs[i] for i in range(NUM_OUTPUTS) if not wanted.get(i, False)))
+        ctx.set_materialize_grads(False)
+        ctx.order, ctx.communicator, ctx.rows, ctx.weights = order, communicator, rows, weights
+        ctx.num_rows, ctx.x_dtype = outputs[_SRC_INFO].shape[0], x.dtype
+        ctx.weight_dtype = None if topk_weights is None else topk_weights.dtype
+        ctx.save_for_backward(topk_ids, outputs[_TOPK_IDS], *record_of(outputs, routing, traits))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        endpoint = REGISTRY.find(ctx.communicator, "dispatch (backward)")
+        traits, hidden = endpoint.traits, endpoint.config.hidden_size
+        topk_ids, local_ids, *record = ctx.saved_tensors
+        rows = weights = None
+        if ctx.needs_input_grad[1]:
+            rows = grads[ctx.rows]
+            if rows is None:
+                # No expert used the rows, on this rank. Others' experts may have: take part all the same.
+                rows = topk_ids.new_zeros((ctx.num_rows, hidden), dtype=traits.combine_dtype)
+            rows = rows.to(traits.combine_dtype).contiguous()
+        if ctx.needs_input_grad[3]:
+            weights = grads[ctx.weights]
+            if weights is None:
+                weights = topk_ids.new_zeros((ctx.num_rows, traits.topk), dtype=traits.weight_dtype)
+            elif traits.ranked:
+                here = _valid(weights, record[0]) & (local_ids >= 0)
+                weights = torch.where(here, weights, weights.new_zeros(()))
+            else:
+                weights = _by_slot(weights, record[1], record[0], traits.topk)
+        dx, dweights = library.dispatch_backward(ctx.order, rows, weights, topk_ids, record, ctx.communicator)
+        return (
+            None,
+            None if rows is None else dx.to(ctx.x_dtype),
+            None,
+            None if weights is None else dweights.to(ctx.weight_dtype),
+            *[None] * (len(ctx.needs_input_grad) - 4),
+        )
+
+
+class Combine(torch.autograd.Function):
+    """``moelink::combine`` when something requires grad."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        order: Tensor,
+        y: Tensor,
+        weights: Tensor | None,
+        topk_weights: Tensor | None,
+        shared: Tensor | None,
+        epilogue: Tensor | None,
+        carrier: Tensor | None,
+        topk_ids: Tensor,
+        home_weights: Tensor | None,
+        reduce: bool,
+        communicator: str,
+        *record: Tensor,
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out: Tensor = library.combine(
+                order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, list(record),
+                reduce, communicator,
+            )  # fmt: skip
+        ctx.order, ctx.communicator, ctx.reduce, ctx.y_dtype = order, communicator, reduce, y.dtype
+        ctx.added = [None if term is None else (term.dim(), term.dtype) for term in (shared, epilogue)]
+        weighted = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        ctx.save_for_backward(
+            y if weighted and reduce else None,
+            weights if reduce else None,
+            topk_weights,
+            topk_ids,
+            *record,
+        )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, weights, topk_weights, topk_ids, *record = ctx.saved_tensors
+        grad = grad.contiguous()
+        dy = dweights = dtopk_weights = None
+        # Rows, their weights, combine's weights, or dispatch: each brings the other ranks here too.
+        if any(ctx.needs_input_grad[i] for i in (1, 2, 3, 6)):
+            if ctx.reduce:
+                dy, dweights, dtopk_weights = _weighted_sum_backward(
+                    ctx, grad, y=y, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids, record=record
+                )
+            else:
+                dy = _slots_backward(ctx, grad, topk_ids, record)
+        added = [
+            _added_backward(grad, *term) if term is not None and needed else None
+            for term, needed in zip(ctx.added, ctx.needs_input_grad[4:6], strict=True)
+        ]
+        rest = [None] * (len(ctx.needs_input_grad) - 6)
+        return (None, dy, dweights, dtopk_weights, *added, *rest)
+
+
+def _weighted_sum_backward(
+    ctx: Any,
+    grad: Tensor,
+    *,
+    y: Tensor | None,
+    weights: Tensor | None,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    record: list[Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of y, of the rows' weights, and of combine's ``topk_weights``."""
+    traits = REGISTRY.find(ctx.communicator, "combine (backward)").traits
+    row_offsets, src_info = record[:2]
+    d, home = library.combine_backward(ctx.order, grad, topk_weights, topk_ids, record, ctx.communicator)
+    w = weights if topk_weights is None else home
+    valid = _valid(d, row_offsets)
+    dy = dw = None
+    if ctx.needs_input_grad[1]:
+        scaled = d if w is None else d.to(traits.accumulate_dtype) * w[:, None]
+        dy = torch.where(valid, scaled, scaled.new_zeros(())).to(ctx.y_dtype)
+    if y is not None:
+        products = y.to(traits.accumulate_dtype) * d.to(traits.accumulate_dtype)
+        dw = torch.where(valid, products, products.new_zeros(())).sum(1)
+    if topk_weights is None or not ctx.needs_input_grad[3]:
+        return dy, dw, None
+    assert dw is not None
+    by_slot = _by_slot(dw, src_info, row_offsets, traits.topk)
+    _, dtopk = library.dispatch_backward(ctx.order, None, by_slot, topk_ids, record, ctx.communicator)
+    return dy, None, dtopk.to(topk_weights.dtype)
+
+
+def _slots_backward(ctx: Any, grad: Tensor, topk_ids: Tensor, record: list[Tensor]) -> Tensor | None:
+    """Gradient of y for ``reduce=False``: [T, K, H] to rows, slot by slot."""
+    row_offsets, src_info = record[:2]
+    dy = torch.zeros(src_info.shape[0], grad.shape[2], dtype=ctx.y_dtype, device=grad.device)
+    for slot in range(grad.shape[1]):
+        tokens = grad[:, slot].contiguous()
+        d, _ = library.combine_backward(ctx.order, tokens, None, topk_ids, record, ctx.communicator)
+        here = _valid(d, row_offsets) & (src_info[:, 2:] == slot)
+        dy = torch.where(here, d.to(ctx.y_dtype), dy)
+    return dy if ctx.needs_input_grad[1] else None
+
+
+def _added_backward(grad: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Gradient of a tensor that is added to every token (dim 1) or to its own."""
+    if dim == 2:
+        return grad.to(dtype)
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return grad.sum(0, dtype=wide).to(dtype)
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _dispatch(
+    order: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    scales: Tensor | None,
+    input_scale: Tensor | None,
+    routing: list[Tensor],
+    host_counts: bool,
+    communicator: str,
+) -> tuple[Tensor, ...]:
+    if _requires_grad(x, topk_weights):
+        return Dispatch.apply(  # type: ignore[no-any-return, no-untyped-call]
+            order, x, topk_ids, topk_weights, scales, input_scale, host_counts, communicator, *routing
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return library.dispatch(  # type: ignore[no-any-return]
+            order, x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, communicator
+        )
+
+
+def _combine(
+    order: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    topk_weights: Tensor | None,
+    shared: Tensor | None,
+    epilogue: Tensor | None,
+    carrier: Tensor | None,
+    topk_ids: Tensor,
+    home_weights: Tensor | None,
+    record: list[Tensor],
+    reduce: bool,
+    communicator: str,
+) -> Tensor:
+    if _requires_grad(y, weights, topk_weights, shared, epilogue, carrier):
+        return Combine.apply(  # type: ignore[no-any-return, no-untyped-call]
+            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, reduce, communicator,
+            *record,
+        )  # fmt: skip
+    with torch._C._AutoDispatchBelowAutograd():
+        return library.combine(  # type: ignore[no-any-return]
+            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, record, reduce,
+            communicator,
+        )  # fmt: skip
+
+
+library.LIBRARY.impl("dispatch", _dispatch, "Autograd")
+library.LIBRARY.impl("combine", _combine, "Autograd")

@@ -1,0 +1,250 @@
+"""The operators: schemas, what they run, and what they return when there are only shapes (fakes).
+
+===============================  =======================================================================================
+``moelink::dispatch``            x, ids, weights -> the tensors of a DispatchOutput
+``moelink::combine``             rows -> tokens
+``moelink::dispatch_backward``   gradients of rows and of their weights -> gradients of tokens and of weights
+``moelink::combine_backward``    gradients of tokens -> gradients of rows, and the rows' weights
+===============================  =======================================================================================
+
+**Order.** Ranks must make the same calls in the same order, so a compiler may neither drop an operator nor exchange
+two. Every operator therefore declares that it writes ``order``, a tensor of one element that all communicators of a
+device share (two communicators' calls must not be exchanged either). Nothing is in fact written. Compilers keep writes
+to an input, and keep them in order, in the forward and in the backward graph; the marker made for the purpose,
+``EffectType.ORDERED``, does not stop Inductor (torch 2.11, 2.13) from exchanging calls whose results are independent.
+
+**Shapes.** Outputs have their worst-case size, which the configuration gives. An output that this communicator does not
+have is an empty tensor.
+
+This module registers the operators when it is imported, which touches no device: a graph that was compiled or exported
+must find them by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelink.formats import get_format
+from moelink.ops.endpoint import NUM_OUTPUTS, Endpoint
+from moelink.ops.registry import REGISTRY
+from moelink.session import Session
+from moelink.transports.base import CombineRequest, DispatchRequest
+
+LIBRARY = torch.library.Library("moelink", "DEF")
+"""The registrations live as long as this object."""
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # rows are contiguous, here and on the wire
+
+LIBRARY.define(
+    "dispatch(Tensor(a!) order, Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, Tensor? input_scale, "
+    f"Tensor[] routing, bool host_counts, str communicator) -> ({', '.join(['Tensor'] * NUM_OUTPUTS)})",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    "combine(Tensor(a!) order, Tensor y, Tensor? weights, Tensor? topk_weights, Tensor? shared, Tensor? epilogue, "
+    "Tensor? carrier, Tensor topk_ids, Tensor? home_weights, Tensor[] record, bool reduce, str communicator) -> Tensor",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    "dispatch_backward(Tensor(a!) order, Tensor? rows, Tensor? row_weights, Tensor topk_ids, Tensor[] record, "
+    "str communicator) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    "combine_backward(Tensor(a!) order, Tensor tokens, Tensor? topk_weights, Tensor topk_ids, Tensor[] record, "
+    "str communicator) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+def _dispatch(
+    order: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    scales: Tensor | None,
+    input_scale: Tensor | None,
+    routing: list[Tensor],
+    host_counts: bool,
+    communicator: str,
+) -> tuple[Tensor, ...]:
+    """The fields of a DispatchOutput; counts and plan are empty with ``routing``, whose own are used again."""
+    endpoint = REGISTRY.find(communicator, "dispatch")
+    operation = endpoint.started("dispatch")
+    if operation is None:
+        request = DispatchRequest(
+            x,
+            topk_ids,
+            topk_weights,
+            scales=scales,
+            input_scale=input_scale,
+            routing=endpoint.restore(routing, topk_ids=topk_ids) if routing else None,
+            host_counts=host_counts,
+        )
+        operation = endpoint.session.dispatch([request], fused=True)
+    (output,) = operation.wait()
+    return endpoint.flatten(output, with_plan=not routing)
+
+
+def _dispatch_fake(
+    order: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    scales: Tensor | None,
+    input_scale: Tensor | None,
+    routing: list[Tensor],
+    host_counts: bool,
+    communicator: str,
+) -> tuple[Tensor, ...]:
+    endpoint = REGISTRY.find(communicator, "dispatch")
+    rows: int | torch.SymInt = endpoint.config.row_capacity
+    if host_counts:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    return endpoint.allocate(
+        num_tokens=x.shape[0],
+        rows=rows,
+        weighted=topk_weights is not None,
+        with_plan=not routing,
+        device=x.device,
+    )
+
+
+def _combine(
+    order: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    topk_weights: Tensor | None,
+    shared: Tensor | None,
+    epilogue: Tensor | None,
+    carrier: Tensor | None,
+    topk_ids: Tensor,
+    home_weights: Tensor | None,
+    record: list[Tensor],
+    reduce: bool,
+    communicator: str,
+) -> Tensor:
+    """Tokens. ``weights`` belong to rows, ``topk_weights`` are combine's own, ``home_weights`` went into dispatch.
+
+    ``carrier`` is not read: through it the result depends on dispatch whatever the experts do, so that the backward of
+    both runs on a rank without rows too.
+    """
+    endpoint = REGISTRY.find(communicator, "combine")
+    operation = endpoint.started("combine")
+    if operation is None:
+        recv = endpoint.restore(record, topk_ids=topk_ids, weights=weights, home_weights=home_weights)
+        request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared)
+        operation = endpoint.session.combine([request], fused=True)
+    (out,) = operation.wait()
+    return out
+
+
+def _combine_fake(
+    order: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    topk_weights: Tensor | None,
+    shared: Tensor | None,
+    epilogue: Tensor | None,
+    carrier: Tensor | None,
+    topk_ids: Tensor,
+    home_weights: Tensor | None,
+    record: list[Tensor],
+    reduce: bool,
+    communicator: str,
+) -> Tensor:
+    tokens, topk = topk_ids.shape
+    middle = () if reduce else (topk,)
+    return y.new_empty(tokens, *middle, y.shape[1])
+
+
+def _dispatch_backward(
+    order: Tensor,
+    rows: Tensor | None,
+    row_weights: Tensor | None,
+    topk_ids: Tensor,
+    record: list[Tensor],
+    communicator: str,
+) -> tuple[Tensor, Tensor]:
+    """Sums of rows by token, and sums of [rows, topk] numbers by token; empty for what is None."""
+    endpoint = REGISTRY.find(communicator, "dispatch (backward)")
+    dx = topk_ids.new_empty(0, dtype=endpoint.traits.combine_dtype)
+    dweights = topk_ids.new_empty(0, dtype=endpoint.traits.weight_dtype)
+    if rows is not None:
+        dx = _sum_home(endpoint, endpoint.session, rows, topk_ids, record)
+    if row_weights is not None:
+        dweights = _sum_home(endpoint, endpoint.lanes.weights(), row_weights, topk_ids, record)
+    return dx, dweights
+
+
+def _sum_home(endpoint: Endpoint, session: Session, rows: Tensor, topk_ids: Tensor, record: list[Tensor]) -> Tensor:
+    """Combine without weights."""
+    recv = endpoint.restore(record, topk_ids=topk_ids, session=session)
+    (out,) = session.combine([CombineRequest(rows, recv)], fused=True).wait()
+    return out
+
+
+def _dispatch_backward_fake(
+    order: Tensor,
+    rows: Tensor | None,
+    row_weights: Tensor | None,
+    topk_ids: Tensor,
+    record: list[Tensor],
+    communicator: str,
+) -> tuple[Tensor, Tensor]:
+    traits, tokens = REGISTRY.find(communicator, "dispatch (backward)").traits, topk_ids.shape[0]
+    return (
+        topk_ids.new_empty(0 if rows is None else (tokens, rows.shape[1]), dtype=traits.combine_dtype),
+        topk_ids.new_empty(0 if row_weights is None else (tokens, traits.topk), dtype=traits.weight_dtype),
+    )
+
+
+def _combine_backward(
+    order: Tensor,
+    tokens: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    record: list[Tensor],
+    communicator: str,
+) -> tuple[Tensor, Tensor]:
+    """Each row's token, undefined past the last offset, and (else empty) each row's weight out of ``topk_weights``."""
+    endpoint = REGISTRY.find(communicator, "combine (backward)")
+    session = endpoint.lanes.rows()
+    routing = endpoint.restore(record, topk_ids=topk_ids, session=session)
+    exact = len(routing.src_info) != endpoint.config.row_capacity
+    request = DispatchRequest(tokens, topk_ids, topk_weights, routing=routing, host_counts=exact)
+    (output,) = session.dispatch([request], fused=True).wait()
+    return output.tokens, output.row_offsets.new_empty(0) if output.weights is None else output.weights
+
+
+def _combine_backward_fake(
+    order: Tensor,
+    tokens: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    record: list[Tensor],
+    communicator: str,
+) -> tuple[Tensor, Tensor]:
+    endpoint = REGISTRY.find(communicator, "combine (backward)")
+    rows, dtype = record[1].shape[0], get_format(endpoint.lanes.row_format).payload_dtype
+    weighted = topk_weights is not None and not endpoint.traits.ranked
+    return (
+        tokens.new_empty(rows, tokens.shape[1], dtype=dtype),
+        tokens.new_empty(rows, dtype=endpoint.traits.weight_dtype) if weighted else record[0].new_empty(0),
+    )
+
+
+for _name, _run, _fake in (
+    ("dispatch", _dispatch, _dispatch_fake),
+    ("combine", _combine, _combine_fake),
+    ("dispatch_backward", _dispatch_backward, _dispatch_backward_fake),
+    ("combine_backward", _combine_backward, _combine_backward_fake),
+):
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moelink::{_name}", _fake, lib=LIBRARY)
+
+dispatch = torch.ops.moelink.dispatch.default
+combine = torch.ops.moelink.combine.default
+dispatch_backward = torch.ops.moelink.dispatch_backward.default
+combine_backward = torch.ops.moelink.combine_backward.default

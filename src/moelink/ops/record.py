@@ -1,0 +1,134 @@
+"""A transport's plan as tensors of sizes that follow from the configuration, and back.
+
+Operators hand over tensors only, and a compiler must know their sizes before they run. The plan of the symmetric
+transport is tensors of fixed sizes already. The collective transport counts on the host and keeps exact sizes: its plan
+is written into one tensor of the worst-case size, of which only the used part is ever touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.errors import UnsupportedError
+from moelink.routing import RowPlan
+from moelink.transports.collective.plan import CollectivePlan, Messages
+
+MAX_PARTS = 12
+"""Tensors that an operator sets aside for a plan; every operator returns this many."""
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """A plan that came out of an operator: ``tensors``, at most :data:`MAX_PARTS`."""
+
+    tensors: tuple[Tensor, ...]
+
+
+def pack(plan: Any, config: EPConfig) -> tuple[Tensor, ...]:
+    """``plan`` of either transport as tensors. They share memory with a plan of the symmetric transport."""
+    if isinstance(plan, PackedPlan):
+        return plan.tensors
+    if not isinstance(plan, CollectivePlan):
+        return tuple(getattr(plan, field.name) for field in dataclasses.fields(plan))
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "recv: expected one that was dispatched inside the compiled region, as it has sizes of its own on the "
+            "collective transport"
+        )
+    return (_pack_collective(plan, config),)
+
+
+def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> Any:
+    """The inverse of :func:`pack`; ``transport`` is the name of the one that made the plan."""
+    if transport == "collective":
+        return _unpack_collective(tensors[0], config)
+    # Not imported at the top: it loads Triton, which not every platform has.
+    from moelink.transports.symmetric.plan import SymmetricPlan
+
+    return SymmetricPlan(*tensors)
+
+
+def allocate(config: EPConfig, *, transport: str, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Uninitialised tensors like those of :func:`pack` for a call with ``num_tokens`` tokens."""
+    if transport == "collective":
+        return (torch.empty(sum(_sections(config).values()), dtype=torch.int64, device=device),)
+    from moelink.transports.symmetric.plan import SymmetricPlan
+    from moelink.workspace import Workspace
+
+    return pack(SymmetricPlan.allocate(Workspace(config), num_tokens=num_tokens, device=device), config)
+
+
+def count_parts(config: EPConfig, *, transport: str) -> int:
+    """How many tensors :func:`pack` gives."""
+    parts = len(allocate(config, transport=transport, num_tokens=0, device=torch.device("meta")))
+    assert parts <= MAX_PARTS, f"a plan of {parts} tensors: raise MAX_PARTS"
+    return parts
+
+
+_HEADER = 5
+
+
+def _sections(config: EPConfig) -> dict[str, int]:
+    """Largest size of each part of a collective plan, in words of 8 bytes, in the order they are written."""
+    ranks, topk, groups = config.world_size, config.topk, config.num_groups
+    messages = config.max_recv_tokens
+    by_message = {"tokens": messages, "sources": messages, "local_ids": messages * topk}
+    by_row = dict.fromkeys(("message", "slot", "group", "row"), messages * topk)
+    by_row["counts"] = config.num_local_experts * ranks
+    return {
+        "host": _HEADER + 2 * ranks,
+        "invalid_ids": 1,
+        "group_sizes": groups,
+        "row_offsets": groups + 1,
+        "send_tokens": config.max_tokens_per_rank * min(ranks, topk),
+        **by_message,
+        **({} if config.layout == "rank" else by_row),
+    }
+
+
+def _pack_collective(plan: CollectivePlan, config: EPConfig) -> Tensor:
+    got, rows = plan.messages, plan.rows
+    shared = plan.shared if plan.shared is not None else range(-1, -1)
+    header = [len(got.send_tokens), len(got.tokens), 0 if rows is None else len(rows.row), shared.start, shared.stop]
+    host = torch.tensor([*header, *got.send_counts, *got.recv_counts])
+    parts = {**vars(got), **vars(plan), **({} if rows is None else vars(rows)), "host": host}
+    sections = _sections(config)
+    words = torch.empty(sum(sections.values()), dtype=torch.int64, device=got.tokens.device)
+    for section, name in zip(words.split(list(sections.values())), sections, strict=True):
+        section[: parts[name].numel()] = parts[name].reshape(-1)
+    return words
+
+
+def _unpack_collective(words: Tensor, config: EPConfig) -> CollectivePlan:
+    sections, ranks, topk = _sections(config), config.world_size, config.topk
+    parts = dict(zip(sections, words.split(list(sections.values())), strict=True))
+    host = parts["host"].tolist()
+    sent, received, routed, start, stop = host[:_HEADER]
+    messages = Messages(
+        send_tokens=parts["send_tokens"][:sent],
+        send_counts=host[_HEADER : _HEADER + ranks],
+        recv_counts=host[_HEADER + ranks :],
+        tokens=parts["tokens"][:received],
+        sources=parts["sources"][:received],
+        local_ids=parts["local_ids"][: received * topk].view(received, topk).int(),
+        invalid_ids=parts["invalid_ids"][0],
+    )
+    rows = None
+    if config.layout == "expert":
+        rows = RowPlan(
+            message=parts["message"][:routed],
+            slot=parts["slot"][:routed],
+            group=parts["group"][:routed],
+            row=parts["row"][:routed],
+            counts=parts["counts"].view(config.num_local_experts, ranks).int(),
+            group_sizes=parts["group_sizes"],
+            row_offsets=parts["row_offsets"],
+        )
+    shared = None if start < 0 else range(start, stop)
+    return CollectivePlan(messages, rows, parts["row_offsets"], parts["group_sizes"], shared)

@@ -1,0 +1,68 @@
+"""Received rows as numbers again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moelink.output import DispatchOutput
+
+if TYPE_CHECKING:
+    from moelink.communicator import Communicator
+
+
+class _Straight(torch.autograd.Function):
+    """``value``, whose gradient is that of ``carrier``."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, carrier: Tensor) -> Tensor:
+        ctx.dtype = carrier.dtype
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad.to(ctx.dtype)
+
+
+def dequantize(
+    ep: Communicator, recv: DispatchOutput, *, input_scale: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``recv.tokens`` as numbers, [rows, hidden_size] of ``dtype`` (default: ``combine_dtype``), in any format.
+
+    Gradients flow through the result to what was dispatched as if it had not been rounded (straight-through). Rows past
+    the last offset are undefined. ``input_scale`` is the one that dispatch was given (format nvfp4).
+
+    Example:
+        >>> import torch, moelink
+        >>> from moelink.ops import dequantize
+        >>> x = torch.randn(3, 128, requires_grad=True)
+        >>> with moelink.init(num_experts=2, topk=1, hidden_size=128, max_tokens_per_rank=3,
+        ...                   dispatch_format="fp8_block128", combine_dtype=torch.float32) as ep:
+        ...     recv = ep.dispatch(x, torch.tensor([[0], [1], [0]]))
+        ...     out = ep.combine(2 * dequantize(ep, recv), recv)
+        ...     out.sum().backward()
+        >>> bool((out - 2 * x).abs().max() < 0.5), x.grad.unique().tolist()
+        (True, [2.0])
+    """
+    config = ep.config
+    fmt, scales = config.format, recv.scales
+    if scales is None or fmt.scale_layout is None:
+        return fmt.dequantize(recv.tokens, None, input_scale).to(dtype or config.combine_dtype)
+    with torch.no_grad():
+        if config.layout == "expert":
+            rows = torch.arange(recv.tokens.shape[0], device=recv.tokens.device)
+            groups = torch.searchsorted(recv.row_offsets[1:].contiguous(), rows, right=True)
+            scales = fmt.scale_layout.gather(
+                scales,
+                rows=rows,
+                groups=groups.clamp(max=config.num_groups - 1),
+                row_offsets=recv.row_offsets,
+                scale_width=fmt.scale_width(config.hidden_size),
+            )
+        value = fmt.dequantize(recv.tokens, scales, input_scale).to(dtype or config.combine_dtype)
+    carrier = recv.handle.carrier
+    return value if carrier is None else _Straight.apply(value, carrier)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,23 @@
+"""Rank programs of the bench's tests."""
+
+from __future__ import annotations
+
+import torch
+
+import moelink
+from moelink.bench.presets import Plan
+from moelink.bench.ranks import RankReport, moelink_main
+
+
+def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:
+    """The bench's ranks, but the last one's combine returns one wrong element."""
+    combine = moelink.Communicator.combine
+
+    def wrong(self: moelink.Communicator, *args: object, **options: object) -> torch.Tensor:
+        out = combine(self, *args, **options)
+        if rank == world_size - 1:
+            out[0, 3] += 1
+        return out
+
+    moelink.Communicator.combine = wrong
+    return moelink_main(rank, world_size, plan, progress)

@@ -1,0 +1,257 @@
+"""The bench from end to end: the smoke preset, what is made of its result, and the gate."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench_ranks
+import moelink
+from moelink.bench import Case, make_plan, run
+from moelink.bench.ceiling import Ceiling, CeilingSamples
+from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.bench.gate import check_transports
+from moelink.bench.measure import PhaseSamples
+from moelink.bench.ranks import RankReport, RankRow
+from moelink.bench.report import results_of
+from moelink.bench.workload import Batch, rank_batch
+from moelink.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of the smoke preset, by the command that a user types."""
+    out = tmp_path_factory.mktemp("bench") / "deep" / "smoke.json"
+    command = [sys.executable, "-m", "moelink", "bench", "--preset", "smoke", "--out", str(out), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(out.read_text())
+    assert "starting 2 ranks" in done.stderr
+    return out
+
+
+def test_smoke_result_has_everything(smoke: Path) -> None:
+    document = json.loads(smoke.read_text())
+    head = {"schema_version", "benchmark", "preset", "date", "command", "commit", "dirty", "versions", "host"}
+    rest = {
+        "variables",
+        "device",
+        "devices",
+        "ranks",
+        "settings",
+        "gate",
+        "method",
+        "bytes_formula",
+        "ceiling",
+        "cases",
+    }
+    last = {"rows", "rule", "verdicts", "faster_everywhere", "at_the_wire_everywhere"}
+    assert set(document) == head | rest | last
+    assert (document["schema_version"], document["benchmark"], document["preset"]) == (1, "moelink bench", "smoke")
+    assert (document["ranks"], document["device"], document["devices"]) == (2, "cpu", ["CPU", "CPU"])
+    assert {"torch", "triton", "moelink", "python", "cuda", "nccl"} <= set(document["versions"])
+    assert document["command"].startswith("moelink bench --preset smoke")
+    assert document["gate"]["passed"]
+    assert len(document["gate"]["checked"]) == len(document["cases"]) == 2
+    assert document["ceiling"]["gb_per_s"] > 0
+    assert len(document["ceiling"]["by_rank"]) == 2
+    assert all(case["capacity"] >= 1 and case["dispatch"]["busiest"] > 0 for case in document["cases"])
+    assert document["at_the_wire_everywhere"] is None
+
+
+def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
+    document = json.loads(smoke.read_text())
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for index in range(2):
+        rows = [row for row in document["rows"] if row["case"] == index]
+        assert [row["contender"] for row in rows] == [
+            COLLECTIVE, "torch all_to_all_vdev_2d", "FlashInfer one-sided", SYMMETRIC,
+        ]  # fmt: skip
+        for row in rows[1:3]:
+            assert row["reason"] == "runs on CUDA devices only"
+            assert row["phases"] == {}
+        for row in (rows[0], rows[3]) if interpreted else (rows[0],):
+            assert row["reason"] == ""
+            assert list(row["phases"]) == ["dispatch", "combine", "both"]
+            for phase in row["phases"].values():
+                figure = phase["eager"]
+                assert 0 < figure["p20"] <= figure["median"] <= figure["p80"]
+                assert figure["skew"] >= 0
+                assert figure["samples"] == 1
+                assert phase["share_of_ceiling"] > 0
+                assert phase["graph"] is None
+                assert "graph" in phase["note"]
+    assert len(document["verdicts"]) == (6 if interpreted else 0)
+    for verdict in document["verdicts"]:
+        (duel,) = verdict["duels"]
+        assert (duel["contender"], duel["method"]) == (COLLECTIVE, "eager")
+        assert duel["ratio"] == pytest.approx(duel["theirs"] / duel["ours"])
+        assert verdict["faster"] == (duel["ours"] < duel["theirs"])
+
+
+def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from moelink.cli.bench_view import bench_view
+    from moelink.cli.render import make_console
+
+    document = json.loads(smoke.read_text())
+    console = make_console()
+    console.print(bench_view(console, document))
+    text = capsys.readouterr().out
+    for words in ("correctness gate passed in 2 cases", COLLECTIVE, "runs on CUDA devices only", "5 tokens, bf16"):
+        assert words in text
+    other = {**document, "ranks": 4}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    for name in ("bench.png", "bench.svg"):
+        done = run_main("bench", "plot", str(smoke), str(tmp_path / "other.json"), "--out", str(tmp_path / name))
+        assert done == 0
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_the_readme_gets_a_table_of_gpu_results(smoke: Path) -> None:
+    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    document = json.loads(smoke.read_text())
+    table = render.speed_table(document)
+    assert "| 5 tokens, bf16 | moelink collective | " in table
+    assert "Not run: FlashInfer one-sided: runs on CUDA devices only." in table
+    marked = "a\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nb\n"
+    assert render.between(marked, "speed", "new") == marked.replace("old", "new")
+    assert render.between(marked, "speed", "") == marked.replace("old\n", "")
+
+
+def run_main(*arguments: str) -> int:
+    """The command line in this process."""
+    from typer.testing import CliRunner
+
+    from moelink.cli import app
+
+    return CliRunner().invoke(app.app, list(arguments)).exit_code
+
+
+def test_a_red_gate_shows_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "moelink_main", bench_ranks.broken_combine_main)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    out = tmp_path / "red.json"
+    arguments = ["moelink", "bench", "--preset", "smoke", "--format", "bf16", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "the correctness gate failed, no figures: 5 tokens, bf16: rank 1: moelink collective: combine" in said.err
+    assert not out.exists()
+
+
+def test_a_red_document_has_no_figure() -> None:
+    plan = make_plan("smoke", ranks=2, device="cpu")
+    red = RankReport(device="CPU", gate="broken", ceiling=CeilingSamples(0, (), "none"))
+    document = run.make_document(plan, results_of(plan, [red, red], []), commit="abc", command="")
+    assert document["gate"] == {"passed": False, "fault": "broken", "checked": []}
+    assert document["commit"] == "abc"
+    assert not {"rows", "cases", "ceiling", "verdicts"} & set(document)
+
+
+def one_rank_case(fmt: str) -> tuple[Case, Batch]:
+    case = dataclasses.replace(SMALL, format=fmt, hidden_size=256)
+    return case, rank_batch(case, seed=3, rank=0, copy=0, world_size=1, device=CPU)
+
+
+class Spoiled:
+    """A communicator whose dispatch or combine returns something else."""
+
+    def __init__(self, ep: moelink.Communicator, phase: str) -> None:
+        self._ep, self._phase = ep, phase
+
+    def dispatch(self, *args: object) -> moelink.DispatchOutput:
+        recv = self._ep.dispatch(*args)
+        if self._phase == "dispatch":
+            recv.src_info[0, 1] += 1
+        return recv
+
+    def combine(self, *args: object) -> torch.Tensor:
+        out = self._ep.combine(*args)
+        return out * 1.1 if self._phase == "combine" else out
+
+    def check(self) -> None:
+        self._ep.check()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block128", "nvfp4"])
+def test_the_gate_accepts_what_is_right_and_names_what_is_not(fmt: str) -> None:
+    case, batch = one_rank_case(fmt)
+    sizes = {"num_experts": 6, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4, "dispatch_format": fmt}
+    with moelink.init(**sizes, transport="collective") as ep:
+        check = {"batch": batch, "case": case, "rank": 0, "world_size": 1}
+        assert check_transports({"one": ep, "two": ep}, **check) == ""
+        wrong = check_transports({"one": ep, "two": Spoiled(ep, "combine")}, **check)
+        assert wrong.startswith("two: combine differs from the layer's result in ")
+        assert "two: dispatch differs from one in src_info" in check_transports(
+            {"one": ep, "two": Spoiled(ep, "dispatch")}, **check
+        )
+
+
+def test_presets_for_gpus_are_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["moelink", "bench", "--preset", "decode"])
+    assert main() == 1
+    assert "smoke" in capsys.readouterr().err
+
+
+def test_peers_that_cannot_run_say_why() -> None:
+    plan = make_plan("decode", ranks=2, device="cuda", num_sms=16)
+    for name in ("torch all_to_all_vdev_2d", "FlashInfer one-sided"):
+        rows = run.run_peer(dataclasses.replace(plan, device="cpu"), name, bench_ranks.broken_combine_main)
+        assert [row.reason for row in rows[1]] == ["runs on CUDA devices only"] * 5
+    rows = run.run_peer(plan, "torch all_to_all_vdev_2d", bench_ranks.broken_combine_main)
+    assert {row.reason for row in rows[0]} == {"has no budget of multiprocessors"}
+    assert run.last_line("Traceback:\n  File x\nRuntimeError: it broke\n\n") == "RuntimeError: it broke"
+
+
+def test_rows_of_a_peer_are_merged_in_order() -> None:
+    plan = make_plan("smoke", ranks=2, device="cpu", formats=("bf16",))
+    plan = dataclasses.replace(plan, cases=plan.cases[:1])
+    samples = {"dispatch": PhaseSamples(eager=(1.0, 2.0))}
+    own = (RankRow(0, COLLECTIVE, phases=samples), RankRow(0, SYMMETRIC, phases=samples))
+    report = RankReport("CPU", "", CeilingSamples(0, (), "none"), ("ok",), (((1, 2),),), (16,), own)
+    peers = [[RankRow(0, "peer", reason="because")]] * 2
+    results = results_of(plan, [report, report], peers)
+    assert [row.contender for row in results.rows] == [COLLECTIVE, "peer", SYMMETRIC]
+    assert results.ceiling == Ceiling(None, (), results.ceiling.method, "none")
+    document = run.make_document(plan, results, commit=None, command="")
+    assert document["cases"][0]["wire_us"] == {"dispatch": None, "combine": None, "both": None}
+    assert json.loads(json.dumps(document)) == document
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.timeout(500)
+def test_a_small_run_on_gpus(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "moelink", "bench", "--preset", "decode", "--tokens", "16", "--samples", "4"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=450)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    (ours,) = (row for row in document["rows"] if row["contender"] == SYMMETRIC)
+    for phase in ours["phases"].values():
+        assert phase["graph"]["median"] > 0
+        assert all(name.startswith("ep_") for name in phase["kernels"])
+    assert document["ceiling"]["gb_per_s"] > 10
