@@ -90,6 +90,9 @@ def main(target):
         print(json.dumps({
             "name": name, "ops": Counter(ops), "releases": len(releases), "unguarded": unguarded,
             "local": sum("local" in op or op.startswith("scratch") for op in ops),
+            "masked_histograms": sum(
+                line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line
+            ),
             "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
         }), flush=True)  # fmt: skip
 

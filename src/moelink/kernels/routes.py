@@ -55,9 +55,13 @@ def ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
 
 @triton.jit
 def count_pairs(expert, owner, N: tl.constexpr, S: tl.constexpr):
-    """Pairs per expert [EP] among N slots: ``expert`` and ``owner`` of any shape; an owner of -1 counts nowhere."""
+    """Pairs per expert [EP] among N slots: ``expert`` and ``owner`` of any shape; an owner of -1 counts nowhere.
+
+    Without a mask: Triton 3.6 reorders what is reshaped for a histogram, and not the mask with it.
+    """
     bins = tl.reshape(tl.where(owner >= 0, expert, 0), (N,))
-    return tl.histogram(bins, S.EP, mask=tl.reshape(owner, (N,)) >= 0)
+    nowhere = tl.sum(tl.reshape((owner < 0).to(tl.int32), (N,)), 0)
+    return tl.histogram(bins, S.EP) - tl.where(tl.arange(0, S.EP) == 0, nowhere, 0)
 
 
 @triton.jit

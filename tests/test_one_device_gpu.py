@@ -1,0 +1,60 @@
+"""Several ranks on one GPU: all kernels compiled, the whole protocol, no second device. Run by hand: ``-m gpu``.
+
+In the split form nobody waits for a launch that comes later on this device, so one GPU serves all ranks.
+"""
+
+import pytest
+import torch
+
+import moelink
+from cases import FIELDS, FORMATS, Case, Packed, Result, Setup, check_case, real_shapes
+from moelink.memory import create_all
+from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.symmetric import SymmetricTransport
+from moelink.workspace import Workspace
+
+WORLD = 4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def check_on_one_device(cases: list[Case]) -> None:
+    setup = cases[0].setup
+    configs = [moelink.EPConfig(**setup.fields, world_size=WORLD, rank=rank) for rank in range(WORLD)]
+    memories = create_all(["cuda:0"] * WORLD, Workspace(configs[0]).nbytes)
+    transport = SymmetricTransport(configs, memories, "test")
+    for case in cases:
+        data = [case.data(rank) for rank in range(WORLD)]
+        recvs = transport.dispatch(
+            [DispatchRequest(d.x.cuda(), d.topk_ids.cuda(), d.topk_weights.cuda()) for d in data]
+        ).wait()
+        ys = [case.expert_rows(rank, len(recv.tokens)).cuda() for rank, recv in enumerate(recvs)]
+        outs = transport.combine([CombineRequest(y, recv) for y, recv in zip(ys, recvs, strict=True)]).wait()
+        check_case(case, WORLD, [
+            Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+            for recv, out in zip(recvs, outs, strict=True)
+        ])  # fmt: skip
+    transport.check()
+    transport.close()
+
+
+@pytest.mark.parametrize("index", range(len(real_shapes()) // 3))
+def test_real_shapes(index):
+    check_on_one_device(real_shapes()[3 * index : 3 * index + 3])
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "rank"}, {"pre_reduce": False}, {"mode": "allreduce"}], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format(fmt, options):
+    setup = Setup(fmt, tuple(options.items()))
+    check_on_one_device([Case(setup, scenario, seed=i) for i, scenario in enumerate(("uniform", "holes", "repeats"))])
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block128"])
+def test_many_tokens_on_few_programs(fmt):
+    """Tokens in runs, shared tallies and cursors that take turns, as 4096 tokens on a whole device have them."""
+    setup = Setup(fmt, (("num_sms", 4), ("max_tokens_per_rank", 300)))
+    check_on_one_device([Case(setup, "uniform", seed=1)])
