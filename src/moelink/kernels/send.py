@@ -46,6 +46,7 @@ _INVALID = tl.constexpr(INVALID_IDS)
 _BYTES = tl.constexpr(DISPATCH_BYTES)
 _SENT = tl.constexpr(COUNTS_SENT)
 
+
 @triton.jit
 def wait_until_drained(table, record, control, me, phase, call, offset, limit, S: tl.constexpr):
     """Wait until every rank has read what this one sent in the previous call. Returns 1, or 0 or -1 after an error."""

@@ -63,9 +63,10 @@ def divide_rows(x, divisor, NATIVE: tl.constexpr):
         rough = x * inverse
         close = tl.fma(tl.fma(-rough, row, x), inverse, rough)
         exact = tl.fma(tl.fma(-close, row, x), inverse, close)
-        return tl.where(tl.abs(rough) < 1048576.0, exact, rough)
+        quotient = tl.where(tl.abs(rough) < 1048576.0, exact, rough)
     else:
-        return tl.math.div_rn(x, row)
+        quotient = tl.math.div_rn(x, row)
+    return quotient
 
 
 @triton.jit
