@@ -70,7 +70,7 @@ class SymmetricTransport:
                 Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
             ]
         fused = fused and self._may_fuse
-        self._each([call.send_and_receive if fused else call.send for call in calls], apart=not fused)
+        self._each([call.send_and_receive if fused else call.send for call in calls])
         self._under_way = [*self._under_way[-1:], calls]
 
         def finish() -> list[DispatchOutput]:
@@ -90,8 +90,7 @@ class SymmetricTransport:
         fused = fused and self._may_fuse
 
         def start(slot: int) -> None:
-            launches = [lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls]  # type: ignore[misc]
-            self._each(launches, apart=not fused)
+            self._each([lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls])  # type: ignore[misc]
 
         start(passes[0])
         self._under_way = [*self._under_way[-1:], calls]
@@ -107,15 +106,14 @@ class SymmetricTransport:
 
         return SymmetricPending(finish)
 
-    def _each(self, launches: Sequence[Callable[[], None]], *, apart: bool = True) -> None:
+    def _each(self, launches: Sequence[Callable[[], None]]) -> None:
         if len(self.ranks) > 1:
-            apart = True
             for rank, launch in zip(self.ranks, launches, strict=True):
                 if rank.stream is not None:
                     with rank.preparing():
                         launch()
         for rank, launch in zip(self.ranks, launches, strict=True):
-            with rank.launching(apart=apart):
+            with rank.launching():
                 launch()
 
     def _join(self) -> None:
