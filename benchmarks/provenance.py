@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import moelink
+from moelink.bench.provenance import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "benchmarks/results"
@@ -24,17 +25,6 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _processor() -> str:
-    """Model name of the processor, or the architecture."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.machine()
-
-
 def collect() -> dict[str, Any]:
     """Commit (and whether files other than results differ from it), versions, host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -46,5 +36,5 @@ def collect() -> dict[str, Any]:
             "moelink": moelink.__version__,
             **{name: metadata.version(name) for name in ("torch", "triton", "numpy")},
         },
-        "host": {"processor": _processor(), "cores": cores, "system": f"{platform.system()} {platform.machine()}"},
+        "host": {"processor": processor(), "cores": cores, "system": f"{platform.system()} {platform.machine()}"},
     }
