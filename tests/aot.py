@@ -15,6 +15,7 @@ TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("h
 POINTERS = {
     "table": "*i64", "record": "*i64", "control": "*i64", "scales": "*u8", "input_scale": "*fp32", "ids": "*i64",
     "weights": "*fp32", "slot_of": "*i32", "tokens_out": "*u8", "scales_out": "*u8", "row_offsets": "*i32",
+    "expert_ids": "*i32",
     "src_info": "*i32", "scales_offsets": "*i32", "weights_out": "*fp32", "topk_ids_out": "*i32", "num_recv": "*i32",
     "overflow": "*i32", "counts_out": "*i32", "received": "*i32", "rows_of_message": "*i32", "message_token": "*i32",
     "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "out": "*bf16", "shared": "*bf16",
@@ -90,6 +91,9 @@ def main(target):
         print(json.dumps({
             "name": name, "ops": Counter(ops), "releases": len(releases), "unguarded": unguarded,
             "local": sum("local" in op or op.startswith("scratch") for op in ops),
+            "masked_histograms": sum(
+                line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line
+            ),
             "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
         }), flush=True)  # fmt: skip
 

@@ -40,9 +40,9 @@ def test_layouts_in_worked_numbers() -> None:
     assert combine.recv_buf_layout(5, 2) == 602112
     assert dataclasses.replace(combine, pre_reduce=True).recv_buf_layout(5, 2) == 3741696
     assert combine.recv_count_layout(1, 3) == 1048
-    dispatch = contract.EPDispatchKernel(**{**FACTS, "msg_bytes": 7504})
-    assert dispatch.recv_buf_layout(1, 2) == 975520
-    assert dispatch.recv_count_layout(1, 0) == 192
+    dispatch = contract.EPDispatchKernel(**{**FACTS, "msg_bytes": 7552})
+    assert dispatch.recv_buf_layout(1, 2) == 981760
+    assert dispatch.recv_count_layout(1, 0) == 384
     with pytest.raises(UnsupportedError, match="no send buffer"):
         dispatch.send_buf_layout(0)
     for call in (
@@ -64,14 +64,14 @@ def test_layouts_of_a_deepseek_shape_match_the_workspace() -> None:
     assert (params.config(0).dispatch_format, params.n_ranks, params.workspace.message_bytes) == (
         "fp8_block128",
         8,
-        7504,
+        7552,
     )
     regions = params.workspace.regions
     dispatch, combine = (make(params, n_sms=132) for make in (dispatch_kernel, combine_kernel))
-    assert dispatch.recv_buf_layout(7, 127) + 7504 == regions["messages"].nbytes
+    assert dispatch.recv_buf_layout(7, 127) + 7552 == regions["messages"].nbytes
     assert combine.recv_buf_layout(127, 7) + 14336 == regions["rows"].nbytes
     assert combine.recv_count_layout(7, 127) + 8 == regions["combine_flag"].nbytes
-    assert dispatch.recv_count_layout(7, 31) + 4 == regions["counts"].nbytes
+    assert dispatch.recv_count_layout(7, 31) + 8 == regions["counts"].nbytes
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled where there is a GPU")

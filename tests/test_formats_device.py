@@ -196,3 +196,27 @@ class TestOnGpu:
         out.fill_(99)
         graph.replay()
         assert torch.equal(back, want)
+
+
+def test_quotients_by_one_reciprocal_a_row_are_exact():
+    """The arithmetic of ``divide_rows`` where fused multiply-adds are, in wide numbers: IEEE quotients, bit for bit."""
+    numpy = pytest.importorskip("numpy")
+    single, wide = numpy.float32, numpy.longdouble
+
+    def fma(a, b, c):
+        return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(single)
+
+    generator = numpy.random.default_rng(0)
+    x = generator.integers(0, 2**32, (4000, 128), dtype=numpy.uint32).view(single)
+    x[::2] = generator.standard_normal((2000, 128)) * numpy.exp2(generator.integers(-30, 30, (2000, 1)))
+    x = numpy.where(numpy.isfinite(x), x, single(1.5))
+    with numpy.errstate(all="ignore"):
+        scale = (numpy.maximum(abs(x).max(1, keepdims=True), single(1e-4)) / single(448)).astype(single)
+        row, inverse = scale + 0 * x, single(1) / scale
+        rough = (x * inverse).astype(single)
+        close = fma(fma(-rough, row, x), inverse, rough)
+        got = fma(fma(-close, row, x), inverse, close)
+        expected = (x / row).astype(single)
+    # Quotients below a quarter of the smallest e4m3 number are zero there, whatever their last bit.
+    assert (got == expected)[abs(expected) > 2.0**-11].all()
+    assert (abs(got)[abs(expected) <= 2.0**-11] < 2.0**-10).all()

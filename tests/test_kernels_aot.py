@@ -37,6 +37,8 @@ def test_memory_order_and_width_on_nvidia(target):
         assert not any(".gpu.release" in op or ".cta.release" in op for op in ops), name
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
         assert kernel["local"] == 0, f"{name} spills"
+        # Triton 3.6 reorders a reshaped block of values on its way to a histogram, but not the block of its mask.
+        assert kernel["masked_histograms"] == 0, f"{name} counts other slots than the mask says"
         assert ops.get("st.global.v4.b32", 0) > 0, f"{name} copies rows in pieces of less than 16 bytes: {ops}"
         assert not any(op in ("st.global.b16", "ld.global.b16") for op in ops), f"{name}: {ops}"
         if "combine" in name:

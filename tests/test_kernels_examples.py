@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels import routes, signals
+from moelink.kernels import routes, signals, tagged
+from moelink.kernels.cut import Cut
 from moelink.kernels.numeric import round_bf16
-from moelink.kernels.send_back import chunk_of
 from moelink.kernels.spec import host_clock
 from moelink.routing import ExpertMap
 from moelink.transports.base import DispatchRequest
-from moelink.transports.symmetric.rank import Chunks
 from moelink.workspace import Workspace
 from symmetric_ranks import one_process
 
@@ -73,20 +72,58 @@ def test_device_expert_map_equals_the_table(num_experts, world_size):
 @triton.jit
 def _tally(ids, pairs, messages, S: tl.constexpr):
     p, m, invalid = routes.tally(ids, 0, 2, 0, 0, 0, 0, 0, S)
-    tl.store(pairs + tl.arange(0, 8), p)
+    tl.store(pairs + tl.arange(0, 4), p)
     tl.store(messages + tl.arange(0, 2), m)
     tl.store(messages + 2, invalid)
 
 
 def test_tally_counts_pairs_and_messages():
-    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=8, K=2, KP=2, W=2, WP=2, TB=1)
-    pairs, messages = torch.zeros(8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TB=1)
+    pairs, messages = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     _tally[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
-    assert pairs.tolist() == [2, 1, 0, 1, 0, 0, 0, 0]
+    assert pairs.tolist() == [2, 1, 0, 1]
     assert messages.tolist() == [2, 1, 0]
     _tally[(1,)](torch.tensor([[0, 4], [-1, -2]]), pairs, messages, S=spec)
-    assert pairs.tolist() == [1, 0, 0, 0, 3, 0, 0, 0]
+    assert pairs.tolist() == [1, 0, 0, 0]
     assert messages.tolist() == [1, 0, 2]
+
+
+@triton.jit
+def _tagged(words, value, out, call, limit, CLOCK: tl.constexpr):
+    i = tl.arange(0, 2)[None, :]
+    every = i >= 0
+    tl.store(words + i, tagged.tagged(call, tl.load(value + i)))
+    ok, row, first, second = tagged.wait_tagged(words + i, every, words + 2 + i, every, call, words + 4, limit, CLOCK)
+    tl.store(out, ok)
+    tl.store(out + 1, row)
+    tl.store(out + 2 + i, first)
+    tl.store(out + 4 + i, second)
+
+
+def test_tagged_words_wait_for_their_call():
+    words = torch.tensor([0, 0, (3 << 32) + 7, (3 << 32) + 8, 0])
+    value, out = torch.tensor([[5, 6]]).int(), torch.zeros(6, dtype=torch.int32)
+    _tagged[(1,)](words, value, out, 3, 20_000_000, CLOCK=host_clock)
+    assert words[0] == 3 * 2**32 + 5
+    assert out.tolist() == [1, 1, 5, 6, 7, 8]
+    words[3] -= 1 << 32
+    _tagged[(1,)](words, value, out, 3, 20_000_000, CLOCK=host_clock)
+    assert out[:2].tolist() == [0, 0]
+
+
+@triton.jit
+def _wait_any(words, poison, out, target, limit, CLOCK: tl.constexpr):
+    r = tl.arange(0, 4)
+    ok, got = signals.wait_any(words + r, r < 3, target, poison, limit, CLOCK)
+    tl.store(out + r, got)
+    tl.store(out + 4, ok.to(tl.int64))
+
+
+def test_wait_any_returns_with_the_first():
+    for words, expected in (([4, 7, 3], [4, 7, 3, -1, 1]), ([1, 2, 3], [1, 2, 3, -1, 0])):
+        out = torch.zeros(5, dtype=torch.int64)
+        _wait_any[(1,)](torch.tensor([*words, 99]), torch.zeros(1).long(), out, 4, 20_000_000, CLOCK=host_clock)
+        assert out.tolist() == expected
 
 
 def test_messages_of_the_send_example():
@@ -102,7 +139,9 @@ def test_messages_of_the_send_example():
         block = transport.ranks[destination].memory.local
         rows = regions["messages"].view(block)[0, :n]
         read = {p.name: rows[:, p.offset : p.end].contiguous().view(p.dtype).tolist() for p in message if p.nbytes}
-        counts = regions["counts"].view(block)[0].tolist()
+        words = regions["counts"].view(block)[0]
+        assert (words[: 8 + 2] >> 32).eq(1).all()
+        counts = (words & 0xFFFFFFFF).tolist()
         return read["token"], read["ids"], read["positions"], counts[8:10], counts[1]
 
     assert parts(0, 2) == ([[0], [1]], [[0, -1], [1, 0]], [[0, 0], [0, 1]], [2, 1], 2)
@@ -124,25 +163,18 @@ def test_rows_of_the_receive_example():
     assert recvs[0].src_info[[3, 5, 6, 7]].eq(-1).all()
 
 
-@triton.jit
-def _chunk(out, S: tl.constexpr):
-    i = tl.arange(0, 16)
-    tl.store(out + i, chunk_of(i, S))
-
-
-def test_chunks():
-    assert Chunks.cut(10, programs=2, flags=1024) == Chunks(2, 5, 3)
-    assert Chunks.cut(0, programs=2, flags=1) == Chunks(1, 0, 1)
+def test_cut():
+    assert Cut.of(3, programs=8, world_size=4) == Cut(1, 2, 6)
+    assert Cut.of(20, programs=8, world_size=4) == Cut(3, 1, 7)
+    assert Cut.of(0, programs=2, world_size=4).programs == 0
     for tokens in range(40):
         for programs in (1, 3, 7):
-            for flags in (1, 4, 64):
-                cut = Chunks.cut(tokens, programs=programs, flags=flags)
-                assert cut.count <= flags
-                assert cut.count * cut.size >= tokens
-                assert cut.per_program * programs >= cut.count
-    out = torch.zeros(16, dtype=torch.int32)
-    _chunk[(1,)](out, S=SimpleNamespace(C=4))
-    assert out[[0, 3, 9]].tolist() == [1, 1, 3]
+            for ranks in (1, 2, 8):
+                cut = Cut.of(tokens, programs=programs, world_size=ranks)
+                assert cut.programs <= programs
+                assert cut.programs * cut.tokens_per_program >= tokens * cut.split
+                assert (cut.programs - cut.split) * cut.tokens_per_program < tokens * cut.split or tokens == 0
+                assert cut.split == 1 or cut.tokens_per_program == 1
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def transports(setup=FORMAT, world=WORLD):
     workspace = Workspace(configs[0])
     memories = create_all(["cpu"] * world, workspace.nbytes)
     for memory in memories:
-        for name in ("messages", "rows", "counts", "chunk_range"):
+        for name in ("messages", "rows", "counts", "firsts", "tallies"):
             poison_memory(workspace.regions[name].view(memory.local))
     return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
 
@@ -138,13 +138,19 @@ def wait_for_the_call_before(words, mask, target, poison, limit, CLOCK: tl.const
 
 
 @triton.jit
+def wait_any_of_the_call_before(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    state, got = signals.wait_any(words, mask, target - 1, poison, limit, CLOCK)
+    return state, got + 1
+
+
+@triton.jit
 def wait_for_nobody(table, record, control, me, phase, call, offset, limit, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
 @triton.jit
 def wait_for_the_call_after(words, mask, target, poison, limit, CLOCK: tl.constexpr):
-    return signals.wait_all(words, mask, target + 1, poison, limit, CLOCK)
+    return signals.wait_any(words, mask, target + 1, poison, limit, CLOCK)
 
 
 def caught(cases, **options):
@@ -163,9 +169,12 @@ def test_missing_release_is_caught(monkeypatch, module):
     assert caught(ONE) is not None
 
 
-@pytest.mark.parametrize("module", [receive, reduce], ids=["dispatch", "combine"])
-def test_wrong_wait_is_caught(monkeypatch, module):
-    monkeypatch.setattr(module, "wait_all", wait_for_the_call_before)
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_wrong_wait_is_caught(monkeypatch, phase):
+    if phase == "dispatch":
+        monkeypatch.setattr(receive, "wait_any", wait_any_of_the_call_before)
+    else:
+        monkeypatch.setattr(reduce, "wait_all", wait_for_the_call_before)
     assert caught(ONE) is not None
 
 
@@ -178,7 +187,7 @@ def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, module):
 
 
 def test_wait_for_what_never_comes_is_a_deadlock(monkeypatch):
-    monkeypatch.setattr(receive, "wait_all", wait_for_the_call_after)
+    monkeypatch.setattr(receive, "wait_any", wait_for_the_call_after)
     with pytest.raises((Deadlock, moelink.PeerTimeoutError)) as caught_error:
         run(0, ONE)
-    assert "wait_all" in str(caught_error.value)
+    assert "wait_any" in str(caught_error.value)

@@ -13,6 +13,10 @@ CLAIM = 8
 """1 once a program has claimed the error record"""
 INVALID_IDS, OVERFLOW, DISPATCH_BYTES, COMBINE_BYTES = 9, 10, 11, 12
 """sums over all calls"""
+FENCE = 13
+"""always 0; read to order stores"""
+COUNTS_SENT = 14
+"""last call whose counts are on their way"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""
@@ -26,8 +30,11 @@ CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS = 1, 2, 3
 STATUS_OK, STATUS_ABORT = 0, 1
 
 COUNT_HEADER = 8
-"""int32 words before the counts of a counts row: status, messages, tokens, chunks, chunks per program, options,
-(unused)."""
+"""Words before the counts of a counts row: status, messages, tokens, sending programs (0: one token each), most
+messages of one of them, options, (unused). Each word carries the call beside its value (``kernels.tagged``)."""
+
+MAX_SENDERS = 512
+"""Most programs that cut a rank's tokens into runs, so that what each of them counted has a place."""
 
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """rows_of_message: the slot is not for this rank; the row did not fit ``capacity``."""

@@ -1,8 +1,8 @@
 """The symmetric workspace: which regions a rank's block holds, computed from the configuration.
 
-Legend: ``W`` ranks that take part, ``T`` = max_tokens_per_rank, ``K`` = topk, ``L`` = most experts of a rank, ``C``
-flags per (source, destination) and phase. A block has the same layout on every rank; "written by" says who else than
-its owner stores there.
+Legend: ``W`` ranks that take part, ``T`` = max_tokens_per_rank, ``K`` = topk, ``L`` = most experts of a rank, ``P``
+most sending programs, ``E`` experts rounded up to a power of two, ``R`` ranks likewise. A block has the same layout on
+every rank; "written by" says who else than its owner stores there.
 
 ===================  ====================  ===============================================================
 region               shape, dtype          written by, meaning
@@ -10,24 +10,27 @@ region               shape, dtype          written by, meaning
 poison               [1] int64             any rank r: 1 + r once a wait of its expired
 poisons              [W, 8] int64          row r by rank r: what it was waiting for
 control              [16] int64            own kernels: completed calls, programs arrived, statistics
-counts_flag          [W] int64             source s: call whose row of ``counts`` is stored
-chunk_flag           [W, C] int64          source s: call whose chunk c of messages is stored
+tally_flag           [P] int64             own sender p: call whose row of ``tallies`` is stored
+tallies              [P, E + R] int32      own sender p: pairs per expert and messages per rank of its tokens
+message_flag         [W, T] int64          source s: call whose message in this slot is stored
 dispatch_drained     [W] int64             destination d: call whose messages from here d has read
-counts               [W, 8 + L] int32      source s: status, messages, tokens, chunks; rows per local expert
-chunk_range          [W, C, 2] int32       source s: first and last + 1 message of chunk c
+counts               [W, 8 + L] int64      source s: status and totals (``protocol``), rows per local expert, each
+                                           word with the call it is of (``kernels.tagged``)
+firsts               [W, P + 1] int32      source s: first message of each of its sending programs; their number
 messages             [W, T, message] uint8 source s: its messages, in token order without holes
 combine_head         [W] int64             expert rank r: call whose ``combine_status`` is stored
-combine_flag         [W, C] int64          expert rank r: call whose chunk c of rows is stored
+combine_flag         [W, T] int64          expert rank r: call whose row for the message in this slot is stored
 combine_drained      [W] int64             home rank d: call whose rows from here d has read
-combine_status       [W] int64             expert rank r: 0, or 1 when it refused the call
+combine_status       [W] int64             expert rank r: options, and whether it refused the call
+combine_kept         [T, K] uint8          the expert's rank: 1 if the row of (token, slot) travels (no pre_reduce)
 rows                 [W, T, row] or        expert rank r: sums of its rows per token (pre_reduce), or every row
                      [T, K, row] uint8
 ===================  ====================  ===============================================================
 
 Size: T x (W x message + (W or K) x row) bytes and a few flags: what DESIGN allows. Nothing is double buffered.
 
-Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7504 bytes = 7.3 MiB, rows
-8 x 128 x 14336 bytes = 14 MiB, everything else 0.1 MiB.
+Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
+8 x 128 x 14336 bytes = 14 MiB, everything else 0.6 MiB.
 """
 
 from __future__ import annotations
@@ -38,11 +41,12 @@ import torch
 
 from moelink.arith import align_up, ceil_div
 from moelink.config import EPConfig
-from moelink.layout import ALIGNMENT, RegionTable
-from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, POISON_WORDS
+from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
+from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, MAX_SENDERS, POISON_WORDS
 
-MAX_CHUNKS = 1024
-"""Most flags per (source, destination) and phase: 8 KiB."""
+
+def _power_of_two(count: int) -> int:
+    return max(2, 1 << (count - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ class Workspace:
         return ceil_div(self.config.num_experts, self.config.world_size)
 
     @property
-    def num_chunks(self) -> int:
-        """Flags per (source, destination) and phase."""
-        return max(1, min(self.config.max_tokens_per_rank, MAX_CHUNKS))
+    def tally_width(self) -> int:
+        """Counts of one sending program: a bin per expert and a word per rank, each rounded up to a power of two."""
+        return _power_of_two(self.config.num_experts) + _power_of_two(self.world_size)
 
     @property
     def message(self) -> RegionTable:
@@ -88,18 +92,18 @@ class Workspace:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes from one message to the next."""
-        return align_up(self.message.regions[-1].end, ALIGNMENT)
+        """Bytes from one message to the next: whole cache lines, so that no packet on a link carries parts of two."""
+        return align_up(self.message.regions[-1].end, REGION_ALIGNMENT)
 
     @property
     def row_bytes(self) -> int:
         """Bytes from one row on its way home to the next."""
-        return align_up(self.config.combine_row_bytes, ALIGNMENT)
+        return align_up(self.config.combine_row_bytes, REGION_ALIGNMENT)
 
     @property
     def regions(self) -> RegionTable:
         """All regions of a block."""
-        cfg, ranks, chunks = self.config, self.world_size, self.num_chunks
+        cfg, ranks = self.config, self.world_size
         tokens = max(1, cfg.max_tokens_per_rank)
         copies = ranks if cfg.pre_reduce else cfg.topk
         i64, i32, u8 = torch.int64, torch.int32, torch.uint8
@@ -107,16 +111,18 @@ class Workspace:
             ("poison", i64, (1,)),
             ("poisons", i64, (ranks, POISON_WORDS)),
             ("control", i64, (CONTROL_WORDS,)),
-            ("counts_flag", i64, (ranks,)),
-            ("chunk_flag", i64, (ranks, chunks)),
+            ("tally_flag", i64, (MAX_SENDERS,)),
+            ("tallies", i32, (MAX_SENDERS, self.tally_width)),
+            ("message_flag", i64, (ranks, tokens)),
             ("dispatch_drained", i64, (ranks,)),
-            ("counts", i32, (ranks, align_up(COUNT_HEADER + self.max_local_experts, 4))),
-            ("chunk_range", i32, (ranks, chunks, 2)),
+            ("counts", i64, (ranks, COUNT_HEADER + self.max_local_experts)),
+            ("firsts", i32, (ranks, MAX_SENDERS + 1)),
             ("messages", u8, (ranks, tokens, self.message_bytes)),
             ("combine_head", i64, (ranks,)),
-            ("combine_flag", i64, (ranks, chunks)),
+            ("combine_flag", i64, (ranks, tokens)),
             ("combine_drained", i64, (ranks,)),
             ("combine_status", i64, (ranks,)),
+            ("combine_kept", u8, (tokens, cfg.topk)),
             ("rows", u8, (copies, tokens, self.row_bytes)),
         )
 

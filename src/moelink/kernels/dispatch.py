@@ -1,9 +1,10 @@
 """Dispatch as one launch (``ep_fused_dispatch_kernel``) or two (``..._async_kernel``, ``..._wait_kernel``).
 
 Roles go by program id: the low ids send (``kernels.send``), the high ids receive (``kernels.receive``). A program waits
-only for other ranks' signals. Senders wait for nothing of this call, so they finish on every rank, whatever order
-programs of a launch run in as long as lower ids start first: so the same kernel runs on a GPU, where ids start in
-order as multiprocessors become free, and in the interpreter, where they run one after the other.
+only for other ranks' signals and for lower ids. Senders wait for nothing of this call from other ranks, so they finish
+on every rank, whatever order programs of a launch run in as long as lower ids start first: so the same kernel runs on
+a GPU, where ids start in order as multiprocessors become free, and in the interpreter, where they run one after the
+other.
 
 Why the next call cannot overtake: a sender's first store of call n + 1 comes after ``dispatch_drained = n`` from every
 destination, which the destination's last receiver published after all its programs had read call n. Why it needs no
@@ -20,7 +21,7 @@ from moelink.kernels.receive import receive
 from moelink.kernels.send import send
 
 _CHANGING = (
-    "me", "rank", "first", "num_local", "num_groups", "num_tokens", "chunk", "num_chunks", "chunks_per_program",
+    "me", "rank", "first", "num_local", "num_groups", "num_tokens", "tokens_per_program", "split",
     "shared_begin", "shared_end", "capacity", "scale_rows", "counts_stride", "status", "senders", "limit",
 )  # fmt: skip
 
@@ -28,8 +29,8 @@ _CHANGING = (
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_fused_dispatch_kernel(
     table, record, control, x, scales, input_scale, ids, weights, slot_of, tokens_out, scales_out, row_offsets,
-    src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message,
-    message_token, me, rank, first, num_local, num_groups, num_tokens, chunk, num_chunks, chunks_per_program,
+    expert_ids, src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received,
+    rows_of_message, message_token, me, rank, first, num_local, num_groups, num_tokens, tokens_per_program, split,
     shared_begin, shared_end, capacity, scale_rows, counts_stride, status, senders, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, senders) send, the others receive."""
@@ -37,39 +38,40 @@ def ep_fused_dispatch_kernel(
     if program < senders:
         send(
             table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-            chunk, num_chunks, chunks_per_program, shared_begin, shared_end, status, program, senders, limit, S,
+            tokens_per_program, split, shared_begin, shared_end, status, program, senders, limit, S,
         )  # fmt: skip
     else:
         receive(
-            table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out,
-            topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank,
-            num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
+            table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets,
+            weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me,
+            rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
             program - senders, tl.num_programs(0) - senders, limit, S,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_dispatch_async_kernel(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens, chunk,
-    num_chunks, chunks_per_program, shared_begin, shared_end, status, limit, S: tl.constexpr,
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
+    tokens_per_program, split, shared_begin, shared_end, status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """The sender role alone."""
     send(
         table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-        chunk, num_chunks, chunks_per_program, shared_begin, shared_end, status, tl.program_id(0), tl.num_programs(0),
+        tokens_per_program, split, shared_begin, shared_end, status, tl.program_id(0), tl.num_programs(0),
         limit, S,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_dispatch_wait_kernel(
-    table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out, topk_ids_out,
-    num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local, num_groups,
-    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit, S: tl.constexpr,
+    table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
+    topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank,
+    num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit,
+    S: tl.constexpr,
 ):  # fmt: skip
     """The receiver role alone."""
     receive(
-        table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out,
+        table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
         topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local,
         num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, tl.program_id(0),
         tl.num_programs(0), limit, S,

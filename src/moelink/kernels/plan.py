@@ -7,7 +7,8 @@ Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], ALIGN 4: g
 import triton
 import triton.language as tl
 
-from moelink.kernels.signals import I32
+from moelink.kernels.signals import I64
+from moelink.kernels.tagged import wait_tagged
 from moelink.protocol import COUNT_HEADER, OVERFLOW
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -15,14 +16,23 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 
 
 @triton.jit
-def load_counts(mine, num_local, S: tl.constexpr):
-    """Rows per (source, local expert) [WP, LP] and messages per source [WP], whatever the wire says within bounds."""
-    r = tl.arange(0, S.WP)
-    e = tl.arange(0, S.LP)
-    head = (mine + S.O_COUNTS).to(I32) + r * S.CW
-    rows = tl.load(head[:, None] + _HEADER + e[None, :], mask=(r < S.W)[:, None] & (e < num_local)[None, :], other=0)
-    messages = tl.load(head + 1, mask=r < S.W, other=0)
-    return tl.minimum(tl.maximum(rows, 0), S.T * S.K), tl.minimum(tl.maximum(messages, 0), S.T)
+def wait_for_counts(mine, call, num_local, limit, S: tl.constexpr):
+    """Wait for the counts of every source. Returns (arrived, source that is missing, header [WP, 8], rows [WP, LP])."""
+    r = tl.arange(0, S.WP)[:, None]
+    h = tl.arange(0, _HEADER)[None, :]
+    e = tl.arange(0, S.LP)[None, :]
+    row = (mine + S.O_COUNTS).to(I64) + r * S.CW
+    return wait_tagged(
+        row + h, (r < S.W) & (h >= 0), row + _HEADER + e, (r < S.W) & (e < num_local), call,
+        (mine + S.O_POISON).to(I64), limit, S.CLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def header_word(header, i, low, high):
+    """Word ``i`` [WP] of every source's ``header``, within [low, high] whatever came over the wire."""
+    word = tl.sum(tl.where(tl.arange(0, _HEADER)[None, :] == i, header, 0), 1)
+    return tl.minimum(tl.maximum(word, low), high)
 
 
 @triton.jit
@@ -44,11 +54,13 @@ def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
 
 @triton.jit
 def write_nothing(
-    row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local, num_groups,
+    row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local, num_groups,
     counts_stride, S: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a dispatch that brought nothing: poisoned, or refused by a peer."""
     g = tl.arange(0, S.GP)
+    if not S.RANK_LAYOUT:
+        tl.store(expert_ids + g, g, mask=g < num_groups)
     tl.store(row_offsets + g, tl.zeros([S.GP], tl.int32), mask=g <= num_groups)
     if S.SCALES == 2:
         tl.store(scales_offsets + g, tl.zeros([S.GP], tl.int32), mask=g < num_groups)
@@ -68,8 +80,8 @@ def write_nothing(
 
 @triton.jit
 def write_plan(
-    mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out, received, rank,
-    num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
+    control, rows, messages, tokens, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received,
+    rank, num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
 ):  # fmt: skip
     """Program 0: offsets, totals, and what combine needs to know of this call."""
     r = tl.arange(0, S.WP)
@@ -86,6 +98,8 @@ def write_plan(
         kept = tl.minimum(total, capacity)
         lost = total - kept
     else:
+        g = tl.arange(0, S.GP)
+        tl.store(expert_ids + g, g, mask=g < num_groups)
         sizes = tl.sum(rows, 0)
         starts, aligned, shared_rows = group_starts(sizes, shared, S)
         ends = row_offsets + 1 + e
@@ -111,8 +125,6 @@ def write_plan(
         counts_out + e[None, :] * counts_stride + column + r[:, None], rows,
         mask=(r < S.W)[:, None] & (e < num_local)[None, :],
     )  # fmt: skip
-    head = (mine + S.O_COUNTS).to(I32) + r * S.CW
-    tokens = tl.load(head + 2, mask=r < S.W, other=0)
     tl.store(received + r * 2, messages, mask=r < S.W)
-    tl.store(received + r * 2 + 1, tl.minimum(tl.maximum(tokens, 0), S.T), mask=r < S.W)
+    tl.store(received + r * 2 + 1, tokens, mask=r < S.W)
     tl.store(received + S.W * 2, 0)

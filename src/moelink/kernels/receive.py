@@ -1,9 +1,9 @@
 """Dispatch, receiver role: what each program of the receiving half does.
 
-Every program waits for the ``counts_flag`` of every source (program 0 .. R - 1 alike, so none waits for another of
-this launch), and computes from the counts where rows go. Program 0 writes the offsets and totals. Then the programs
-share the chunks of all sources, in the order in which senders produce them: wait for ``chunk_flag``, and place each
-message of the chunk. The waits are acquires (``signals.wait_all``), so what a source stored before its signal is seen.
+Every program waits for the ``counts`` of every source (all alike, so none waits for another of this launch), and
+computes from the counts where rows go. Program 0 writes the offsets and totals. Each other program takes messages of
+one source, whichever of its senders' next ones has arrived: wait for ``message_flag``, place the message. The waits are
+acquires (``signals``), so what a source stored before its signal is seen.
 
 The last program to finish knows that all have read what they wanted: it counts the call as received and publishes
 ``dispatch_drained = call`` to every source, which may then overwrite. A source that is a call ahead waits for just
@@ -21,12 +21,14 @@ Nothing that came over the wire becomes an address unchecked: an id, position or
 import triton
 import triton.language as tl
 
+from moelink.kernels.numeric import only
 from moelink.kernels.padding import pad_rows, pad_tiles, scale_places
-from moelink.kernels.plan import group_starts, load_counts, tile_bases, write_nothing, write_plan
-from moelink.kernels.signals import I32, I64, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_all
+from moelink.kernels.plan import group_starts, header_word, tile_bases, wait_for_counts, write_nothing, write_plan
+from moelink.kernels.signals import I32, I64, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_any
 from moelink.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
+    COUNT_HEADER,
     DISPATCH_RECEIVED,
     DONE,
     PHASE_DISPATCH,
@@ -35,6 +37,7 @@ from moelink.protocol import (
 )
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
+_HEADER = tl.constexpr(COUNT_HEADER)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _DONE = tl.constexpr(DONE)
 _REFUSED = tl.constexpr(CODE_ABORT)
@@ -44,107 +47,201 @@ _DROPPED = tl.constexpr(ROW_DROPPED)
 
 
 @triton.jit
-def wait_for_counts(table, record, control, me, call, limit, S: tl.constexpr):
-    """Wait for the counts of every source. Returns 1, or 0 or -1 after an error."""
-    r = tl.arange(0, S.WP)
-    mine = tl.load(table + me)
-    arrived, peer, got = wait_all(
-        (mine + S.O_COUNTS_FLAG).to(I64) + r, r < S.W, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK
-    )
-    settle(arrived, table, record, control, me, peer, _PHASE, call, call, got, S)
-    return arrived
+def _row(values, g):
+    """Row ``g`` of ``values`` [GATHER, N], none of them below -1."""
+    return tl.max(tl.where((tl.arange(0, values.shape[0]) == g)[:, None], values, -1), 0)
 
 
 @triton.jit
-def copy_message(message, row, keep, inner, block, tokens_out, scales_out, scale_rows, S: tl.constexpr):
-    """Payload and scales of one message (an int64 address) to the output rows ``row`` [RP] under ``keep``."""
-    source = tl.multiple_of(message.to(S.WORD_P), 16)
-    to = tokens_out.to(S.WORD_P, bitcast=True) + row.to(tl.int64)[:, None] * S.NWORDS
-    for c0 in tl.static_range(0, S.NWORDS, S.BLOCK):
-        c = c0 + tl.arange(0, S.BLOCK)
-        words = tl.load(source + c, mask=c < S.NWORDS, other=0)
-        tl.store(
-            to + c[None, :],
-            tl.broadcast_to(words[None, :], (S.RP, S.BLOCK)),
-            mask=keep[:, None] & (c < S.NWORDS)[None, :],
-        )
-    if S.SW > 0:
-        c = tl.arange(0, S.SWP)
-        scale = tl.load((message + S.M_SCALES).to(S.SCALE_P) + c, mask=c < S.SW, other=0)
-        width = (S.SW + 3) // 4 * 4 if S.SCALES == 2 else S.SW
-        place = scale_places(row[:, None], inner[:, None], block[:, None], c[None, :], scale_rows, S)
-        tl.store(
-            scales_out.to(S.SCALE_P, bitcast=True) + place, tl.broadcast_to(scale[None, :], (S.RP, S.SWP)),
-            mask=keep[:, None] & (c < width)[None, :],
-        )  # fmt: skip
+def _element(values, q):
+    """Element ``q`` of ``values`` [N], none of them below -1, as a scalar."""
+    return tl.max(tl.where(tl.arange(0, values.shape[0]) == q, values, -1), 0)
 
 
 @triton.jit
-def place_message(
-    mine, source, slot, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out,
+def _load_words(mine, at, block, S: tl.constexpr):
+    """Words of block ``block`` of the message numbered ``at``; nothing for -1."""
+    c = block * S.BLOCK + tl.arange(0, S.BLOCK)
+    message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
+    return tl.load(tl.multiple_of(message.to(S.WORD_P), 16) + c, mask=only(at >= 0, c < S.NWORDS), other=0)
+
+
+@triton.jit
+def _store_scales(mine, at, row, inner, block, scales_out, scale_rows, S: tl.constexpr):
+    """Scales of the message numbered ``at`` to the rows ``row`` [RP], -1 for none."""
+    c = tl.arange(0, S.SWP)
+    message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
+    scale = tl.load((message + S.M_SCALES).to(S.SCALE_P) + c, mask=only(at >= 0, c < S.SW), other=0)
+    width = (S.SW + 3) // 4 * 4 if S.SCALES == 2 else S.SW
+    to = scale_places(row[:, None], inner[:, None], block[:, None], c[None, :], scale_rows, S)
+    tl.store(
+        scales_out.to(S.SCALE_P, bitcast=True) + to, tl.broadcast_to(scale[None, :], (S.RP, S.SWP)),
+        mask=(row >= 0)[:, None] & (c < width)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def place_group(
+    mine, source, slot, valid, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out,
     rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Copy message ``slot`` of ``source`` to its rows, and note for combine where they are.
+    """Copy messages ``slot`` [GATHER] of ``source``, those that are ``valid``, to their rows, and note for combine
+    where they are.
 
     ``base`` [LP]: first row of this source in each expert's group; ``sizes`` [LP]: its rows there. Layout "rank":
-    ``base`` is the first row of this source.
+    ``base`` is the first row of this source. What is small is read for all of them at once, and each one's payload
+    while the one before is stored.
     """
     at = source * S.T + slot
+    number = tl.where(valid, at, -1)
+    words = _load_words(mine, _element(number, 0), 0, S)
     message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
-    token = tl.load((message + S.M_TOKEN).to(I32))
+    token = tl.load((message + S.M_TOKEN).to(I32), mask=valid, other=0)
     label = rank if S.ALLREDUCE else source
     q = tl.arange(0, S.RP)
+    every = valid[:, None] & (q >= 0)[None, :]
+    shape: tl.constexpr = (S.GATHER, S.RP)
     if S.RANK_LAYOUT:
         k = tl.arange(0, S.KP)
-        row = base + slot + q
-        keep = row < capacity
-        tl.store(rows_of_message + at + q, tl.where(keep, row, _DROPPED))
+        row = (base + slot)[:, None] + q[None, :]
+        keep = every & (row < capacity)
+        tl.store(rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
         info = src_info + row * 3
-        tl.store(info + 2, q - 1, mask=keep)
-        local = tl.load((message + S.M_IDS).to(I32) + k, mask=k < S.K, other=-1)
-        here = keep & (k < S.K)
-        tl.store(topk_ids_out + row.to(tl.int64) * S.K + k, local, mask=here)
+        tl.store(info + 2, tl.zeros(shape, tl.int32) - 1, mask=keep)
+        named = valid[:, None] & (k < S.K)[None, :]
+        local = tl.load((message + S.M_IDS).to(I32)[:, None] + k[None, :], mask=named, other=-1)
+        here = named & (base + slot < capacity)[:, None]
+        cell = (base + slot).to(tl.int64)[:, None] * S.K + k[None, :]
+        tl.store(topk_ids_out + cell, local, mask=here)
         if S.WEIGHTS:
-            w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P) + k, mask=k < S.K, other=0.0)
-            tl.store(weights_out + row.to(tl.int64) * S.K + k, tl.where(local >= 0, w, 0.0), mask=here)
-        inner = q
-        block = q
+            w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + k[None, :], mask=named, other=0.0)
+            tl.store(weights_out + cell, tl.where(local >= 0, w, 0.0), mask=here)
+        inner = row
+        block = row
     else:
-        expert = tl.load((message + S.M_IDS).to(I32) + q, mask=q < S.K, other=-1)
-        position = tl.load((message + S.M_POSITIONS).to(I32) + q, mask=q < S.K, other=0)
+        mask = valid[:, None] & (q < S.K)[None, :]
+        expert = tl.load((message + S.M_IDS).to(I32)[:, None] + q[None, :], mask=mask, other=-1)
+        position = tl.load((message + S.M_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask, other=0)
         named = (expert >= 0) & (expert < num_local)
-        e = tl.where(named, expert, 0)
-        row = tl.gather(base, e, 0) + position
-        keep = named & (position >= 0) & (position < tl.gather(sizes, e, 0)) & (row < capacity)
+        e = tl.reshape(tl.where(named, expert, 0), (S.GATHER * S.RP,))
+        row = tl.reshape(tl.gather(base, e, 0), shape) + position
+        keep = named & (position >= 0) & (position < tl.reshape(tl.gather(sizes, e, 0), shape)) & (row < capacity)
         tl.store(
-            rows_of_message + at.to(tl.int64) * S.K + q,
-            tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)), mask=q < S.K,
+            rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :],
+            tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)), mask=mask,
         )  # fmt: skip
-        inner = row - tl.gather(starts, e, 0)
-        block = tl.gather(bases, e, 0)
+        inner = row - tl.reshape(tl.gather(starts, e, 0), shape)
+        block = tl.reshape(tl.gather(bases, e, 0), shape)
         if S.SHARED:
-            own = (q == S.K) & (source == me) & (token >= shared_begin) & (token < shared_end)
-            row = tl.where(own, token - shared_begin, row)
+            own = valid & (token >= shared_begin) & (token < shared_end)
+            own = own[:, None] & (q == S.K)[None, :] & (tl.zeros(shape, tl.int32) + source == me)
+            number_own = tl.broadcast_to((token - shared_begin)[:, None], shape)
+            row = tl.where(own, number_own, row)
             keep = keep | (own & (row < capacity))
             inner = tl.where(own, row, inner)
             block = tl.where(own, 0, block)
         info = src_info + row * 3
-        tl.store(info + 2, tl.where(q < S.K, q, -1), mask=keep)
+        tl.store(info + 2, tl.broadcast_to(tl.where(q < S.K, q, -1)[None, :], shape), mask=keep)
         if S.WEIGHTS:
-            w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P) + q, mask=q < S.K, other=1.0)
+            w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + q[None, :], mask=mask, other=1.0)
             tl.store(weights_out + row, w, mask=keep)
-    tl.store(info, q * 0 + label, mask=keep)
-    tl.store(info + 1, q * 0 + token, mask=keep)
-    tl.store(message_token + at, token)
-    copy_message(message, row, keep, inner, block, tokens_out, scales_out, scale_rows, S)
+    tl.store(info, tl.zeros(shape, tl.int32) + label, mask=keep)
+    tl.store(info + 1, tl.broadcast_to(token[:, None], shape), mask=keep)
+    tl.store(message_token + at, token, mask=valid)
+
+    to_rows = tl.where(keep, row, -1)
+    blocks: tl.constexpr = (S.NWORDS + S.BLOCK - 1) // S.BLOCK
+    for j in tl.static_range(S.GATHER * blocks):
+        following = words
+        if j + 1 < S.GATHER * blocks:
+            following = _load_words(mine, _element(number, (j + 1) // blocks), (j + 1) % blocks, S)
+        c = j % blocks * S.BLOCK + tl.arange(0, S.BLOCK)
+        places = _row(to_rows, j // blocks)
+        for k in tl.static_range(S.ROWS):
+            place = _element(places, k)
+            if place >= 0:
+                to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
+                tl.store(to + c, words, mask=c < S.NWORDS)
+        if S.SW > 0 and j % blocks == 0:
+            _store_scales(
+                mine, _element(number, j // blocks), places, _row(inner, j // blocks), _row(block, j // blocks),
+                scales_out, scale_rows, S,
+            )  # fmt: skip
+        words = following
+
+
+@triton.jit
+def place_messages(
+    table, record, control, mine, source, lane, lanes, rows, messages, programs, most, starts, bases, tokens_out,
+    scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local,
+    shared_begin, shared_end, capacity, scale_rows, call, limit, S: tl.constexpr,
+):  # fmt: skip
+    """The ``lane``-th of ``lanes`` shares of the messages of ``source``: wait for them and place them.
+
+    Messages come in ``columns``: one for each sending program, in which they arrive in order; columns do not wait for
+    one another. A lane follows GATHER cursors, places whatever has arrived at any of them, and moves these on. There
+    are C = lanes x GATHER cursors; with fewer columns than that several cursors share a column, each with every
+    ``shares``-th message of it; with more, a cursor takes its ``turns`` columns in turn.
+
+    Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
+    column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
+    """
+    r = tl.arange(0, S.WP)
+    own = tl.sum(tl.where((r == source)[:, None], rows, 0), 0)
+    base = starts + tl.sum(tl.where((r < source)[:, None], rows, 0), 0)
+    if S.RANK_LAYOUT:
+        base = tl.sum(tl.where(r < source, messages, 0), 0)
+    count = tl.sum(tl.where(r == source, messages, 0), 0)
+    programs = tl.sum(tl.where(r == source, programs, 0), 0)
+    most = tl.sum(tl.where(r == source, most, 0), 0)
+    firsts = (mine + S.O_FIRSTS).to(I32) + source * (S.SENDERS + 1)
+    columns = tl.where(programs > 0, programs, count)
+    most = tl.where(programs > 0, most, tl.minimum(count, 1))
+
+    cursors = lanes * S.GATHER
+    turns = tl.maximum(tl.cdiv(columns, cursors), 1)
+    shares = tl.minimum(tl.maximum(cursors // tl.maximum(columns, 1), 1), tl.maximum(most, 1))
+    cursor = lane + tl.arange(0, S.GATHER) * lanes
+    last = tl.cdiv(most, shares) * turns
+    at = tl.where(cursor < columns * shares, 0, last)
+    ok = tl.full([], 1, tl.int32)
+    while (ok > 0) & (tl.min(at, 0) < last):
+        column = cursor // shares + at % turns * cursors
+        slot = at // turns * shares + cursor % shares
+        under_way = (at < last) & (column < columns)
+        end = tl.zeros([S.GATHER], tl.int32) + 1
+        if programs > 0:
+            begin = tl.load(firsts + column, mask=under_way, other=0)
+            end = tl.load(firsts + column + 1, mask=under_way, other=0) - begin
+            slot_of_column = begin
+        else:
+            slot_of_column = column
+        there = under_way & (slot < end)
+        slot = slot_of_column + slot
+        there = there & (slot >= 0) & (slot < count)
+        ready = there
+        if tl.max(there.to(tl.int32), 0) > 0:
+            slot = tl.where(there, slot, 0)
+            flags = (mine + S.O_MESSAGE_FLAG).to(I64) + (source * S.T + slot)
+            ok, got = wait_any(flags, there, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+            settle(ok, table, record, control, me, source, _PHASE, call, call, tl.max(got, 0), S)
+            ready = there & (got >= call)
+            if ok > 0:
+                place_group(
+                    mine, source, slot, ready, base, own, starts, bases, tokens_out, scales_out, src_info,
+                    weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin,
+                    shared_end, capacity, scale_rows, S,
+                )  # fmt: skip
+        at += (ready | ((at < last) & (there == 0))).to(tl.int32)
+    return ok
 
 
 @triton.jit
 def receive(
-    table, record, control, tokens_out, scales_out, row_offsets, src_info, scales_offsets, weights_out, topk_ids_out,
-    num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local, num_groups,
-    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program, num_programs, limit,
+    table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
+    topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local,
+    num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program, num_programs, limit,
     S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the receiver role."""
@@ -153,9 +250,12 @@ def receive(
     r = tl.arange(0, S.WP)
     mask = r < S.W
     ok = -is_poisoned(table, record, control, me, S)
+    header = tl.zeros([S.WP, _HEADER], tl.int32)
+    rows = tl.zeros([S.WP, S.LP], tl.int32)
     if ok == 0:
         if status == 0:
-            ok = wait_for_counts(table, record, control, me, call, limit, S)
+            ok, peer, header, rows = wait_for_counts(mine, call, num_local, limit, S)
+            settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
         else:
             # A rank that refuses reads nothing, so it drains at once; each peer stores for one call after the other.
             ok += 1
@@ -164,18 +264,21 @@ def receive(
     elif ok <= 0:
         if program == 0:
             write_nothing(
-                row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
+                row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local,
                 num_groups, counts_stride, S,
             )  # fmt: skip
     else:
-        head = (mine + S.O_COUNTS).to(I32) + r * S.CW
-        refused = tl.load(head, mask=mask, other=0)
-        odd = odd_one_out(tl.load(head + 5, mask=mask, other=0), mask, S.OPTIONS, S.W)
+        refused = header_word(header, 0, 0, 1)
+        messages = header_word(header, 1, 0, S.T)
+        programs = header_word(header, 3, 0, S.SENDERS)
+        most = header_word(header, 4, 0, S.T)
+        rows = tl.minimum(tl.maximum(rows, 0), S.T * S.K)
+        odd = odd_one_out(header_word(header, 5, 0, 0x7FFFFFFF), mask, S.OPTIONS, S.W)
         if (tl.max(refused, 0) != 0) | (odd >= 0):
             if program == 0:
                 write_nothing(
-                    row_offsets, scales_offsets, num_recv, overflow, counts_out, received, me, rank, num_local,
-                    num_groups, counts_stride, S,
+                    row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank,
+                    num_local, num_groups, counts_stride, S,
                 )  # fmt: skip
                 peer = tl.min(tl.where(refused != 0, r, S.W), 0)
                 if peer < S.W:
@@ -184,7 +287,6 @@ def receive(
                     note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
         else:
             shared = shared_end - shared_begin
-            rows, messages = load_counts(mine, num_local, S)
             sizes = tl.sum(rows, 0)
             starts, aligned, shared_rows = group_starts(sizes, shared, S)
             bases = starts
@@ -192,43 +294,23 @@ def receive(
                 bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
             if program == 0:
                 write_plan(
-                    mine, control, rows, messages, row_offsets, scales_offsets, num_recv, overflow, counts_out,
-                    received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
+                    control, rows, messages, header_word(header, 2, 0, S.T), row_offsets, expert_ids, scales_offsets,
+                    num_recv, overflow,
+                    counts_out, received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
                 )  # fmt: skip
-            per_source = tl.minimum(tl.maximum(tl.load(head + 4, mask=mask, other=1), 1), S.C)
-            chunks = tl.minimum(tl.maximum(tl.load(head + 3, mask=mask, other=0), 0), S.C)
-            steps = tl.max(tl.cdiv(chunks, per_source) * per_source, 0)
-            for i in range(program, steps * S.W, num_programs):
-                if ok > 0:
-                    # Start with the own rank: its messages arrive first, and no two ranks begin with the same peer.
-                    source = (i + me) % S.W
-                    here = r == source
-                    n = tl.sum(tl.where(here, chunks, 0), 0)
-                    per = tl.sum(tl.where(here, per_source, 0), 0)
-                    senders = tl.maximum(tl.cdiv(n, per), 1)
-                    step = i // S.W
-                    c = step % senders * per + step // senders
-                    if (step // senders < per) & (c < n):
-                        ok, _, got = wait_all(
-                            (mine + S.O_CHUNK_FLAG).to(I64) + source * S.C + c + r * 0, here, call,
-                            (mine + S.O_POISON).to(I64), limit, S.CLOCK,
+            # The others place: one source for each program where they suffice, its messages to its programs in turn.
+            others = tl.maximum(num_programs - 1, 1)
+            number = program - tl.minimum(num_programs - 1, 1)
+            if number >= 0:
+                for source in range(number % S.W, S.W, others):
+                    if ok > 0:
+                        ok = place_messages(
+                            table, record, control, mine, source, number // S.W,
+                            tl.cdiv(tl.maximum(others - source, 1), S.W), rows, messages, programs, most, starts,
+                            bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message,
+                            message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows, call,
+                            limit, S,
                         )  # fmt: skip
-                        settle(ok, table, record, control, me, source, _PHASE, call, call, got, S)
-                        if ok > 0:
-                            ends = (mine + S.O_RANGE).to(I32) + (source * S.C + c) * 2
-                            begin = tl.maximum(tl.load(ends), 0)
-                            end = tl.minimum(tl.load(ends + 1), S.T)
-                            lower = tl.sum(tl.where((r < source)[:, None], rows, 0), 0)
-                            own = tl.sum(tl.where(here[:, None], rows, 0), 0)
-                            base = starts + lower
-                            if S.RANK_LAYOUT:
-                                base = tl.sum(tl.where(r < source, messages, 0), 0)
-                            for slot in range(begin, end):
-                                place_message(
-                                    mine, source, slot, base, own, starts, bases, tokens_out, scales_out, src_info,
-                                    weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local,
-                                    shared_begin, shared_end, capacity, scale_rows, S,
-                                )  # fmt: skip
             if S.ALIGN > 1:
                 pad_rows(
                     tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows,
@@ -241,6 +323,6 @@ def receive(
                 )  # fmt: skip
     if ok > 0:
         if arrive(control + _DONE + _ROLE, num_programs) > 0:
-            tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="sys")
+            tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
             base_of = tl.load(table + r, mask=mask, other=0)
             publish((base_of + S.O_DRAINED).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)

@@ -1,9 +1,9 @@
 """Combine, home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``, ``copy_shared_expert_outputs``.
 
-Programs share the tokens. For its token a program waits for exactly the chunks that carry it: rank r's message slot of
-the token (``slot_of``, noted by dispatch's sender) lies in chunk slot // chunk_of(num_tokens), and ``combine_flag``
-of that (rank, chunk) must have reached the call. The waits are acquires, so the rows are seen. Program 0 also waits for
-the ``combine_head`` of every rank, whether or not it sends rows.
+Programs share the tokens, and when there are few of these the blocks of columns. For its token a program waits for
+exactly the rows of it: ``combine_flag`` of rank r and the token's message slot there (``slot_of``, noted by dispatch's
+sender) must have reached the call. The waits are acquires, so the rows are seen. Program 0 also waits for the
+``combine_head`` of every rank, whether or not it sends rows.
 
 The last program to finish publishes ``combine_drained = call`` to every rank, which may then overwrite ``rows``: the
 next call cannot overtake this one.
@@ -13,17 +13,17 @@ expert's row, ``shared=``, and the epilogue's tensor, in that order; one roundin
 
 In allreduce mode nothing travels: rows are read where they are, and no signal is involved.
 
-Example: W = 3, token 5 went to ranks 0 and 2 (``slot_of[5] = [5, -1, 0]``), C = 2 flags for 6 tokens, so chunks of 3:
-wait for flag (0, 1) and flag (2, 0), then out = round(row(0, 5) + row(2, 5)).
+Example: W = 3, token 5 went to ranks 0 and 2 (``slot_of[5] = [5, -1, 0]``): wait for flag (0, 5) and flag (2, 0), then
+out = round(row(0, 5) + row(2, 5)).
 """
 
 import triton
 import triton.language as tl
 
-from moelink.kernels.numeric import round_to
+from moelink.kernels.numeric import only, round_to
 from moelink.kernels.routes import experts_at, owner_of
-from moelink.kernels.send_back import chunk_of, weighted_sum
-from moelink.kernels.signals import I64, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_all
+from moelink.kernels.send_back import weighted_sum
+from moelink.kernels.signals import I64, U8, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_all
 from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, DONE, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -53,12 +53,11 @@ def wait_for_heads(table, record, control, me, call, limit, S: tl.constexpr):
 
 
 @triton.jit
-def wait_for_all_arrivals(table, record, control, slots, me, num_tokens, call, limit, S: tl.constexpr):
-    """Wait for the chunks that hold a token's rows: ``slots`` [WP] is its message slot at each rank, -1 for none."""
+def wait_for_all_arrivals(table, record, control, slots, me, call, limit, S: tl.constexpr):
+    """Wait for a token's rows: ``slots`` [WP] is its message slot at each rank, -1 for none."""
     r = tl.arange(0, S.WP)
     mine = tl.load(table + me)
-    chunk = tl.minimum(tl.maximum(slots, 0) // chunk_of(num_tokens, S), S.C - 1)
-    flags = (mine + S.O_FLAG).to(I64) + r * S.C + chunk
+    flags = (mine + S.O_FLAG).to(I64) + r * S.T + tl.minimum(tl.maximum(slots, 0), S.T - 1)
     ok, peer, got = wait_all(flags, slots >= 0, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     return ok
@@ -69,7 +68,7 @@ def copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_
     """Add the fused shared expert's row of this token: row token - shared_begin of the own expert outputs."""
     row = token - shared_begin
     keep = (row >= 0) & (token < shared_end) & (row < y_rows)
-    return total + tl.load(y + row.to(tl.int64) * S.H + c, mask=keep & (c < S.H), other=0.0).to(S.ACC)
+    return total + tl.load(y + row.to(tl.int64) * S.H + c, mask=only(keep, c < S.H), other=0.0).to(S.ACC)
 
 
 @triton.jit
@@ -92,18 +91,22 @@ def finish(total, out, shared, epilogue, epilogue_tensors, token, c, S: tl.const
 @triton.jit
 def reduce_and_copy_to_output(
     table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue, epilogue_tensors, me,
-    first, num_local, y_rows, token, shared_begin, shared_end, slot_begin, S: tl.constexpr,
+    first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin, S: tl.constexpr,
 ):  # fmt: skip
-    """The result of one token, all of whose rows have arrived."""
+    """The result of one token, all of whose rows have arrived: every ``parts``-th block of columns from ``part``."""
     r = tl.arange(0, S.WP)
     k = tl.arange(0, S.KP)
     mine = tl.load(table + me)
     slot = tl.max(tl.where(r == 0, slots, -1), 0)
     rows = rows_of_message + tl.maximum(slot, 0).to(tl.int64) * S.SLOTS
-    expert = experts_at(ids, token * S.K + k, k < S.K, S)
-    owner = owner_of(expert, first, num_local, S)
-    sent = tl.sum(((owner[:, None] == r[None, :]) & (slots >= 0)[None, :]).to(tl.int32), 1)
-    for c0 in tl.static_range(0, S.H, S.BLOCK):
+    here = k < 0
+    if not S.SUMS:
+        expert = experts_at(ids, token * S.K + k, k < S.K, S)
+        owner = owner_of(expert, first, num_local, S)
+        here = tl.sum(((owner[:, None] == r[None, :]) & (slots >= 0)[None, :]).to(tl.int32), 1) > 0
+        if not S.ALLREDUCE:
+            here = here & (tl.load((mine + S.O_KEPT).to(U8) + token * S.K + k, mask=here, other=0) != 0)
+    for c0 in range(part * S.BLOCK, S.H, parts * S.BLOCK):
         c = c0 + tl.arange(0, S.BLOCK)
         total = tl.zeros([S.BLOCK], S.ACC)
         if S.SUMS:
@@ -112,27 +115,28 @@ def reduce_and_copy_to_output(
                     total = weighted_sum(y, y_rows, row_weights, home_weights + token * S.K, rows, c, S)
             else:
                 for rank in tl.static_range(S.W):
-                    here = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
+                    sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
                     address = mine + S.O_ROWS + tl.cast(rank * S.T + token, tl.int64) * S.ROW
                     source = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                    total += tl.load(source + c, mask=here & (c < S.H), other=0.0).to(S.ACC)
+                    total += tl.load(source + c, mask=only(sent, c < S.H), other=0.0).to(S.ACC)
         else:
             for j in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
-                here = tl.sum(tl.where(k == j, sent, 0), 0) > 0
+                kept = tl.sum(tl.where(k == j, here.to(tl.int32), 0), 0) > 0
                 if S.ALLREDUCE:
-                    row = tl.load(rows + j, mask=here, other=-1)
-                    here = (row >= 0) & (row < y_rows)
-                    part = tl.load(y + row.to(tl.int64) * S.H + c, mask=here & (c < S.H), other=0.0)
+                    row = tl.load(rows + j, mask=kept, other=-1)
+                    kept = (row >= 0) & (row < y_rows)
+                    part_j = tl.load(y + row.to(tl.int64) * S.H + c, mask=only(kept, c < S.H), other=0.0)
                 else:
                     address = mine + S.O_ROWS + tl.cast(token * S.COPIES + j - slot_begin, tl.int64) * S.ROW
-                    part = tl.load(tl.multiple_of(address.to(S.DTYPE_P), 16) + c, mask=here & (c < S.H), other=0.0)
+                    source = tl.multiple_of(address.to(S.DTYPE_P), 16)
+                    part_j = tl.load(source + c, mask=only(kept, c < S.H), other=0.0)
                 if S.REDUCE:
-                    part = part.to(S.ACC)
+                    product = part_j.to(S.ACC)
                     if S.HOME_WEIGHTS:
-                        part = part * tl.load(home_weights + token * S.K + j, mask=here, other=0.0)
-                    total += part
+                        product = product * tl.load(home_weights + token * S.K + j, mask=kept, other=0.0)
+                    total += product
                 else:
-                    tl.store(out + (tl.cast(token, tl.int64) * S.K + j) * S.H + c, part, mask=c < S.H)
+                    tl.store(out + (tl.cast(token, tl.int64) * S.K + j) * S.H + c, part_j, mask=c < S.H)
         if S.REDUCE:
             if S.SHARED:
                 total = copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_end, S)
@@ -149,24 +153,29 @@ def gather_home(
     call = tl.load(control + _ROLE) + 1
     r = tl.arange(0, S.WP)
     mask = r < S.W
-    ok = 1 - is_poisoned(table, record, control, me, S)
     brought = tl.load(received + 2 * S.W) == 0
+    ok = 1 - is_poisoned(table, record, control, me, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought & (program == 0) & (status == 0):
             ok = wait_for_heads(table, record, control, me, call, limit, S)
-    for token in range(program, num_tokens, num_programs):
+    blocks = (S.H + S.BLOCK - 1) // S.BLOCK
+    parts = tl.where(num_tokens * blocks <= num_programs, blocks, 1)
+    for i in range(program, num_tokens * parts, num_programs):
         if ok > 0:
-            slots = tl.load(slot_of + token * S.W + r, mask=mask & brought, other=-1)
+            token = i // parts
+            slots = tl.load(slot_of + token * S.W + r, mask=mask, other=-1)
+            slots = tl.where(brought, slots, -1)
             if not S.ALLREDUCE:
-                ok = wait_for_all_arrivals(table, record, control, slots, me, num_tokens, call, limit, S)
+                ok = wait_for_all_arrivals(table, record, control, slots, me, call, limit, S)
             if ok > 0:
                 reduce_and_copy_to_output(
                     table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
-                    epilogue_tensors, me, first, num_local, y_rows, token, shared_begin, shared_end, slot_begin, S,
+                    epilogue_tensors, me, first, num_local, y_rows, token, i % parts, parts, shared_begin, shared_end,
+                    slot_begin, S,
                 )  # fmt: skip
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
             if arrive(control + _DONE + _ROLE, num_programs) > 0:
-                tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="sys")
+                tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
                 base = tl.load(table + r, mask=mask, other=0)
                 publish((base + S.O_DRAINED).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)

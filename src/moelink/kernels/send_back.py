@@ -1,9 +1,9 @@
 """Combine, expert role: ``send_tokens_back``.
 
-Each program takes chunks of the messages that dispatch brought: (home rank d, chunk c of that rank's messages), chunks
-ascending, home ranks starting with the own one. For every message of a chunk it stores, in row ``me`` of ``rows`` at d,
-at the message's *token*, the sum of the rows that the message filled here (or, without pre-reduction, each of them at
-(token, slot)). Then it publishes ``combine_flag[c] = call`` at d: a release after the rows it speaks for.
+Each program takes messages of one home rank that dispatch brought, in slot order. For a message it stores, in row
+``me`` of ``rows`` at home, at the message's *token*, the sum of the rows that the message filled here (or, without
+pre-reduction, each of them at (token, slot), and which of them there are in ``combine_kept``). Then it publishes
+``combine_flag[slot] = call`` there: a release after the rows it speaks for.
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 also stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
@@ -18,25 +18,15 @@ Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2:
 import triton
 import triton.language as tl
 
-from moelink.kernels.numeric import round_to
+from moelink.kernels.numeric import only, round_to
 from moelink.kernels.send import wait_until_drained
-from moelink.kernels.signals import I64, arrive, is_poisoned, publish
-from moelink.protocol import COMBINE_BYTES, COMBINE_SENT, DONE, PHASE_COMBINE, ROW_ABSENT
+from moelink.kernels.signals import I64, U8, count_arrival, is_poisoned, publish
+from moelink.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_SENT)
-_DONE = tl.constexpr(DONE)
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _BYTES = tl.constexpr(COMBINE_BYTES)
-
-
-@triton.jit
-def chunk_of(num_tokens, S: tl.constexpr):
-    """Messages of a chunk for a home rank with ``num_tokens`` tokens: sender and home compute the same.
-
-    Example: C = 4 flags: 3 tokens give chunks of 1, 9 tokens of 3.
-    """
-    return tl.maximum(tl.cdiv(num_tokens, S.C), 1)
 
 
 @triton.jit
@@ -49,7 +39,7 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
     for k in tl.static_range(S.SLOTS):
         row = tl.load(rows + k)
         keep = (row >= 0) & (row < y_rows)
-        part = tl.load(y + row.to(tl.int64) * S.H + c, mask=keep & (c < S.H), other=0.0).to(S.ACC)
+        part = tl.load(y + row.to(tl.int64) * S.H + c, mask=only(keep, c < S.H), other=0.0).to(S.ACC)
         if S.ROW_WEIGHTS:
             part = part * tl.load(row_weights + row, mask=keep, other=0.0)
         elif S.HOME_WEIGHTS:
@@ -60,21 +50,31 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
 
 @triton.jit
 def send_message_back(home, y, y_rows, row_weights, rows, token, me, slot_begin, S: tl.constexpr):
-    """The rows of one message to the block at address ``home``."""
-    for c0 in tl.static_range(0, S.H, S.BLOCK):
-        c = c0 + tl.arange(0, S.BLOCK)
-        if S.SUMS:
+    """The rows of one message to the block at address ``home``. Returns how many rows travel."""
+    moved = tl.full([], 1, tl.int32)
+    if S.SUMS:
+        address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
+        to = tl.multiple_of(address.to(S.DTYPE_P), 16)
+        for c0 in tl.static_range(0, S.H, S.BLOCK):
+            c = c0 + tl.arange(0, S.BLOCK)
             total = weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S)
-            address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
-            tl.store(tl.multiple_of(address.to(S.DTYPE_P), 16) + c, round_to(total, S.DTYPE, S.NATIVE), mask=c < S.H)
-        else:
-            for k in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
-                row = tl.load(rows + k)
-                keep = (row >= 0) & (row < y_rows)
-                part = tl.load(y + row.to(tl.int64) * S.H + c, mask=keep & (c < S.H), other=0.0)
+            tl.store(to + c, round_to(total, S.DTYPE, S.NATIVE), mask=c < S.H)
+    else:
+        q = tl.arange(0, S.KP)
+        here = tl.load(rows + q, mask=q < S.K, other=_ABSENT)
+        kept = (here >= 0) & (here < y_rows)
+        kept_at = (home + S.O_KEPT).to(U8) + token * S.K
+        tl.store(kept_at + q, kept.to(tl.uint8), mask=here != _ABSENT)
+        moved = tl.sum((kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)).to(tl.int32), 0)
+        for k in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
+            row = tl.load(rows + k)
+            if (row >= 0) & (row < y_rows):
                 address = home + S.O_ROWS + tl.cast(token * S.COPIES + k - slot_begin, tl.int64) * S.ROW
                 to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                tl.store(to + c, part, mask=(c < S.H) & (row != _ABSENT))
+                for c0 in tl.static_range(0, S.H, S.BLOCK):
+                    c = c0 + tl.arange(0, S.BLOCK)
+                    tl.store(to + c, tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0), mask=c < S.H)
+    return moved
 
 
 @triton.jit
@@ -83,9 +83,29 @@ def raise_all_flags(table, me, call, S: tl.constexpr):
     i = tl.arange(0, S.BLOCK)
     for d in range(S.W):
         home = tl.load(table + d)
-        for c0 in range(0, S.C, S.BLOCK):
-            flags = (home + S.O_FLAG).to(I64) + me * S.C + c0 + i
-            publish(flags, c0 + i < S.C, tl.zeros([S.BLOCK], tl.int64) + call)
+        for c0 in range(0, S.T, S.BLOCK):
+            flags = (home + S.O_FLAG).to(I64) + me * S.T + c0 + i
+            publish(flags, c0 + i < S.T, tl.zeros([S.BLOCK], tl.int64) + call)
+
+
+@triton.jit
+def send_rows_home(
+    table, control, y, row_weights, rows_of_message, message_token, received, me, home, lane, lanes, y_rows,
+    slot_begin, call, S: tl.constexpr,
+):  # fmt: skip
+    """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so."""
+    block = tl.load(table + home)
+    moved = tl.full([], 0, tl.int32)
+    one = tl.arange(0, 1)
+    for slot in range(lane, tl.load(received + home * 2), lanes):
+        at = home * S.T + slot
+        token = tl.load(message_token + at)
+        if (token >= 0) & (token < S.T):
+            rows = rows_of_message + at.to(tl.int64) * S.SLOTS
+            moved += send_message_back(block, y, y_rows, row_weights, rows, token, me, slot_begin, S)
+        publish((block + S.O_FLAG).to(I64) + me * S.T + slot + one, one == 0, tl.zeros([1], tl.int64) + call)
+    if (home != me) & (moved > 0):
+        tl.atomic_add(control + _BYTES, moved.to(tl.int64) * S.ROW, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -97,7 +117,8 @@ def send_tokens_back(
     call = tl.load(control + _ROLE) + 1
     r = tl.arange(0, S.WP)
     mask = r < S.W
-    if (is_poisoned(table, record, control, me, S) == 0) & (tl.load(received + 2 * S.W) == 0):
+    failed = tl.load(received + 2 * S.W)
+    if (is_poisoned(table, record, control, me, S) == 0) & (failed == 0):
         ok = wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S)
         if ok > 0:
             if program == 0:
@@ -108,36 +129,10 @@ def send_tokens_back(
                 if status != 0:
                     raise_all_flags(table, me, call, S)
             if status == 0:
-                messages = tl.load(received + r * 2, mask=mask, other=0)
-                tokens = tl.load(received + r * 2 + 1, mask=mask, other=0)
-                chunk = chunk_of(tokens, S)
-                steps = tl.max(tl.cdiv(messages, chunk), 0)
-                for i in range(program, steps * S.W, num_programs):
-                    home = (i + me) % S.W
-                    here = r == home
-                    n = tl.sum(tl.where(here, messages, 0), 0)
-                    size = tl.sum(tl.where(here, chunk, 0), 0)
-                    c = i // S.W
-                    if c * size < n:
-                        block = tl.load(table + home)
-                        moved = tl.full([], 0, tl.int64)
-                        for slot in range(c * size, tl.minimum((c + 1) * size, n)):
-                            at = home * S.T + slot
-                            token = tl.load(message_token + at)
-                            if (token >= 0) & (token < S.T):
-                                rows = rows_of_message + at.to(tl.int64) * S.SLOTS
-                                send_message_back(block, y, y_rows, row_weights, rows, token, me, slot_begin, S)
-                                if S.SUMS:
-                                    moved += 1
-                                else:
-                                    k = tl.arange(0, S.KP)
-                                    some = (k >= slot_begin) & (k < slot_begin + S.COPIES) & (k < S.K)
-                                    moved += tl.sum(
-                                        (tl.load(rows + k, mask=some, other=_ABSENT) != _ABSENT).to(tl.int64), 0
-                                    )
-                        if home != me:
-                            tl.atomic_add(control + _BYTES, moved * S.ROW, sem="relaxed", scope="gpu")
-                        flags = (block + S.O_FLAG).to(I64) + me * S.C + c + r * 0
-                        publish(flags, r == 0, tl.zeros([S.WP], tl.int64) + call)
-            if arrive(control + _DONE + _ROLE, num_programs) > 0:
-                tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="sys")
+                # One home rank for each program where they suffice; no two ranks begin with the same one.
+                for i in range(program % S.W, S.W, num_programs):
+                    send_rows_home(
+                        table, control, y, row_weights, rows_of_message, message_token, received, me, (i + me) % S.W,
+                        program // S.W, tl.cdiv(tl.maximum(num_programs - i, 1), S.W), y_rows, slot_begin, call, S,
+                    )  # fmt: skip
+            count_arrival(control, _ROLE, call, num_programs)

@@ -1,17 +1,21 @@
 """Signals between ranks: publish, wait, give up. The memory order of every signal is stated here and only here.
 
 A signal is one int64 word in the receiver's block that only ever counts up: it holds the number of the last call for
-which the statement behind it became true ("my counts for you are stored", "chunk 3 is stored", "I have read all you
-sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
+which the statement behind it became true ("my counts for you are stored", "message 3 is stored", "I have read all
+you sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
 int64, because a rank may leave a word untouched for longer than 2**31 calls.
 
 =============  ==================================================================================================
 publish        all stores of the program; ``debug_barrier`` (every thread's stores happen before the signal);
                ``atomic_xchg(release, sys)`` by one thread per destination
+fence          ``debug_barrier``; ``atomic_add(own word, 0, acq_rel, sys)``, its result used; ``debug_barrier``: for
+               words that are their own signal (``kernels.tagged``) but speak for other stores too
 wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
-arrive         ``atomic_add(done, 1, acq_rel)`` of every program of a role; the last one acts for all of them: what
-               the others did happens before its own signals
+arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
+               what the others did happens before its own signals (a release is cumulative, and these programs share
+               a device)
+count_arrival  the same without an order, for a role after which nobody is told anything
 =============  ==================================================================================================
 
 Every wait is bounded by a clock: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host
@@ -25,7 +29,7 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
-from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, POISON_WORDS
+from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, DONE, FENCE, POISON_WORDS
 
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
@@ -34,6 +38,8 @@ _CLAIM = tl.constexpr(CLAIM)
 _TIMEOUT = tl.constexpr(CODE_TIMEOUT)
 _ABORT_RECORD = tl.constexpr(ABORT_RECORD)
 _RECORD = tl.constexpr(POISON_WORDS)
+_DONE = tl.constexpr(DONE)
+_FENCE = tl.constexpr(FENCE)
 _FAR = tl.constexpr(2**62)
 
 
@@ -58,32 +64,68 @@ def publish(words, mask, value):
 
 
 @triton.jit
+def fence(control):
+    """All stores of this program are visible to whoever sees what it stores from here on."""
+    tl.debug_barrier()
+    seen = tl.atomic_add(control + _FENCE, 0, sem="acq_rel", scope="sys")
+    tl.store(control + _FENCE, seen, mask=seen != 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def patience(poison, start, limit, CLOCK: tl.constexpr):
+    """What a wait without success becomes: -1 poisoned, 0 out of time, else 2, to go on."""
+    state = tl.where(clock(CLOCK) - start > limit, 0, 2)
+    return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, -1, state)
+
+
+@triton.jit
 def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
     """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
 
     Returns (arrived, lane, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; lane and got
-    are the word furthest behind.
+    are the word furthest behind. Between two looks at poison and clock a GPU looks at the words several times, as the
+    looks are one after the other and a signal waits for the next one.
     """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
     low = tl.min(got, 0)
-    arrived = (low >= target).to(tl.int32)
-    if arrived == 0:
+    state = tl.where(low >= target, 1, 2)
+    if state == 2:
         start = clock(CLOCK)
-        waiting = arrived == 0
-        while waiting:
+        look = state
+        while state == 2:
             got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
             low = tl.min(got, 0)
-            arrived = (low >= target).to(tl.int32)
-            waiting = arrived == 0
-            if waiting:
-                if tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0:
-                    arrived -= 1
-                    waiting = arrived == 0
-                elif clock(CLOCK) - start > limit:
-                    waiting = arrived != 0
+            state = tl.where(low >= target, 1, 2)
+            look += 1
+            if (state == 2) & (look % looks == 0):
+                state = patience(poison, start, limit, CLOCK)
     tl.debug_barrier()
     lane = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
-    return arrived, lane, low
+    return state, lane, low
+
+
+@triton.jit
+def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    """Wait until one word or more (a block [N] of int64 pointers) under ``mask``, not empty, has reached ``target``.
+
+    Returns (arrived, got): arrived as in :func:`wait_all`; got [N] says which have, -1 where masked.
+    """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
+    state = tl.where(tl.max(got, 0) >= target, 1, 2)
+    if state == 2:
+        start = clock(CLOCK)
+        look = state
+        while state == 2:
+            got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
+            state = tl.where(tl.max(got, 0) >= target, 1, 2)
+            look += 1
+            if (state == 2) & (look % looks == 0):
+                state = patience(poison, start, limit, CLOCK)
+    tl.debug_barrier()
+    return state, got
 
 
 @triton.jit
@@ -188,8 +230,20 @@ def is_poisoned(table, record, control, me, S: tl.constexpr):
 def arrive(done, num_programs):
     """1 for the last of ``num_programs`` programs to get here, else 0. Resets the counter for the next call."""
     tl.debug_barrier()
-    last = tl.atomic_add(done, 1, sem="acq_rel", scope="sys") == num_programs - 1
+    last = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if last:
-        tl.atomic_xchg(done, 0, sem="relaxed", scope="sys")
+        tl.atomic_xchg(done, 0, sem="relaxed", scope="gpu")
     tl.debug_barrier()
     return last.to(tl.int32)
+
+
+@triton.jit
+def count_arrival(control, role, call, num_programs):
+    """The last of ``num_programs`` programs to get here counts call ``call`` of ``role`` as made.
+
+    Every program has read the call number, and passed a barrier since, when it gets here; the next launch reads the new
+    one in stream order. So the order of a relaxed counter is enough.
+    """
+    if tl.atomic_add(control + _DONE + role, 1, sem="relaxed", scope="gpu") == num_programs - 1:
+        tl.atomic_xchg(control + _DONE + role, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(control + role, call, sem="relaxed", scope="gpu")

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
+from moelink.kernels.cut import FEW_TOKENS
+from moelink.protocol import MAX_SENDERS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -75,8 +77,8 @@ class CommonSpec:
     """Sizes and offsets that both phases use.
 
     Attributes:
-        W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them plus "nowhere".
-        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank. C: chunk flags.
+        W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
+        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
         TB: tokens that a program counts at a time.
     """
 
@@ -91,7 +93,6 @@ class CommonSpec:
     L: int
     LP: int
     T: int
-    C: int
     TB: int
     ALLREDUCE: bool
     SHARED: int
@@ -106,6 +107,7 @@ class CommonSpec:
         # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
         # device functions in it. It is also what equality and hashing mean (pointer types have no hash).
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
         text = ",".join(f"{name}={getattr(value, 'cache_key', value)}" for name, value in values.items())
         object.__setattr__(self, "_name", f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}")
         # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
@@ -129,9 +131,9 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     ranks, power = workspace.world_size, triton.next_power_of_2
     local = workspace.max_local_experts
     return dict(
-        W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts + 1)),
+        W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts)),
         PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
-        L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank), C=workspace.num_chunks,
+        L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
         TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), CLOCK=clock_of(device), O_POISON=regions["poison"].offset,
@@ -148,11 +150,14 @@ class DispatchSpec(CommonSpec):
             dtype, or ENCODE with the format's device functions.
         WORD_P, NWORDS, BLOCK: payload words: pointer type, number per row, moved at a time.
         DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE: elements per group, groups per row and
-            at a time, payload bytes per group.
+            at a time, payload bytes per group. PIECES: of a row that are read and stored at a time.
         SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. OPTIONS: what
-            every rank must choose alike. RP: rows of a message,
-        and GP: group offsets, as powers of two.
+            every rank must choose alike. ROWS, RP: rows of a message, and the next power of two. GP: group offsets,
+            as a power of two.
+        BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
+            tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
+            AHEAD: up to so many tokens the counts need not go ahead of rows, as the links are not full.
     """
 
     SOURCE: int
@@ -168,6 +173,7 @@ class DispatchSpec(CommonSpec):
     NG: int
     GB: int
     PB: int
+    PIECES: int
     SW: int
     SWP: int
     SCALE: Any
@@ -177,8 +183,15 @@ class DispatchSpec(CommonSpec):
     WEIGHTS: bool
     OPTIONS: int
     WEIGHT_P: Any
+    ROWS: int
     RP: int
     GP: int
+    BATCH: int
+    GATHER: int
+    AHEAD: int
+    SENDERS: int
+    TR: int
+    TALLY: int
     MESSAGE: int
     M_SCALES: int
     M_TOKEN: int
@@ -186,11 +199,12 @@ class DispatchSpec(CommonSpec):
     M_POSITIONS: int
     M_WEIGHTS: int
     CW: int
-    O_COUNTS_FLAG: int
-    O_CHUNK_FLAG: int
+    O_TALLY_FLAG: int
+    O_TALLIES: int
+    O_MESSAGE_FLAG: int
     O_DRAINED: int
     O_COUNTS: int
-    O_RANGE: int
+    O_FIRSTS: int
     O_MESSAGES: int
 
 
@@ -220,8 +234,17 @@ def dispatch_spec(
     word_bytes = word.primitive_bitwidth // 8
     scale_bytes = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
     groups = hidden // fmt.group
+    block = min(power(nbytes // word_bytes), max_block)
+    # A piece of at least max_block bytes leaves 16 bytes to each thread of a program.
+    group_block = min(power(groups), max(1, max_block // fmt.group, max_block * groups // nbytes))
+    if source == CONVERT:
+        block = min(power(hidden), max_block)
     payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
     scale = _WORDS.get(scale_bytes, tl.uint8)
+    rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
+    # Few tokens are a program's only one; many come in numbers that hide the latency of one another.
+    few = cfg.max_tokens_per_rank <= FEW_TOKENS
+    batch, gather = (2, 2) if device.type == "cpu" else (1, 1) if few else (4, 4)
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -229,23 +252,26 @@ def dispatch_spec(
     return DispatchSpec(
         **common(workspace, device),
         SOURCE=source, WORD_P=tl.pointer_type(word), NWORDS=nbytes // word_bytes,
-        BLOCK=min(power(nbytes // word_bytes), max_block),
+        BLOCK=block,
         DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
         ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
-        GROUP=fmt.group, NG=groups, GB=min(power(groups), max(1, 2 * max_block // fmt.group)),
-        PB=nbytes // groups,
+        GROUP=fmt.group, NG=groups, GB=group_block, PB=nbytes // groups,
+        PIECES=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
+        word_bytes) // block), GATHER=gather, AHEAD=16 if device.type != "cpu" else 0,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, OPTIONS=1 + int(weights),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
-        RP=1 if cfg.layout == "rank" else power(cfg.topk + cfg.fused_shared_expert),
+        ROWS=rows, RP=power(rows), BATCH=batch, SENDERS=MAX_SENDERS,
+        TR=power(max(1, 4096 // workspace.tally_width)), TALLY=workspace.tally_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1],
-        O_COUNTS_FLAG=regions["counts_flag"].offset, O_CHUNK_FLAG=regions["chunk_flag"].offset,
+        O_TALLY_FLAG=regions["tally_flag"].offset, O_TALLIES=regions["tallies"].offset,
+        O_MESSAGE_FLAG=regions["message_flag"].offset,
         O_DRAINED=regions["dispatch_drained"].offset, O_COUNTS=regions["counts"].offset,
-        O_RANGE=regions["chunk_range"].offset, O_MESSAGES=regions["messages"].offset,
+        O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
     )  # fmt: skip
 
 
@@ -284,6 +310,7 @@ class CombineSpec(CommonSpec):
     O_FLAG: int
     O_DRAINED: int
     O_STATUS: int
+    O_KEPT: int
     O_ROWS: int
 
 
@@ -318,5 +345,5 @@ def combine_spec(
         OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
         ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
-        O_ROWS=regions["rows"].offset,
+        O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
     )  # fmt: skip

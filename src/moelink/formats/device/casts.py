@@ -48,6 +48,28 @@ def divide(x, value: tl.constexpr):
 
 
 @triton.jit
+def divide_rows(x, divisor, NATIVE: tl.constexpr):
+    """fp32 [NG, GS] / fp32 [NG], one IEEE rounding up to a magnitude of 2**20; beyond, and for inf, at least 2**19.
+
+    ``divisor`` is NaN or in [2**-100, 2**120]. A GPU's division takes some 20 instructions and branches; here one
+    reciprocal serves a row, and two corrections by the exact remainder round each quotient rightly (P. Markstein, IBM
+    Journal of Research and Development 34 (1990) 111: a correctly rounded reciprocal and a quotient that is off by less
+    than one ulp). Larger quotients saturate in every narrow type, so what is lost of them is nothing.
+    """
+    row = tl.broadcast_to(tl.expand_dims(divisor, 1), x.shape)
+    if NATIVE:
+        inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        inverse = tl.broadcast_to(tl.expand_dims(inverse, 1), x.shape)
+        rough = x * inverse
+        close = tl.fma(tl.fma(-rough, row, x), inverse, rough)
+        exact = tl.fma(tl.fma(-close, row, x), inverse, close)
+        quotient = tl.where(tl.abs(rough) < 1048576.0, exact, rough)
+    else:
+        quotient = tl.math.div_rn(x, row)
+    return quotient
+
+
+@triton.jit
 def f32_to_e4m3(x, NATIVE: tl.constexpr):
     """fp32 -> e4m3 bits (uint8): nearest even, saturating at +-448, NaN -> 0x7f."""
     if NATIVE:

@@ -10,6 +10,7 @@ from moelink.formats.device.casts import (
     as_float,
     as_int,
     divide,
+    divide_rows,
     e4m3_to_f32,
     f32_to_e4m3,
     largest_bits,
@@ -22,8 +23,7 @@ def encode(x, input_scale, NATIVE: tl.constexpr):
     largest = largest_bits(x)
     scale = divide(tl.maximum(amax_from_bits(largest), 1e-4), 448.0)
     scale = as_float(tl.where(largest > INF_BITS, NAN_BITS, as_int(scale)))
-    scaled = tl.math.div_rn(x, tl.broadcast_to(tl.expand_dims(scale, 1), x.shape))
-    return f32_to_e4m3(scaled, NATIVE), scale
+    return f32_to_e4m3(divide_rows(x, scale, NATIVE), NATIVE), scale
 
 
 @triton.jit

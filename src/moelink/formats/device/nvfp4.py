@@ -7,6 +7,7 @@ from moelink.formats.device.casts import (
     INF_BITS,
     amax_from_bits,
     divide,
+    divide_rows,
     e2m1_to_f32,
     e4m3_to_f32,
     f32_to_e2m1,
@@ -33,8 +34,11 @@ def encode(x, input_scale, NATIVE: tl.constexpr):
     sf, step = _step(scale, input_scale, NATIVE)
     # A zero step would divide by zero; those groups store zero codes.
     dead = tl.broadcast_to(tl.expand_dims(sf == 0.0, 1), x.shape)
-    divisor = tl.where(dead, 1.0, tl.broadcast_to(tl.expand_dims(step, 1), x.shape))
-    scaled = tl.math.div_rn(x, divisor)
+    divisor = tl.where(sf == 0.0, 1.0, step)
+    if (input_scale > 2.0**-90) & (input_scale < 2.0**90):
+        scaled = divide_rows(x, divisor, NATIVE)
+    else:
+        scaled = tl.math.div_rn(x, tl.broadcast_to(tl.expand_dims(divisor, 1), x.shape))
     return pack_e2m1(f32_to_e2m1(tl.where(dead, 0.0, scaled))), scale
 
 

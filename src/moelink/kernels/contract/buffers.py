@@ -52,6 +52,7 @@ class EPBuffers:
         record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
         memory: the blocks; closing them is the caller's.
         n_sms: multiprocessors that launches are cut for.
+        spare: [G] int32, where group numbers go that nobody wants.
         config: the parameters under this package's names.
         workspace: regions of a block.
         starts: first byte of each group's recv buffer in a block.
@@ -65,6 +66,7 @@ class EPBuffers:
     record: Tensor = field(repr=False)
     memory: SymmetricMemory = field(repr=False)
     n_sms: int
+    spare: Tensor = field(repr=False)
     config: EPConfig = field(repr=False)
     workspace: Workspace = field(repr=False)
     starts: tuple[int, int] = field(repr=False)
@@ -184,6 +186,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         record=torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda"),
         memory=memory,
         n_sms=n_sms,
+        spare=torch.empty(params.config(rank).num_groups, dtype=torch.int32, device=device),
         config=params.config(rank),
         workspace=workspace,
         starts=(workspace.regions[REGIONS[DISPATCH][0]].offset, workspace.regions[REGIONS[COMBINE][0]].offset),

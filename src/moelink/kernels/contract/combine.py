@@ -14,7 +14,7 @@ from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels import combine as kernels
 from moelink.kernels.contract.buffers import COMBINE, EPBuffers
-from moelink.kernels.contract.launch import launch, or_dummy, relative_to, shared_bounds
+from moelink.kernels.contract.launch import launch, or_dummy, relative_to
 from moelink.kernels.contract.tensors import (
     EPRouting,
     check_counters,
@@ -23,6 +23,7 @@ from moelink.kernels.contract.tensors import (
     check_tensor,
     describe,
 )
+from moelink.kernels.cut import shared_bounds
 from moelink.kernels.spec import CombineSpec, combine_spec
 from moelink.protocol import STATUS_OK
 
@@ -207,7 +208,7 @@ class _Given:
         self.messages = (routing.message_token, routing.received)
         self.ends = (output_tokens, or_dummy(shared, pointers), or_dummy(bias, pointers), tensors or (pointers,))
         self.sizes = (
-            ep.me, ep.first_expert, config.num_local_experts, count, len(input_tokens), *shared_bounds(ep, count)
+            ep.me, ep.first_expert, config.num_local_experts, count, len(input_tokens), *shared_bounds(ep.config, count)
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from moelink.errors import ArgumentError
 from moelink.kernels import dispatch as kernels
 from moelink.kernels.contract.buffers import DISPATCH, EPBuffers
-from moelink.kernels.contract.launch import Cut, launch, or_dummy, relative_to, shared_bounds
+from moelink.kernels.contract.launch import launch, or_dummy, relative_to
 from moelink.kernels.contract.tensors import (
     EPRouting,
     TokenHandler,
@@ -32,6 +32,7 @@ from moelink.kernels.contract.tensors import (
     check_tensor,
     describe,
 )
+from moelink.kernels.cut import Cut, shared_bounds
 from moelink.kernels.spec import COPY, DispatchSpec, dispatch_spec
 from moelink.protocol import STATUS_OK
 
@@ -83,7 +84,6 @@ def ep_fused_dispatch(
         *outputs.tensors, *sizes, *given.cut, *given.shared, *outputs.extents, STATUS_OK, senders, ep.limit,
         S=given.spec,
     )  # fmt: skip
-    outputs.fill_expert_ids()
 
 
 def ep_dispatch_async(
@@ -130,9 +130,8 @@ def ep_dispatch_wait(
     launch(
         ep, kernels.ep_dispatch_wait_kernel, ep.dispatch_kernel.n_reduce_sms, pointers, atomic_counters,
         *outputs.tensors, ep.me, ep.my_rank, ep.config.num_local_experts, ep.config.num_groups,
-        *shared_bounds(ep, num_input_tokens), *outputs.extents, STATUS_OK, ep.limit, S=spec,
+        *shared_bounds(ep.config, num_input_tokens), *outputs.extents, STATUS_OK, ep.limit, S=spec,
     )  # fmt: skip
-    outputs.fill_expert_ids()
 
 
 def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale: bool = False) -> DispatchSpec:
@@ -175,10 +174,10 @@ class _Given:
             x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers), routing.slot_of
         )  # fmt: skip
         movers = ep.dispatch_kernel.n_send_sms
-        cut = Cut.of(count, programs=movers, flags=ep.workspace.num_chunks)
-        self.cut = (count, cut.size, cut.count, cut.per_program)
-        self.shared = shared_bounds(ep, count)
-        self.senders = 1 + min(movers, max(1, cut.count))
+        cut = Cut.of(count, programs=movers, world_size=ep.workspace.world_size)
+        self.cut = (count, cut.tokens_per_program, cut.split)
+        self.shared = shared_bounds(ep.config, count)
+        self.senders = 1 + cut.programs
 
     def require_weights(self, token_handler: TokenHandler) -> None:
         """Weights travel to a tensor, or there is no such tensor."""
@@ -208,17 +207,11 @@ class _Outputs:
             check_tensor(ep, "expert_ids", expert_ids, (groups,), torch.int32)
         routing.check(ep)
         scales = token_handler.output_scales
-        self._expert_ids = expert_ids
         self.tensors: tuple[Any, ...] = (
             token_handler.output_tokens.view(torch.uint8), dummy if scales is None else scales.view(torch.uint8),
-            row_offsets, src_info, or_dummy(token_handler.scales_offsets, dummy),
+            row_offsets, or_dummy(expert_ids, ep.spare), src_info, or_dummy(token_handler.scales_offsets, dummy),
             or_dummy(token_handler.weights, dummy), dummy, routing.num_recv_tokens, routing.overflow, routing.counts,
             routing.received, routing.rows_of_message, routing.message_token,
         )  # fmt: skip
         scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
         self.extents = (rows, scale_rows, ep.config.world_size)
-
-    def fill_expert_ids(self) -> None:
-        """0 .. G - 1, empty groups included."""
-        if self._expert_ids is not None:
-            torch.arange(len(self._expert_ids), out=self._expert_ids)

@@ -1,9 +1,8 @@
-"""What the launchers share: specs relative to the caller's pointers, the cut of a sender's tokens, the launch."""
+"""What the launchers share: specs relative to the caller's pointers, and the launch."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,13 +10,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moelink.arith import ceil_div
 from moelink.kernels.contract.buffers import RECV, EPBuffers
 from moelink.kernels.contract.layouts import NUM_WARPS
-from moelink.routing import shared_slice
-
-CHUNKS_PER_PROGRAM = 4
-"""Chunks of a sender with many tokens: receivers start on the first while the last is still on the wire."""
 
 
 @lru_cache(maxsize=256)
@@ -27,35 +21,6 @@ def relative_to(spec: Any, start: int) -> Any:
     values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
     moved = {name: value - start if name.startswith("O_") else value for name, value in values.items()}
     return type(spec)(**moved)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A sender's tokens in ``count`` chunks of ``size``, ``per_program`` consecutive ones for each program.
-
-    Example: 10 tokens, 2 programs, 1024 flags: chunks of 2 tokens, 5 of them, 3 for the first program.
-    """
-
-    size: int
-    count: int
-    per_program: int
-
-    @classmethod
-    def of(cls, num_tokens: int, *, programs: int, flags: int) -> Cut:
-        """Cut ``num_tokens`` for ``programs`` programs, within ``flags`` chunks."""
-        size = max(1, ceil_div(ceil_div(num_tokens, programs), CHUNKS_PER_PROGRAM), ceil_div(num_tokens, flags))
-        count = ceil_div(num_tokens, size)
-        return cls(size, count, max(1, ceil_div(count, programs)))
-
-
-def shared_bounds(ep: EPBuffers, num_tokens: int) -> tuple[int, int]:
-    """First and last + 1 own token of the fused shared expert's group."""
-    if not ep.params.fused_shared_expert:
-        return 0, 0
-    replicated = ep.params.skip_a2a
-    parts = ep.params.n_ranks if replicated else 1
-    part = shared_slice(num_tokens, rank=ep.my_rank if replicated else 0, parts=parts)
-    return part.start, part.stop
 
 
 def or_dummy(tensor: Tensor | None, dummy: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """Where things are in the buffers of the two groups, and how a launch is cut: functions of the parameters alone.
 
 Offsets are bytes from the address that ``dev_ptrs`` gives for the buffer. Coordinates are checked, so that an offset is
-always inside the buffer. ``R`` ranks, ``T`` = max_tokens_per_rank, ``C`` = :func:`num_chunks` flags per (source,
-destination).
+always inside the buffer. ``R`` ranks, ``T`` = max_tokens_per_rank.
 
 Dispatch, at the destination:
 
 ==========  ==============================  ====================================================================
 send        does not exist                  rows go from registers into the messages of every destination
 recv        messages [R, T, message]        message ``slot`` of rank ``source``: tokens ascending, without holes
-recv_count  counts [R, 8 + L] int32         one row per source: status, messages, tokens, chunks; rows per expert
+recv_count  counts [R, 8 + L] int64         one row per source: status and totals; rows per local expert: the low
+                                            half of each word, beside the call
 ==========  ==============================  ====================================================================
 
 Combine, at the home rank:
@@ -18,7 +18,7 @@ Combine, at the home rank:
 send        the expert outputs themselves   row of the caller's ``input_tokens``
 recv        rows [T, top_k, row], or with   the row of (token, slot); with ``pre_reduce`` the sum that rank ``copy``
             pre_reduce [R, T, row]          formed for the token
-recv_count  combine_flag [R, C] int64       call whose chunk ``chunk`` of rows from rank ``sender`` is stored
+recv_count  combine_flag [R, T] int64       call whose row for message ``slot`` of rank ``sender`` is stored
 ==========  ==============================  ====================================================================
 """
 
@@ -30,17 +30,11 @@ from typing import Any
 from moelink.arith import align_up, ceil_div
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.kernels.contract.params import EPParams
-from moelink.layout import ALIGNMENT
+from moelink.layout import REGION_ALIGNMENT
 from moelink.protocol import COUNT_HEADER
-from moelink.workspace import MAX_CHUNKS
 
 NUM_WARPS = 8
 """Warps of every program of a communication kernel on a GPU."""
-
-
-def num_chunks(max_tokens_per_rank: int) -> int:
-    """Flags per (source, destination) and phase: a token each, as far as they reach."""
-    return max(1, min(max_tokens_per_rank, MAX_CHUNKS))
 
 
 def _inside(name: str, value: int, size: int) -> int:
@@ -127,15 +121,15 @@ class EPDispatchKernel(_LaunchFacts):
         raise UnsupportedError("dispatch has no send buffer inside a node; its pointer is 0")
 
     def recv_buf_layout(self, source: int, slot: int) -> int:
-        """Message ``slot`` of rank ``source``. 7504-byte messages, 128 tokens: (1, 2) is at 130 * 7504 = 975520."""
+        """Message ``slot`` of rank ``source``. 7552-byte messages, 128 tokens: (1, 2) is at 130 * 7552 = 981760."""
         at = _inside("source", source, self._copies) * self._tokens + _inside("slot", slot, self._tokens)
-        return at * align_up(self.msg_bytes, ALIGNMENT)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_count_layout(self, source: int, local_expert: int) -> int:
-        """The int32 count of rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 160 + 32 = 192."""
-        row = align_up(COUNT_HEADER + self.n_local_experts, 4)
+        """The word that counts rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 8 * 48 = 384."""
+        row = COUNT_HEADER + self.n_local_experts
         word = COUNT_HEADER + _inside("local_expert", local_expert, self.n_local_experts)
-        return (_inside("source", source, self._copies) * row + word) * 4
+        return (_inside("source", source, self._copies) * row + word) * 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +162,11 @@ class EPCombineKernel(_LaunchFacts):
             at = _inside("copy", copy, self._copies) * self._tokens + token
         else:
             at = token * self.top_k + _inside("copy", copy, self.top_k)
-        return at * align_up(self.msg_bytes, ALIGNMENT)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
-    def recv_count_layout(self, sender: int, chunk: int) -> int:
-        """The int64 flag of chunk ``chunk`` from rank ``sender``. 128 tokens: (1, 3) is at (128 + 3) * 8 = 1048."""
-        chunks = num_chunks(self.max_tokens_per_rank)
-        return (_inside("sender", sender, self._copies) * chunks + _inside("chunk", chunk, chunks)) * 8
+    def recv_count_layout(self, sender: int, slot: int) -> int:
+        """The int64 flag of message ``slot`` of rank ``sender``. 128 tokens: (1, 3) is at (128 + 3) * 8 = 1048."""
+        return (_inside("sender", sender, self._copies) * self._tokens + _inside("slot", slot, self._tokens)) * 8
 
 
 def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:

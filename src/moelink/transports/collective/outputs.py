@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
+from moelink.formats.base import ScaleLayout
 from moelink.layout import DispatchMessage
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.routing import RowPlan
@@ -29,16 +31,13 @@ def allocate_output(
         width = fmt.scale_width(config.hidden_size)
         shape = fmt.scale_layout.shape(rows, width, config.num_groups) if expert else (rows, width)
         scales = empty(*shape, dtype=fmt.scale_dtype)
-        if (
-            expert
-            and fmt.scale_layout.scales_offsets(torch.zeros(config.num_groups + 1, dtype=torch.int32)) is not None
-        ):
+        if expert and _has_offsets(fmt.scale_layout, config.num_groups):
             scales_offsets = empty(config.num_groups)
     return DispatchOutput(
         tokens=empty(rows, fmt.payload_width(config.hidden_size), dtype=fmt.payload_dtype),
         scales=scales,
         row_offsets=empty(config.num_groups + 1),
-        expert_ids=torch.arange(config.num_groups, dtype=torch.int32, device=device) if expert else None,
+        expert_ids=empty(config.num_groups) if expert else None,
         src_info=empty(rows, 3),
         scales_offsets=scales_offsets,
         weights=empty(rows, dtype=config.weight_dtype) if weighted and expert else None,
@@ -48,6 +47,11 @@ def allocate_output(
         topk_ids=None if expert else empty(rows, config.topk),
         topk_weights=empty(rows, config.topk, dtype=config.weight_dtype) if weighted and not expert else None,
     )
+
+
+@lru_cache(maxsize=64)
+def _has_offsets(layout: ScaleLayout, num_groups: int) -> bool:
+    return layout.scales_offsets(torch.zeros(num_groups + 1, dtype=torch.int32)) is not None
 
 
 def fill_output(
@@ -71,6 +75,8 @@ def fill_output(
         else allocate_output(config, handle, rows=rows, weighted=weighted, device=received.device)
     )
     result.row_offsets.copy_(plan.row_offsets.clamp(max=total))
+    if result.expert_ids is not None:
+        torch.arange(config.num_groups, out=result.expert_ids)
     if plan.rows is None:
         _fill_rank(plan, message, result, received, total)
     else:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels import combine as kernels
+from moelink.kernels.cut import combine_launch, shared_bounds
 from moelink.kernels.spec import combine_spec
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import CombineRequest
-from moelink.transports.symmetric.plan import SymmetricPlan, shared_bounds
+from moelink.transports.symmetric.plan import SymmetricPlan
 from moelink.transports.symmetric.rank import Rank
 
 _EXACT = {"enable_fp_fusion": False}
@@ -55,7 +56,8 @@ class Combine:
         plan: SymmetricPlan = handle.plan
         tensors = hook.tensors if hook is not None and self._torch_hook is None else ()
         row_weights = rank.optional(request.recv.weights)
-        self._senders = rank.programs.send
+        self._launch = combine_launch(config, rank.device, handle.num_tokens)
+        self._options = {**self._launch.options, **_EXACT}
         self._back = (
             request.y, row_weights, plan.rows_of_message, plan.message_token, plan.received, rank.me, len(request.y)
         )  # fmt: skip
@@ -72,6 +74,17 @@ class Combine:
             rank.me, rank.first, config.num_local_experts, handle.num_tokens, len(request.y),
             *shared_bounds(config, handle.num_tokens),
         )  # fmt: skip
+        mine = (
+            request.y,
+            request.recv.weights,
+            home_weights,
+            handle.topk_ids,
+            request.shared,
+            bias,
+            self.out,
+            *tensors,
+        )
+        self._given = tuple(t for t in mine if t is not None)
         self._home = (*rows, plan.received, *ends, *sizes)
         self._fused = (*rows, plan.message_token, plan.received, *ends, *sizes)
 
@@ -96,23 +109,23 @@ class Combine:
         """Launch the expert role: ``send_tokens_back``."""
         if self.travels:
             self.rank.launch(
-                kernels.ep_combine_async_kernel, self._senders, *self._back, slot_begin, STATUS_OK, self.rank.limit,
-                S=self.spec, **_EXACT,
+                kernels.ep_combine_async_kernel, self._launch.send, *self._back, slot_begin, STATUS_OK, self.rank.limit,
+                given=self._given, S=self.spec, options=self._options,
             )  # fmt: skip
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
         self.rank.launch(
-            kernels.ep_combine_wait_kernel, self.rank.programs.receive, *self._home, slot_begin, STATUS_OK,
-            self.rank.limit, S=self.spec, **_EXACT,
+            kernels.ep_combine_wait_kernel, self._launch.receive, *self._home, slot_begin, STATUS_OK,
+            self.rank.limit, given=self._given, S=self.spec, options=self._options,
         )  # fmt: skip
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
-        senders = self._senders if self.travels else 0
+        senders = self._launch.send if self.travels else 0
         self.rank.launch(
-            kernels.ep_fused_combine_kernel, senders + self.rank.programs.receive, *self._fused, slot_begin,
-            STATUS_OK, senders, self.rank.limit, S=self.spec, **_EXACT,
+            kernels.ep_fused_combine_kernel, senders + self._launch.receive, *self._fused, slot_begin,
+            STATUS_OK, senders, self.rank.limit, given=self._given, S=self.spec, options=self._options,
         )  # fmt: skip
 
     def result(self) -> Tensor:
@@ -131,11 +144,13 @@ def refuse_combine(rank: Rank) -> None:
     spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
     if spec.ALLREDUCE:
         return
+    options = {**combine_launch(rank.config, rank.device, 0).options, **_EXACT}
     dummy = rank.nothing
     rank.launch(
-        kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, 0, STATUS_ABORT, rank.limit, S=spec, **_EXACT
-    )
+        kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, 0, STATUS_ABORT, rank.limit, S=spec,
+        options=options,
+    )  # fmt: skip
     rank.launch(
         kernels.ep_combine_wait_kernel, 1, *[dummy] * 10, (dummy,), rank.me, rank.first,
-        rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit, S=spec, **_EXACT,
+        rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit, S=spec, options=options,
     )  # fmt: skip

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels import dispatch as kernels
-from moelink.kernels.spec import COPY, dispatch_spec
+from moelink.kernels.cut import Cut, dispatch_launch, shared_bounds
+from moelink.kernels.spec import COPY, ENCODE, dispatch_spec
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import DispatchRequest
 from moelink.transports.collective.outputs import allocate_output
-from moelink.transports.symmetric.plan import SymmetricPlan, shared_bounds
-from moelink.transports.symmetric.rank import Chunks, Rank
+from moelink.transports.symmetric.plan import SymmetricPlan
+from moelink.transports.symmetric.rank import Rank
 
 
 class Dispatch:
@@ -39,7 +40,7 @@ class Dispatch:
             input_scale=input_scale is not None,
         )
         plan = SymmetricPlan.allocate(rank.workspace, num_tokens=num_tokens, device=device)
-        counts = torch.zeros(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
+        counts = torch.empty(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
         handle = DispatchHandle(
             owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
             counts=counts, plan=plan,
@@ -57,20 +58,21 @@ class Dispatch:
             x, rank.optional(None if scales is None else scales.view(torch.uint8)), rank.optional(input_scale),
             request.topk_ids, rank.optional(weights), plan.slot_of,
         )  # fmt: skip
-        cut = Chunks.cut(num_tokens, programs=rank.programs.send, flags=rank.workspace.num_chunks)
+        self._launch = dispatch_launch(config, device, num_tokens, encodes=bool(self.spec.SOURCE == ENCODE))
+        cut = Cut.of(num_tokens, programs=self._launch.send, world_size=rank.workspace.world_size)
         shared = shared_bounds(config, num_tokens)
+        self._given = (x, *(t for t in (scales, input_scale, request.topk_ids, weights) if t is not None))
         self._sending = (
             rank.me,
             rank.first,
             config.num_local_experts,
             num_tokens,
-            cut.size,
-            cut.count,
-            cut.per_program,
+            cut.tokens_per_program,
+            cut.split,
             *shared,
         )
         self._shared = shared
-        self._senders = 1 + min(rank.programs.send, max(1, cut.count))
+        self._senders = 1 + cut.programs
 
     def _outputs(self) -> tuple[Tensor, ...]:
         out, rank = self.output, self.rank
@@ -78,9 +80,9 @@ class Dispatch:
         routed = out.weights if self.rank.config.layout == "expert" else out.topk_weights
         return (
             out.tokens.view(torch.uint8), rank.optional(None if out.scales is None else out.scales.view(torch.uint8)),
-            out.row_offsets, out.src_info, rank.optional(out.scales_offsets), rank.optional(routed),
-            rank.optional(out.topk_ids), out.num_recv_tokens, out.overflow, out.handle.counts, plan.received,
-            plan.rows_of_message, plan.message_token,
+            out.row_offsets, rank.optional(out.expert_ids), out.src_info, rank.optional(out.scales_offsets),
+            rank.optional(routed), rank.optional(out.topk_ids), out.num_recv_tokens, out.overflow, out.handle.counts,
+            plan.received, plan.rows_of_message, plan.message_token,
         )  # fmt: skip
 
     def _receiving(self) -> tuple[int, ...]:
@@ -100,14 +102,17 @@ class Dispatch:
             *self._sending,
             STATUS_OK,
             self.rank.limit,
+            given=self._given,
             S=self.spec,
+            options=self._launch.options,
         )
 
     def receive(self) -> None:
         """Launch the receiver role."""
         self.rank.launch(
-            kernels.ep_dispatch_wait_kernel, self.rank.programs.receive, *self._outputs(), *self._receiving(),
-            STATUS_OK, self.rank.limit, S=self.spec,
+            kernels.ep_dispatch_wait_kernel, self._launch.receive, *self._outputs(), *self._receiving(),
+            STATUS_OK, self.rank.limit, given=self._given, S=self.spec,
+            options=self._launch.options,
         )  # fmt: skip
 
     def send_and_receive(self) -> None:
@@ -116,9 +121,10 @@ class Dispatch:
         label, first = self.rank.config.rank, self.rank.first
         shared_begin, shared_end, capacity, scale_rows, stride = rest
         self.rank.launch(
-            kernels.ep_fused_dispatch_kernel, self._senders + self.rank.programs.receive, *self._rows,
-            *self._outputs(), me, label, first, num_local, num_groups, *self._sending[3:7], shared_begin, shared_end,
-            capacity, scale_rows, stride, STATUS_OK, self._senders, self.rank.limit, S=self.spec,
+            kernels.ep_fused_dispatch_kernel, self._senders + self._launch.receive, *self._rows,
+            *self._outputs(), me, label, first, num_local, num_groups, *self._sending[3:6], shared_begin, shared_end,
+            capacity, scale_rows, stride, STATUS_OK, self._senders, self.rank.limit, given=self._given, S=self.spec,
+            options=self._launch.options,
         )  # fmt: skip
 
     def result(self) -> DispatchOutput:
@@ -150,12 +156,15 @@ def refuse_dispatch(rank: Rank) -> None:
     spec = dispatch_spec(
         rank.workspace, rank.device, input_dtype=rank.config.format.payload_dtype, quantized=True, weights=False
     )
+    launch = dispatch_launch(rank.config, rank.device, 0, encodes=False)
     dummy = rank.nothing
     rank.launch(
         kernels.ep_dispatch_async_kernel, 1, dummy, dummy, dummy, dummy, dummy, dummy, rank.me, rank.first,
-        rank.config.num_local_experts, 0, 1, 0, 1, 0, 0, STATUS_ABORT, rank.limit, S=spec,
+        rank.config.num_local_experts, 0, 1, 1, 0, 0, STATUS_ABORT, rank.limit, S=spec,
+        options=launch.options,
     )  # fmt: skip
     rank.launch(
-        kernels.ep_dispatch_wait_kernel, 1, *[dummy] * 13, rank.me, rank.config.rank, rank.config.num_local_experts,
+        kernels.ep_dispatch_wait_kernel, 1, *[dummy] * 14, rank.me, rank.config.rank, rank.config.num_local_experts,
         rank.config.num_groups, 0, 0, 0, 0, rank.config.world_size, STATUS_ABORT, rank.limit, S=spec,
+        options=launch.options,
     )  # fmt: skip

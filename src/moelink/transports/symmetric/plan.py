@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moelink.config import EPConfig
-from moelink.routing import shared_slice
 from moelink.workspace import Workspace
 
 
@@ -40,12 +38,3 @@ class SymmetricPlan:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         return cls(empty(num_tokens, ranks), empty(ranks, tokens, slots), empty(ranks, tokens), empty(ranks + 1, 2))
-
-
-def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
-    """First and last + 1 own token of the fused shared expert's group."""
-    if not config.fused_shared_expert:
-        return 0, 0
-    replicated = config.mode == "allreduce"
-    part = shared_slice(num_tokens, rank=config.rank if replicated else 0, parts=config.world_size if replicated else 1)
-    return part.start, part.stop

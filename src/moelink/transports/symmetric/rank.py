@@ -2,67 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelink.arith import ceil_div
 from moelink.config import EPConfig
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
+from moelink.kernels.cut import multiprocessors
 from moelink.kernels.spec import clock_ticks
 from moelink.memory import SymmetricMemory
 from moelink.protocol import ABORT_RECORD, CODE_OPTIONS, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.workspace import Workspace
-
-CHUNKS_PER_PROGRAM = 4
-"""Chunks of a sender with many tokens: receivers start on the first while the last is still on the wire."""
-
-
-@dataclass(frozen=True)
-class Programs:
-    """Programs of a launch. ``send`` move rows (one more counts), ``receive`` place or sum them."""
-
-    send: int
-    receive: int
-
-    @classmethod
-    def of(cls, config: EPConfig, device: torch.device) -> Programs:
-        """As many as ``num_sms`` (default: all multiprocessors of the device) for each role; two on a CPU."""
-        if device.type == "cpu":
-            return cls(2, 2)
-        sms = config.num_sms or multiprocessors(device)
-        return cls(max(1, sms - 1), sms)
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How a sender cuts its tokens: ``count`` chunks of ``size`` tokens, ``per_program`` consecutive ones each.
-
-    Example: 10 tokens, 2 programs, 1024 flags: chunks of 2 tokens, 5 of them, 3 for the first program.
-    """
-
-    size: int
-    count: int
-    per_program: int
-
-    @classmethod
-    def cut(cls, num_tokens: int, *, programs: int, flags: int) -> Chunks:
-        """Cut ``num_tokens`` for ``programs`` programs, within ``flags`` chunks."""
-        size = max(1, ceil_div(ceil_div(num_tokens, programs), CHUNKS_PER_PROGRAM), ceil_div(num_tokens, flags))
-        count = ceil_div(num_tokens, size)
-        return cls(size, count, max(1, ceil_div(count, programs)))
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Rank:
@@ -73,40 +29,56 @@ class Rank:
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-        self.table = memory.pointers if config.mode == "alltoall" else memory.pointers[config.rank : config.rank + 1]
-        if config.mode == "allreduce" and memory.world_size == 1:
-            self.table = memory.pointers
+        self.table = memory.pointers
+        if config.mode == "allreduce" and memory.world_size > 1:
+            # A copy, as the alignment of a slice would depend on the rank, and with it the compiled kernel.
+            self.table = memory.pointers[config.rank : config.rank + 1].clone()
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
-        self.programs = Programs.of(config, self.device)
         self.limit = clock_ticks(config.timeout, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if self.device.type == "cuda":
             SM_BUDGET.claim(self, self.device, config.num_sms, available=multiprocessors(self.device))
         self._preparing = False
-        self._ready: set[tuple[Any, Any]] = set()
+        self._compiled: dict[Any, Any] = {}
+        self._latest: torch.cuda.Stream | None = None
+        self._forked = False
 
     def optional(self, tensor: Tensor | None) -> Tensor:
         """``tensor``, or in place of None some pointer that the kernel will not follow."""
         return self.table if tensor is None else tensor
 
     @contextmanager
-    def launching(self) -> Iterator[None]:
-        """On CUDA: this rank's device and its own stream, which continues after the work of the current one."""
+    def launching(self, *, apart: bool) -> Iterator[None]:
+        """On CUDA: the device, and the stream that launches go to; each continues after all earlier calls.
+
+        ``apart``: on this rank's own stream, forked from the current one, so that what the caller launches next runs
+        beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own one.
+        """
         if self.stream is None:
             yield
             return
         with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            current = torch.cuda.current_stream(self.device)
+            if self._latest is not None and self._latest != current and not torch.cuda.is_current_stream_capturing():
+                current.wait_stream(self._latest)
+            self._latest = current
+            if not apart and not self._forked:
+                yield
+                return
+            self._forked = True
+            self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
                 yield
 
     def join(self) -> None:
         """On CUDA: the current stream continues after this rank's own. The host does not wait."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        if self.stream is not None and self._forked:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self.stream)
+            self._latest, self._forked = current, False
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -122,18 +94,27 @@ class Rank:
         finally:
             self._preparing = False
 
-    def launch(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Launch ``kernel`` over ``programs`` programs."""
-        if self.device.type == "cuda":
-            options = {"num_warps": 8, **options}
+    def launch(
+        self, kernel: Any, programs: int, *args: Any, S: Any, options: dict[str, Any], given: Sequence[Tensor] = ()
+    ) -> None:
+        """Launch ``kernel`` over ``programs`` programs. ``given``: the tensors among ``args`` that are the caller's.
+
+        Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
+        but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up.
+        """
         args = (self.table, self.record, self.control, *args)
-        if not self._preparing:
+        if self.stream is None:
             with self._guard():
-                kernel[(programs,)](*args, **options)
-        elif (kernel, options["S"]) not in self._ready:
-            compiled = kernel.warmup(*args, grid=(programs,), **options)
+                kernel[(programs,)](*args, S=S)
+            return
+        key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = kernel.warmup(*args, grid=(programs,), S=S, **options)
             compiled._init_handles()
-            self._ready.add((kernel, options["S"]))
+            self._compiled[key] = compiled
+        if not self._preparing:
+            compiled[(programs, 1, 1)](*args, S)
 
     def _guard(self) -> AbstractContextManager[None]:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
@@ -154,6 +135,8 @@ class Rank:
         """The host waits for this rank's kernels."""
         if self.stream is not None:
             self.stream.synchronize()
+            if self._latest is not None:
+                self._latest.synchronize()
 
     @property
     def poisoned(self) -> bool:

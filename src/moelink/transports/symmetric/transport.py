@@ -70,7 +70,7 @@ class SymmetricTransport:
                 Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
             ]
         fused = fused and self._may_fuse
-        self._each([call.send_and_receive if fused else call.send for call in calls])
+        self._each([call.send_and_receive if fused else call.send for call in calls], apart=not fused)
         self._under_way = [*self._under_way[-1:], calls]
 
         def finish() -> list[DispatchOutput]:
@@ -90,7 +90,8 @@ class SymmetricTransport:
         fused = fused and self._may_fuse
 
         def start(slot: int) -> None:
-            self._each([lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls])  # type: ignore[misc]
+            launches = [lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls]  # type: ignore[misc]
+            self._each(launches, apart=not fused)
 
         start(passes[0])
         self._under_way = [*self._under_way[-1:], calls]
@@ -106,14 +107,15 @@ class SymmetricTransport:
 
         return SymmetricPending(finish)
 
-    def _each(self, launches: Sequence[Callable[[], None]]) -> None:
+    def _each(self, launches: Sequence[Callable[[], None]], *, apart: bool = True) -> None:
         if len(self.ranks) > 1:
+            apart = True
             for rank, launch in zip(self.ranks, launches, strict=True):
                 if rank.stream is not None:
                     with rank.preparing():
                         launch()
         for rank, launch in zip(self.ranks, launches, strict=True):
-            with rank.launching():
+            with rank.launching(apart=apart):
                 launch()
 
     def _join(self) -> None:

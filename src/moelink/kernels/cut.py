@@ -1,0 +1,119 @@
+"""How a launch is cut into programs: a function of token counts and multiprocessors alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moelink.arith import ceil_div
+from moelink.config import EPConfig
+from moelink.protocol import MAX_SENDERS
+from moelink.routing import shared_slice
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a phase is launched.
+
+    Attributes:
+        send: programs that move rows (dispatch has one more, which counts).
+        receive: programs that place rows (dispatch) or sum them (combine).
+        num_warps: warps of a program.
+        maxnreg: most registers of a thread, so that all programs are on the device together. None on a CPU.
+    """
+
+    send: int
+    receive: int
+    num_warps: int = 8
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the launch."""
+        return {"num_warps": self.num_warps, **({} if self.maxnreg is None else {"maxnreg": self.maxnreg})}
+
+
+FEW_TOKENS = 256
+"""Configurations of up to so many tokens per rank are launched for latency, others for throughput."""
+
+
+def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, encodes: bool) -> Launch:
+    """Programs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
+
+    Measured, see docs/performance.md. Three programs of 8 warps and 80 registers share a multiprocessor. Few tokens:
+    one receiving program per expected message, one per multiprocessor when there is padding to clear. Many: a sender
+    stores to the links, and what else runs on its multiprocessor queues behind it, so there are as few as fill the
+    links: 0.6 per multiprocessor, 1 if they quantise; the rest receive.
+    """
+    if device.type == "cpu":
+        return Launch(2, 2)
+    ranks = 1 if config.mode == "allreduce" else config.world_size
+    if config.num_sms is not None:
+        send = max(1, config.num_sms // 3)
+        return Launch(send, max(2, config.num_sms - send - 1), num_warps=8, maxnreg=128)
+    sms = multiprocessors(device)
+    if config.max_tokens_per_rank <= FEW_TOKENS:
+        least = sms if config.row_alignment > 1 else 2 * ranks
+        return Launch(sms, 1 + min(2 * sms - 1, max(least, ranks * num_tokens)), maxnreg=80)
+    send = sms if encodes else 3 * sms // 5
+    return Launch(send, 3 * sms - send - 1, maxnreg=80)
+
+
+def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> Launch:
+    """Programs of a combine of ``num_tokens`` own tokens.
+
+    Five programs of 4 warps and 96 registers share a multiprocessor. Many tokens: four of them send, one sums.
+    """
+    if device.type == "cpu":
+        return Launch(2, 2)
+    ranks = 1 if config.mode == "allreduce" else config.world_size
+    if config.num_sms is not None:
+        return Launch(max(1, 2 * config.num_sms // 3), max(1, config.num_sms // 3), num_warps=8, maxnreg=128)
+    sms = multiprocessors(device)
+    if config.max_tokens_per_rank <= FEW_TOKENS:
+        send = min(4 * sms, max(2 * ranks, ranks * num_tokens))
+        return Launch(send, min(4 * sms, max(8, 8 * num_tokens)), num_warps=4, maxnreg=96)
+    return Launch(4 * sms, sms, num_warps=4, maxnreg=96)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How dispatch's senders share the tokens. Few: one token a program, served by ``split`` programs, each for every
+    ``split``-th rank. Many: ``tokens_per_program`` consecutive ones each.
+
+    Attributes:
+        tokens_per_program: tokens of a program, but for the last.
+        split: programs of a token.
+        programs: programs that move rows.
+
+    Example: with 8 programs and 4 ranks, 3 tokens are cut into (1, 2, 6), and 20 into (3, 1, 7).
+    """
+
+    tokens_per_program: int
+    split: int
+    programs: int
+
+    @classmethod
+    def of(cls, num_tokens: int, *, programs: int, world_size: int) -> Cut:
+        """Cut ``num_tokens`` for at most ``programs`` programs."""
+        programs = min(programs, MAX_SENDERS)
+        if num_tokens <= programs:
+            split = min(world_size, programs // max(1, num_tokens))
+            return cls(1, split, num_tokens * split)
+        each = ceil_div(num_tokens, programs)
+        return cls(each, 1, ceil_div(num_tokens, each))
+
+
+def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
+    """First and last + 1 own token of the fused shared expert's group."""
+    if not config.fused_shared_expert:
+        return 0, 0
+    replicated = config.mode == "allreduce"
+    part = shared_slice(num_tokens, rank=config.rank if replicated else 0, parts=config.world_size if replicated else 1)
+    return part.start, part.stop
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
