@@ -64,3 +64,9 @@ def test_every_form_is_a_program():
     lines = output_of("aot_forms.py")
     assert len(lines) > 2 * len(CONFIGS)
     assert all(line.endswith(": fine") for line in lines)
+
+
+def test_cache_keys_do_not_depend_on_what_came_before():
+    forwards, backwards = (output_of("cache_keys.py", order) for order in ("forwards", "backwards"))
+    assert forwards == backwards
+    assert len(set(line.split()[1] for line in forwards)) == len(forwards)
