@@ -66,6 +66,8 @@ SIDEWAYS = {
     ("cli", "trace"),
     ("plots", "demo"),
     ("bench", "plots"),
+    ("nn", "plots"),
+    ("cli", "nn"),
     ("__main__", "cli"),
 }
 
