@@ -63,6 +63,18 @@ def test_results_and_gradients_are_those_of_single_experts(
     assert not got[2][1].any(), "a group without rows has zero gradients"
 
 
+def test_gradients_of_groups_without_rows_are_zero_where_torch_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = lambda *args: grouped_experts(args[0], OFFSETS, *args[1:], activation=F.silu)  # noqa: E731
+    want = gradients(run, inputs(torch.bfloat16))
+    monkeypatch.setattr(experts, "_leaves_empty_groups", lambda device: True)
+    weight = inputs(torch.bfloat16)[1].requires_grad_()
+    experts._ZeroGradWithoutRows.apply(weight, OFFSETS).backward(torch.full_like(weight, float("nan")))
+    assert weight.grad.isnan().all(dim=(1, 2)).tolist() == [True, False, True, True]
+    assert not weight.grad[1].any()
+    for a, b in zip(gradients(run, inputs(torch.bfloat16)), want, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_odd_sizes_and_no_rows_take_the_loop() -> None:
     rows, gate_up, down = inputs(hidden=6, inter=5)
     got = grouped_experts(rows, OFFSETS, gate_up, down, activation=F.silu)
