@@ -1,6 +1,6 @@
 """What each rank does in the GPU tests of MoE layers. Ranks are processes, one per device.
 
-``kind="cpu"`` runs the same code without graphs (a "replay" is then an eager call), so that it is tried where there is no
+``kind="cpu"`` runs the same code without graphs (a "replay" is then an eager call), so that it is tried without a
 GPU.
 """
 
