@@ -38,6 +38,7 @@ class Case:
         router: a name in :data:`ROUTERS`.
         experts, topk, inner: sizes.
         width: hidden size, or None for one that suits the format.
+        host_counts: the layer's option.
         options: further arguments of ``moelink.init``.
     """
 
@@ -49,6 +50,7 @@ class Case:
     topk: int = TOPK
     inner: int = INNER
     width: int | None = None
+    host_counts: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -74,7 +76,13 @@ class Case:
         shared = None
         if self.shared == "overlapped":
             shared = GatedMLP(self.hidden, self.inner, seed=5, device=ep.device, dtype=self.combine_dtype)
-        options = {"intermediate_size": self.inner, "router": ROUTERS[self.router], "shared_expert": shared, "seed": 5}
+        options = {
+            "intermediate_size": self.inner,
+            "router": ROUTERS[self.router],
+            "shared_expert": shared,
+            "seed": 5,
+            "host_counts": self.host_counts,
+        }
         layer = MoE(ep, **{**options, **changes})
         if layer.router.correction_bias is not None:
             layer.router.correction_bias.copy_(torch.linspace(-0.2, 0.2, self.experts))

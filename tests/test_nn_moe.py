@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import moe_gpu_ranks
 import moe_layers
@@ -27,7 +28,7 @@ from moe_layers import (
     judge_training,
     model_of,
 )
-from moelink.nn import GatedMLP, MoE, RouterConfig, local_state_dict, merge_state_dicts
+from moelink.nn import GatedMLP, MoE, RouterConfig, load_report, local_state_dict, merge_state_dicts
 from moelink.testing import assert_bitwise_equal, run_ranks
 
 EXACT = [
@@ -36,6 +37,7 @@ EXACT = [
     Case("fp32", torch.float32, "overlapped", "deepseek"),
     Case("fp32", torch.float32, "fused"),
     Case(options=(("pre_reduce", False), ("expert_alignment", 4))),
+    Case(shared="overlapped", host_counts=True),
 ]  # fmt: skip
 
 SYMMETRIC = [Case("fp32", torch.float32, "overlapped", options=(("transport", "symmetric"),))]
@@ -187,6 +189,19 @@ def test_the_layer_compiles_without_a_graph_break(case: Case) -> None:
             layer.load.reset()
 
 
+def test_activation_checkpointing_gives_the_same_gradients_and_counts_again() -> None:
+    case = Case(shared="overlapped")
+    with moelink.init(**case.fields) as ep:
+        layer = case.make(ep)
+        x = case.inputs(0)[0]
+        want = step(layer, layer, x, None)
+        counted = layer.stats().tokens_per_expert
+        got = step(layer, lambda x: checkpoint(layer, x, use_reentrant=False), x, None)
+        for a, b in zip(got, want, strict=True):
+            assert_bitwise_equal(a, b)
+        assert layer.stats().tokens_per_expert == tuple(3 * count for count in counted)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +281,7 @@ def test_what_cannot_be_is_named() -> None:
         ("num_groups", {}, {"router": RouterConfig(num_groups=4)}),
         ("shared_expert", {"fused_shared_expert": True}, {"shared_expert": shared}),
         ("shared_expert", {"mode": "allreduce"}, {"shared_expert": shared}),
-        ("load_steps", {}, {"load_steps": 0}),
+        ("load_steps", {}, {"load_steps": -1}),
         ("topk", {"topk": 0}, {}),
     ]
     for name, changes, options in wrong:
@@ -304,6 +319,16 @@ def test_replicated_tokens_give_parts_of_the_sum(shared: str) -> None:
     want = dense(case, case.inputs(0)[0], first_state(case))
     for out in run_ranks(replicated, 3, case):
         close(out, want, torch.float64, "out")
+
+
+def test_a_layer_that_counts_nothing() -> None:
+    case = Case()
+    with moelink.init(**case.fields) as ep:
+        layer = case.make(ep, load_steps=0)
+        assert torch.equal(layer(case.inputs(0)[0]), case.make(ep)(case.inputs(0)[0]))
+        with pytest.raises(moelink.StateError, match="load_steps=0"):
+            layer.stats()
+        assert load_report(torch.nn.ModuleList([layer, case.make(ep)]))["layers"][0]["name"] == "1"
 
 
 def test_repr_says_what_is_where() -> None:

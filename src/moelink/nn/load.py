@@ -82,7 +82,7 @@ class LoadMeter(torch.nn.Module):
     ) -> None:
         super().__init__()
         if steps < 1:
-            raise ConfigError("load_steps", "an integer >= 1", steps)
+            raise ConfigError("load_steps", "an integer >= 1, or 0 in a layer that counts nothing", steps)
         self.rank, self.world_size, self.replicated = rank, world_size, replicated
         for name, shape in (("total", (num_experts,)), ("recent", (steps, num_experts)), ("step", ())):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)

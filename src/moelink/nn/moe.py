@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moelink.communicator import Communicator, init
 from moelink.config import EPConfig
-from moelink.errors import ArgumentError, ConfigError
+from moelink.errors import ArgumentError, ConfigError, StateError
 from moelink.nn.experts import Activation, dequantized, grouped_experts
 from moelink.nn.initial import EXPERTS, SHARED, draw
 from moelink.nn.load import LoadMeter, LoadStats
@@ -97,13 +97,15 @@ class MoE(torch.nn.Module):
         shared_expert: any module from [num_tokens, hidden_size] to the same, for example
             :class:`moelink.nn.GatedMLP`, whose output is added. It runs while dispatch is under way.
         seed: of the first weights. A layer on any number of ranks starts with the same weights.
-        load_steps: steps that :attr:`load` keeps one by one.
+        host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
+            for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
+        load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
         device, dtype: of the parameters; default the communicator's device and ``combine_dtype``. "meta" allocates
             nothing, for loading a checkpoint with ``assign=True``.
 
     Attributes:
         router, experts, shared_expert: the parts.
-        load: counts where tokens go.
+        load: counts where tokens go, or None.
         ep: the communicator.
 
     In mode "allreduce" tokens are replicated and the result is this rank's part of the sum, as combine's is: all-reduce
@@ -133,6 +135,7 @@ class MoE(torch.nn.Module):
         activation: Activation = torch.nn.functional.silu,
         shared_expert: torch.nn.Module | None = None,
         seed: int = 0,
+        host_counts: bool = False,
         load_steps: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -155,7 +158,8 @@ class MoE(torch.nn.Module):
                 dtype=dtype,
             )  # fmt: skip
             self.shared_expert = shared_expert
-            self.load = LoadMeter(
+            self.host_counts = host_counts
+            self.load = None if load_steps == 0 else LoadMeter(
                 config.num_experts, rank=config.rank, world_size=config.world_size,
                 replicated=config.mode == "allreduce", steps=load_steps, device=self.ep.device,
             )  # fmt: skip
@@ -199,13 +203,16 @@ class MoE(torch.nn.Module):
             tokens = tokens.where(present[:, None], 0)
         routing = self.router(tokens)
         ids = routing.topk_ids if present is None else routing.topk_ids.where(present[:, None], -1)
-        self.load.record(ids)
+        if self.load is not None:
+            self.load.record(ids)
         weights = routing.topk_weights.to(config.weight_dtype)
         if self.shared_expert is None:
             shared = None
-            recv = self.ep.dispatch(tokens, ids, weights, input_scale=input_scale)
+            recv = self.ep.dispatch(tokens, ids, weights, input_scale=input_scale, host_counts=self.host_counts)
         else:
-            pending = self.ep.dispatch_async(tokens, ids, weights, input_scale=input_scale)
+            pending = self.ep.dispatch_async(
+                tokens, ids, weights, input_scale=input_scale, host_counts=self.host_counts
+            )
             shared = self.shared_expert(tokens)
             recv = pending.wait()
         rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)
@@ -219,7 +226,13 @@ class MoE(torch.nn.Module):
         self.experts.reset_parameters()
 
     def stats(self) -> LoadStats:
-        """Where this rank's tokens went. Synchronises with the host; counting does not."""
+        """Where this rank's tokens went. Synchronises with the host; counting does not.
+
+        Raises:
+            StateError: the layer was made with ``load_steps=0``.
+        """
+        if self.load is None:
+            raise StateError("stats: expected a layer that counts, got one made with load_steps=0")
         return self.load.stats()
 
     def close(self) -> None:

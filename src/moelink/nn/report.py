@@ -20,14 +20,14 @@ SCHEMA_VERSION = 1
 
 
 def load_report(model: torch.nn.Module) -> dict[str, Any]:
-    """The statistics of all MoE layers of ``model`` on this rank, ready for JSON. Synchronises with the host.
+    """The statistics of all MoE layers of ``model`` that count, on this rank, for JSON. Synchronises with the host.
 
     ``{"schema_version": 1, "kind": "expert_load", "layers": [{"name": ..., **LoadStats}, ...]}``.
     """
     layers = [
         {"name": name or "moe", **dataclasses.asdict(module.stats())}
         for name, module in model.named_modules()
-        if isinstance(module, MoE)
+        if isinstance(module, MoE) and module.load is not None
     ]
     return {"schema_version": SCHEMA_VERSION, "kind": KIND, "layers": layers}
 
