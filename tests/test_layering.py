@@ -21,8 +21,19 @@ FLOORS = {
     3: ("memory", "group", "liveness", "handshake"),
     4: ("kernels",),
     5: ("transports",),
-    6: ("validation", "session", "communicator", "devices", "ops", "testing", "moelink", "activation", "epilogues"),
-    7: ("data", "demo", "cli", "plots", "bench", "trace", "__main__"),
+    6: (
+        "validation",
+        "session",
+        "communicator",
+        "devices",
+        "ops",
+        "testing",
+        "moelink",
+        "activation",
+        "epilogues",
+        "nn",
+    ),
+    7: ("nn", "data", "demo", "cli", "plots", "bench", "trace", "__main__"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
@@ -55,6 +66,8 @@ SIDEWAYS = {
     ("cli", "trace"),
     ("plots", "demo"),
     ("bench", "plots"),
+    ("nn", "plots"),
+    ("cli", "nn"),
     ("__main__", "cli"),
 }
 
