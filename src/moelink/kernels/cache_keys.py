@@ -2,8 +2,8 @@
 
 Triton 3.6 hashes a function together with the constants of the functions it calls, but leaves out those of a callee
 that has not been hashed yet, and orders constants of one name by the address of their module's globals. The kernel
-then has other keys in other processes: ranks compile again what lies in the cache on disk, and a changed constant may go
-unnoticed. Here callees come first and constants are named with their module.
+then has other keys in other processes: ranks compile again what lies in the cache on disk, and a changed constant may
+go unnoticed. Here callees come first, and constants are named with their module.
 """
 
 from __future__ import annotations
