@@ -56,6 +56,23 @@ def test_other_world_sizes(world_size):
     check_all([Case(BF16, "uniform"), Case(Setup("fp8_block128"), "repeats")], world_size)
 
 
+@pytest.fixture
+def filled_memory():
+    """What is not written shows: torch fills new tensors with NaN, or with the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "fp8_block128"])
+def test_padding_of_more_than_a_tile_is_zero(fmt, filled_memory):
+    """A group of 1 to 5 rows is followed by up to 256 rows of padding; 128-row tiles of scales end behind those."""
+    check_all([Case(Setup(fmt, (("expert_alignment", 130),)), "uniform")], 2)
+
+
 def process_main(rank, world_size, exchange, cases, fused):
     """One rank, in a process of its own, over shared memory."""
     results = []

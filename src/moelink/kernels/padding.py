@@ -81,7 +81,10 @@ def pad_tiles(
     capacity,
     S: tl.constexpr,
 ):
-    """Zero the scales behind each group's real rows up to the end of its last 128-row tile."""
+    """Zero the scales behind each group's real rows up to the end of its last 128-row tile.
+
+    Example: ALIGN 24 and 121 real rows: 144 rows in 2 tiles, so 135 rows of scales are zeroed, in two rounds of 128.
+    """
     columns = (S.SW + 3) // 4 * 4
     steps = (columns + 15) // 16
     j = tl.arange(0, 128)
@@ -89,9 +92,10 @@ def pad_tiles(
         g = i // steps - S.SHARED
         _, size, rows, block = group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S)
         c = i % steps * 16 + tl.arange(0, 16)
-        inner = size + j
-        place = scale_places(inner[:, None], inner[:, None], block, c[None, :], 0, S)
-        tl.store(
-            scales_out.to(S.SCALE_P, bitcast=True) + place, tl.zeros([128, 16], tl.int32).to(S.SCALE),
-            mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (c < columns)[None, :],
-        )  # fmt: skip
+        for j0 in tl.static_range(0, 126 + S.ALIGN, 128):
+            inner = size + j0 + j
+            place = scale_places(inner[:, None], inner[:, None], block, c[None, :], 0, S)
+            tl.store(
+                scales_out.to(S.SCALE_P, bitcast=True) + place, tl.zeros([128, 16], tl.int32).to(S.SCALE),
+                mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (c < columns)[None, :],
+            )  # fmt: skip
