@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moelink.config import EPConfig
+from moelink.formats.plain import Plain
 from moelink.output import DispatchOutput
 
 if TYPE_CHECKING:
@@ -48,10 +50,22 @@ def dequantize(
         >>> bool((out - 2 * x).abs().max() < 0.5), x.grad.unique().tolist()
         (True, [2.0])
     """
-    config = ep.config
+    return dequantized(recv, ep.config, input_scale=input_scale, dtype=dtype)
+
+
+def dequantized(
+    recv: DispatchOutput, config: EPConfig, *, input_scale: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """What :func:`dequantize` returns, from the configuration alone. Nothing synchronises with the host.
+
+    Rows that already have ``dtype`` in a format that carries numbers as they are (bf16, fp32, fp64) are not copied.
+    """
     fmt, scales = config.format, recv.scales
+    dtype = dtype or config.combine_dtype
     if scales is None or fmt.scale_layout is None:
-        return fmt.dequantize(recv.tokens, None, input_scale).to(dtype or config.combine_dtype)
+        if isinstance(fmt, Plain):
+            return recv.tokens.to(dtype)
+        return fmt.dequantize(recv.tokens, None, input_scale).to(dtype)
     with torch.no_grad():
         if config.layout == "expert":
             rows = torch.arange(recv.tokens.shape[0], device=recv.tokens.device)
@@ -63,6 +77,6 @@ def dequantize(
                 row_offsets=recv.row_offsets,
                 scale_width=fmt.scale_width(config.hidden_size),
             )
-        value = fmt.dequantize(recv.tokens, scales, input_scale).to(dtype or config.combine_dtype)
+        value = fmt.dequantize(recv.tokens, scales, input_scale).to(dtype)
     carrier = recv.handle.carrier
     return value if carrier is None else _Straight.apply(value, carrier)  # type: ignore[no-any-return, no-untyped-call]

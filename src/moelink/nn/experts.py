@@ -1,0 +1,197 @@
+"""Feed-forward experts over the rows that dispatch returns: two grouped matrix products and a gated activation.
+
+Legend: ``R`` rows, ``H`` hidden_size, ``I`` intermediate_size, ``G`` groups. ``row_offsets`` [G + 1] int32 are
+exclusive starts; group g is rows ``row_offsets[g]`` to ``row_offsets[g + 1]``; rows from ``row_offsets[-1]`` on are
+undefined, in and out.
+
+``torch._grouped_mm`` is used where it runs (:func:`has_grouped_mm`), else a plain loop over groups. Rows of quantised
+formats become numbers first (:func:`dequantized`): torch has no grouped product that takes rows with the scales of
+``fp8_block128``, and those it has for other formats need weights quantised as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.ops.rows import dequantized
+
+__all__ = ["Activation", "dequantized", "grouped_experts", "grouped_matmul", "has_grouped_mm"]
+
+Activation = Callable[[Tensor], Tensor]
+"""A function of each element, such as ``torch.nn.functional.silu``."""
+
+_ALIGNMENT = 16
+_MAX_GROUPS = 1023
+
+
+def grouped_experts(
+    tokens: Tensor, row_offsets: Tensor, gate_up: Tensor, down: Tensor, *, activation: Activation
+) -> Tensor:
+    """``down[g] (activation(gate) * up)`` with ``[gate | up] = gate_up[g] row`` for every row of every group g.
+
+    Args:
+        tokens: [R, H], bf16, fp16, fp32 or fp64.
+        row_offsets: [G + 1] int32 on the device of ``tokens``.
+        gate_up: [G, 2 * I, H] of the dtype of ``tokens``: in each group I rows of gate, then I rows of up.
+        down: [G, H, I] of the same dtype.
+        activation: what is applied to gate.
+
+    Returns:
+        [R, H] of the same dtype, differentiable in ``tokens``, ``gate_up`` and ``down``. Groups without rows give
+        zero gradients.
+
+    With :func:`has_grouped_mm` on CUDA nothing synchronises with the host and a CUDA graph may capture it; otherwise
+    group sizes are read on the host.
+
+    Raises:
+        ArgumentError: a shape, dtype or device does not fit.
+        UnsupportedError: a CUDA graph is being captured and group sizes would have to be read on the host.
+
+    Example:
+        >>> import torch
+        >>> gate_up, down = torch.tensor([[[1.0], [2.0]], [[1.0], [3.0]]]), torch.ones(2, 1, 1)
+        >>> rows, row_offsets = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1, 2], dtype=torch.int32)
+        >>> grouped_experts(rows, row_offsets, gate_up, down, activation=torch.relu).tolist()
+        [[2.0], [12.0]]
+    """
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2:
+        raise ArgumentError("gate_up", "shape [G, 2 * intermediate_size, H]", list(gate_up.shape))
+    groups, doubled, hidden = gate_up.shape
+    if down.shape != (groups, hidden, doubled // 2):
+        raise ArgumentError("down", f"shape {[groups, hidden, doubled // 2]}, as gate_up has it", list(down.shape))
+    gate, up = grouped_matmul(tokens, row_offsets, gate_up).chunk(2, dim=1)
+    return grouped_matmul(activation(gate) * up, row_offsets, down)
+
+
+def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight[g].T`` for the rows of each group g: [R, K] and [G, N, K] give [R, N].
+
+    Raises: as :func:`grouped_experts`.
+    """
+    _check(rows, row_offsets, weight)
+    if _fits_grouped_mm(rows, weight):
+        out = torch._grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=row_offsets[1:])
+        return _ContiguousGrad.apply(out)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.ops.moelink.matmul_by_group(rows, row_offsets, weight)  # type: ignore[no-any-return]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch._grouped_mm`` runs for this device and dtype, on CUDA without a host synchronisation.
+
+    bf16 on CUDA of compute capability 9.0 and 10.x, and on CPU. Other devices take a path inside torch that reads the
+    offsets on the host, and other dtypes have no shape rule there, without which nothing can be traced.
+    """
+    return _has_grouped_mm(torch.device(device), dtype)
+
+
+@cache
+def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype != torch.bfloat16:
+        return False
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return device.type == "cpu"
+
+
+def _fits_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
+    """Besides device and dtype: rows of 16 bytes for the memory loads, groups that its kernel can count."""
+    groups, columns, inner = weight.shape
+    aligned = columns * rows.element_size() % _ALIGNMENT == 0 and inner * rows.element_size() % _ALIGNMENT == 0
+    if not aligned or rows.shape[0] == 0 or not 0 < groups <= _MAX_GROUPS or not columns * inner:
+        return False
+    return weight.is_contiguous() and bool(has_grouped_mm(rows.device, rows.dtype))
+
+
+def _check(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> None:
+    if weight.dim() != 3:
+        raise ArgumentError("weight", "shape [G, N, K]", list(weight.shape))
+    if rows.dim() != 2 or rows.shape[1] != weight.shape[2]:
+        raise ArgumentError("tokens", f"shape [R, {weight.shape[2]}]", list(rows.shape))
+    if rows.dtype != weight.dtype or not rows.is_floating_point():
+        raise ArgumentError("tokens", f"dtype {weight.dtype}, that of the weights", rows.dtype)
+    if row_offsets.shape != (weight.shape[0] + 1,) or row_offsets.dtype != torch.int32:
+        got = f"{row_offsets.dtype} {list(row_offsets.shape)}"
+        raise ArgumentError("row_offsets", f"int32 [{weight.shape[0] + 1}], one more than groups", got)
+    for name, tensor in (("row_offsets", row_offsets), ("weight", weight)):
+        if tensor.device != rows.device:
+            raise ArgumentError(name, f"device {rows.device}", tensor.device)
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """The identity; its gradient is contiguous, as ``torch._grouped_mm`` needs it and a broadcast one is not."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+# --- the plain loop: operators, so that a compiler need not follow sizes that only the host knows ---------------------
+
+
+def _bounds(row_offsets: Tensor) -> list[tuple[int, int]]:
+    """(start, end) of each group, on the host."""
+    if row_offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a CUDA graph cannot capture experts whose group sizes are read on the host; use bf16 weights with "
+            "hidden_size and intermediate_size multiples of 8, on compute capability 9.0 or 10.x"
+        )
+    offsets = row_offsets.tolist()
+    return list(zip(offsets[:-1], offsets[1:], strict=True))
+
+
+@torch.library.custom_op("moelink::matmul_by_group", mutates_args=())
+def _matmul_by_group(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
+    out = rows.new_zeros(rows.shape[0], weight.shape[1])
+    for group, (start, end) in enumerate(_bounds(row_offsets)):
+        if start < end:
+            torch.mm(rows[start:end], weight[group].t(), out=out[start:end])
+    return out
+
+
+@torch.library.custom_op("moelink::outer_by_group", mutates_args=())
+def _outer_by_group(left: Tensor, right: Tensor, row_offsets: Tensor) -> Tensor:
+    """[R, M] and [R, N] to [G, M, N]: the sum of ``outer(left[r], right[r])`` over the rows of each group."""
+    bounds = _bounds(row_offsets)
+    out = left.new_zeros(len(bounds), left.shape[1], right.shape[1])
+    for group, (start, end) in enumerate(bounds):
+        if start < end:
+            torch.mm(left[start:end].t(), right[start:end], out=out[group])
+    return out
+
+
+@_matmul_by_group.register_fake
+def _matmul_by_group_fake(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@_outer_by_group.register_fake
+def _outer_by_group_fake(left: Tensor, right: Tensor, row_offsets: Tensor) -> Tensor:
+    return left.new_empty(row_offsets.shape[0] - 1, left.shape[1], right.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    rows, row_offsets, weight = ctx.saved_tensors
+    drows = dweight = None
+    if ctx.needs_input_grad[0]:
+        drows = torch.ops.moelink.matmul_by_group(grad, row_offsets, weight.transpose(1, 2))
+    if ctx.needs_input_grad[2]:
+        dweight = torch.ops.moelink.outer_by_group(grad, rows, row_offsets)
+    return drows, None, dweight
+
+
+_matmul_by_group.register_autograd(_backward, setup_context=_save)
