@@ -22,7 +22,8 @@ FLOORS = {
     4: ("kernels",),
     5: ("transports",),
     6: ("validation", "session", "communicator", "devices", "ops", "testing", "moelink", "activation", "epilogues"),
-    7: ("data", "demo", "cli", "plots", "bench", "trace", "__main__"),
+    7: ("nn", "data", "demo", "cli", "plots", "bench", "trace", "__main__"),
+    8: ("integrations",),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
