@@ -142,6 +142,8 @@ def test_training_equals_one_process_on_the_whole_batch(
     for rank, found in enumerate(run.answers):
         want = {name: local_part(name, value, rank, run.world_size) for name, value in right.gradients.items()}
         check_gradients(found[family].gradients[feeding], want, what=f"rank {rank}")
+        norm = torch.stack([value.norm() for value in right.gradients.values()]).norm()
+        assert off_by(found[family].norms[feeding], norm) < FP32_GRADIENTS
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_block128"])

@@ -144,7 +144,7 @@ def train(model: PreTrainedModel, ids: Tensor) -> Tensor:
     model.train()
     loss = model(ids, labels=ids, num_items_in_batch=num_items(), use_cache=False).loss
     loss.backward()
-    return loss.detach()
+    return loss.detach().cpu()
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,17 @@ import moelink
 from moelink.integrations.transformers import LoadReport, ParallelModel, from_pretrained, parallelize, register
 from transformers_models import MAX_TOKENS, NEW_TOKENS, generate, share, tokens, train
 
-COMMON: dict[str, Any] = {"max_tokens_per_rank": MAX_TOKENS, "device": "cpu"}
+COMMON: dict[str, Any] = {"max_tokens_per_rank": MAX_TOKENS}
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Of one family: the checkpoint, this rank's part of it, and where to write it again."""
+    """Of one family: the checkpoint, this rank's part of it, where to write it again; and the device to use."""
 
     whole: str
     own: str
     saved: str
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Answers:
         replicated, sharded: logits of the whole batch, and of this rank's sequences.
         continuation: of the whole batch. own_continuation: of this rank's sequences, each rank of another length.
         losses, gradients: of a training step, by way of feeding ("recomputed": alltoall with gradient checkpointing).
-            Experts' gradients are those of this rank's experts.
+            Experts' gradients are those of this rank's experts. norms: of the whole model's gradient.
         by_format: logits of this rank's sequences, by dispatch format.
         bf16: logits of this rank's sequences of the model in bf16.
         read: what was read of a checkpoint that has no other rank's experts.
@@ -46,6 +47,7 @@ class Answers:
     own_continuation: Tensor
     losses: dict[str, Tensor]
     gradients: dict[str, dict[str, Tensor]]
+    norms: dict[str, Tensor]
     by_format: dict[str, Tensor]
     bf16: Tensor
     read: LoadReport
@@ -53,47 +55,48 @@ class Answers:
 
 def gradients(parallel: ParallelModel) -> dict[str, Tensor]:
     named = parallel.model.named_parameters()
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return {name: p.grad.cpu().clone() for name, p in named if p.grad is not None}
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(ids).logits
+        return model(ids).logits.cpu()
 
 
 def answers(rank: int, world_size: int, folders: Folders) -> Answers:
-    ids = tokens()
+    ids = tokens().to(folders.device)
     own = ids[share(rank, world_size)]
-    losses, grads, by_format = {}, {}, {}
-    with from_pretrained(folders.own, mode="allreduce", **COMMON) as parallel:
+    common = COMMON | {"device": folders.device}
+    losses, grads, by_format, norms = {}, {}, {}, {}
+    with from_pretrained(folders.own, mode="allreduce", **common) as parallel:
         assert parallel.ep.config.dispatch_format == "fp32"
-        replicated, continuation = logits(parallel.model, ids), generate(parallel.model, ids)
+        replicated, continuation = logits(parallel.model, ids), generate(parallel.model, ids).cpu()
         losses["allreduce"] = train(parallel.model, ids)
         parallel.sum_gradients()
-        grads["allreduce"] = gradients(parallel)
+        grads["allreduce"], norms["allreduce"] = gradients(parallel), parallel.grad_norm().cpu()
         read = parallel.loaded
         assert read is not None
         parallel.save_pretrained(folders.saved)
     # The second way to get there: a model that every rank has loaded whole.
-    model = AutoModelForCausalLM.from_pretrained(folders.whole)
-    with parallelize(model, **COMMON) as parallel:
+    model = AutoModelForCausalLM.from_pretrained(folders.whole).to(folders.device)
+    with parallelize(model, **common) as parallel:
         sharded = logits(model, own)
-        own_continuation = generate(model, own, new_tokens=NEW_TOKENS - rank, synced_gpus=world_size > 1)
+        own_continuation = generate(model, own, new_tokens=NEW_TOKENS - rank, synced_gpus=world_size > 1).cpu()
         for name in ("alltoall", "recomputed"):
             model.zero_grad()
             if name == "recomputed":
                 model.gradient_checkpointing_enable()
             losses[name] = train(model, own)
             parallel.sum_gradients()
-            grads[name] = gradients(parallel)
+            grads[name], norms[name] = gradients(parallel), parallel.grad_norm().cpu()
     for name in ("bf16", "fp8_block128"):
-        with from_pretrained(folders.own, dispatch_format=name, **COMMON) as parallel:
+        with from_pretrained(folders.own, dispatch_format=name, **common) as parallel:
             by_format[name] = logits(parallel.model, own)
-    with from_pretrained(folders.own, dtype=torch.bfloat16, **COMMON) as parallel:
+    with from_pretrained(folders.own, dtype=torch.bfloat16, **common) as parallel:
         assert parallel.ep.config.dispatch_format == "bf16"
         assert {p.dtype for p in parallel.model.parameters()} == {torch.bfloat16}
         bf16 = logits(parallel.model, own)
-    return Answers(replicated, sharded, continuation, own_continuation, losses, grads, by_format, bf16, read)
+    return Answers(replicated, sharded, continuation, own_continuation, losses, grads, norms, by_format, bf16, read)
 
 
 @dataclass(frozen=True)
@@ -154,15 +157,22 @@ def everything(
     return found, registered(rank, world_size, folders) if world_size > 1 and has_registry else {}
 
 
+def on_gpus(rank: int, world_size: int, folders: dict[str, str], saved: str) -> dict[str, Answers]:
+    return {
+        name: answers(rank, world_size, Folders(folder, folder, f"{saved}/{name}", device=f"cuda:{rank}"))
+        for name, folder in folders.items()
+    }
+
+
 def mishaps(rank: int, world_size: int, folder: str, broken: str, small: str) -> dict[str, Any]:
     """What wrong uses say, and that the ranks can go on afterwards, with experts that their number does not divide."""
     said: dict[str, Any] = {}
     for what, where in {"small": small, "broken": broken}.items():
         try:
-            from_pretrained(where, **COMMON)
+            from_pretrained(where, device="cpu", **COMMON)
         except moelink.MoelinkError as error:
             said[what] = f"{type(error).__name__}: {error}"
-    with from_pretrained(folder, mode="allreduce", **COMMON) as parallel:
+    with from_pretrained(folder, mode="allreduce", device="cpu", **COMMON) as parallel:
         said["experts"] = parallel.ep.config.num_local_experts
         said["logits"] = logits(parallel.model, tokens())
         said["saved"] = None

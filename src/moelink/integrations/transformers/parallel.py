@@ -20,7 +20,7 @@ from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
 from moelink.integrations.transformers.experts import ParallelExperts, check_experts
 from moelink.integrations.transformers.families import Family, experts_of, family_of
 from moelink.integrations.transformers.loading import ExpertWeights, LocalExperts, empty_model, fill, is_empty
-from moelink.integrations.transformers.replicated import sum_gradients
+from moelink.integrations.transformers.replicated import gradient_norm, sum_gradients
 from moelink.integrations.transformers.saving import gathered_state_dict
 from moelink.integrations.transformers.settings import Settings, Shape
 from moelink.routing import ExpertMap
@@ -49,8 +49,15 @@ class ParallelModel:
         rank has seen every token it served. In mode "allreduce" all gradients are whole, and this does nothing.
         """
         if self.ep.config.mode == "alltoall":
-            own = {id(p) for module in self._experts() for p in module.parameters()}
-            sum_gradients((p for p in self.model.parameters() if id(p) not in own), self.group)
+            sum_gradients(self._replicated(), self.group)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of the whole model's gradient, [] fp32, the same on every rank. Collective; after sum_gradients.
+
+        ``torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, parallel.grad_norm())`` clips by it.
+        (``clip_grad_norm_`` would scale each rank by the norm of what it has itself, and ranks would drift apart.)
+        """
+        return gradient_norm(self._replicated(), self._own(), self.group)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the whole model, all experts included, as transformers would write it unsharded. Collective.
@@ -68,8 +75,12 @@ class ParallelModel:
                 problem = error
         agreed(problem, self.group)
 
-    def _experts(self) -> list[ParallelExperts]:
-        return [module for _, module in experts_modules(self.model)]
+    def _own(self) -> list[nn.Parameter]:
+        return [parameter for _, module in experts_modules(self.model) for parameter in module.parameters()]
+
+    def _replicated(self) -> list[nn.Parameter]:
+        own = {id(parameter) for parameter in self._own()}
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in own]
 
     def close(self) -> None:
         """Release the communicator. The model keeps its weights and cannot run any more."""

@@ -78,3 +78,15 @@ def _sum_in_place(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for tensor, total in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
         tensor.copy_(total)
+
+
+def gradient_norm(
+    replicated: Iterable[torch.nn.Parameter], own: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None
+) -> Tensor:
+    """The 2-norm, [] fp32, of the gradients of ``replicated`` (the same on every rank) and of every rank's ``own``."""
+    parts = [[p.grad.detach().float().norm() for p in some if p.grad is not None] for some in (replicated, own)]
+    device = next((part.device for part in parts[0] + parts[1]), torch.device("cpu"))
+    same, mine = (torch.stack([*norms, torch.zeros((), device=device)]).square().sum() for norms in parts)
+    if group is not None:
+        dist.all_reduce(mine, group=group)
+    return (same + mine).sqrt()
