@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+if find_spec("transformers") is None:
+    pytest.skip("the extra 'transformers' is not installed", allow_module_level=True)
 
 from transformers import (
     AutoModelForCausalLM,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+if find_spec("transformers") is None:
+    pytest.skip("the extra 'transformers' is not installed", allow_module_level=True)
 
 import moelink
 from moelink.testing import run_ranks

@@ -107,6 +107,7 @@ class Registered:
         replicated, continuation: of the whole batch. sharded: logits of this rank's sequences.
         losses, gradients: of a training step, by way of feeding; gradients whole.
         modes: of the communicators that were made, in order.
+        refused: what a mixture of both is told.
     """
 
     replicated: Tensor
@@ -115,11 +116,34 @@ class Registered:
     losses: dict[str, Tensor]
     gradients: dict[str, dict[str, Tensor]]
     modes: list[str]
+    refused: str
 
 
 def full(value: Tensor) -> Tensor:
     """A parameter's gradient, whole, however transformers has sharded it."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def same_batch(family: str, world_size: int) -> Any:
+    """The two ways to ask transformers for it: by sizes, and by the flag that sizes have replaced."""
+    from transformers.distributed import DistributedConfig
+
+    if family == "qwen3_moe":
+        return DistributedConfig(tp_plan="auto", enable_expert_parallel=True, ep_implementation="moelink")
+    return DistributedConfig(tp_size=world_size, ep_size=world_size, ep_implementation="moelink")
+
+
+def mixture_refused(folder: str, world_size: int) -> str:
+    """What is said to ranks of which two each hold the same batch."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=2, fsdp_size=world_size // 2, ep_size=world_size, ep_implementation="moelink")
+    with register(max_tokens_per_rank=MAX_TOKENS):
+        try:
+            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+        except moelink.UnsupportedError as error:
+            return str(error)
+    return ""
 
 
 def registered(rank: int, world_size: int, folders: dict[str, str]) -> dict[str, Registered]:
@@ -128,22 +152,22 @@ def registered(rank: int, world_size: int, folders: dict[str, str]) -> dict[str,
     ids = tokens()
     own = ids[share(rank, world_size)]
     found = {}
-    common: dict[str, Any] = {"ep_size": world_size, "ep_implementation": "moelink"}
+    refused = mixture_refused(folders["mixtral"], world_size) if world_size == 4 else ""
     for name, folder in folders.items():
         with register(max_tokens_per_rank=MAX_TOKENS) as registration:
             losses, grads = {}, {}
-            config = DistributedConfig(tp_size=world_size, **common)
+            config = same_batch(name, world_size)
             model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
             replicated, continuation = logits(model, ids), generate(model, ids)
             losses["allreduce"] = train(model, ids)
             grads["allreduce"] = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-            config = DistributedConfig(fsdp_size=world_size, tp_size=1, **common)
+            config = DistributedConfig(fsdp_size=world_size, ep_size=world_size, ep_implementation="moelink")
             model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
             sharded = logits(model, own)
             losses["alltoall"] = train(model, own)
             grads["alltoall"] = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
             modes = [ep.config.mode for ep in registration.communicators]
-        found[name] = Registered(replicated, continuation, sharded, losses, grads, modes)
+        found[name] = Registered(replicated, continuation, sharded, losses, grads, modes, refused)
     return found
 
 
