@@ -233,6 +233,11 @@ def test_the_router_bias_of_deepseek_stays_fp32(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+def test_attention_is_the_callers_choice(mixtral: Path) -> None:
+    with from_pretrained(mixtral, attn_implementation="eager", **ONE) as parallel:
+        assert parallel.model.config._attn_implementation == "eager"
+
+
 def test_a_checkpoint_knows_how_to_generate(mixtral: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixtral)
     model.generation_config.eos_token_id = 17

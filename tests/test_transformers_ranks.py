@@ -33,7 +33,7 @@ from transformers_models import (
     truth,
     write,
 )  # fmt: skip
-from transformers_ranks import Answers, Registered, everything, mishaps
+from transformers_ranks import Answers, Registered, compiled, everything, mishaps
 
 # Sums of a few hundred terms in another order: measured below 1e-6 for logits and 3e-6 for gradients.
 FP32_LOGITS, FP32_GRADIENTS = 5e-6, 2e-5
@@ -204,6 +204,11 @@ def test_transformers_own_expert_parallelism(run: Run, truths: dict[str, Truth],
         check_gradients(mine.gradients["allreduce"], right.gradients, what=f"rank {rank}, same batch")
         # FSDP takes the mean over ranks where one process takes the sum.
         check_gradients(mine.gradients["alltoall"], right.gradients, factor=run.world_size, what=f"rank {rank}, FSDP")
+
+
+def test_a_model_compiles_as_one_graph(folders: dict[str, str]) -> None:
+    """With the all-reduce of mode "allreduce" in it, besides dispatch and combine."""
+    assert all(run_ranks(compiled, 2, folders["mixtral"], timeout=200))
 
 
 def test_mishaps_reach_every_rank_and_end_in_clear_errors(

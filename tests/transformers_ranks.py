@@ -181,6 +181,18 @@ def everything(
     return found, registered(rank, world_size, folders) if world_size > 1 and has_registry else {}
 
 
+def compiled(rank: int, world_size: int, folder: str) -> bool:
+    """Whether the model as one graph, forward and backward, gives what it gives without a compiler."""
+    ids = tokens()
+    with from_pretrained(folder, mode="allreduce", device="cpu", **COMMON) as parallel:
+        loss, want = train(parallel.model, ids), gradients(parallel)
+        parallel.model.zero_grad()
+        again = train(torch.compile(parallel.model, backend="aot_eager", fullgraph=True), ids)
+        got = gradients(parallel)
+    same = all(torch.allclose(got[name], want[name], atol=1e-6) for name in want)
+    return same and got.keys() == want.keys() and torch.allclose(loss, again)
+
+
 def on_gpus(rank: int, world_size: int, folders: dict[str, str], saved: str) -> dict[str, Answers]:
     return {
         name: answers(rank, world_size, Folders(folder, folder, f"{saved}/{name}", device=f"cuda:{rank}"))

@@ -18,13 +18,20 @@ from moelink.integrations.transformers.errors import CheckpointError
 from moelink.integrations.transformers.families import Family
 
 
-def empty_model(folder: str | Path, *, dtype: torch.dtype | None = None, auto_class: Any = None) -> PreTrainedModel:
+def empty_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    auto_class: Any = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
     """The model that ``folder`` describes, its parameters on the meta device: nothing of its weights is read.
 
     Args:
         folder: with ``config.json`` (and ``generation_config.json``, if it is to generate as its makers meant).
         dtype: of the weights; None for the one in ``config.json``.
         auto_class: one of transformers' auto classes; None for AutoModelForCausalLM.
+        attn_implementation: as transformers calls it; None for its choice.
 
     Raises:
         UnsupportedError: the checkpoint is quantised.
@@ -36,7 +43,11 @@ def empty_model(folder: str | Path, *, dtype: torch.dtype | None = None, auto_cl
             "fp16 or fp32 weights can be loaded by expert"
         )
     with init_empty_weights():  # buffers that no file has, of rotary embeddings, keep their values
-        model: PreTrainedModel = (auto_class or AutoModelForCausalLM).from_config(config, dtype=dtype or config.dtype)
+        model: PreTrainedModel = (auto_class or AutoModelForCausalLM).from_config(
+            config,
+            dtype=dtype or config.dtype,
+            **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
+        )
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model

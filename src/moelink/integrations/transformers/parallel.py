@@ -180,6 +180,7 @@ def from_pretrained(
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
     auto_class: Any = None,
+    attn_implementation: str | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     transport: TransportName = "auto",
@@ -188,10 +189,10 @@ def from_pretrained(
 ) -> ParallelModel:
     """Load a checkpoint, each rank its own experts only: :func:`empty_model`, then :func:`parallelize`. Collective.
 
-    ``dtype`` and ``auto_class`` as in :func:`empty_model`, the rest as in :func:`parallelize`. The model is in
-    evaluation mode, as with transformers' own ``from_pretrained``.
+    ``dtype``, ``auto_class`` and ``attn_implementation`` as in :func:`empty_model`, the rest as in :func:`parallelize`.
+    The model is in evaluation mode, as with transformers' own ``from_pretrained``.
     """
-    model = empty_model(folder, dtype=dtype, auto_class=auto_class)
+    model = empty_model(folder, dtype=dtype, auto_class=auto_class, attn_implementation=attn_implementation)
     parallel = parallelize(
         model,
         max_tokens_per_rank=max_tokens_per_rank,
