@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +36,8 @@ from moelink.testing import RankData, assert_bitwise_equal, rank_data, run_ranks
 ROUNDS = ("full", "holes", "skewed", "one_expert", "one_token", "nothing")
 SCENARIOS = ("holes", "repeats", "one_rank_empty", "uniform", "one_expert", "skewed")
 MAX_WORKERS = 48
+PATIENCE = 45.0
+"""Seconds after which a rank that is still with the same configuration prints where it is."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], kind: str = "cuda"
     results, opening, calling = [], 0.0, 0.0
     for job in jobs:
         start = time.monotonic()
+        print(f"rank {rank}: {job.config.name}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback_later(PATIENCE)
         with contextlib.ExitStack() as stack:
             pair = []
             for transport in ("symmetric", "collective"):
@@ -133,6 +139,7 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], kind: str = "cuda"
         opening += opened - start
         if kind == "cuda":
             torch.cuda.empty_cache()
+    faulthandler.cancel_dump_traceback_later()
     return Outcome(differences, results, opening, calling)
 
 

@@ -13,8 +13,12 @@ from format_inputs import fp32_inputs, rows
 from moelink.formats import format_names, get_format
 
 pytest.importorskip("triton")
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from format_kernels import CODECS, decode_kernel, encode_kernel, shape  # noqa: E402
 from moelink.formats.device import Codec  # noqa: E402
+from moelink.formats.device.casts import divide_rows  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -196,6 +200,20 @@ class TestOnGpu:
         out.fill_(99)
         graph.replay()
         assert torch.equal(back, want)
+
+
+@triton.jit
+def divide_kernel(x, divisor, out):
+    at = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out + at, divide_rows(tl.load(x + at), tl.load(divisor + tl.arange(0, 2)), True))
+
+
+def test_quotients_by_one_reciprocal_a_row_keep_their_sign():
+    x = torch.tensor([[-0.0, 0.0, -1.0, 1e-45], [3.0, -(2.0**-149), -0.0, 2.0**-140]], device=DEVICE)
+    divisor, out = torch.tensor([0.5, 3.0], device=DEVICE), torch.empty_like(x)
+    divide_kernel[(1,)](x, divisor, out)
+    assert torch.equal(out.signbit(), x.signbit()), out
+    assert torch.equal(out[0, :3].cpu(), torch.tensor([-0.0, 0.0, -2.0]))
 
 
 def test_quotients_by_one_reciprocal_a_row_are_exact():

@@ -11,19 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from matrix_configs import CONFIGS
+
 HERE = Path(__file__).parent
+
+
+def output_of(script, *args):
+    """Lines that ``script`` prints in a process where kernels are not interpreted (AMD may abort it)."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), str(HERE), env.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *args], capture_output=True, text=True, env=env, timeout=280
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    return done.stdout.splitlines()
 
 
 @functools.cache
 def compiled(target):
-    """What ``aot.py`` says of every kernel, in a process where kernels are not interpreted (AMD may abort it)."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), env.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "aot.py"), target], capture_output=True, text=True, env=env, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    """What ``aot.py`` says of every kernel."""
+    return [json.loads(line) for line in output_of("aot.py", target) if line.startswith("{")]
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -51,3 +58,15 @@ def test_compiles_for_amd():
     for kernel in kernels:
         assert kernel["local"] == 0, f"{kernel['name']} spills"
         assert any("store_dwordx4" in op for op in kernel["ops"]), kernel["name"]
+
+
+def test_every_form_is_a_program():
+    lines = output_of("aot_forms.py")
+    assert len(lines) > 2 * len(CONFIGS)
+    assert all(line.endswith(": fine") for line in lines)
+
+
+def test_cache_keys_do_not_depend_on_what_came_before():
+    forwards, backwards = (output_of("cache_keys.py", order) for order in ("forwards", "backwards"))
+    assert forwards == backwards
+    assert len(set(line.split()[1] for line in forwards)) == len(forwards)

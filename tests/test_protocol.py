@@ -181,9 +181,12 @@ def test_wrong_wait_is_caught(monkeypatch, phase):
 @pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
 def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, module):
     monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
-    # Combines in a row: a dispatch in between would hold fast ranks back.
-    salted = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
-    assert (caught([*TWO, *ONE], combine=False) if module is send else caught(salted, one_dispatch=True)) is not None
+    # One phase alone: a call of the other in between holds fast ranks back. Many dispatches, as a rank waits for the
+    # others' rows, too, and so is a call ahead only while another one has sent but not yet read.
+    tokens = ((3, 2), (1, 4), (3, 1), (4, 4), (2, 3), (4, 1), (1, 1), (4, 4))
+    dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=each) for seed, each in enumerate(tokens, 1)]
+    combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
+    assert (caught(dispatches, combine=False) if module is send else caught(combines, one_dispatch=True)) is not None
 
 
 def test_wait_for_what_never_comes_is_a_deadlock(monkeypatch):

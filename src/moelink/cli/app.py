@@ -11,6 +11,7 @@ import typer
 from moelink.cli import render
 from moelink.cli.bench import bench_app
 from moelink.cli.environment import inspect_environment
+from moelink.cli.plot import plot
 from moelink.cli.progress import progress_on_stderr
 from moelink.data import bundled_text
 from moelink.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, run_demo
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.command()(plot)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 

@@ -13,6 +13,7 @@ send_back    combine, expert role: ``send_tokens_back``
 reduce       combine, home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
 combine      the two roles as one launch or two
 spec         what is fixed when a kernel is compiled
+cache_keys   so that every process finds what another one has compiled
 activation   SiLU and quantise between the two grouped matmuls
 epilogues    Triton halves of the ready epilogues
 contract     the launchers over caller-owned buffers, under the contract's names; exported here

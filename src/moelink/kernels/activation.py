@@ -31,6 +31,7 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.formats.device.casts import as_float, as_int
+from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.spec import is_interpreted
 
 TILES = "tiles_128x4"
@@ -197,7 +198,8 @@ def launch(
         most = 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if cuda else 2
         num_programs = max(1, min(most, triton.cdiv(x.shape[0] * (hidden // group), per_step)))
     alpha, limit = clamp or (1.0, 1.0)
-    silu_and_quantize_kernel[(num_programs,)](
+    settle_cache_key(codec.encode)
+    settle_cache_key(silu_and_quantize_kernel)[(num_programs,)](
         x, row_offsets, row_offsets if input_scales is None else input_scales,
         row_offsets if scales_offsets is None else scales_offsets, tokens.view(_UNSIGNED[codec.ELEMENT_BYTES]),
         row_offsets if scales is None else scales if codec.SCALE_BYTES == 4 else scales.view(torch.uint8), x.shape[0],

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
+from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.cut import FEW_TOKENS
 from moelink.protocol import MAX_SENDERS
 from moelink.workspace import Workspace
@@ -108,7 +109,8 @@ class CommonSpec:
         # device functions in it. It is also what equality and hashing mean (pointer types have no hash).
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
-        text = ",".join(f"{name}={getattr(value, 'cache_key', value)}" for name, value in values.items())
+        keys = {name: getattr(settle_cache_key(value), "cache_key", value) for name, value in values.items()}
+        text = ",".join(f"{name}={key}" for name, key in keys.items())
         object.__setattr__(self, "_name", f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}")
         # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
         if not is_interpreted():

@@ -76,6 +76,8 @@ def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
     """
     _check(rows, row_offsets, weight)
     if _fits_grouped_mm(rows, weight):
+        if _leaves_empty_groups(rows.device):
+            weight = _ZeroGradWithoutRows.apply(weight, row_offsets)  # type: ignore[no-untyped-call]
         out = torch._grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=row_offsets[1:])
         return _ContiguousGrad.apply(out)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.moelink.matmul_by_group(rows, row_offsets, weight)  # type: ignore[no-any-return]
@@ -98,6 +100,15 @@ def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device)[0] in (9, 10)
     return device.type == "cpu"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _leaves_empty_groups(device: torch.device) -> bool:
+    """Whether ``torch._grouped_mm`` leaves the weight gradient of groups without rows unwritten.
+
+    It does on compute capability 10.x (pytorch issue 172439), and writes zeros on 9.0 and on CPU.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def _fits_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
@@ -134,6 +145,20 @@ class _ContiguousGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
+
+
+class _ZeroGradWithoutRows(torch.autograd.Function):
+    """The identity on weights; its gradient is zero for groups without rows, whatever comes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, row_offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(row_offsets)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (row_offsets,) = ctx.saved_tensors
+        return grad.where((row_offsets[1:] > row_offsets[:-1])[:, None, None], 0), None
 
 
 # --- the plain loop: operators, so that a compiler need not follow sizes that only the host knows ---------------------

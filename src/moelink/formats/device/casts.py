@@ -10,6 +10,7 @@ import triton.language as tl
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-0x80000000)
 F32_MAX_BITS = tl.constexpr(0x7F7FFFFF)
 E8M0_NAN = tl.constexpr(255)
 
@@ -64,6 +65,8 @@ def divide_rows(x, divisor, NATIVE: tl.constexpr):
         close = tl.fma(tl.fma(-rough, row, x), inverse, rough)
         exact = tl.fma(tl.fma(-close, row, x), inverse, close)
         quotient = tl.where(tl.abs(rough) < 1048576.0, exact, rough)
+        # The corrections turn -0 into +0.
+        quotient = as_float(as_int(quotient) | (as_int(x) & SIGN))
     else:
         quotient = tl.math.div_rn(x, row)
     return quotient

@@ -27,6 +27,16 @@ def _step(scale, input_scale, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _is_usual(input_scale):
+    """Every input scale (one, or a block of them) leaves ``divide_rows`` a divisor in its range."""
+    s = tl.cast(input_scale, tl.float32)
+    usual = (s > 2.0**-90) & (s < 2.0**90)
+    if len(s.shape) > 0:
+        usual = tl.min(usual.to(tl.int32), 0) > 0
+    return usual
+
+
+@triton.jit
 def encode(x, input_scale, NATIVE: tl.constexpr):
     largest = largest_bits(x)
     scale = f32_to_e4m3(divide(amax_from_bits(largest), 6.0) * input_scale, NATIVE)
@@ -35,7 +45,7 @@ def encode(x, input_scale, NATIVE: tl.constexpr):
     # A zero step would divide by zero; those groups store zero codes.
     dead = tl.broadcast_to(tl.expand_dims(sf == 0.0, 1), x.shape)
     divisor = tl.where(sf == 0.0, 1.0, step)
-    if (input_scale > 2.0**-90) & (input_scale < 2.0**90):
+    if _is_usual(input_scale):
         scaled = divide_rows(x, divisor, NATIVE)
     else:
         scaled = tl.math.div_rn(x, tl.broadcast_to(tl.expand_dims(divisor, 1), x.shape))

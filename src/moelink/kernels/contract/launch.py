@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.contract.buffers import RECV, EPBuffers
 from moelink.kernels.contract.layouts import NUM_WARPS
 
@@ -42,4 +43,5 @@ def launch(
         kernel[(programs,)](pointers[RECV], ep.record, atomic_counters, *args, **options)
         return
     with torch.cuda.device(ep.device):
+        settle_cache_key(kernel)
         kernel[(programs,)](pointers[RECV], ep.record, atomic_counters, *args, num_warps=NUM_WARPS, **options)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
+from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.cut import multiprocessors
 from moelink.kernels.spec import clock_ticks
 from moelink.memory import SymmetricMemory
@@ -110,7 +111,7 @@ class Rank:
         key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = kernel.warmup(*args, grid=(programs,), S=S, **options)
+            compiled = settle_cache_key(kernel).warmup(*args, grid=(programs,), S=S, **options)
             compiled._init_handles()
             self._compiled[key] = compiled
         if not self._preparing:

@@ -1,0 +1,121 @@
+"""How evenly tokens spread over experts and ranks: counted on the device, fetched when somebody asks.
+
+A step is whatever lies between two calls of :meth:`LoadMeter.next_step`. Counting and advancing are a few small
+operations on the device: they synchronise nothing, compile, and may be captured in a CUDA graph, whose replays count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ConfigError
+from moelink.routing import ExpertMap
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """Where the tokens of one rank went. Plain numbers.
+
+    Attributes:
+        rank, world_size: the rank whose tokens were counted, and how many ranks there are.
+        replicated: every rank has the same tokens (mode "allreduce"), so that counts of ranks must not be added.
+        tokens_per_expert: [num_experts], since the layer was made or the meter reset. A token counts once for each
+            expert it goes to; a token that names an expert twice, twice. Rows dropped by a capacity are counted.
+        steps: the same by step, oldest first, for the last steps that the meter keeps, the current one included.
+        first_step: number of the oldest step in ``steps``.
+    """
+
+    rank: int
+    world_size: int
+    replicated: bool
+    tokens_per_expert: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+    first_step: int
+
+    @property
+    def expert_bounds(self) -> tuple[int, ...]:
+        """[world_size + 1]: rank r owns experts ``expert_bounds[r]`` to ``expert_bounds[r + 1] - 1``."""
+        experts = ExpertMap(len(self.tokens_per_expert), self.world_size)
+        return tuple(experts.first(rank) for rank in range(self.world_size + 1))
+
+    @property
+    def tokens_per_rank(self) -> tuple[int, ...]:
+        """Tokens that went to each rank's experts."""
+        bounds, load = self.expert_bounds, self.tokens_per_expert
+        return tuple(sum(load[start:end]) for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's tokens over the mean of all ranks: 1.0 is even. 1.0 without tokens."""
+        load = self.tokens_per_rank
+        return max(load) * len(load) / sum(load) if sum(load) else 1.0
+
+
+class LoadMeter(torch.nn.Module):
+    """Counts the experts that tokens are sent to, on the device.
+
+    Its buffers are not part of a state_dict.
+
+    Args:
+        num_experts: experts over all ranks.
+        rank, world_size, replicated: as in :class:`LoadStats`.
+        steps: how many steps are kept one by one.
+        device: where counting happens.
+    """
+
+    total: Tensor
+    recent: Tensor
+    step: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        replicated: bool = False,
+        steps: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if steps < 1:
+            raise ConfigError("load_steps", "an integer >= 1, or 0 in a layer that counts nothing", steps)
+        self.rank, self.world_size, self.replicated = rank, world_size, replicated
+        for name, shape in (("total", (num_experts,)), ("recent", (steps, num_experts)), ("step", ())):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+
+    @torch.no_grad()
+    def record(self, topk_ids: Tensor) -> None:
+        """Count ``topk_ids`` of any shape; -1 counts for nothing."""
+        ids = topk_ids.reshape(-1).long()
+        routed = (ids >= 0).long()
+        ids = ids.clamp(min=0)
+        steps, experts = self.recent.shape
+        self.total.scatter_add_(0, ids, routed)
+        self.recent.view(-1).scatter_add_(0, ids + self.step % steps * experts, routed)
+
+    @torch.no_grad()
+    def next_step(self) -> None:
+        """Begin a new step; the oldest one that is kept makes room."""
+        self.step += 1
+        self.recent.index_fill_(0, (self.step % self.recent.shape[0]).view(1), 0)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget everything."""
+        for buffer in (self.total, self.recent, self.step):
+            buffer.zero_()
+
+    def stats(self) -> LoadStats:
+        """The numbers so far. Synchronises with the host."""
+        step, kept = int(self.step), self.recent.shape[0]
+        first = max(0, step - kept + 1)
+        rows = self.recent.tolist()
+        return LoadStats(
+            rank=self.rank, world_size=self.world_size, replicated=self.replicated,
+            tokens_per_expert=tuple(self.total.tolist()),
+            steps=tuple(tuple(rows[number % kept]) for number in range(first, step + 1)), first_step=first,
+        )  # fmt: skip

@@ -1,0 +1,241 @@
+"""MoE: a Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a communicator.
+
+One call: route, dispatch, the experts this rank owns, combine. The router and a shared expert are replicated, that is,
+every rank has them whole; of the experts a rank has its own only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelink.communicator import Communicator, init
+from moelink.config import EPConfig
+from moelink.errors import ArgumentError, ConfigError, StateError
+from moelink.nn.experts import Activation, dequantized, grouped_experts
+from moelink.nn.initial import EXPERTS, SHARED, draw
+from moelink.nn.load import LoadMeter, LoadStats
+from moelink.nn.router import Router, RouterConfig
+from moelink.routing import ExpertMap
+
+
+class Experts(torch.nn.Module):
+    """The gated feed-forward experts of one rank, stacked.
+
+    Args:
+        config: of the communicator: sizes, and which experts this rank owns.
+        intermediate_size: rows of gate, and of up, of each expert.
+        activation: what is applied to the gate.
+        seed: of :meth:`reset_parameters`.
+        device, dtype: of the parameters.
+
+    Attributes:
+        gate_up_proj: [num_groups, 2 * intermediate_size, hidden_size], rows of gate before rows of up.
+        down_proj: [num_groups, hidden_size, intermediate_size].
+        first: id of the first expert here; group g is expert ``first + g - num_shared``.
+        num_shared: 1 if group 0 of both parameters is the fused shared expert, the same on every rank; else 0.
+    """
+
+    def __init__(
+        self,
+        config: EPConfig,
+        *,
+        intermediate_size: int,
+        activation: Activation = torch.nn.functional.silu,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation, self.seed = activation, seed
+        self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+        self.num_experts, self.num_shared = config.num_experts, int(config.fused_shared_expert)
+        groups, hidden = config.num_groups, config.hidden_size
+        up, down = (groups, 2 * intermediate_size, hidden), (groups, hidden, intermediate_size)
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(up, device=device, dtype=dtype))
+        self.down_proj = torch.nn.Parameter(torch.empty(down, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @property
+    def num_local_experts(self) -> int:
+        """Routed experts here."""
+        return self.gate_up_proj.shape[0] - self.num_shared
+
+    def reset_parameters(self) -> None:
+        """The weights that ``seed`` gives each expert, whichever rank owns it."""
+        for group in range(self.gate_up_proj.shape[0]):
+            expert = self.first + group - self.num_shared
+            stream = SHARED if group < self.num_shared else EXPERTS + 2 * expert
+            draw(self.gate_up_proj[group], seed=self.seed, stream=stream)
+            draw(self.down_proj[group], seed=self.seed, stream=stream + 1)
+
+    def forward(self, rows: Tensor, row_offsets: Tensor) -> Tensor:
+        """Rows by group, as :func:`moelink.nn.grouped_experts` takes them."""
+        return grouped_experts(rows, row_offsets, self.gate_up_proj, self.down_proj, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        groups, hidden, inner = self.down_proj.shape
+        last = self.first + groups - self.num_shared - 1
+        shared = ", shared expert in group 0" if self.num_shared else ""
+        return f"{hidden}, {inner}, experts {self.first} to {last} of {self.num_experts}{shared}"
+
+
+class MoE(torch.nn.Module):
+    """A Mixture-of-Experts feed-forward layer.
+
+    Args:
+        communicator: one that the caller made, shares between layers if he likes, and closes; or the arguments of
+            :func:`moelink.init` as a mapping, of which the layer makes one of its own (collective over the ranks) that
+            :meth:`close` closes. Layout "expert". With ``fused_shared_expert`` each token also goes through a shared
+            expert of ``intermediate_size``, in the same matrix products as the routed ones.
+        intermediate_size: of each expert.
+        router: the kind of router.
+        activation: what is applied to the gate of experts.
+        shared_expert: any module from [num_tokens, hidden_size] to the same, for example
+            :class:`moelink.nn.GatedMLP`, whose output is added. It runs while dispatch is under way.
+        seed: of the first weights. A layer on any number of ranks starts with the same weights.
+        host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
+            for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
+        load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
+        device, dtype: of the parameters; default the communicator's device and ``combine_dtype``. "meta" allocates
+            nothing, for loading a checkpoint with ``assign=True``.
+
+    Attributes:
+        router, experts, shared_expert: the parts.
+        load: counts where tokens go, or None.
+        ep: the communicator.
+
+    In mode "allreduce" tokens are replicated and the result is this rank's part of the sum, as combine's is: all-reduce
+    it, and the gradient of ``x``.
+
+    Raises:
+        ConfigError: a size or option does not fit; with a mapping also what ``moelink.init`` raises.
+
+    Example:
+        >>> import torch
+        >>> from moelink.nn import MoE
+        >>> sizes = {"num_experts": 4, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 8}
+        >>> layer = MoE(sizes, intermediate_size=32)
+        >>> layer(torch.ones(2, 3, 16, dtype=torch.bfloat16)).shape
+        torch.Size([2, 3, 16])
+        >>> sum(layer.stats().tokens_per_expert)
+        12
+        >>> layer.close()
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator | Mapping[str, Any],
+        *,
+        intermediate_size: int,
+        router: RouterConfig | None = None,
+        activation: Activation = torch.nn.functional.silu,
+        shared_expert: torch.nn.Module | None = None,
+        seed: int = 0,
+        host_counts: bool = False,
+        load_steps: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(communicator, (Communicator, Mapping)):
+            expected = "a Communicator or a mapping of moelink.init's arguments"
+            raise ConfigError("communicator", expected, communicator)
+        self._owned = not isinstance(communicator, Communicator)
+        self.ep = init(**communicator) if isinstance(communicator, Mapping) else communicator
+        try:
+            config = self._checked(intermediate_size, shared_expert)
+            device, dtype = device or self.ep.device, dtype or config.combine_dtype
+            self.router = Router(
+                config.hidden_size, config.num_experts, topk=config.topk, config=router, seed=seed, device=device,
+                dtype=dtype,
+            )  # fmt: skip
+            self.experts = Experts(
+                config, intermediate_size=intermediate_size, activation=activation, seed=seed, device=device,
+                dtype=dtype,
+            )  # fmt: skip
+            self.shared_expert = shared_expert
+            self.host_counts = host_counts
+            self.load = None if load_steps == 0 else LoadMeter(
+                config.num_experts, rank=config.rank, world_size=config.world_size,
+                replicated=config.mode == "allreduce", steps=load_steps, device=self.ep.device,
+            )  # fmt: skip
+        except ConfigError:
+            self.close()
+            raise
+
+    def _checked(self, intermediate_size: int, shared_expert: torch.nn.Module | None) -> EPConfig:
+        config = self.ep.config
+        if config.layout != "expert":
+            raise ConfigError("layout", "'expert' for moelink.nn.MoE", config.layout)
+        if config.num_experts < config.world_size:
+            raise ConfigError("num_experts", f"at least one for each of {config.world_size} ranks", config.num_experts)
+        if isinstance(intermediate_size, bool) or not isinstance(intermediate_size, int) or intermediate_size < 1:
+            raise ConfigError("intermediate_size", "an integer >= 1", intermediate_size)
+        if shared_expert is not None and (config.fused_shared_expert or config.mode == "allreduce"):
+            reason = "fused_shared_expert" if config.fused_shared_expert else "mode='allreduce' (fuse it)"
+            raise ConfigError("shared_expert", f"None with {reason}", type(shared_expert).__name__)
+        return config
+
+    def forward(self, x: Tensor, *, num_tokens: Tensor | None = None, input_scale: Tensor | None = None) -> Tensor:
+        """The layer's output, of the shape and dtype of ``x``. Collective: every rank calls it, with any number of
+        tokens up to ``max_tokens_per_rank``, none included.
+
+        Args:
+            x: [..., hidden_size], of the dtypes that dispatch takes.
+            num_tokens: [] integer on the device: only so many rows of ``x`` are tokens. The others may hold anything;
+                they are not sent, not counted, and come out as zeros. For CUDA graphs, whose shapes are fixed.
+            input_scale: the global scale of format nvfp4.
+
+        Raises: as ``Communicator.dispatch``.
+        """
+        config = self.ep.config
+        if x.shape[-1:] != (config.hidden_size,):
+            raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
+        tokens = x.reshape(-1, config.hidden_size).contiguous()
+        present = None
+        if num_tokens is not None:
+            present = torch.arange(tokens.shape[0], device=tokens.device) < num_tokens
+            # Zeros, not only ids of -1: the shared expert sees these rows too, and 0 * NaN would reach its gradients.
+            tokens = tokens.where(present[:, None], 0)
+        routing = self.router(tokens)
+        ids = routing.topk_ids if present is None else routing.topk_ids.where(present[:, None], -1)
+        if self.load is not None:
+            self.load.record(ids)
+        weights = routing.topk_weights.to(config.weight_dtype)
+        if self.shared_expert is None:
+            shared = None
+            recv = self.ep.dispatch(tokens, ids, weights, input_scale=input_scale, host_counts=self.host_counts)
+        else:
+            pending = self.ep.dispatch_async(
+                tokens, ids, weights, input_scale=input_scale, host_counts=self.host_counts
+            )
+            shared = self.shared_expert(tokens)
+            recv = pending.wait()
+        rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)
+        y = self.experts(rows, recv.row_offsets)
+        out = self.ep.combine(y.to(config.combine_dtype), recv, shared=shared)
+        return out.to(x.dtype).view(x.shape)
+
+    def reset_parameters(self) -> None:
+        """First weights again, of the router and the experts, by their seed."""
+        self.router.reset_parameters()
+        self.experts.reset_parameters()
+
+    def stats(self) -> LoadStats:
+        """Where this rank's tokens went. Synchronises with the host; counting does not.
+
+        Raises:
+            StateError: the layer was made with ``load_steps=0``.
+        """
+        if self.load is None:
+            raise StateError("stats: expected a layer that counts, got one made with load_steps=0")
+        return self.load.stats()
+
+    def close(self) -> None:
+        """Close the communicator if the layer made it."""
+        if self._owned:
+            self.ep.close()

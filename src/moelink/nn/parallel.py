@@ -1,0 +1,84 @@
+"""What a model with :class:`MoE` layers needs besides its forward: gradients of what is replicated, checkpoints.
+
+Legend: *replicated* is every parameter that all ranks have whole: all of a model but the experts of its MoE layers, and
+group 0 of these where the shared expert is fused. *Full* is a state_dict as one rank that owned all experts would have
+it; a *part* is a rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moelink.errors import ArgumentError
+from moelink.nn.moe import Experts
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def _experts_by_key(model: torch.nn.Module) -> dict[str, Experts]:
+    """The owner of each stacked weight, by its name in the state_dict of ``model``."""
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
+    return {f"{name}.{part}".lstrip("."): module for name, module in named for part in PROJECTIONS}
+
+
+def all_reduce_gradients(model: torch.nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Sum the gradients of replicated parameters over the ranks of ``group`` (default: all), in place.
+
+    Experts are left out: their rows came from all ranks, so their gradients are complete. For the gradient of a mean
+    over all ranks' tokens, divide each rank's loss by the number of all tokens. Collective; nothing happens without a
+    process group. Every rank must have gradients for the same parameters; frozen ones are skipped.
+    """
+    if not dist.is_initialized():
+        return
+    stacked = _experts_by_key(model)
+    for name, parameter in model.named_parameters():
+        owner = stacked.get(name)
+        if parameter.grad is None or (owner is not None and not owner.num_shared):
+            continue
+        dist.all_reduce(parameter.grad if owner is None else parameter.grad[: owner.num_shared], group=group)
+
+
+def local_state_dict(model: torch.nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a full state_dict that belongs on this rank, for ``model.load_state_dict``.
+
+    Only this rank's experts are read of stacked weights: values may be tensors of ``torch.load(mmap=True)``, or
+    anything else that has a ``shape`` and gives a tensor when it is sliced.
+
+    Raises:
+        ArgumentError: a weight of experts is missing or has another shape than the layer's experts make.
+    """
+    part = dict(full)
+    for key, owner in _experts_by_key(model).items():
+        if key not in full:
+            raise ArgumentError("full", f"an entry {key!r}", f"{len(full)} entries without it")
+        mine = owner.get_parameter(key.rpartition(".")[2])
+        shared, value = owner.num_shared, full[key]
+        wanted = [owner.num_experts + shared, *mine.shape[1:]]
+        if list(value.shape) != wanted:
+            raise ArgumentError(f"full[{key!r}]", f"shape {wanted}, all experts", list(value.shape))
+        first = owner.first + shared
+        routed = value[first : first + owner.num_local_experts]
+        part[key] = torch.cat([value[:shared], routed]) if shared else routed
+    return part
+
+
+def merge_state_dicts(model: torch.nn.Module, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The full state_dict of ``model`` from the parts of all ranks, in rank order. What is replicated is rank 0's.
+
+    Raises:
+        ArgumentError: the parts do not add up to all experts.
+    """
+    full = dict(parts[0])
+    for key, owner in _experts_by_key(model).items():
+        shared = owner.num_shared
+        pieces = [part[key][shared if rank else 0 :] for rank, part in enumerate(parts)]
+        full[key] = torch.cat(pieces)
+        if len(full[key]) != owner.num_experts + shared:
+            expected = f"parts of all ranks, {owner.num_experts} experts in all"
+            raise ArgumentError(f"parts[{key!r}]", expected, f"{len(full[key]) - shared} in {len(parts)} parts")
+    return full

@@ -1,0 +1,189 @@
+"""Routers: which experts a token goes to, and with which weights.
+
+Legend: ``T`` tokens, ``H`` hidden_size, ``E`` num_experts, ``K`` topk, ``N`` expert groups of E / N experts each.
+
+Every router here is one formula with parts switched on or off::
+
+    s = softmax(W x)  or  sigmoid(W x)                         scores, [E]
+    c = s + b                                                  what is compared; b is the correction bias, or zero
+    c = -inf outside the best topk_groups of N groups          by the best, or the sum of the best two, c of the group
+    ids = the K largest c                                      ties: as torch.topk breaks them
+    w = s[ids], then / sum(w) if renormalize, then * scaling_factor
+
+=================  ============================================================================================
+model              RouterConfig
+=================  ============================================================================================
+Mixtral, Qwen3     ``RouterConfig()``: softmax, renormalised
+OLMoE              ``RouterConfig(renormalize=False)``
+DeepSeek-V2        ``RouterConfig(renormalize=False, num_groups=8, topk_groups=3, scaling_factor=16.0)``
+DeepSeek-V3        ``RouterConfig(scoring="sigmoid", correction_bias=True, num_groups=8, topk_groups=4,``
+                   ``group_score="top2", scaling_factor=2.5)``
+=================  ============================================================================================
+
+The bias takes part in choosing and not in the weights (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ArgumentError, ConfigError
+from moelink.nn.initial import ROUTER, draw
+
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+
+_TINY = 1e-20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Which of the formula's parts are used; see the module.
+
+    Attributes:
+        scoring: how logits become scores.
+        renormalize: divide the chosen scores by their sum.
+        correction_bias: add a bias per expert when choosing. It is a buffer, not a parameter: gradients do not reach
+            it; balancing schemes set it.
+        num_groups: groups of consecutive experts; 1 for none. Must divide the number of experts.
+        topk_groups: groups that a token may choose from.
+        group_score: what a group is compared by, its best score or the sum of its best two.
+        scaling_factor: what weights are multiplied with at the end.
+    """
+
+    scoring: Scoring = "softmax"
+    renormalize: bool = True
+    correction_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: GroupScore = "max"
+    scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("scoring", get_args(Scoring)), ("group_score", get_args(GroupScore))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(name, f"one of {', '.join(map(repr, choices))}", getattr(self, name))
+        if self.num_groups < 1:
+            raise ConfigError("num_groups", "an integer >= 1", self.num_groups)
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise ConfigError("topk_groups", f"between 1 and num_groups = {self.num_groups}", self.topk_groups)
+
+    def validate_sizes(self, *, num_experts: int, topk: int) -> None:
+        """Raise ConfigError when a layer of these sizes cannot be routed like this."""
+        if num_experts % self.num_groups:
+            raise ConfigError("num_groups", f"a divisor of num_experts = {num_experts}", self.num_groups)
+        reachable = num_experts // self.num_groups * self.topk_groups
+        if topk > reachable:
+            raise ConfigError("topk", f"at most the {reachable} experts that a token may choose from", topk)
+        if self.group_score == "top2" and self.num_groups > 1 and num_experts // self.num_groups < 2:
+            raise ConfigError("num_groups", "groups of two experts or more with group_score='top2'", self.num_groups)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a router chose.
+
+    Attributes:
+        topk_ids: [T, K] int32, distinct in each token, best first.
+        topk_weights: [T, K] fp32 (fp64 for fp64 tokens).
+        logits: [T, E] of the same dtype, for auxiliary losses.
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+    logits: Tensor
+
+
+def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: Tensor | None = None) -> Routing:
+    """Choose ``topk`` experts for every row of ``logits`` [T, E] (fp32 or fp64). Differentiable in ``logits``.
+
+    >>> logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).log()
+    >>> route(logits, RouterConfig(), topk=2).topk_weights
+    tensor([[0.6000, 0.4000]])
+    >>> bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
+    >>> route(logits, RouterConfig(correction_bias=True), topk=2, correction_bias=bias).topk_ids
+    tensor([[3, 1]], dtype=torch.int32)
+    """
+    scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    compared = scores.detach()
+    if correction_bias is not None:
+        compared = compared + correction_bias
+    if config.num_groups > 1:
+        compared = _limit_groups(compared, config)
+    ids = compared.topk(topk, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if config.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return Routing(topk_ids=ids.int(), topk_weights=weights * config.scaling_factor, logits=logits)
+
+
+def _limit_groups(compared: Tensor, config: RouterConfig) -> Tensor:
+    """``compared`` with -inf in the groups that a token may not choose from."""
+    tokens, experts = compared.shape
+    grouped = compared.view(tokens, config.num_groups, experts // config.num_groups)
+    if config.group_score == "top2":
+        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+    else:
+        group_scores = grouped.amax(-1)
+    best = group_scores.topk(config.topk_groups, dim=-1).indices
+    barred = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+    return grouped.masked_fill(barred[:, :, None], float("-inf")).view(tokens, experts)
+
+
+class Router(torch.nn.Module):
+    """A linear map to logits in fp32 (fp64 for fp64 tokens), then :func:`route`.
+
+    Args:
+        hidden_size, num_experts, topk: H, E, K.
+        config: the kind of router.
+        seed: of :meth:`reset_parameters`.
+        device, dtype: of ``weight``.
+
+    Attributes:
+        weight: [E, H] parameter.
+        correction_bias: [E] fp32 buffer, zero at first, or None.
+    """
+
+    correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        *,
+        topk: int,
+        config: RouterConfig | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config or RouterConfig()
+        self.config.validate_sizes(num_experts=num_experts, topk=topk)
+        self.topk, self.seed = topk, seed
+        self.weight = torch.nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if self.config.correction_bias else None
+        self.register_buffer("correction_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weights that ``seed`` gives, and no bias."""
+        draw(self.weight, seed=self.seed, stream=ROUTER)
+        if self.correction_bias is not None:
+            torch.nn.init.zeros_(self.correction_bias)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route tokens [T, H]."""
+        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ArgumentError("x", f"shape [num_tokens, {self.weight.shape[1]}]", list(x.shape))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = torch.nn.functional.linear(x.to(dtype), self.weight.to(dtype))
+        return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.weight.shape
+        return f"{hidden}, {experts}, topk={self.topk}, {self.config}"

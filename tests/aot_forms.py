@@ -1,0 +1,93 @@
+"""Bring every form of the GPU matrix into Triton's intermediate form, for a GPU that is not there.
+
+Compile-time branches that no interpreted test takes fail here: names bound to other types in two branches, shapes that
+do not broadcast, functions the compiler does not know. Run without TRITON_INTERPRET: ``python aot_forms.py`` prints one
+line per form and exits with 1 when one fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+
+import moelink
+from aot import POINTERS
+from matrix_configs import CONFIGS
+from moelink.kernels import combine, dispatch
+from moelink.kernels.spec import combine_spec, dispatch_spec
+from moelink.workspace import Workspace
+
+WORLD = 2
+TARGET = GPUTarget("cuda", 90, 32)
+NAMES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8",
+}  # fmt: skip
+
+
+def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> None:
+    """Trace ``kernel`` with ``spec``; raises what the compiler says."""
+    signature, constants, attrs = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name == "S":
+            signature[name], constants[name] = "constexpr", spec
+            continue
+        signature[name] = pointers.get(name, POINTERS.get(name, "i32"))
+        if str(signature[name]).startswith("*"):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attrs)
+    backend = make_backend(TARGET)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({"num_warps": 8, "enable_fp_fusion": False})
+    source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+
+
+def forms() -> Iterator[tuple[str, Any, Any, dict[str, str]]]:
+    """Name, kernel, spec and pointer types of every form."""
+    device = torch.device("cuda")
+    for entry in CONFIGS:
+        config = moelink.EPConfig(**entry.fields, world_size=WORLD, rank=0)
+        workspace = Workspace(config)
+        fmt = config.format
+        weight, y = NAMES[config.weight_dtype], NAMES[config.combine_dtype]
+        for quantized in (False, True) if fmt.scale_dtype is not None else (False,):
+            spec = dispatch_spec(
+                workspace, device, input_dtype=entry.input_dtype, quantized=quantized,
+                weights=entry.weights == "dispatch", input_scale=fmt.name == "nvfp4" and not quantized,
+            )  # fmt: skip
+            copied = quantized or entry.input_dtype == fmt.payload_dtype
+            pointers = {"x": "*u8" if copied else NAMES[entry.input_dtype], "weights": weight, "weights_out": weight}
+            yield f"{entry.name} dispatch, quantized={quantized}", dispatch.ep_fused_dispatch_kernel, spec, pointers
+        row, home = entry.weights == "dispatch", entry.weights == "combine"
+        spec = combine_spec(
+            workspace, device, row_weights=row, home_weights=home, shared=row,
+            epilogue="bias" if row else "residual" if home else "",
+        )  # fmt: skip
+        pointers = dict.fromkeys(("y", "out", "shared", "epilogue"), y)
+        pointers |= dict.fromkeys(("row_weights", "home_weights"), weight)
+        yield f"{entry.name} combine", combine.ep_fused_combine_kernel, spec, pointers
+
+
+def main() -> int:
+    """Lower all of them."""
+    failed = 0
+    for name, kernel, spec, pointers in forms():
+        try:
+            lower(kernel, spec, pointers)
+        except Exception as error:  # noqa: BLE001 - the compiler raises many kinds
+            failed += 1
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        else:
+            print(f"{name}: fine", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Print the cache keys of kernels and of specs, in an order of one's choice. Run without TRITON_INTERPRET.
+
+``python cache_keys.py forwards`` and ``python cache_keys.py backwards`` print the same lines, sorted.
+"""
+
+import sys
+
+import torch
+
+import moelink
+from moelink.kernels import activation, combine, dispatch, padding
+from moelink.kernels.cache_keys import settle_cache_key
+from moelink.kernels.spec import dispatch_spec
+from moelink.workspace import Workspace
+
+KERNELS = (
+    combine.ep_combine_wait_kernel, dispatch.ep_fused_dispatch_kernel, dispatch.ep_dispatch_wait_kernel,
+    activation.silu_and_quantize_kernel, combine.ep_fused_combine_kernel, padding.pad_rows,
+)  # fmt: skip
+
+
+def spec_of(fmt):
+    config = moelink.EPConfig(num_experts=8, topk=2, hidden_size=256, max_tokens_per_rank=4, dispatch_format=fmt)
+    return dispatch_spec(
+        Workspace(config), torch.device("cuda"), input_dtype=torch.bfloat16, quantized=False, weights=True
+    )
+
+
+def main(order):
+    work = [*KERNELS, "fp8_block128", "nvfp4", "mxfp4"]
+    lines = []
+    for item in work if order == "forwards" else reversed(work):
+        if isinstance(item, str):
+            lines.append(f"{item} {spec_of(item)}")
+        else:
+            lines.append(f"{item.__name__} {settle_cache_key(item).cache_key}")
+    print("\n".join(sorted(lines)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,88 @@
+"""The examples run as their first lines say, alone and under torchrun, and do what they claim."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+def run(*command: str | Path, ranks: int = 0) -> str:
+    """What an example printed; ``ranks`` for torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *launcher, *map(str, command)],
+        capture_output=True, text=True, check=False, timeout=120, env=ENVIRONMENT, cwd=EXAMPLES,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_has_a_test_and_a_line_in_the_list() -> None:
+    listed = set(re.findall(r"\[`(\w+\.py)`\]", (EXAMPLES / "README.md").read_text()))
+    there = {path.name for path in EXAMPLES.glob("*.py")}
+    assert listed == there
+    tested = Path(__file__).read_text()
+    other = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for name in there:
+        assert f'"{name}"' in tested + other, f"{name} is run by no test"
+
+
+def test_one_rank() -> None:
+    said = run("one_rank.py")
+    assert "expert 0 gets tokens [0, 2, 3]" in said
+    assert "multiplied by [2.25, 1.0, 2.0]" in said
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block128"])
+def test_round_trip(name: str) -> None:
+    said = run("torchrun_round_trip.py", "--format", name, "--tokens", "32", ranks=2)
+    rows = {int(rank): int(count) for rank, count in re.findall(r"rank (\d) of 2: (\d+) rows came", said)}
+    assert rows.keys() == {0, 1}
+    assert sum(rows.values()) == 2 * 32 * 4
+
+
+def test_round_trip_alone() -> None:
+    assert "rank 0 of 1: 256 rows came, 0 bytes left" in run("torchrun_round_trip.py")
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_overlap(ranks: int) -> None:
+    said = run("moe_overlap.py", ranks=ranks)
+    (numbers,) = re.findall(r"by expert: \[(.*?)\]", said)
+    assert sum(int(number) for number in numbers.split(",")) == 64
+
+
+def test_training_on_four_ranks_is_training_on_one(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    said = run("train_bytes.py", "--ranks", "4", "--steps", "16", "--out", tmp_path)
+    document = json.loads((tmp_path / "loss.json").read_text())
+    one, four = document["curves"]["1 rank"], document["curves"]["4 ranks"]
+    assert len(one) == len(four) == 16
+    assert max(abs(a - b) for a, b in zip(one, four, strict=True)) == document["largest_difference"]
+    assert document["largest_difference"] <= 1e-4
+    assert one[0] > 5.4, "256 bytes, nothing learned"
+    assert one[-1] < 3.5, "it learns"
+    assert "largest difference" in said
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    loads = [json.loads((tmp_path / f"load-{rank}.json").read_text()) for rank in range(4)]
+    for load in loads:
+        assert [len(layer["steps"]) for layer in load["layers"]] == [16, 16]
+    assert sum(sum(load["layers"][0]["tokens_per_expert"]) for load in loads) == 16 * 8 * 48 * 2
+    from moelink.nn.plots import draw_load
+    from moelink.nn.report import combine_reports
+
+    draw_load(combine_reports(loads), tmp_path / "load.png", layer="blocks.0.moe")
+    assert (tmp_path / "load.png").stat().st_size > 10_000
