@@ -43,7 +43,7 @@ picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration
 clean:
 	rm -rf .venv .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
-INSTALL := $(BIN)/pip install --quiet -e '.[cli,plot]' --group dev
+INSTALL := $(BIN)/pip install --quiet -e '.[cli,plot,transformers]' --group dev
 
 # The stamp is written last, so an interrupted installation is repeated. CUDA builds of torch insist on a Triton of their
 # own: where pip finds no other, the first set of versions has no solution and the second one is taken.

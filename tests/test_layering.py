@@ -21,19 +21,9 @@ FLOORS = {
     3: ("memory", "group", "liveness", "handshake"),
     4: ("kernels",),
     5: ("transports",),
-    6: (
-        "validation",
-        "session",
-        "communicator",
-        "devices",
-        "ops",
-        "testing",
-        "moelink",
-        "activation",
-        "epilogues",
-        "nn",
-    ),
+    6: ("validation", "session", "communicator", "devices", "ops", "testing", "moelink", "activation", "epilogues"),
     7: ("nn", "data", "demo", "cli", "plots", "bench", "trace", "__main__"),
+    8: ("integrations",),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
@@ -148,7 +138,7 @@ def test_importing_loads_no_optional_package_and_touches_no_device() -> None:
     loaded = modules_after("import moelink\nimport torch\nassert not torch.cuda.is_initialized()")
     unwanted = {"triton", "matplotlib", "rich", "typer", "transformers"}
     assert not loaded & unwanted
-    upstairs = {f"moelink.{room}" for room in FLOORS[7]}
+    upstairs = {f"moelink.{room}" for room in FLOORS[7] + FLOORS[8]}
     assert not loaded & upstairs
 
 

@@ -1,0 +1,144 @@
+"""A checkpoint in safetensors files, of which a rank reads the tensors it wants and no others.
+
+Files are mapped, not read: only the bytes of the tensors (or slices) that are asked for leave the disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moelink.integrations.transformers.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank read of a checkpoint.
+
+    Attributes:
+        tensors: how many, whole or in part.
+        nbytes: their bytes, as stored.
+        files: names of the files they came from, sorted.
+        other_ranks: how many tensors were left to other ranks.
+        ignored: names of tensors that this model has no place for, sorted (such as layers for multi-token prediction).
+    """
+
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    other_ranks: int
+    ignored: tuple[str, ...]
+
+
+class Checkpoint:
+    """The safetensors files in ``folder``, open for reading to ``device``. Also a context manager.
+
+    Raises:
+        CheckpointError: the folder has neither ``model.safetensors`` nor an index of several files.
+    """
+
+    def __init__(self, folder: str | Path, device: torch.device) -> None:
+        self.folder, self._device = Path(folder), device
+        self._stack = ExitStack()
+        self._open_files: dict[str, Any] = {}
+        self._files = self._where()
+        self._read: dict[str, int] = {}
+
+    def _where(self) -> dict[str, str]:
+        """File name by tensor name."""
+        if (self.folder / INDEX).is_file():
+            index = json.loads((self.folder / INDEX).read_text())
+            return dict(index["weight_map"])
+        if (self.folder / SINGLE).is_file():
+            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        raise CheckpointError(
+            f"checkpoint: expected a folder with {SINGLE} or {INDEX}, got {self.folder} "
+            "(download a model of the hub first, for instance with huggingface_hub.snapshot_download)"
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def require(self, names: Iterable[str]) -> None:
+        """Refuse, before anything is read, unless all tensors are listed and their files are there.
+
+        Raises:
+            CheckpointError: naming the missing tensors, or the missing files and what was wanted from them.
+        """
+        names = list(names)
+        unlisted = [name for name in names if name not in self._files]
+        if unlisted:
+            raise CheckpointError(f"checkpoint {self.folder}: missing {_some(unlisted, 'tensor')}")
+        missing = sorted({self._files[name] for name in names if not (self.folder / self._files[name]).is_file()})
+        if missing:
+            wanted = [name for name in names if self._files[name] in missing]
+            lacking = f"{_some(missing, 'file')}, which should hold {_some(wanted, 'tensor')}"
+            raise CheckpointError(f"checkpoint {self.folder}: missing {lacking}")
+
+    def read(self, name: str, shape: Sequence[int], rows: slice | None = None) -> Tensor:
+        """The tensor ``name``, or ``rows`` of its first dimension, as stored.
+
+        Raises:
+            CheckpointError: it is not there, cannot be read, or the whole of it has not ``shape``.
+        """
+        self.require([name])
+        handle = self._file(self._files[name])
+        try:
+            stored = handle.get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"checkpoint {self.folder / self._files[name]}: {name}: {error}") from error
+        if list(stored.get_shape()) != list(shape):
+            raise CheckpointError(
+                f"checkpoint {self.folder / self._files[name]}: {name}: expected shape {list(shape)}, "
+                f"got {stored.get_shape()}"
+            )
+        value: Tensor = handle.get_tensor(name) if rows is None else stored[rows]
+        self._read[name] = value.nbytes
+        return value
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            try:
+                opened = safe_open(self.folder / name, "pt", device=str(self._device))
+            except SafetensorError as error:
+                raise CheckpointError(f"checkpoint {self.folder / name}: {error}") from error
+            self._open_files[name] = self._stack.enter_context(opened)
+        return self._open_files[name]
+
+    def report(self, others: Iterable[str]) -> LoadReport:
+        """What has been read; ``others`` are names of tensors that belong to other ranks."""
+        left = (set(others) & self._files.keys()) - self._read.keys()
+        return LoadReport(
+            tensors=len(self._read),
+            nbytes=sum(self._read.values()),
+            files=tuple(sorted({self._files[name] for name in self._read})),
+            other_ranks=len(left),
+            ignored=tuple(sorted(self._files.keys() - self._read.keys() - left)),
+        )
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def _some(names: Sequence[str], what: str) -> str:
+    """A sentence's worth of ``names``."""
+    shown = ", ".join(names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what}{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -1,0 +1,290 @@
+"""``parallelize``: a model whose experts are spread over the ranks and whose other weights every rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+import moelink
+from moelink.config import Mode, TransportName
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.integrations.transformers.agreement import agreed
+from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
+from moelink.integrations.transformers.experts import ParallelExperts, check_experts
+from moelink.integrations.transformers.families import Family, experts_of, family_of
+from moelink.integrations.transformers.loading import ExpertWeights, LocalExperts, empty_model, fill, is_empty
+from moelink.integrations.transformers.replicated import gradient_norm, sum_gradients
+from moelink.integrations.transformers.saving import gathered_state_dict
+from moelink.integrations.transformers.settings import Settings, Shape
+from moelink.routing import ExpertMap
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model and the communicator of its experts. Also a context manager that closes the communicator.
+
+    Attributes:
+        model: the model that was passed, changed in place.
+        ep: what its layers with experts communicate over, one after the other.
+        group: the process group of the ranks; None for one rank.
+        loaded: what was read of a checkpoint; None without one.
+    """
+
+    model: PreTrainedModel
+    ep: moelink.Communicator
+    group: dist.ProcessGroup | None
+    loaded: LoadReport | None
+
+    def sum_gradients(self) -> None:
+        """Sum the replicated parameters' gradients over the ranks. Collective; call it after backward.
+
+        In mode "alltoall" each rank's batch gives a share of them. Experts' gradients are whole already: an expert's
+        rank has seen every token it served. In mode "allreduce" all gradients are whole, and this does nothing.
+        """
+        if self.ep.config.mode == "alltoall":
+            sum_gradients(self._replicated(), self.group)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of the whole model's gradient, [] fp32, the same on every rank. Collective; after sum_gradients.
+
+        ``torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, parallel.grad_norm())`` clips by it.
+        (``clip_grad_norm_`` would scale each rank by the norm of what it has itself, and ranks would drift apart.)
+        """
+        return gradient_norm(self._replicated(), self._own(), self.group)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the whole model, all experts included, as transformers would write it unsharded. Collective.
+
+        Rank 0 writes, and holds the whole model in host memory meanwhile; the others send it their experts.
+        (``model.save_pretrained`` refuses: it would write one rank's experts as if they were all.)
+        """
+        experts = dict(experts_modules(self.model))
+        state = gathered_state_dict(self.model, experts, group=self.group, rank=self.ep.config.rank)
+        problem = None
+        if state is not None:
+            try:
+                type(self.model).save_pretrained(self.model, folder, state_dict=state)
+            except OSError as error:
+                problem = error
+        agreed(problem, self.group)
+
+    def _own(self) -> list[nn.Parameter]:
+        return [parameter for _, module in experts_modules(self.model) for parameter in module.parameters()]
+
+    def _replicated(self) -> list[nn.Parameter]:
+        own = {id(parameter) for parameter in self._own()}
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in own]
+
+    def close(self) -> None:
+        """Release the communicator. The model keeps its weights and cannot run any more."""
+        self.ep.close()
+
+    def __enter__(self) -> ParallelModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def experts_modules(model: nn.Module) -> list[tuple[str, ParallelExperts]]:
+    """(name, module) of the layers' experts in a model that was parallelised."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, ParallelExperts)]
+
+
+def parallelize(
+    model: PreTrainedModel,
+    *,
+    max_tokens_per_rank: int,
+    mode: Mode = "alltoall",
+    dispatch_format: str | None = None,
+    combine_dtype: torch.dtype | None = None,
+    capacity: int | None = None,
+    checkpoint: str | Path | None = None,
+    family: Family | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    transport: TransportName = "auto",
+    num_sms: int | None = None,
+    timeout: float = 60.0,
+) -> ParallelModel:
+    """Spread the experts of ``model`` over the ranks, in place; the rest stays as it is, on every rank. Collective.
+
+    Rank r keeps a contiguous block of each layer's experts; where their number does not divide, the first ranks keep
+    one more. All ranks pass a model with the same weights, or an empty one and ``checkpoint``.
+
+    Args:
+        model: of Mixtral, Qwen3-MoE or DeepSeek-V3 (or of ``family``).
+        max_tokens_per_rank: the largest batch times sequence length that a rank passes in one forward.
+        mode: "alltoall": each rank passes a batch of its own, tokens travel to experts and back. "allreduce": every
+            rank passes the same batch, nothing travels but the sum of the experts' outputs.
+        dispatch_format: how rows travel; None for the format that carries the model's dtype exactly.
+        combine_dtype: of experts' outputs on the way home; None for the model's dtype.
+        capacity: rows a rank receives at most; None for the worst case. ``ep.check()`` reports what did not fit.
+        checkpoint: a folder of safetensors files; a rank reads the replicated weights and its own experts only.
+        family: what to know of a model that is none of the three.
+        group, transport, num_sms, timeout: as for :func:`moelink.init`.
+        device: where the model is, or is to be loaded to; None for where it is, or moelink's default.
+
+    Raises:
+        ArgumentError: the model's class is not known, it has no experts, or is empty without a ``checkpoint``.
+        ConfigError: there are fewer experts than ranks, or as :func:`moelink.init`.
+        UnsupportedError: experts of a form that is not supported.
+        CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
+    """
+    family = family_of(model) if family is None else family
+    layers = dict(experts_of(model, family))
+    shape = _shape_of(model, layers)
+    empty = is_empty(model)
+    if empty and checkpoint is None:
+        raise ArgumentError("checkpoint", "a folder, as parameters of the model are on the meta device", None)
+    settings = Settings(
+        max_tokens_per_rank=max_tokens_per_rank,
+        dispatch_format=dispatch_format,
+        combine_dtype=combine_dtype,
+        capacity=capacity,
+        transport=transport,
+        num_sms=num_sms,
+        timeout=timeout,
+    )
+    where = torch.device(device) if device is not None else None if empty else model.device
+    ep = settings.open(shape, mode=mode, group=group, device=where)
+    ranks = (group or dist.group.WORLD) if ep.config.world_size > 1 else None
+    try:
+        weights, loaded = _own_weights(model, layers, ep, family=family, checkpoint=checkpoint, group=ranks)
+    except BaseException:
+        ep.close()
+        raise
+    for name, module in layers.items():
+        model.set_submodule(name, _take_place(module, weights[name], ep, ranks))
+    model.to(device=ep.device)  # type: ignore[call-arg]
+    model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
+    return ParallelModel(model, ep, ranks, loaded)
+
+
+def from_pretrained(
+    folder: str | Path,
+    *,
+    max_tokens_per_rank: int,
+    mode: Mode = "alltoall",
+    dtype: torch.dtype | None = None,
+    dispatch_format: str | None = None,
+    combine_dtype: torch.dtype | None = None,
+    capacity: int | None = None,
+    auto_class: Any = None,
+    attn_implementation: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    transport: TransportName = "auto",
+    num_sms: int | None = None,
+    timeout: float = 60.0,
+) -> ParallelModel:
+    """Load a checkpoint, each rank its own experts only: :func:`empty_model`, then :func:`parallelize`. Collective.
+
+    ``dtype``, ``auto_class`` and ``attn_implementation`` as in :func:`empty_model`, the rest as in :func:`parallelize`.
+    The model is in evaluation mode, as with transformers' own ``from_pretrained``.
+    """
+    model = empty_model(folder, dtype=dtype, auto_class=auto_class, attn_implementation=attn_implementation)
+    parallel = parallelize(
+        model,
+        max_tokens_per_rank=max_tokens_per_rank,
+        mode=mode,
+        dispatch_format=dispatch_format,
+        combine_dtype=combine_dtype,
+        capacity=capacity,
+        checkpoint=folder,
+        group=group,
+        device=device,
+        transport=transport,
+        num_sms=num_sms,
+        timeout=timeout,
+    )
+    model.train(False)
+    return parallel
+
+
+def _shape_of(model: PreTrainedModel, layers: dict[str, Any]) -> Shape:
+    for module in layers.values():
+        check_experts(module)
+    shapes = {
+        Shape(module.num_experts, model.config.num_experts_per_tok, module.hidden_dim, module.gate_up_proj.dtype)
+        for module in layers.values()
+    }
+    if not shapes:
+        raise ArgumentError("model", "layers with experts not yet parallelised", f"{type(model).__name__} without any")
+    if len(shapes) > 1:
+        raise UnsupportedError(f"{type(model).__name__}: layers with experts of different shapes: {shapes}")
+    return shapes.pop()
+
+
+def _own_weights(
+    model: PreTrainedModel,
+    layers: dict[str, Any],
+    ep: moelink.Communicator,
+    *,
+    family: Family,
+    checkpoint: str | Path | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[dict[str, ExpertWeights], LoadReport | None]:
+    """This rank's experts of every layer, from the model or from files."""
+    config = ep.config
+    first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+    rows = slice(first, first + config.num_local_experts)
+    if checkpoint is None:
+        copies = {
+            name: ExpertWeights(*(p.detach()[rows].to(ep.device, copy=True) for p in _parameters(module)))
+            for name, module in layers.items()
+        }
+        return copies, None
+    wanted = {
+        name: LocalExperts(
+            first,
+            config.num_local_experts,
+            config.num_experts,
+            intermediate_size=module.down_proj.shape[2],
+            hidden_size=config.hidden_size,
+            dtype=module.down_proj.dtype,
+        )
+        for name, module in layers.items()
+    }
+    problem = result = None
+    try:
+        with Checkpoint(checkpoint, ep.device) as opened:
+            result = fill(model, opened, family, wanted, ep.device)
+    except (moelink.MoelinkError, OSError, RuntimeError, ValueError) as error:
+        problem = error
+    agreed(problem, group)
+    assert result is not None
+    return result
+
+
+def _parameters(module: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    return module.gate_up_proj, module.down_proj
+
+
+def _take_place(
+    module: Any, weights: ExpertWeights, ep: moelink.Communicator, group: dist.ProcessGroup | None
+) -> ParallelExperts:
+    gate_up, down = (
+        nn.Parameter(value, requires_grad=old.requires_grad)
+        for value, old in zip((weights.gate_up, weights.down), _parameters(module), strict=True)
+    )
+    config = ep.config
+    first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+    experts = ParallelExperts(ep, gate_up=gate_up, down=down, activation=module.act_fn, first=first, group=group)
+    return experts.train(module.training)
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(
+        "model.save_pretrained would write this rank's experts only: call save_pretrained of the ParallelModel that "
+        "parallelize returned, on every rank"
+    )

@@ -1,0 +1,144 @@
+"""moelink in transformers' own registry of ways to bring tokens to experts (``EPImplementationInterface``).
+
+transformers then shards the model itself, from its plans, and loads each rank's part; moelink moves the tokens. How the
+ranks are fed follows from the sizes in ``DistributedConfig``: where the ranks of the expert group hold the same batch
+(``ep_size == tp_size``), mode "allreduce"; where each has a batch of its own (``tp_size == 1``), mode "alltoall".
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moelink
+from moelink.config import Mode, TransportName
+from moelink.errors import ClosedError, UnsupportedError
+from moelink.integrations.transformers.experts import check_experts, run_experts
+from moelink.integrations.transformers.settings import Settings, Shape
+
+
+class Registration:
+    """What :func:`register` returns: the communicators of the models that used it. Also a context manager."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name, self._settings = name, settings
+        self._communicators: dict[tuple[Any, ...], moelink.Communicator] = {}
+        self._closed = False
+
+    def communicator(
+        self, shape: Shape, *, mode: Mode, group: dist.ProcessGroup, device: torch.device
+    ) -> moelink.Communicator:
+        """The one of all layers alike; made the first time. Collective then.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        if self._closed:
+            raise ClosedError(f"ep_implementation={self.name!r}")
+        key = (shape, mode, id(group), device)
+        if key not in self._communicators:
+            self._communicators[key] = self._settings.open(shape, mode=mode, group=group, device=device)
+        return self._communicators[key]
+
+    @property
+    def communicators(self) -> tuple[moelink.Communicator, ...]:
+        """Those made so far, in order."""
+        return tuple(self._communicators.values())
+
+    def close(self) -> None:
+        """Close all communicators. The name stays in transformers' registry and says so when it is used."""
+        self._closed = True
+        for ep in self._communicators.values():
+            ep.close()
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def register(
+    *,
+    max_tokens_per_rank: int,
+    name: str = "moelink",
+    dispatch_format: str | None = None,
+    combine_dtype: torch.dtype | None = None,
+    capacity: int | None = None,
+    transport: TransportName = "auto",
+    num_sms: int | None = None,
+    timeout: float = 60.0,
+) -> Registration:
+    """Make ``DistributedConfig(ep_implementation=name)`` use moelink, with these settings (see :func:`parallelize`).
+
+    Call it on every rank before ``from_pretrained``. Registering a name again replaces its settings for models loaded
+    afterwards. Any model whose experts are gated, without biases and not transposed will do, not only the three
+    families of :func:`parallelize`; the number of experts must be a multiple of ``ep_size``, as transformers demands.
+
+    Raises:
+        UnsupportedError: this transformers has no such registry; :func:`parallelize` needs none.
+    """
+    try:
+        from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    except ImportError as error:
+        import transformers
+
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has no registry of expert-parallel implementations (5.23 has); "
+            "use moelink.integrations.transformers.parallelize, which needs none"
+        ) from error
+
+    settings = Settings(
+        max_tokens_per_rank=max_tokens_per_rank,
+        dispatch_format=dispatch_format,
+        combine_dtype=combine_dtype,
+        capacity=capacity,
+        transport=transport,
+        num_sms=num_sms,
+        timeout=timeout,
+    )
+    registration = Registration(name, settings)
+
+    class MoelinkEP(EPImplementation):  # type: ignore[misc]
+        """One layer's experts, as transformers asks for them."""
+
+        def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            check_experts(experts)
+            if tp_mesh.size() > 1 and not self.shares_batch:
+                raise UnsupportedError(
+                    f"ep_implementation={name!r} with tp_size={tp_mesh.size()} and ep_size={ep_mesh.size()}: the ranks "
+                    "of the expert group must hold the same batch (ep_size == tp_size) or one each (tp_size == 1)"
+                )
+            self.experts, self.group = experts, ep_mesh.get_group()
+            shape = Shape(
+                num_experts=self.num_local_experts * ep_mesh.size(),
+                topk=experts.config.num_experts_per_tok,
+                hidden_size=experts.hidden_dim,
+                dtype=experts.gate_up_proj.dtype,
+            )
+            kind = ep_mesh.device_type
+            device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+            mode: Mode = "allreduce" if self.shares_batch else "alltoall"
+            self.ep = registration.communicator(shape, mode=mode, group=self.group, device=device)
+
+        def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+            # During the call transformers shows this rank's part of a parameter in its place.
+            return run_experts(
+                self.ep,
+                hidden_states,
+                top_k_index,
+                top_k_weights,
+                gate_up=self.experts.gate_up_proj,
+                down=self.experts.down_proj,
+                activation=self.experts.act_fn,
+                group=self.group,
+            )
+
+    EPImplementationInterface.register(name, MoelinkEP)
+    return registration

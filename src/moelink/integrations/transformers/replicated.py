@@ -1,0 +1,92 @@
+"""Sums over ranks: of activations that every rank holds alike, and of the gradients of replicated parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+
+class _Share(torch.autograd.Function):
+    """The identity; each rank's gradient is a share, so the gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks; the gradient, the same on every rank, is that of each summand."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def shared_by_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``value``, the same on every rank, each of which uses it for its own experts only (None: one rank)."""
+    if group is None or not (value.requires_grad and torch.is_grad_enabled()):
+        return value
+    return _Share.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def total_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' ``value`` (None: one rank)."""
+    return value if group is None else _Total.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of ``parameters``, which every rank lists in the same order, over the ranks.
+
+    One collective for each dtype, and one before. A parameter that only some ranks have a gradient for counts as zero
+    on the others; one that none has stays without.
+    """
+    if group is None:
+        return
+    learning = [parameter for parameter in parameters if parameter.requires_grad]
+    if not learning:
+        return
+    present = torch.tensor([p.grad is not None for p in learning], dtype=torch.int32, device=learning[0].device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    wanted = [p for p, anywhere in zip(learning, present.tolist(), strict=True) if anywhere]
+    for parameter in wanted:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for dtype in dict.fromkeys(p.dtype for p in wanted):
+        _sum_in_place([p.grad for p in wanted if p.dtype == dtype and p.grad is not None], group)
+
+
+def _sum_in_place(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    flat = _flatten_dense_tensors(tensors)
+    dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+        tensor.copy_(total)
+
+
+def gradient_norm(
+    replicated: Iterable[torch.nn.Parameter], own: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None
+) -> Tensor:
+    """The 2-norm, [] fp32, of the gradients of ``replicated`` (the same on every rank) and of every rank's ``own``."""
+    parts = [[p.grad.detach().float().norm() for p in some if p.grad is not None] for some in (replicated, own)]
+    device = next((part.device for part in parts[0] + parts[1]), torch.device("cpu"))
+    same, mine = (torch.stack([*norms, torch.zeros((), device=device)]).square().sum() for norms in parts)
+    if group is not None:
+        dist.all_reduce(mine, group=group)
+    return (same + mine).sqrt()

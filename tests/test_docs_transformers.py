@@ -1,0 +1,79 @@
+"""docs/transformers.md runs as it stands, and so does the example, on one rank and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra 'transformers' is not installed", allow_module_level=True)
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from moelink.testing import free_port
+from transformers_models import VOCABULARY, build
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDE = (ROOT / "docs" / "transformers.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+EXAMPLE = ROOT / "examples" / "transformers_generate.py"
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: f"{len(code.splitlines())}-lines")
+def test_the_page_runs(code: str) -> None:
+    if "register" in code and find_spec("transformers.distributed.expert_parallel") is None:
+        pytest.skip("this transformers has no registry of expert-parallel implementations")
+    exec(compile(code, "docs/transformers.md", "exec"), {})
+
+
+def test_its_links_lead_to_files() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", GUIDE):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *arguments])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def run_with_torchrun(ranks: int) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}",
+         str(EXAMPLE)],
+        capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_example_says_the_same_on_one_rank_and_on_two(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = run_here(capsys, monkeypatch), run_with_torchrun(2)
+    assert one[0] == "1 ranks, 8 of 8 experts on this one"
+    assert two[0] == "2 ranks, 4 of 8 experts on this one"
+    assert one[1:] == two[1:]
+    assert one[1].startswith("Alice was beginning to get very tired -> b")
+
+
+def test_the_example_with_a_checkpoint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path)
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(tmp_path)
+    said = run_here(capsys, monkeypatch, "--model", str(tmp_path), "--prompt", "w5 w9 w2", "--new-tokens", "3")
+    assert re.fullmatch(r"read \d+ tensors, left 0 to other ranks", said[1])
+    assert re.fullmatch(r"w5 w9 w2 -> w\d+ w\d+ w\d+", said[2])
