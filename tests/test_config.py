@@ -9,6 +9,8 @@ import moelink
 from moelink import EPConfig
 from moelink.layout import DispatchMessage, Region, RegionTable
 from moelink.routing import ExpertMap, aligned_offsets, plan_rows, plan_sends, shared_slice
+from moelink.transports.symmetric.plan import SymmetricPlan
+from moelink.workspace import Workspace
 
 BASE = {"num_experts": 8, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4}
 
@@ -93,7 +95,12 @@ def test_memory_report_counts_before_anything_is_allocated():
     assert report.wire_recv == max(4 * 4 * config.dispatch_message.nbytes, 4 * 2 * 512)
     assert report.outputs == config.row_capacity * (512 + 12 + 4) + 4 * 512
     assert report.total == report.wire_send + report.wire_recv + report.outputs
-    assert "total" in str(report)
+    assert report.symmetric_total == report.block + report.notes + report.outputs
+    workspace = Workspace(config)
+    plan = SymmetricPlan.allocate(workspace, num_tokens=4, device=torch.device("cpu"))
+    assert report.block == workspace.nbytes
+    assert report.notes == sum(tensor.nbytes for tensor in vars(plan).values())
+    assert "symmetric transport" in str(report)
 
 
 def test_regions_do_not_overlap_and_refuse_foreign_memory():

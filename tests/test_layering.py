@@ -16,8 +16,8 @@ MAX_LINES = 400
 
 FLOORS = {
     0: ("errors", "env", "arith", "protocol"),
-    1: ("formats", "layout", "config"),
-    2: ("routing", "hooks", "output", "workspace", "reference"),
+    1: ("formats", "layout", "config", "workspace"),
+    2: ("routing", "hooks", "output", "reference"),
     3: ("memory", "group", "liveness", "handshake"),
     4: ("kernels",),
     5: ("transports",),
@@ -27,11 +27,14 @@ FLOORS = {
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
-# Neighbours on one floor may know each other in one direction only.
+# What neighbours on one floor may know of each other.
 SIDEWAYS = {
     ("layout", "formats"),
     ("config", "formats"),
     ("config", "layout"),
+    ("config", "workspace"),
+    ("workspace", "config"),  # for annotations only
+    ("workspace", "layout"),
     ("handshake", "group"),
     ("handshake", "liveness"),
     ("handshake", "memory"),

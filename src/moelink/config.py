@@ -13,6 +13,7 @@ from moelink.arith import ceil_div
 from moelink.errors import ConfigError
 from moelink.formats import Format, get_format
 from moelink.layout import DispatchMessage
+from moelink.workspace import Workspace
 
 Layout = Literal["expert", "rank"]
 Mode = Literal["alltoall", "allreduce"]
@@ -30,20 +31,31 @@ class MemoryReport:
             transport, which keeps it between calls).
         wire_recv: the same for what they receive.
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
+        block: the symmetric transport's block in place of ``wire_send`` and ``wire_recv``
+            (:class:`moelink.workspace.Workspace`).
+        notes: what one of its dispatches notes for combine, beside ``outputs``.
     """
 
     wire_send: int
     wire_recv: int
     outputs: int
+    block: int
+    notes: int
 
     @property
     def total(self) -> int:
-        """Sum of all entries."""
+        """What the collective transport holds."""
         return self.wire_send + self.wire_recv + self.outputs
 
+    @property
+    def symmetric_total(self) -> int:
+        """What the symmetric transport holds."""
+        return self.block + self.notes + self.outputs
+
     def __str__(self) -> str:
-        rows = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)] + [("total", self.total)]
-        return "\n".join(f"{name:<10} {size / 2**20:10.1f} MiB" for name, size in rows)
+        sums = {"collective transport": self.total, "symmetric transport": self.symmetric_total}
+        rows = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | sums
+        return "\n".join(f"{name:<20} {size / 2**20:10.1f} MiB" for name, size in rows.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +232,11 @@ class EPConfig:
         back = self.max_recv_tokens * (1 if self.pre_reduce else self.topk) * self.combine_row_bytes
         row = self.format.bytes_per_token(self.hidden_size) + 3 * 4 + self.weight_dtype.itemsize
         outputs = self.row_capacity * row + self.max_tokens_per_rank * self.combine_row_bytes
-        return MemoryReport(wire_send=max(send, back) * travels, wire_recv=max(recv, home) * travels, outputs=outputs)
+        workspace = Workspace(self)
+        return MemoryReport(
+            wire_send=max(send, back) * travels, wire_recv=max(recv, home) * travels, outputs=outputs,
+            block=workspace.nbytes, notes=workspace.note_words(self.max_tokens_per_rank) * 4,
+        )  # fmt: skip
 
     def shared_fields(self) -> dict[str, str]:
         """Fields that must agree on every rank, as text (what ``init`` compares)."""

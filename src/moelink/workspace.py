@@ -35,14 +35,18 @@ Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from moelink.arith import align_up, ceil_div
-from moelink.config import EPConfig
 from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
 from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, MAX_SENDERS, POISON_WORDS
+
+if TYPE_CHECKING:
+    from moelink.config import EPConfig
 
 
 def _power_of_two(count: int) -> int:
@@ -99,6 +103,18 @@ class Workspace:
     def row_bytes(self) -> int:
         """Bytes from one row on its way home to the next."""
         return align_up(self.config.combine_row_bytes, REGION_ALIGNMENT)
+
+    def note_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the int32 tensors in which a dispatch of ``num_tokens`` own tokens notes where rows are:
+        ``slot_of``, ``rows_of_message``, ``message_token``, ``received``
+        (:class:`~moelink.transports.symmetric.plan.SymmetricPlan`)."""
+        cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
+        slots = 1 if cfg.layout == "rank" else cfg.topk
+        return (num_tokens, ranks), (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2)
+
+    def note_words(self, num_tokens: int) -> int:
+        """int32 words of those tensors."""
+        return sum(math.prod(shape) for shape in self.note_shapes(num_tokens))
 
     @property
     def regions(self) -> RegionTable:

@@ -30,11 +30,5 @@ class SymmetricPlan:
     @classmethod
     def allocate(cls, workspace: Workspace, *, num_tokens: int, device: torch.device) -> SymmetricPlan:
         """Uninitialised tensors for a call with ``num_tokens`` own tokens."""
-        config, ranks = workspace.config, workspace.world_size
-        tokens = max(1, config.max_tokens_per_rank)
-        slots = 1 if config.layout == "rank" else config.topk
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        return cls(empty(num_tokens, ranks), empty(ranks, tokens, slots), empty(ranks, tokens), empty(ranks + 1, 2))
+        shapes = workspace.note_shapes(num_tokens)
+        return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
