@@ -46,7 +46,9 @@ def test_real_shapes(index):
     check_on_one_device(real_shapes()[3 * index : 3 * index + 3])
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "rank"}, {"pre_reduce": False}, {"mode": "allreduce"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "rank"}, {"pre_reduce": False}, {"mode": "allreduce"}, {"expert_alignment": 130}], ids=str
+)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format(fmt, options):
     setup = Setup(fmt, tuple(options.items()))

@@ -111,7 +111,9 @@ class CommonSpec:
         values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
         keys = {name: getattr(settle_cache_key(value), "cache_key", value) for name, value in values.items()}
         text = ",".join(f"{name}={key}" for name, key in keys.items())
-        object.__setattr__(self, "_name", f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}")
+        name = f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}"
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_hash", hash(name))
         # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
         if not is_interpreted():
             for name, value in values.items():
@@ -121,10 +123,10 @@ class CommonSpec:
         return str(self.__dict__["_name"])
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return int(self.__dict__["_hash"])
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and repr(other) == repr(self)
+        return self is other or (type(other) is type(self) and repr(other) == repr(self))
 
 
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:

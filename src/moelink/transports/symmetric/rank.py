@@ -22,6 +22,13 @@ from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.workspace import Workspace
 
 
+def _addresses(args: Sequence[Any]) -> tuple[Any, ...]:
+    """``args`` with each tensor's address in its place, also in tuples among them."""
+    return tuple([
+        arg if type(arg) is int else arg.data_ptr() if isinstance(arg, Tensor) else _addresses(arg) for arg in args
+    ])  # fmt: skip
+
+
 class Rank:
     """One local rank: what every launch passes, and the streams it runs on."""
 
@@ -61,7 +68,7 @@ class Rank:
         if self.stream is None:
             yield
             return
-        with torch.cuda.device(self.device):
+        with nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device):
             current = torch.cuda.current_stream(self.device)
             if self._latest is not None and self._latest != current and not torch.cuda.is_current_stream_capturing():
                 current.wait_stream(self._latest)
@@ -101,21 +108,24 @@ class Rank:
         """Launch ``kernel`` over ``programs`` programs. ``given``: the tensors among ``args`` that are the caller's.
 
         Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
-        but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up.
+        but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up. And
+        its launcher asks the driver about every tensor, but takes addresses as they are (not the record's, which is
+        host memory).
         """
-        args = (self.table, self.record, self.control, *args)
+        fixed = (self.table, self.record, self.control)
         if self.stream is None:
             with self._guard():
-                kernel[(programs,)](*args, S=S)
+                kernel[(programs,)](*fixed, *args, S=S)
             return
         key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = settle_cache_key(kernel).warmup(*args, grid=(programs,), S=S, **options)
+            compiled = settle_cache_key(kernel).warmup(*fixed, *args, grid=(programs,), S=S, **options)
             compiled._init_handles()
             self._compiled[key] = compiled
         if not self._preparing:
-            compiled[(programs, 1, 1)](*args, S)
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            compiled[(programs, 1, 1)](*fixed, *_addresses(args), S, stream=stream)
 
     def _guard(self) -> AbstractContextManager[None]:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
