@@ -14,6 +14,7 @@ from moelink.transports.symmetric import SymmetricTransport
 from moelink.workspace import Workspace
 
 WORLD = 4
+OPTIONS = ({}, {"layout": "rank"}, {"pre_reduce": False}, {"mode": "allreduce"}, {"expert_alignment": 130})
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,9 +47,7 @@ def test_real_shapes(index):
     check_on_one_device(real_shapes()[3 * index : 3 * index + 3])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"layout": "rank"}, {"pre_reduce": False}, {"mode": "allreduce"}, {"expert_alignment": 130}], ids=str
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format(fmt, options):
     setup = Setup(fmt, tuple(options.items()))

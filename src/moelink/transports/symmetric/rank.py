@@ -22,11 +22,13 @@ from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.workspace import Workspace
 
 
-def _addresses(args: Sequence[Any]) -> tuple[Any, ...]:
-    """``args`` with each tensor's address in its place, also in tuples among them."""
-    return tuple([
-        arg if type(arg) is int else arg.data_ptr() if isinstance(arg, Tensor) else _addresses(arg) for arg in args
-    ])  # fmt: skip
+def _address(arg: Any) -> Any:
+    """A tensor's address in its place, also in a tuple."""
+    if type(arg) is int:
+        return arg
+    if isinstance(arg, tuple):
+        return tuple(map(_address, arg))
+    return arg.data_ptr() if isinstance(arg, Tensor) else arg
 
 
 class Rank:
@@ -125,7 +127,7 @@ class Rank:
             self._compiled[key] = compiled
         if not self._preparing:
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            compiled[(programs, 1, 1)](*fixed, *_addresses(args), S, stream=stream)
+            compiled[(programs, 1, 1)](*fixed, *map(_address, args), S, stream=stream)
 
     def _guard(self) -> AbstractContextManager[None]:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
