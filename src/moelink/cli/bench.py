@@ -81,8 +81,11 @@ def bench(
 
 
 def command_line(arguments: list[str]) -> str:
-    """The command to record: what was typed after the program's name."""
-    return shlex.join(["moelink", *arguments[1:]])
+    """The command to record: what was typed after the program's name, but for folders that only this machine has.
+
+    Example: ``moelink bench --out /home/me/runs/decode.json`` is recorded as ``moelink bench --out decode.json``.
+    """
+    return shlex.join(["moelink", *(Path(word).name if os.path.isabs(word) else word for word in arguments[1:])])
 
 
 def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_output: bool) -> None:
