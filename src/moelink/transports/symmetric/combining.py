@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels import combine as kernels
-from moelink.kernels.cut import combine_launch, shared_bounds
-from moelink.kernels.spec import combine_spec
+from moelink.kernels.cut import Launch, combine_launch, shared_bounds
+from moelink.kernels.spec import CombineSpec, combine_spec
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import CombineRequest
 from moelink.transports.symmetric.plan import SymmetricPlan
@@ -16,6 +19,39 @@ from moelink.transports.symmetric.rank import Rank
 
 _EXACT = {"enable_fp_fusion": False}
 """Products are rounded before they are added."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all combines of one kind have in common, computed once.
+
+    Attributes:
+        spec: the kernel. passes: first slot of each launch.
+        launch, options: how it is launched.
+        shared: first and last + 1 own token of the fused shared expert's group.
+    """
+
+    spec: CombineSpec
+    passes: tuple[int, ...]
+    launch: Launch
+    options: dict[str, Any]
+    shared: tuple[int, int]
+
+    @classmethod
+    def of(cls, rank: Rank, num_tokens: int, *, reduce: bool, **kind: Any) -> Recipe:
+        """The recipe of ``rank`` for ``num_tokens`` own tokens; ``kind`` as in :func:`combine_spec`."""
+        key = (Recipe, num_tokens, reduce, *kind.values())
+        known = rank.recipes.get(key)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        config = rank.config
+        spec = combine_spec(rank.workspace, rank.device, reduce=reduce, **kind)
+        launch = combine_launch(config, rank.device, num_tokens)
+        passes = (0,) if reduce else tuple(range(0, config.topk, spec.COPIES))
+        rank.recipes[key] = recipe = cls(
+            spec, passes, launch, {**launch.options, **_EXACT}, shared_bounds(config, num_tokens)
+        )
+        return recipe
 
 
 class Combine:
@@ -40,53 +76,37 @@ class Combine:
                 dtype=config.weight_dtype,
             )
         home_weights = None if home_weights is None else home_weights.contiguous()
-        self.spec = combine_spec(
-            rank.workspace,
-            rank.device,
-            row_weights=request.recv.weights is not None,
-            home_weights=home_weights is not None,
+        row_weights = request.recv.weights
+        self.recipe = Recipe.of(
+            rank,
+            handle.num_tokens,
             reduce=request.reduce,
+            row_weights=row_weights is not None,
+            home_weights=home_weights is not None,
             shared=request.shared is not None,
             epilogue="" if bias is None else "bias" if bias.dim() == 1 else "residual",
             hook=hook.triton_fn if hook is not None and self._torch_hook is None else None,
             raw_sums=self._torch_hook is not None,
         )
-        self.passes = [0] if request.reduce else list(range(0, config.topk, self.spec.COPIES))
         self.out = self._result(hook)
         plan: SymmetricPlan = handle.plan
         tensors = hook.tensors if hook is not None and self._torch_hook is None else ()
-        row_weights = rank.optional(request.recv.weights)
-        self._launch = combine_launch(config, rank.device, handle.num_tokens)
-        self._options = {**self._launch.options, **_EXACT}
-        self._back = (
-            request.y, row_weights, plan.rows_of_message, plan.message_token, plan.received, rank.me, len(request.y)
+        y, y_rows = request.y, request.y.shape[0]
+        weights = rank.optional(row_weights)
+        self._back = (y, weights, plan.rows_of_message, plan.message_token, plan.received, rank.me, y_rows)
+        rows = (y, weights, rank.optional(home_weights), handle.topk_ids, plan.slot_of, plan.rows_of_message)
+        rest = (
+            plan.received, self.out, rank.optional(request.shared), rank.optional(bias), tensors or (rank.table,),
+            rank.me, rank.first, config.num_local_experts, handle.num_tokens, y_rows, *self.recipe.shared,
         )  # fmt: skip
-        rows = (
-            request.y,
-            row_weights,
-            rank.optional(home_weights),
-            handle.topk_ids,
-            plan.slot_of,
-            plan.rows_of_message,
-        )
-        ends = (self.out, rank.optional(request.shared), rank.optional(bias), tensors or (rank.table,))
-        sizes = (
-            rank.me, rank.first, config.num_local_experts, handle.num_tokens, len(request.y),
-            *shared_bounds(config, handle.num_tokens),
-        )  # fmt: skip
-        mine = (
-            request.y,
-            request.recv.weights,
-            home_weights,
-            handle.topk_ids,
-            request.shared,
-            bias,
-            self.out,
-            *tensors,
-        )
-        self._given = tuple(t for t in mine if t is not None)
-        self._home = (*rows, plan.received, *ends, *sizes)
-        self._fused = (*rows, plan.message_token, plan.received, *ends, *sizes)
+        mine = (y, row_weights, home_weights, handle.topk_ids, request.shared, bias, self.out, *tensors)
+        self._given = [t for t in mine if t is not None]
+        self._home, self._fused = (*rows, *rest), (*rows, plan.message_token, *rest)
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """First slot of each launch."""
+        return self.recipe.passes
 
     def _result(self, hook: Hook | None) -> Tensor:
         config, request = self.rank.config, self.request
@@ -103,29 +123,29 @@ class Combine:
     @property
     def travels(self) -> bool:
         """Rows move, so the expert role has something to do."""
-        return not self.spec.ALLREDUCE
+        return not self.recipe.spec.ALLREDUCE
 
     def send(self, slot_begin: int) -> None:
         """Launch the expert role: ``send_tokens_back``."""
         if self.travels:
             self.rank.launch(
-                kernels.ep_combine_async_kernel, self._launch.send, *self._back, slot_begin, STATUS_OK, self.rank.limit,
-                given=self._given, S=self.spec, options=self._options,
+                kernels.ep_combine_async_kernel, self.recipe.launch.send, *self._back, slot_begin, STATUS_OK,
+                self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
             )  # fmt: skip
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
         self.rank.launch(
-            kernels.ep_combine_wait_kernel, self._launch.receive, *self._home, slot_begin, STATUS_OK,
-            self.rank.limit, given=self._given, S=self.spec, options=self._options,
+            kernels.ep_combine_wait_kernel, self.recipe.launch.receive, *self._home, slot_begin, STATUS_OK,
+            self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
         )  # fmt: skip
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
-        senders = self._launch.send if self.travels else 0
+        senders = self.recipe.launch.send if self.travels else 0
         self.rank.launch(
-            kernels.ep_fused_combine_kernel, senders + self._launch.receive, *self._fused, slot_begin,
-            STATUS_OK, senders, self.rank.limit, given=self._given, S=self.spec, options=self._options,
+            kernels.ep_fused_combine_kernel, senders + self.recipe.launch.receive, *self._fused, slot_begin,
+            STATUS_OK, senders, self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
         )  # fmt: skip
 
     def result(self) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels import dispatch as kernels
-from moelink.kernels.cut import Cut, dispatch_launch, shared_bounds
-from moelink.kernels.spec import COPY, ENCODE, dispatch_spec
+from moelink.kernels.cut import Cut, Launch, dispatch_launch, shared_bounds
+from moelink.kernels.spec import COPY, ENCODE, DispatchSpec, dispatch_spec
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import DispatchRequest
@@ -19,26 +20,66 @@ from moelink.transports.symmetric.plan import SymmetricPlan
 from moelink.transports.symmetric.rank import Rank
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What all dispatches of one kind have in common, computed once: a call would otherwise spend most of its host time
+    on it.
+
+    Attributes:
+        spec, launch: the kernel, and how it is launched.
+        senders: programs of the sender role.
+        shared: first and last + 1 own token of the fused shared expert's group.
+        sending: the numbers among the sender role's arguments.
+    """
+
+    spec: DispatchSpec
+    launch: Launch
+    senders: int
+    shared: tuple[int, int]
+    sending: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, rank: Rank, num_tokens: int, *, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool
+    ) -> Recipe:
+        """The recipe of ``rank`` for ``num_tokens`` rows of ``dtype``."""
+        key = (Recipe, num_tokens, dtype, quantized, weights, input_scale)
+        known = rank.recipes.get(key)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        config, device = rank.config, rank.device
+        spec = dispatch_spec(
+            rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale
+        )
+        launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
+        cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
+        shared = shared_bounds(config, num_tokens)
+        sending = (
+            rank.me, rank.first, config.num_local_experts, num_tokens, cut.tokens_per_program, cut.split, *shared
+        )  # fmt: skip
+        rank.recipes[key] = recipe = cls(spec, launch, 1 + cut.programs, shared, sending)
+        return recipe
+
+
 class Dispatch:
     """A dispatch of one rank: :meth:`send` and then :meth:`receive`, or :meth:`send_and_receive` in one launch."""
 
     def __init__(self, rank: Rank, request: DispatchRequest, identity: str) -> None:
         config, device = rank.config, rank.device
         self.rank, self.request = rank, request
-        num_tokens = len(request.x)
-        weights = evaluate_weights(
-            request.topk_weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=config.weight_dtype
-        )
-        weights = None if weights is None else weights.contiguous()
-        input_scale = evaluate_input_scale(request.input_scale)
-        self.spec = dispatch_spec(
-            rank.workspace,
-            device,
-            input_dtype=request.x.dtype,
-            quantized=request.scales is not None,
-            weights=weights is not None,
+        num_tokens = request.x.shape[0]
+        weights = request.topk_weights
+        if weights is not None:
+            weights = evaluate_weights(
+                weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=config.weight_dtype
+            )
+            assert weights is not None
+            weights = weights.contiguous()
+        input_scale = None if request.input_scale is None else evaluate_input_scale(request.input_scale)
+        self.recipe = Recipe.of(
+            rank, num_tokens, dtype=request.x.dtype, quantized=request.scales is not None, weights=weights is not None,
             input_scale=input_scale is not None,
-        )
+        )  # fmt: skip
         plan = SymmetricPlan.allocate(rank.workspace, num_tokens=num_tokens, device=device)
         counts = torch.empty(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
         handle = DispatchHandle(
@@ -52,27 +93,13 @@ class Dispatch:
         else:
             self.output = dataclasses.replace(request.out, handle=handle)
         x, scales = request.x, request.scales
-        if self.spec.SOURCE == COPY:
+        if self.recipe.spec.SOURCE == COPY:
             x = x.view(torch.uint8)
         self._rows = (
             x, rank.optional(None if scales is None else scales.view(torch.uint8)), rank.optional(input_scale),
             request.topk_ids, rank.optional(weights), plan.slot_of,
         )  # fmt: skip
-        self._launch = dispatch_launch(config, device, num_tokens, encodes=bool(self.spec.SOURCE == ENCODE))
-        cut = Cut.of(num_tokens, programs=self._launch.send, world_size=rank.workspace.world_size)
-        shared = shared_bounds(config, num_tokens)
-        self._given = (x, *(t for t in (scales, input_scale, request.topk_ids, weights) if t is not None))
-        self._sending = (
-            rank.me,
-            rank.first,
-            config.num_local_experts,
-            num_tokens,
-            cut.tokens_per_program,
-            cut.split,
-            *shared,
-        )
-        self._shared = shared
-        self._senders = 1 + cut.programs
+        self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
     def _outputs(self) -> tuple[Tensor, ...]:
         out, rank = self.output, self.rank
@@ -89,7 +116,7 @@ class Dispatch:
         config, rank, scales = self.rank.config, self.rank, self.output.scales
         scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
         return (
-            rank.me, config.rank, config.num_local_experts, config.num_groups, *self._shared,
+            rank.me, config.rank, config.num_local_experts, config.num_groups, *self.recipe.shared,
             self.output.tokens.shape[0], scale_rows, config.world_size,
         )  # fmt: skip
 
@@ -97,34 +124,34 @@ class Dispatch:
         """Launch the sender role."""
         self.rank.launch(
             kernels.ep_dispatch_async_kernel,
-            self._senders,
+            self.recipe.senders,
             *self._rows,
-            *self._sending,
+            *self.recipe.sending,
             STATUS_OK,
             self.rank.limit,
             given=self._given,
-            S=self.spec,
-            options=self._launch.options,
+            S=self.recipe.spec,
+            options=self.recipe.launch.options,
         )
 
     def receive(self) -> None:
         """Launch the receiver role."""
         self.rank.launch(
-            kernels.ep_dispatch_wait_kernel, self._launch.receive, *self._outputs(), *self._receiving(),
-            STATUS_OK, self.rank.limit, given=self._given, S=self.spec,
-            options=self._launch.options,
+            kernels.ep_dispatch_wait_kernel, self.recipe.launch.receive, *self._outputs(), *self._receiving(),
+            STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
+            options=self.recipe.launch.options,
         )  # fmt: skip
 
     def send_and_receive(self) -> None:
         """Launch both roles at once."""
         me, _, num_local, num_groups, *rest = self._receiving()
-        label, first = self.rank.config.rank, self.rank.first
+        recipe, rank = self.recipe, self.rank
         shared_begin, shared_end, capacity, scale_rows, stride = rest
-        self.rank.launch(
-            kernels.ep_fused_dispatch_kernel, self._senders + self._launch.receive, *self._rows,
-            *self._outputs(), me, label, first, num_local, num_groups, *self._sending[3:6], shared_begin, shared_end,
-            capacity, scale_rows, stride, STATUS_OK, self._senders, self.rank.limit, given=self._given, S=self.spec,
-            options=self._launch.options,
+        rank.launch(
+            kernels.ep_fused_dispatch_kernel, recipe.senders + recipe.launch.receive, *self._rows, *self._outputs(),
+            me, rank.config.rank, rank.first, num_local, num_groups, *recipe.sending[3:6], shared_begin, shared_end,
+            capacity, scale_rows, stride, STATUS_OK, recipe.senders, rank.limit, given=self._given, S=recipe.spec,
+            options=recipe.launch.options,
         )  # fmt: skip
 
     def result(self) -> DispatchOutput:

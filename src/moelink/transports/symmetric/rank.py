@@ -46,6 +46,7 @@ class Rank:
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._words = self.record.numpy()
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
         self.limit = clock_ticks(config.timeout, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -53,6 +54,8 @@ class Rank:
             SM_BUDGET.claim(self, self.device, config.num_sms, available=multiprocessors(self.device))
         self._preparing = False
         self._compiled: dict[Any, Any] = {}
+        # What calls of one kind have in common; at most a few kinds for each number of tokens.
+        self.recipes: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
         self._forked = False
 
@@ -163,6 +166,8 @@ class Rank:
 
     def error(self) -> MoelinkError | None:
         """What the record says: the first expired wait, or (once) a peer's refusal."""
+        if not (self._words[0] or self._words[ABORT_RECORD]):
+            return None
         words = self.record.tolist()
         if words[0]:
             rank, peer, phase, call, expected, got = words[1:7]
