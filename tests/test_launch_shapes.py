@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
+import torch
 
+import moelink
 from cases import FIELDS, Case, Packed, Result, Setup, check_case
+from moelink.kernels import combine, cut, dispatch
 from moelink.kernels.cut import Launch
 from moelink.transports.symmetric import combining, dispatching
 from symmetric_ranks import combine_requests, dispatch_requests, one_process
@@ -47,3 +51,37 @@ def test_equals_oracle(monkeypatch, shape, setup):
         ])  # fmt: skip
     transport.check()
     transport.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_sms": 24}, {"dispatch_format": "nvfp4"}, {"mode": "allreduce"}], ids=str)
+@pytest.mark.parametrize("most", [128, 4096])
+def test_other_token_counts_need_no_other_kernels(monkeypatch, most, fields):
+    """What is compiled is keyed on a spec, which knows no token counts, and on options, which must not."""
+    monkeypatch.setattr(cut, "multiprocessors", lambda device: 132)
+    config = moelink.EPConfig(
+        num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=most, world_size=8, **fields
+    )
+    device = torch.device("cuda", 0)
+    counts = [*range(0, most, 7), most]
+    for encodes in (False, True):
+        assert len({str(cut.dispatch_launch(config, device, n, encodes=encodes).options) for n in counts}) == 1
+    assert len({str(cut.combine_launch(config, device, n).options) for n in counts}) == 1
+
+
+@pytest.mark.parametrize("kernel", [
+    dispatch.ep_fused_dispatch_kernel, dispatch.ep_dispatch_async_kernel, dispatch.ep_dispatch_wait_kernel,
+    combine.ep_fused_combine_kernel, combine.ep_combine_async_kernel, combine.ep_combine_wait_kernel,
+], ids=lambda kernel: kernel.__name__)  # fmt: skip
+def test_numbers_that_change_are_not_specialised_on(kernel):
+    """Triton compiles anew for a number that is 1 or a multiple of 16, unless told not to."""
+    source = inspect.getsource(inspect.getmodule(kernel.fn))
+    assert "do_not_specialize=_CHANGING" in source
+    changing = set(inspect.getmodule(kernel.fn)._CHANGING)
+    pointers = {
+        "table", "record", "control", "x", "scales", "input_scale", "ids", "weights", "slot_of", "tokens_out",
+        "scales_out", "row_offsets", "expert_ids", "src_info", "scales_offsets", "weights_out", "topk_ids_out",
+        "num_recv", "overflow", "counts_out", "received", "rows_of_message", "message_token", "y", "row_weights",
+        "home_weights", "out", "shared", "epilogue", "epilogue_tensors",
+    }  # fmt: skip
+    numbers = set(inspect.signature(kernel.fn).parameters) - pointers - {"S"}
+    assert numbers <= changing
