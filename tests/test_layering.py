@@ -33,7 +33,7 @@ FLOORS = {
         "epilogues",
         "nn",
     ),
-    7: ("nn", "data", "demo", "cli", "plots", "bench", "trace", "__main__"),
+    7: ("nn", "data", "demo", "cli", "plots", "bench", "plan", "trace", "__main__"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
@@ -63,10 +63,12 @@ SIDEWAYS = {
     ("cli", "demo"),
     ("cli", "plots"),
     ("cli", "bench"),
+    ("cli", "plan"),
     ("cli", "trace"),
     ("plots", "demo"),
     ("bench", "plots"),
     ("nn", "plots"),
+    ("plan", "plots"),
     ("cli", "nn"),
     ("__main__", "cli"),
 }

@@ -11,6 +11,7 @@ import typer
 from moelink.cli import render
 from moelink.cli.bench import bench_app
 from moelink.cli.environment import inspect_environment
+from moelink.cli.plan import plan_app
 from moelink.cli.plot import plot
 from moelink.cli.progress import progress_on_stderr
 from moelink.data import bundled_text
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(plan_app, name="plan")
 app.command()(plot)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
