@@ -197,9 +197,7 @@ def test_least_squares_is_optimal() -> None:
 def test_times_from_which_nothing_follows_are_refused() -> None:
     falling = [{"tokens": t, "dispatch": 100.0 / t, "combine": 100.0 / t} for t in (1, 10, 100)]
     with pytest.raises(ConfigError, match="grow with the bytes"):
-        fitting.fit(
-            measured.points_of(bench_document(4, falling), "f.json", contender=SYMMETRIC), contender=SYMMETRIC
-        )
+        fitting.fit(measured.points_of(bench_document(4, falling), "f.json", contender=SYMMETRIC), contender=SYMMETRIC)
     one = bench_document(4, falling[:1])
     with pytest.raises(ConfigError, match="at least two"):
         fitting.fit(measured.points_of(one, "f.json", contender=SYMMETRIC), contender=SYMMETRIC)
