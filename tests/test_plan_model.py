@@ -179,6 +179,8 @@ def test_least_squares_by_hand() -> None:
     assert fitting.nonnegative_least_squares(matrix, np.array([3.0, 2.0])).tolist() == pytest.approx([2.5, 0])
     assert fitting.nonnegative_least_squares(matrix, np.array([3.0, 4.0])).tolist() == pytest.approx([2, 1])
     assert fitting.nonnegative_least_squares(matrix, np.array([-3.0, -4.0])).tolist() == [0, 0]
+    assert fitting.nonnegative_least_squares(matrix, np.array([3.0, 2.0]), needed=1).tolist() == pytest.approx([0, 1.4])
+    assert fitting.nonnegative_least_squares(matrix, np.array([-3.0, -4.0]), needed=1).tolist() == [0, 0]
     assert fitting.independent_columns(np.array([[1.0, 1, 2], [1, 2, 3], [1, 5, 6]])) == [0, 1]
 
 

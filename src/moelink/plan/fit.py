@@ -7,6 +7,7 @@ The model is linear in what is unknown: with bytes L over NVLink and M in memory
 so floor, per_peer and the two reciprocals are found by least squares, not below 0. Errors are weighted by 1 / measured
 time: one per cent counts the same at 10 us and at 1000. Results of one number of ranks cannot tell per_peer from floor,
 nor, with uniform routing, memory from NVLink; columns that say nothing new are then left out, the later ones first.
+NVLink is never left out, nor its part 0: without its rate no other size could be predicted.
 """
 
 from __future__ import annotations
@@ -41,15 +42,20 @@ def independent_columns(matrix: Floats) -> list[int]:
     return chosen
 
 
-def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
+def nonnegative_least_squares(matrix: Floats, target: Floats, *, needed: int | None = None) -> Floats:
     """The x >= 0 with the smallest |matrix x - target|, by trying every set of columns that may be positive.
 
+    With ``needed``, only sets with that column; x is 0 where none of them gives x >= 0.
+
     Example: matrix [[1, 1], [1, 2]], target [3, 2]: the line 4 - t falls, so the slope is 0 and x == [2.5, 0].
+    With ``needed=1`` there is no such line but the one through the origin: x == [0, 1.4].
     """
     count = matrix.shape[1]
     best, least = np.zeros(count), float(target @ target)
     for size in range(1, count + 1):
         for columns in itertools.combinations(range(count), size):
+            if needed is not None and needed not in columns:
+                continue
             part = np.linalg.lstsq(matrix[:, columns], target, rcond=None)[0]
             difference = float(np.square(matrix[:, columns] @ part - target).sum())
             if (part >= 0).all() and difference < least:
@@ -58,11 +64,17 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
     return best
 
 
+def distance(matrix: Floats, x: Floats, target: Floats) -> float:
+    """|matrix x - target|."""
+    return float(np.linalg.norm(matrix @ x - target))
+
+
 def fit_phase(points: Sequence[Point]) -> PhaseConstants:
     """The constants of one phase.
 
     Raises:
-        ConfigError: fewer than two points, or times that do not grow with the bytes, so that no rate follows from them.
+        ConfigError: fewer than two points, or times that one constant describes as well as bytes do, so that no rate
+            follows from them.
     """
     if len(points) < 2:
         raise ConfigError("results", "at least two measured cases of each phase", len(points))
@@ -79,10 +91,12 @@ def fit_phase(points: Sequence[Point]) -> PhaseConstants:
     kept = independent_columns(matrix)
     scale = np.linalg.norm(matrix[:, kept], axis=0)
     found = dict.fromkeys(COLUMNS, 0.0)
-    for column, value in zip(
-        kept, nonnegative_least_squares(matrix[:, kept] / scale, np.ones(len(points))), strict=True
-    ):
-        found[COLUMNS[column]] = float(value / scale[kept.index(column)])
+    link, ones = COLUMNS.index("nvlink_gb_per_s"), np.ones(len(points))
+    if link in kept:
+        values = nonnegative_least_squares(matrix[:, kept] / scale, ones, needed=kept.index(link)) / scale
+        constant = nonnegative_least_squares(matrix[:, :1], ones)
+        if distance(matrix[:, kept], values, ones) < distance(matrix[:, :1], constant, ones):
+            found |= {COLUMNS[column]: float(value) for column, value in zip(kept, values, strict=True)}
     if found["nvlink_gb_per_s"] == 0:
         raise ConfigError("results", "times that grow with the bytes over NVLink", "times that do not")
     return PhaseConstants(
