@@ -117,6 +117,14 @@ def test_sources_say_what_was_measured_and_what_was_assumed(tmp_path: Path) -> N
     assert not Constants().are_measured
 
 
+def test_an_assumed_latency_replaces_all_of_a_measured_one() -> None:
+    measured_ones = Constants(TRUTH, dict.fromkeys(("floor_us", "per_peer_us"), "measured: x"), (2, 4))
+    assumed = measured_ones.assume({"floor_us": (3.0, "--latency")})
+    assert [assumed.phases[phase].per_peer_us for phase in PHASES] == [0, 0]
+    assert assumed.sources == {"floor_us": "assumed: --latency 3"}
+    assert predict(links(0.0), assumed.phases["dispatch"], Shape(8, 1), "rank").total_us == 3
+
+
 def test_the_package_has_constants_only_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = fitting.fit(measured.points_of(modelled(2), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
     monkeypatch.setattr(constants_module, "files", lambda _: tmp_path)

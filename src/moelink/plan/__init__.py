@@ -9,7 +9,7 @@ Example:
     >>> layer = Layer(num_experts=256, topk=8, hidden_size=7168, tokens=128)
     >>> plan = make_plan(layer, parse_ranks("8..16"), ranks_per_node=8, routing=Uniform(256, 8))
     >>> [round(size.statistics.ranks_per_token, 2) for size in plan.sizes]
-    [5.31, 6.52]
+    [5.29, 6.52]
 """
 
 from moelink.plan.constants import Constants, load_constants, packaged_constants

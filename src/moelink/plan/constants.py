@@ -85,11 +85,18 @@ class Constants:
     description: str = ""
 
     def assume(self, given: Mapping[str, tuple[float | None, str]]) -> Constants:
-        """These constants with fields replaced, in both phases. ``given``: field to (value or None, option's name)."""
+        """These constants with fields replaced, in both phases. ``given``: field to (value or None, option's name).
+
+        A given ``floor_us`` is the whole latency of a call, so that a measured ``per_peer_us`` no longer comes on top.
+        """
         values = {name: value for name, (value, _) in given.items() if value is not None}
         sources = {name: f"assumed: {option} {value:g}" for name, (value, option) in given.items() if value is not None}
+        merged = {**self.sources, **sources}
+        if "floor_us" in values and "per_peer_us" not in values:
+            values["per_peer_us"] = 0.0
+            merged.pop("per_peer_us", None)
         phases = {phase: dataclasses.replace(self.phases[phase], **values) for phase in PHASES}
-        return dataclasses.replace(self, phases=phases, sources={**self.sources, **sources})
+        return dataclasses.replace(self, phases=phases, sources=merged)
 
     @property
     def are_measured(self) -> bool:
