@@ -260,6 +260,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
         ([], "JSON files of moelink bench"),
         ({"benchmark": "another"}, "JSON files of moelink bench"),
         (bench_document(2, [], schema_version=2), "schema_version 1, got '2"),
+        (bench_document(2, [], device="cpu"), "times of GPUs"),
         (bench_document(2, [], gate={"passed": False}), "correctness gate passed"),
         (bench_document(2, []), "none in these files"),
     ],

@@ -80,7 +80,7 @@ def load_result(path: Path) -> dict[str, Any]:
     """A document of ``moelink bench``.
 
     Raises:
-        ConfigError: it is none of this schema, or its correctness gate failed, so that it has no figures.
+        ConfigError: it is none of this schema, not of GPUs, or its correctness gate failed, so that it has no figures.
     """
     try:
         document = json.loads(path.read_text())
@@ -90,6 +90,8 @@ def load_result(path: Path) -> dict[str, Any]:
         raise ConfigError("results", "JSON files of moelink bench", path.name)
     if document.get("schema_version") != BENCH_SCHEMA:
         raise ConfigError("results", f"schema_version {BENCH_SCHEMA}", f"{document.get('schema_version')} in {path}")
+    if document.get("device") != "cuda":
+        raise ConfigError("results", "times of GPUs (a CPU run shows that things work)", f"{path.name}, of CPUs")
     if not document["gate"]["passed"]:
         raise ConfigError("results", "a run whose correctness gate passed", path.name)
     return document
