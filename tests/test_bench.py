@@ -100,6 +100,22 @@ def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
         assert verdict["faster"] == (duel["ours"] < duel["theirs"])
 
 
+def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
+    from moelink.plan.measured import points_of
+
+    document = json.loads(smoke.read_text())
+    points = points_of(document, "smoke.json", contender=COLLECTIVE)
+    assert [(p.layer.tokens, p.layer.dispatch_format, p.routing, p.phase, p.method) for p in points] == [
+        (5, "bf16", "uniform", "dispatch", "eager"), (5, "bf16", "uniform", "combine", "eager"),
+        (3, "fp8_block128", "zipf", "dispatch", "eager"), (3, "fp8_block128", "zipf", "combine", "eager"),
+    ]  # fmt: skip
+    assert all(point.measured_us > 0 and point.links.nvlink > 0 for point in points)
+    # Drawn bytes fluctuate around the expected ones, a good deal with five tokens.
+    for point in points[:2]:
+        counted = document["cases"][0][point.phase]
+        assert 0.5 < point.links.total_nvlink / counted["total"] < 2
+
+
 def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     from moelink.cli.bench_view import bench_view

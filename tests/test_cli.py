@@ -209,3 +209,16 @@ def test_small_helpers() -> None:
     assert [quantity(n) for n in (512, 5000, 1_234_567, 2 * 10**9)] == ["512 B", "5.00 kB", "1.23 MB", "2.00 GB"]
     assert bar(console, 5, 10) == "#" * 20
     assert bar(console, 0, 0) == ""
+
+
+def test_demo_under_torchrun_reports_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "moelink"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "demo", *SMALL[2:], "--format", "bf16", "--json"],  # without --ranks: torchrun's world
+        capture_output=True, text=True, check=False, env=environment, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["passed"]
+    assert (document["config"]["ranks"], document["num_tokens"]) == (2, 24)

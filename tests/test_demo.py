@@ -182,3 +182,12 @@ def test_the_bundled_text_is_what_its_notice_says() -> None:
     assert sha256(bundled_text()).hexdigest() in notice
     assert f"{len(bundled_text())} bytes" in notice
     assert bundled_text().isascii()
+
+
+def test_a_launcher_must_have_started_the_ranks_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    config = DemoConfig(ranks=2, layer=LAYER)
+    assert config.ranks_here == 2
+    with pytest.raises(moelink.ConfigError, match="ranks: expected the launcher's WORLD_SIZE 3, got 2"):
+        run_demo(config, TEXT)

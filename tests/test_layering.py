@@ -22,7 +22,7 @@ FLOORS = {
     4: ("kernels",),
     5: ("transports",),
     6: ("validation", "session", "communicator", "devices", "ops", "testing", "moelink", "activation", "epilogues"),
-    7: ("nn", "data", "demo", "cli", "plots", "bench", "trace", "__main__"),
+    7: ("nn", "data", "demo", "cli", "plots", "bench", "plan", "trace", "__main__"),
     8: ("integrations",),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -56,10 +56,12 @@ SIDEWAYS = {
     ("cli", "demo"),
     ("cli", "plots"),
     ("cli", "bench"),
+    ("cli", "plan"),
     ("cli", "trace"),
     ("plots", "demo"),
     ("bench", "plots"),
     ("nn", "plots"),
+    ("plan", "plots"),
     ("cli", "nn"),
     ("__main__", "cli"),
 }

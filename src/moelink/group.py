@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,11 @@ class World:
     store: Any = None
 
 
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """A launcher (torchrun) started this process as one rank of several."""
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
 def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World:
     """Find the peers. Collective over ``group``, or over torchrun's world, or trivial without either.
 
@@ -50,7 +55,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         UnsupportedError: this process is not in ``group``.
     """
     if group is None and not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if not is_launched():
             return World(rank=0, world_size=1)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +17,7 @@ from moelink.bench.presets import Plan
 from moelink.bench.ranks import RankReport, RankRow, flashinfer_main, moelink_main, vdev_main
 from moelink.bench.report import Results, results_of, to_document
 from moelink.errors import ConfigError
+from moelink.group import is_launched
 from moelink.testing import RankFailedError, RankHungError, run_ranks
 
 SCHEMA_VERSION = 1
@@ -39,11 +40,6 @@ METHOD = (
 )
 
 
-def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """This process was started by a launcher as one rank of several."""
-    return "RANK" in environ and "WORLD_SIZE" in environ
-
-
 def run_bench(
     plan: Plan, *, commit: str | None = None, command: str = "", progress: Progress = lambda _: None
 ) -> dict[str, Any] | None:
@@ -55,7 +51,7 @@ def run_bench(
         ConfigError: the launcher started another number of ranks.
         RankFailedError, RankHungError: a rank of moelink broke or did not end in time.
     """
-    if is_rank():
+    if is_launched():
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks != plan.ranks:
             raise ConfigError("ranks", f"the launcher's WORLD_SIZE {ranks}", plan.ranks)

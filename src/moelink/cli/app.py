@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import typer
 from moelink.cli import render
 from moelink.cli.bench import bench_app
 from moelink.cli.environment import inspect_environment
+from moelink.cli.plan import plan_app
 from moelink.cli.plot import plot
 from moelink.cli.progress import progress_on_stderr
 from moelink.data import bundled_text
@@ -28,6 +30,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(plan_app, name="plan")
 app.command()(plot)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -65,7 +68,9 @@ def demo_document(report: DemoReport) -> dict[str, Any]:
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, one rank each.")] = 4,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes, one rank each. Default: torchrun's world size, or 4.")
+    ] = None,
     format: Annotated[list[str] | None, typer.Option(help="Dispatch format; may be repeated. Default: all.")] = None,
     text: Annotated[
         Path | None,
@@ -82,17 +87,21 @@ def demo(
 ) -> None:
     """Run text through an expert-parallel layer and compare it with the layer in one process.
 
-    Exits with 1 when an error exceeds what the format and the roundings allow.
+    Start it as it is (ranks are processes), or with torchrun on one host or several. Exits with 1 when an error exceeds
+    what the format and the roundings allow.
     """
     if topk > experts:
         raise typer.BadParameter(f"at most the number of experts ({experts})", param_hint="--topk")
     layer = LayerConfig(num_experts=experts, topk=topk, hidden_size=hidden, seed=seed)
     config = DemoConfig(
-        ranks=ranks, tokens_per_rank=tokens, formats=tuple(format or FORMATS), transport=transport.value,
+        ranks=ranks or int(os.environ.get("WORLD_SIZE", "4")), tokens_per_rank=tokens,
+        formats=tuple(format or FORMATS), transport=transport.value,
         device=device.value, layer=layer,
     )  # fmt: skip
     with progress_on_stderr() as progress:
         report = run_demo(config, text.read_bytes() if text else bundled_text(), progress)
+    if report is None:  # another rank of the launcher reports
+        return
     if json_output:
         typer.echo(to_json(demo_document(report)))
     else:

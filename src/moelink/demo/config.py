@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ class DemoConfig:
     """What to run.
 
     Attributes:
-        ranks: processes, one rank each.
+        ranks: processes, one rank each, over all hosts.
         tokens_per_rank: bytes of text each rank takes; the last ranks get fewer, or none, when the text is short.
         formats: dispatch formats, run one after the other.
         transport: as in ``moelink.init``.
@@ -42,17 +43,22 @@ class DemoConfig:
                 raise ConfigError(name, "an integer >= 1", getattr(self, name))
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError("device", "'auto', 'cpu' or 'cuda'", self.device)
-        if self.device == "cuda" and torch.cuda.device_count() < self.ranks:
+        if self.device == "cuda" and torch.cuda.device_count() < self.ranks_here:
             raise ConfigError(
-                "device", f"'cpu', or {self.ranks} GPUs (there are {torch.cuda.device_count()})", self.device
+                "device", f"'cpu', or {self.ranks_here} GPUs (there are {torch.cuda.device_count()})", self.device
             )
         for name in self.formats:
             self.ep_config(name)
 
     @property
+    def ranks_here(self) -> int:
+        """Ranks on this host: those that torchrun started here, or all of them."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+
+    @property
     def uses_cuda(self) -> bool:
         """Whether each rank gets a GPU."""
-        return self.device == "cuda" or (self.device == "auto" and torch.cuda.device_count() >= self.ranks)
+        return self.device == "cuda" or (self.device == "auto" and torch.cuda.device_count() >= self.ranks_here)
 
     def combine_dtype(self, format_name: str) -> torch.dtype:
         """fp32 and fp64 for the formats of that name, else bf16."""

@@ -61,7 +61,7 @@ def rank_main(rank: int, world_size: int, config: DemoConfig, text: bytes, progr
     torch.set_num_threads(1)
     if config.transport == "symmetric" and not config.uses_cuda:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    device = torch.device("cuda", rank) if config.uses_cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if config.uses_cuda else torch.device("cpu")
     x = embed(text, config.layer)[config.share(rank, len(text))].to(device)
     routing = route(x, config.layer)
     results = []

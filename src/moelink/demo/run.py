@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ import torch
 
 from moelink.demo.config import DemoConfig
 from moelink.demo.judge import Truth, judge
+from moelink.demo.launched import run_launched
 from moelink.demo.ranks import RankOutput, rank_main
 from moelink.demo.results import DemoReport
 from moelink.errors import ConfigError
+from moelink.group import is_launched
 from moelink.testing import run_ranks
 
 Progress = Callable[[str], None]
@@ -55,26 +58,43 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@one_thread()
-def run_demo(config: DemoConfig, text: bytes, progress: Progress = lambda message: None) -> DemoReport:
-    """Run ``text`` through the sharded layer in every format and compare.
-
-    Raises:
-        ConfigError: when ``text`` is empty.
-    """
-    if not text:
-        raise ConfigError("text", "at least one byte", text)
-    text = text[: config.ranks * config.tokens_per_rank]
-    progress(f"running the layer in one process over {len(text)} tokens")
-    truth = Truth.compute(config, text)
-    progress(f"starting {config.ranks} ranks")
+def run_all_ranks(config: DemoConfig, text: bytes, progress: Progress) -> list[list[RankOutput]]:
+    """What every rank returned, by rank: ranks of a launcher, of which this is rank 0, or processes started here."""
     with tempfile.TemporaryDirectory(prefix="moelink-") as folder:
         progress_file = Path(folder) / "progress"
         progress_file.touch()
         with watch(progress_file, progress, len(config.formats)):
-            by_rank: list[list[RankOutput]] = run_ranks(
+            if is_launched():
+                progress(f"rank 0 of {config.ranks} under a launcher")
+                found = run_launched(config, text, str(progress_file))
+                assert found is not None
+                return found
+            progress(f"starting {config.ranks} ranks")
+            everyone: list[list[RankOutput]] = run_ranks(
                 rank_main, config.ranks, config, text, str(progress_file), timeout=config.timeout
             )
+            return everyone
+
+
+@one_thread()
+def run_demo(config: DemoConfig, text: bytes, progress: Progress = lambda message: None) -> DemoReport | None:
+    """Run ``text`` through the sharded layer in every format and compare.
+
+    Without a launcher, ranks are processes of this call. Under torchrun every rank calls this, and all but rank 0 get
+    None.
+
+    Raises:
+        ConfigError: when ``text`` is empty, or a launcher started another number of ranks.
+    """
+    if not text:
+        raise ConfigError("text", "at least one byte", text)
+    text = text[: config.ranks * config.tokens_per_rank]
+    if is_launched() and os.environ["RANK"] != "0":
+        run_launched(config, text, "")
+        return None
+    by_rank = run_all_ranks(config, text, progress)
+    progress(f"running the layer in one process over {len(text)} tokens")
+    truth = Truth.compute(config, text)
     results = []
     for index, name in enumerate(config.formats):
         progress(f"{name}: comparing with the layer in one process ({index + 1} of {len(config.formats)})")

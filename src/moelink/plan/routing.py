@@ -1,0 +1,209 @@
+"""How tokens choose experts: the probability that a token has an expert in a block, for each block of experts.
+
+Legend: ``E`` experts, ``K`` = topk. A block is a range of consecutive expert ids, which is what a rank or a node owns
+(:class:`~moelink.routing.ExpertMap`). ``bounds`` [n + 1] are ascending ids: block i is [bounds[i], bounds[i + 1]),
+which may be empty. Sums over blocks give what a token reaches: with each rank's experts as a block,
+``hits(bounds).sum()`` is the expected number of distinct ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moelink.errors import ConfigError
+
+Floats = NDArray[np.float64]
+Bounds = Sequence[int] | NDArray[np.int64]
+
+STEP = 0.125
+"""Distance of quadrature nodes in log time. The integrand is analytic in a strip of half width pi / 2, so the error of
+the trapezoidal rule is of the order exp(-pi**2 / STEP), below what double precision resolves."""
+
+
+class Routing(Protocol):
+    """A distribution of the experts of one token; tokens are independent, and alike on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """In tables and files."""
+
+    def hits(self, bounds: Bounds) -> Floats:
+        """[n] probability that at least one of a token's experts is in each block."""
+
+    def slots(self, bounds: Bounds) -> Floats:
+        """[n] expected number of a token's top-k slots whose expert is in each block."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every set of K distinct experts is equally likely.
+
+    A token misses a block of L experts when all K are among the other E - L::
+
+        P(hit) = 1 - C(E - L, K) / C(E, K)
+
+    Example: 4 experts, K = 2, a block of 2: of 6 pairs one misses it, ``hits([0, 2]) == [5/6]``.
+    """
+
+    num_experts: int
+    topk: int
+
+    @property
+    def name(self) -> str:
+        """``"uniform"``."""
+        return "uniform"
+
+    def hits(self, bounds: Bounds) -> Floats:
+        """See :class:`Routing`."""
+        every = math.comb(self.num_experts, self.topk)
+        by_size = {
+            size: 1 - math.comb(self.num_experts - size, self.topk) / every for size in {*np.diff(bounds).tolist()}
+        }
+        return np.array([by_size[size] for size in np.diff(bounds).tolist()], dtype=np.float64)
+
+    def slots(self, bounds: Bounds) -> Floats:
+        """See :class:`Routing`: K L / E."""
+        return np.diff(bounds) * (self.topk / self.num_experts)
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """K distinct experts drawn one after the other, expert e with probability proportional to 1 / (e + 1).
+
+    The same as giving expert e an exponential clock of rate p[e] and taking the K clocks that ring first. A token hits
+    a block S of total rate P when S rings before the K-th of the others does. With N(t) the number of others that have
+    rung by t (independent, each with probability 1 - exp(-p[e] t))::
+
+        P(hit) = integral over t of P exp(-P t) * P(N(t) < K)
+
+    The distribution of N comes from those of the experts before and behind the block; the integral is a trapezoidal
+    sum in log t. Slots: the sum of P(hit) over the block's experts, as no expert comes twice.
+
+    Example: 2 experts, K = 1: probabilities 2/3 and 1/3, ``hits([0, 1, 2]) == [2/3, 1/3]``.
+    """
+
+    num_experts: int
+    topk: int
+
+    @property
+    def name(self) -> str:
+        """``"zipf"``."""
+        return "zipf"
+
+    def hits(self, bounds: Bounds) -> Floats:
+        """See :class:`Routing`."""
+        rates = 1 / np.arange(1, self.num_experts + 1, dtype=np.float64)
+        rates /= rates.sum()
+        # Left of the first node a clock has rung with probability below 1e-17, right of the last all have.
+        log_t = np.arange(np.log(1e-17), np.log(50 / rates.min()), STEP)
+        rung = -np.expm1(-rates[:, None] * np.exp(log_t))
+        before = _counts(rung, self.topk)
+        behind = _counts(rung[::-1], self.topk)
+        result = np.zeros(len(bounds) - 1)
+        for index, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            left, right = before[first], behind[self.num_experts - last]
+            at_most = np.cumsum(right, axis=0)[::-1]  # row i: P(count behind the block < K - i)
+            total = rates[first:last].sum() * np.exp(log_t)
+            result[index] = STEP * (total * np.exp(-total) * (left * at_most).sum(0)).sum()
+        return result
+
+    def slots(self, bounds: Bounds) -> Floats:
+        """See :class:`Routing`."""
+        each = self.hits(range(self.num_experts + 1))
+        return np.diff(np.concatenate(([0.0], each.cumsum()))[np.asarray(bounds)])
+
+
+def _counts(rung: Floats, topk: int) -> Floats:
+    """[E + 1, K, T]: probability that of the first e experts exactly k < K have rung, at every time."""
+    result = np.zeros((len(rung) + 1, topk, rung.shape[1]))
+    result[0, 0] = 1
+    for index, q in enumerate(rung):
+        result[index + 1] = result[index] * (1 - q)
+        result[index + 1, 1:] += result[index, :-1] * q
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What a model really routed: every token of the trace is equally likely, on every rank.
+
+    Attributes:
+        topk_ids: [tokens, topk] expert ids, -1 where a slot is not routed; an expert may come twice.
+        source: where it comes from.
+
+    Example: ids [[0, 1], [1, 2], [3, -1]], blocks [0, 2) and [2, 4): two of three tokens hit each,
+    ``hits([0, 2, 4]) == [2/3, 2/3]`` and ``slots([0, 2, 4]) == [1, 2/3]``.
+    """
+
+    topk_ids: NDArray[np.int64]
+    source: str = "trace"
+
+    @classmethod
+    def load(cls, path: Path, *, num_experts: int, topk: int) -> Trace:
+        """Read [..., topk] integers from a .npy file; leading dimensions (layers, ranks, steps) count as tokens.
+
+        Raises:
+            ConfigError: not such a file, no token in it, another topk, or an id outside [-1, num_experts).
+        """
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise ConfigError("routing", "a .npy file of topk_ids", f"{path} ({error})") from error
+        if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
+            raise ConfigError("routing", "integers, [tokens, topk]", f"{getattr(ids, 'dtype', 'an archive')} in {path}")
+        if ids.ndim < 2 or ids.size == 0:
+            raise ConfigError("routing", "at least one token, [tokens, topk]", f"shape {list(ids.shape)} in {path}")
+        if ids.shape[-1] != topk:
+            raise ConfigError("routing", f"{topk} ids a token (topk)", f"{ids.shape[-1]} in {path}")
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= num_experts:
+            raise ConfigError("routing", f"ids in [-1, {num_experts})", f"{low if low < -1 else high} in {path}")
+        return cls(ids.reshape(-1, topk).astype(np.int64), source=path.name)
+
+    @property
+    def name(self) -> str:
+        """The file's name and the number of tokens."""
+        return f"{self.source}, {len(self.topk_ids)} tokens"
+
+    def hits(self, bounds: Bounds) -> Floats:
+        """See :class:`Routing`."""
+        blocks = np.sort(self._blocks(bounds), axis=1)
+        first = np.ones(blocks.shape, dtype=bool)
+        first[:, 1:] = blocks[:, 1:] != blocks[:, :-1]
+        return self._shares(blocks[first], bounds)
+
+    def slots(self, bounds: Bounds) -> Floats:
+        """See :class:`Routing`."""
+        return self._shares(self._blocks(bounds).ravel(), bounds)
+
+    def _blocks(self, bounds: Bounds) -> NDArray[np.int64]:
+        """Block of each id; -1 for ids in front of the first block, n for those behind the last."""
+        return np.searchsorted(np.asarray(bounds), self.topk_ids, side="right") - 1
+
+    def _shares(self, blocks: NDArray[np.int64], bounds: Bounds) -> Floats:
+        count = len(bounds) - 1
+        inside = blocks[(blocks >= 0) & (blocks < count)]
+        return np.bincount(inside, minlength=count) / len(self.topk_ids)
+
+
+def make_routing(text: str, *, num_experts: int, topk: int) -> Routing:
+    """``"uniform"``, ``"zipf"``, or the path of a .npy file of topk_ids.
+
+    Raises:
+        ConfigError: neither of these.
+    """
+    if text == "uniform":
+        return Uniform(num_experts, topk)
+    if text == "zipf":
+        return Zipf(num_experts, topk)
+    path = Path(text)
+    if not path.is_file():
+        raise ConfigError("routing", "'uniform', 'zipf' or the path of a .npy file of topk_ids", text)
+    return Trace.load(path, num_experts=num_experts, topk=topk)

@@ -1,0 +1,131 @@
+"""How many ranks and nodes a token reaches: the closed formulas against draws, and traces against plain counting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelink.bench.presets import Case
+from moelink.bench.workload import draw_ids
+from moelink.errors import ConfigError
+from moelink.plan.routing import Routing, Trace, Uniform, Zipf, make_routing
+from moelink.plan.statistics import Statistics
+
+DRAWS = 40_000
+
+
+def drawn(distribution: str, num_experts: int, topk: int) -> np.ndarray:
+    """Ids as the bench draws them."""
+    case = Case(tokens=DRAWS, num_experts=num_experts, topk=topk, distribution=distribution)
+    return draw_ids(case, torch.Generator().manual_seed(1), 1).numpy().astype(np.int64)
+
+
+def counted(ids: np.ndarray, bounds: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Hits and slots of each block, one block after the other."""
+    blocks = [(ids >= first) & (ids < last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    return np.array([b.any(1).mean() for b in blocks]), np.array([b.sum(1).mean() for b in blocks])
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Uniform, "uniform"), (Zipf, "zipf")])
+@pytest.mark.parametrize(
+    ("num_experts", "topk", "bounds"),
+    [(64, 6, [0, 8, 16, 24, 32, 40, 48, 56, 64]), (50, 8, [0, 17, 34, 50]), (7, 7, [0, 3, 5, 7]), (9, 1, [0, 1, 1, 9])],
+)
+def test_formulas_against_draws(kind: type[Routing], name: str, num_experts: int, topk: int, bounds: list[int]) -> None:
+    routing = kind(num_experts, topk)
+    hits, slots = counted(drawn(name, num_experts, topk), bounds)
+    # Five standard errors of a share, and of a mean of numbers that are at most topk.
+    assert np.abs(routing.hits(bounds) - hits).max() <= 5 * 0.5 / DRAWS**0.5
+    assert np.abs(routing.slots(bounds) - slots).max() <= 5 * 0.5 * topk / DRAWS**0.5
+    assert routing.slots(bounds).sum() == pytest.approx(topk)
+
+
+def test_uniform_by_hand() -> None:
+    assert Uniform(4, 2).hits([0, 2]).tolist() == pytest.approx([5 / 6])
+    assert Uniform(256, 8).hits(range(0, 257, 32)).sum() == pytest.approx(
+        8 * (1 - np.prod([(224 - i) / (256 - i) for i in range(8)]))
+    )
+
+
+def test_zipf_by_hand() -> None:
+    assert Zipf(2, 1).hits([0, 1, 2]).tolist() == pytest.approx([2 / 3, 1 / 3], abs=1e-12)
+    # Three experts of weights 6, 3, 2 (of 11), two of them: expert 2 stays out when the others come in either order.
+    assert Zipf(3, 2).hits([2, 3]).tolist() == pytest.approx([1 - (6 / 11 * 3 / 5 + 3 / 11 * 6 / 8)], abs=1e-12)
+
+
+def test_zipf_is_uniform_when_all_experts_are_taken() -> None:
+    assert Zipf(12, 12).hits([0, 5, 12]).tolist() == pytest.approx([1, 1], abs=1e-12)
+
+
+def test_a_large_zipf_is_quick_and_sums_up() -> None:
+    assert Zipf(1024, 10).slots(range(0, 1025, 8)).sum() == pytest.approx(10, rel=1e-9)
+
+
+@given(
+    st.integers(1, 30).flatmap(
+        lambda experts: st.tuples(
+            st.just(experts),
+            st.lists(st.lists(st.integers(-1, experts - 1), min_size=3, max_size=3), min_size=1, max_size=9),
+            st.integers(1, 40),
+        )
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_traces_are_counted(what: tuple[int, list[list[int]], int]) -> None:
+    experts, rows, ranks = what
+    ids = np.array(rows)
+    statistics = Statistics.of(Trace(ids), num_experts=experts, ranks=ranks, nodes=1)
+    bounds = [r * (experts // ranks) + min(r, experts % ranks) for r in range(ranks + 1)]
+    hits, slots = counted(ids, bounds)
+    assert statistics.rank_hits.tolist() == pytest.approx(hits.tolist())
+    assert statistics.rank_slots.tolist() == pytest.approx(slots.tolist())
+    assert statistics.node_hits.tolist() == pytest.approx([(ids >= 0).any(1).mean()])
+
+
+def test_the_docstring_of_a_trace() -> None:
+    trace = Trace(np.array([[0, 1], [1, 2], [3, -1]]))
+    assert trace.hits([0, 2, 4]).tolist() == pytest.approx([2 / 3, 2 / 3])
+    assert trace.slots([0, 2, 4]).tolist() == pytest.approx([1, 2 / 3])
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    ids = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
+    np.save(tmp_path / "trace.npy", ids)
+    trace = make_routing(str(tmp_path / "trace.npy"), num_experts=24, topk=4)
+    assert isinstance(trace, Trace)
+    assert trace.topk_ids.tolist() == ids.reshape(6, 4).tolist()
+    assert trace.name == "trace.npy, 6 tokens"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (np.zeros((3, 4)), "integers"),
+        (np.zeros((0, 2), dtype=np.int64), "at least one token"),
+        (np.zeros(6, dtype=np.int64), "at least one token"),
+        (np.zeros((3, 3), dtype=np.int64), "2 ids a token"),
+        (np.array([[0, 8]]), r"ids in \[-1, 8\), got '8 in"),
+        (np.array([[0, -2]]), r"ids in \[-1, 8\), got '-2 in"),
+        (np.array([[0, None]], dtype=object), "a .npy file"),
+        (b"no numpy at all", "a .npy file"),
+        (b"", "a .npy file"),
+    ],
+)
+def test_bad_traces_are_refused(tmp_path: Path, content: np.ndarray | bytes, words: str) -> None:
+    path = tmp_path / "bad.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content, allow_pickle=True)
+    with pytest.raises(ConfigError, match=words):
+        make_routing(str(path), num_experts=8, topk=2)
+
+
+def test_unknown_routings_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'uniform', 'zipf' or the path"):
+        make_routing("skewed", num_experts=8, topk=2)
