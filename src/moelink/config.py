@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 import torch
 
-from moelink.arith import ceil_div
+from moelink.arith import align_up, ceil_div
 from moelink.errors import ConfigError
 from moelink.formats import Format, get_format
-from moelink.layout import DispatchMessage
+from moelink.layout import ALIGNMENT, DispatchMessage
 from moelink.workspace import Workspace
 
 Layout = Literal["expert", "rank"]
@@ -221,6 +221,12 @@ class EPConfig:
         """Bytes of one row on its way home."""
         return self.hidden_size * self.combine_dtype.itemsize
 
+    @property
+    def home_message_bytes(self) -> int:
+        """Bytes of one row on its way home on the collective transport: the row, padded, and the number of its place
+        there in 16 bytes more."""
+        return align_up(self.combine_row_bytes, ALIGNMENT) + ALIGNMENT
+
     def memory_report(self) -> MemoryReport:
         """What this rank will hold at worst, before anything is allocated."""
         travels = self.mode == "alltoall"
@@ -228,8 +234,8 @@ class EPConfig:
         rows_home = copies if self.pre_reduce else self.topk
         send = self.max_tokens_per_rank * copies * self.dispatch_message.nbytes
         recv = self.max_recv_tokens * self.dispatch_message.nbytes
-        home = self.max_tokens_per_rank * rows_home * self.combine_row_bytes
-        back = self.max_recv_tokens * (1 if self.pre_reduce else self.topk) * self.combine_row_bytes
+        home = self.max_tokens_per_rank * rows_home * self.home_message_bytes
+        back = self.max_recv_tokens * (1 if self.pre_reduce else self.topk) * self.home_message_bytes
         row = self.format.bytes_per_token(self.hidden_size) + 3 * 4 + self.weight_dtype.itemsize
         outputs = self.row_capacity * row + self.max_tokens_per_rank * self.combine_row_bytes
         workspace = Workspace(self)

@@ -42,7 +42,6 @@ from moelink.plan.routing import Floats
 from moelink.plan.settings import Layer
 from moelink.plan.statistics import Statistics
 from moelink.transports.base import Phase
-from moelink.transports.collective.combine import home_message_bytes
 from moelink.workspace import Workspace
 
 Copies = Literal["rank", "node"]
@@ -89,7 +88,7 @@ class Units:
             workspace = Workspace(config)
             message, home = workspace.message_bytes, workspace.row_bytes
         else:
-            message, home = config.dispatch_message.nbytes, home_message_bytes(config)
+            message, home = config.dispatch_message.nbytes, config.home_message_bytes
         row = config.format.bytes_per_token(config.hidden_size)
         return cls(message, home, 2 * config.hidden_size, row, config.combine_row_bytes)
 

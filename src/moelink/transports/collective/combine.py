@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelink.arith import align_up
 from moelink.config import EPConfig
 from moelink.hooks import Hook, evaluate_weights
 from moelink.layout import ALIGNMENT
@@ -118,18 +117,13 @@ def _sum_of_slots(config: EPConfig, request: CombineRequest, slots: Tensor, arri
     return total
 
 
-def home_message_bytes(config: EPConfig) -> int:
-    """Bytes of one row on its way home: the row, padded, and the number of its place there in 16 bytes more."""
-    return align_up(config.combine_row_bytes, ALIGNMENT) + ALIGNMENT
-
-
 class _HomeRows:
     """Rows on their way home: fill ``rows`` [n, hidden] of combine_dtype, then ``send``."""
 
     def __init__(self, config: EPConfig, scratch: Scratch, count: int, device: torch.device) -> None:
         self._config, self._scratch = config, scratch
-        self._row_bytes = home_message_bytes(config) - ALIGNMENT
-        self._buffer = scratch.take("sent", count, home_message_bytes(config), device)
+        self._row_bytes = config.home_message_bytes - ALIGNMENT
+        self._buffer = scratch.take("sent", count, config.home_message_bytes, device)
         self.rows = self._rows(self._buffer)
 
     def _rows(self, buffer: Tensor) -> Tensor:
