@@ -167,11 +167,10 @@ def probe(address: Address, report: Failure | None = None) -> Sighting:
         return Sighting(call=None)
 
 
-def probe_all(addresses: Sequence[Address], *, skip: int, report: Failure | None = None) -> dict[int, Sighting]:
-    """Probe every rank but ``skip`` at the same time."""
-    peers = [rank for rank in range(len(addresses)) if rank != skip]
-    with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as pool:
-        return dict(zip(peers, pool.map(lambda rank: probe(addresses[rank], report), peers), strict=True))
+def probe_all(addresses: Sequence[Address], ranks: Sequence[int], report: Failure | None = None) -> dict[int, Sighting]:
+    """Probe ``ranks`` at the same time."""
+    with ThreadPoolExecutor(max_workers=max(1, min(64, len(ranks)))) as pool:
+        return dict(zip(ranks, pool.map(lambda rank: probe(addresses[rank], report), ranks), strict=True))
 
 
 def read_proposal(address: Address) -> bytes | int:

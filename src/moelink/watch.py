@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from moelink.liveness import Address, Beacon, Failure, furthest_behind, probe_all
+from moelink.liveness import Address, Beacon, Failure, Sighting, furthest_behind, probe_all
 
 _REPORT_SECONDS = 0.3
 
@@ -36,13 +36,13 @@ class Watch:
 
     def blame(self, phase: str, call: int) -> Failure:
         """Call ``call`` failed: find the rank furthest behind, and tell the peers. Takes about half a second."""
-        sightings = probe_all(self.addresses, skip=self.rank)
+        sightings = self._probe()
         # A peer that gave up first has told us whom it blames, and may be closed by now: its word comes before a
         # refused connection.
         if self.told is not None:
             return self.told
         peer, sighting = furthest_behind(sightings)
-        return self._report(Failure(peer, phase, call, expected=call, got=sighting.reached))
+        return self._report(Failure(peer, phase, call, expected=call, got=sighting.reached), sightings)
 
     def confirm(self, suspicion: Failure) -> Failure:
         """``suspicion``, unless another peer's process is gone, or silent while the suspect answers. Tells the peers.
@@ -52,25 +52,29 @@ class Watch:
         """
         if self.told is not None:
             return self.told
-        sightings = probe_all(self.addresses, skip=self.rank)
+        sightings = self._probe()
         if self.told is not None:
             return self.told
         peer, sighting = furthest_behind(sightings)
         suspect = sightings.get(suspicion.peer)
         if sighting.reached >= 0:
-            return self._report(suspicion)
+            return self._report(suspicion, sightings)
         if suspect is not None and suspect.reached <= sighting.reached:
             peer, sighting = suspicion.peer, suspect
         call, expected = suspicion.call, suspicion.expected
-        return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=sighting.reached))
+        return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=sighting.reached), sightings)
 
-    def _report(self, failure: Failure) -> Failure:
-        report = threading.Thread(
-            target=probe_all, args=(self.addresses,), kwargs={"skip": self.rank, "report": failure}, daemon=True
-        )
-        report.start()
+    def _report(self, failure: Failure, sightings: Mapping[int, Sighting]) -> Failure:
+        """Tell every peer. Those that do not answer get it when they do; nobody waits for them."""
+        for answers in (False, True):
+            peers = [rank for rank, sighting in sightings.items() if (sighting.reached >= 0) == answers]
+            report = threading.Thread(target=probe_all, args=(self.addresses, peers, failure), daemon=True)
+            report.start()
         report.join(_REPORT_SECONDS)
         return failure
+
+    def _probe(self) -> dict[int, Sighting]:
+        return probe_all(self.addresses, [rank for rank in range(len(self.addresses)) if rank != self.rank])
 
     def close(self) -> None:
         """Stop answering. Safe to call twice."""
