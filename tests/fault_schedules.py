@@ -210,6 +210,7 @@ def run_schedule(
     old = Generation.make(before[0].setup, range(WORLD), scheduler)
     new: list[Generation] = []
     done: set[int] = set()
+    over: list[bool] = []
     errors: dict[int, moelink.PeerTimeoutError] = {}
 
     def main(rank: int) -> Callable[[], None]:
@@ -218,9 +219,10 @@ def run_schedule(
                 for case in before:
                     old.call(rank, case)
                 done.add(rank)
-                while len(done) < WORLD and scheduler.silent is None and not errors:
+                while not (over or len(done) == WORLD or scheduler.silent is not None or errors):
                     scheduler.pause(False)
-                if len(done) == WORLD and not errors:
+                over.append(len(done) == WORLD and not errors)
+                if over[0]:  # whoever gets here first decides for all
                     return
                 old.call(rank, before[0])  # a program goes on calling, and so learns that a rank is missing
             except moelink.PeerTimeoutError as error:

@@ -1,6 +1,6 @@
 """500 random fault schedules: nothing lost or duplicated in completed calls, and the survivors go on.
 
-120 of the symmetric transport's kernels, where every store is a place to stop at; 380 of the collective transport's
+80 of the symmetric transport's kernels, where every store is a place to stop at; 420 of the collective transport's
 steps, where every message between two ranks is one.
 """
 
@@ -24,8 +24,8 @@ SETUP = Setup("bf16", (("max_tokens_per_rank", 3), ("hidden_size", 8)), num_expe
 BEFORE = [Small(SETUP, "uniform", seed=1, tokens=(2, 1, 1))]
 MORE = [Small(SETUP, "skewed", seed=2, tokens=(1, 3, 2))]
 AFTER = [Small(SETUP, "uniform", seed=3, tokens=(1, 1))]
-KERNEL_SCHEDULES, CHUNK = 120, 10
-MESSAGE_SCHEDULES = 380
+KERNEL_SCHEDULES, CHUNK = 80, 10
+MESSAGE_SCHEDULES = 420
 
 
 @pytest.fixture
