@@ -137,11 +137,12 @@ def stop_for(seconds: float) -> None:
 
 
 def strike(transport: str, place: str, number: int, blow: Any) -> None:
-    """Arrange for ``blow``: ``place`` is "dispatch" or "combine", ``number`` which store of the kernel, or moment."""
+    """Arrange for ``blow``: ``place`` is "dispatch" or "combine"; ``number`` which store of the
+    kernel, or which moment of a collective call: 0 with headers, 1 with rows under way."""
     if transport == "symmetric":
         strike_in_kernel(f"ep_fused_{place}_kernel", number, blow)
     else:
-        strike_in_collective(place, ("announced", "moving")[number % 2], blow)
+        strike_in_collective(place, ("announced", "moving")[number], blow)
 
 
 def leftovers() -> list[str]:

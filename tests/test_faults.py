@@ -12,13 +12,19 @@ from fault_ranks import TIMEOUT
 from moelink.testing import run_ranks
 
 TRANSPORTS = ("collective", "symmetric")
-PLACES = [("dispatch", 1), ("dispatch", 14), ("combine", 2), ("combine", 5)]
+KILLS = [  # the victim, the phase, and how far it gets: a moment of the collective call, or stores of the kernel
+    ("collective", 0, "dispatch", 0),
+    ("collective", 2, "dispatch", 1),
+    ("collective", 2, "combine", 0),
+    ("collective", 0, "combine", 1),
+    ("symmetric", 0, "dispatch", 14),
+    ("symmetric", 2, "combine", 5),
+]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("victim, place", list(zip((0, 2, 2, 0), PLACES, strict=True)))
-def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, place: tuple[str, int]) -> None:
-    results = run_ranks(fault_ranks.killed, 3, transport, victim, *place, TIMEOUT, mortal={victim})
+@pytest.mark.parametrize("transport, victim, phase, number", KILLS)
+def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, phase: str, number: int) -> None:
+    results = run_ranks(fault_ranks.killed, 3, transport, victim, phase, number, TIMEOUT, mortal={victim})
     assert results[victim] is None
     for rank, result in enumerate(results):
         if rank == victim:
@@ -35,9 +41,9 @@ def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, plac
     assert (one.phase, one.call) == (other.phase, other.call)
 
 
-@pytest.mark.parametrize("transport, place", [("collective", PLACES[0]), ("symmetric", PLACES[1])])
-def test_a_rank_stopped_past_the_timeout_and_then_continued(transport: str, place: tuple[str, int]) -> None:
-    first, stopped, last = run_ranks(fault_ranks.stopped, 3, transport, *place)
+@pytest.mark.parametrize("transport, number", [("collective", 0), ("collective", 1), ("symmetric", 14)])
+def test_a_rank_stopped_past_the_timeout_and_then_continued(transport: str, number: int) -> None:
+    first, stopped, last = run_ranks(fault_ranks.stopped, 3, transport, "dispatch", number)
     for rank, result in ((0, first), (2, last)):
         told = result["told"]
         assert (told.kind, told.rank, told.peer) == ("PeerTimeoutError", rank, 1)
@@ -67,7 +73,7 @@ def test_a_death_in_recover_is_named_and_recover_works_again(moment: str) -> Non
     for result in run_ranks(fault_ranks.death_in_recover, 4, moment, mortal={0, 3})[1:3]:
         kind, peer = result
         assert peer == 0
-        assert kind == ("PeerLostError" if moment == "at once" else "PeerTimeoutError")
+        assert kind == "PeerLostError" or (kind == "PeerTimeoutError" and moment != "at once")
 
 
 def test_a_recovered_communicator_trains() -> None:
