@@ -95,10 +95,8 @@ class PretendedAddress:
 
     def probe(self, report: Failure | None) -> Sighting:
         """As :func:`moelink.liveness.probe`."""
-        if self.old_rank == self.scheduler.silent:
-            return Sighting(call=None)
-        self.beacon.failure = self.beacon.failure or report
-        return Sighting(call=self.beacon.call)
+        self.beacon.failure = self.beacon.failure or report  # in a stopped rank's socket until it continues
+        return Sighting(call=None if self.old_rank == self.scheduler.silent else self.beacon.call)
 
 
 def probe_all(

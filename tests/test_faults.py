@@ -1,6 +1,6 @@
 """Ranks that really die, stop or come late, on CPU ranks of both transports; and what is left goes on.
 
-Times: every survivor raises within its time-out and one second, and again at once.
+Times: every survivor raises within its time-out and one second (and what interpreted kernels take), and again at once.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 import fault_ranks
-from fault_ranks import TIMEOUT
+from fault_ranks import TIMEOUTS
 from moelink.testing import run_ranks
 
 TRANSPORTS = ("collective", "symmetric")
@@ -24,7 +24,7 @@ KILLS = [  # the victim, the phase, and how far it gets: a moment of the collect
 
 @pytest.mark.parametrize("transport, victim, phase, number", KILLS)
 def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, phase: str, number: int) -> None:
-    results = run_ranks(fault_ranks.killed, 3, transport, victim, phase, number, TIMEOUT, mortal={victim})
+    results = run_ranks(fault_ranks.killed, 3, transport, victim, phase, number, mortal={victim})
     assert results[victim] is None
     for rank, result in enumerate(results):
         if rank == victim:
@@ -33,9 +33,9 @@ def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, phas
         assert (told.kind, told.rank, told.peer) == ("PeerLostError", rank, victim)
         assert told.phase in ("dispatch", "combine")
         assert told.call >= 3
-        assert told.took < TIMEOUT + 1
-        assert told.after < 0.2
-        assert result["recovered"] < TIMEOUT
+        assert told.took < TIMEOUTS[transport] + 1 + told.usual
+        assert told.after < 0.5
+        assert result["recovered"] < TIMEOUTS[transport]
         assert result["left"] == []
     one, other = (result["told"] for result in results if result)
     assert (one.phase, one.call) == (other.phase, other.call)
@@ -47,7 +47,7 @@ def test_a_rank_stopped_past_the_timeout_and_then_continued(transport: str, numb
     for rank, result in ((0, first), (2, last)):
         told = result["told"]
         assert (told.kind, told.rank, told.peer) == ("PeerTimeoutError", rank, 1)
-        assert told.took < TIMEOUT + 1
+        assert told.took < TIMEOUTS[transport] + 1 + told.usual
         assert result["calls"] >= 3
         assert result["left"] == []
     assert stopped["told"].peer == 1, "the rank that was stopped learns that it was the one"
