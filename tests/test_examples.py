@@ -86,3 +86,10 @@ def test_training_on_four_ranks_is_training_on_one(tmp_path: Path) -> None:
 
     draw_load(combine_reports(loads), tmp_path / "load.png", layer="blocks.0.moe")
     assert (tmp_path / "load.png").stat().st_size > 10_000
+
+
+def test_survive_a_death() -> None:
+    said = run("survive_a_death.py")
+    assert "3 of 4 ranks came to the end, 1 was killed" in said
+    now = re.findall(r"rank (\d): rank 0 did not arrive in combine .*\n -> now rank (\d) of 3, repeating step 3", said)
+    assert sorted(now) == [("1", "0"), ("2", "1"), ("3", "2")]

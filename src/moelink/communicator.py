@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from moelink import ops
 from moelink.config import EPConfig, Layout, Mode, TransportName
-from moelink.errors import ConfigError
-from moelink.group import connect
+from moelink.errors import ClosedError, ConfigError
+from moelink.group import World, connect
 from moelink.handshake import refuse
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
+from moelink.recovery import check_survivors, config_of_survivors, named_as_before, regroup
 from moelink.session import Session
 from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
 from moelink.transports.build import build_in_group
@@ -98,9 +99,14 @@ def init(
     except ConfigError:
         refuse(world, timeout if isinstance(timeout, (int, float)) and timeout > 0 else 60.0)
         raise
-    made, identity = build_in_group(config, where, world)
-    _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, made.name, where)
-    return Communicator(Session([config], [where], made, identity), group)
+    return _open(config, where, world)
+
+
+def _open(config: EPConfig, device: torch.device, world: World) -> Communicator:
+    """The communicator of this rank of ``world``. Collective over it."""
+    built = build_in_group(config, device, world)
+    _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, built.transport.name, device)
+    return Communicator(Session([config], [device], built.transport, built.identity, built.watch), world)
 
 
 def _default_device() -> torch.device:
@@ -117,9 +123,9 @@ class Communicator:
     PeerAbortedError, and the next call works. A peer that does not arrive within ``timeout`` ends in PeerTimeoutError.
     """
 
-    def __init__(self, session: Session, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, session: Session, world: World) -> None:
         self._session = session
-        self._endpoint = ops.Endpoint(session, group)
+        self._endpoint = ops.Endpoint(session, world)
 
     @property
     def config(self) -> EPConfig:
@@ -291,6 +297,42 @@ class Communicator:
         Raises UnsupportedError on the collective transport.
         """
         return self._session.atomic_counters()[0]
+
+    def recover(self, ranks: Iterable[int]) -> Communicator:
+        """A new communicator over ``ranks`` of this one, those that live, in the same processes. Collective over them.
+
+        All of them call it, with the same ranks, usually after a call raised PeerTimeoutError (whose ``peer`` is the
+        rank to leave out). They are numbered anew in ascending order, experts are dealt out anew over them (see
+        ``config.num_local_experts``; weights have to follow), everything else of the configuration stays. This
+        communicator is closed; what its finished calls returned stays as it is, but cannot be combined any more. How
+        ranks agree, and why late writes of a rank left out do no harm: :mod:`moelink.recovery`, docs/faults.md.
+
+        It may be called again: on this communicator when it raised, on the new one when another rank dies.
+
+        Args:
+            ranks: numbers in *this* communicator, this rank's included, in any order.
+
+        Raises:
+            ArgumentError: ``ranks`` is not acceptable here; nothing has changed.
+            ConfigMismatchError: another rank recovers with other ranks.
+            PeerTimeoutError: a rank in the list did not come within ``timeout``, or (PeerLostError) is gone.
+            ClosedError: after :meth:`close`.
+        """
+        watch = self._session.watch
+        if self._session.closed and (watch is None or watch.closed):
+            raise ClosedError("recover")
+        survivors = check_survivors(ranks, self.config)
+        config = config_of_survivors(self.config, survivors)
+        world = World(rank=0, world_size=1)
+        if watch is not None and len(survivors) > 1:
+            world = regroup(watch, survivors, self.config.timeout)
+        # Memory and multiprocessors of the old generation make room for the new one.
+        self._endpoint.lanes.close()
+        self._session.release()
+        with named_as_before(watch, survivors):
+            recovered = _open(config, self.device, world)
+        self.close()
+        return recovered
 
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing."""

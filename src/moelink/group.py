@@ -27,8 +27,9 @@ class World:
         rank, world_size: position and size; 0 and 1 without a launcher.
         control: gloo group of its own for headers and set-up, None for one rank.
         data: group that rows travel over, None until :func:`add_data_group`.
-        group: the caller's group, None for one rank.
-        store: where these ranks find each other, a corner of the default group's store that is theirs alone.
+        group: the caller's group; None for one rank, and for survivors, whom no group of torch's knows.
+        store: where these ranks find each other: a corner, theirs alone, of the default group's store, or the store
+            that one of the survivors hosts.
     """
 
     rank: int
@@ -65,15 +66,31 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         raise UnsupportedError("this process is not a member of the group passed to init")
     if world_size == 1:
         return World(rank=0, world_size=1)
+    return meet(_room(ranks, rank), rank, world_size, timeout, group=group or dist.group.WORLD)
+
+
+def meet(store: Any, rank: int, world_size: int, timeout: float, *, group: Any = None) -> World:
+    """The world of the ranks that use ``store``, which is theirs alone and empty. Collective over them.
+
+    Raises:
+        PeerTimeoutError: a rank did not arrive within ``timeout`` seconds.
+    """
     limit = timedelta(seconds=timeout)
-    store = _room(ranks, rank)
     try:
         store.set(f"arrived/{rank}", b"1")
         store.wait([f"arrived/{peer}" for peer in range(world_size)], limit)
         control: Any = dist.ProcessGroupGloo(PrefixStore("control", store), rank, world_size, limit)
     except RuntimeError as error:
         raise _late(rank, _missing(store, world_size), str(error)) from error
-    return World(rank, world_size, control=control, group=group or dist.group.WORLD, store=store)
+    return World(rank, world_size, control=control, group=group, store=store)
+
+
+def meet_again(world: World, timeout: float) -> World:
+    """Another world of the same ranks, in a corner of their store. Collective over them; raises as :func:`meet`."""
+    if world.store is None:
+        return World(rank=0, world_size=1)
+    corner = str(world.store.add(f"count/{world.rank}", 1))
+    return meet(PrefixStore(corner, world.store), world.rank, world.world_size, timeout, group=world.group)
 
 
 def add_data_group(world: World, device: torch.device, timeout: float) -> World:
@@ -143,10 +160,12 @@ def encode_fields(fields: dict[str, str]) -> bytes:
 
 
 def decode_fields(data: bytes) -> dict[str, str]:
-    """The inverse of :func:`encode_fields`."""
+    """The inverse of :func:`encode_fields`. Raises ValueError or struct.error for anything else."""
     parts, offset = [], 0
     while offset < len(data):
         (size,) = struct.unpack_from("<I", data, offset)
+        if offset + 4 + size > len(data):
+            raise ValueError(f"a part of {size} bytes, {len(data) - offset - 4} are left")
         parts.append(data[offset + 4 : offset + 4 + size].decode())
         offset += 4 + size
     return dict(zip(parts[::2], parts[1::2], strict=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moelink.config import EPConfig
-from moelink.errors import ConfigMismatchError, PeerAbortedError
+from moelink.errors import ConfigMismatchError, PeerAbortedError, ProtocolError
 from moelink.group import World, decode_fields, encode_fields, gather_bytes
 from moelink.liveness import Address
 from moelink.memory.setup import machine_id
@@ -35,6 +36,7 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Ag
     Raises:
         ConfigMismatchError: on every rank, naming the first field that differs and the ranks.
         PeerAbortedError: a peer found its own arguments unacceptable (it raises ConfigError itself).
+        ProtocolError: what a peer sent is malformed.
     """
     parts = {
         "fields": encode_fields(config.shared_fields()).hex(),
@@ -46,11 +48,40 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Ag
     for peer, answer in enumerate(answers):
         if answer == _REFUSED:
             raise PeerAbortedError(rank=world.rank, peer=peer, phase="init", call=0)
-    peers = [decode_fields(answer) for answer in answers]
-    compare([decode_fields(bytes.fromhex(peer["fields"])) for peer in peers])
-    addresses = tuple(Address.decode(bytes.fromhex(peer["address"])) for peer in peers)
-    machines = tuple(peer["machine"] for peer in peers)
-    return Agreement(identity=peers[0]["identity"], addresses=addresses, machines=machines)
+    said = [_Said.decode(answer, rank=world.rank, peer=peer) for peer, answer in enumerate(answers)]
+    compare([peer.fields for peer in said])
+    addresses, machines = tuple(peer.address for peer in said), tuple(peer.machine for peer in said)
+    return Agreement(identity=said[0].identity, addresses=addresses, machines=machines)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """One rank's part of the handshake."""
+
+    fields: dict[str, str]
+    address: Address
+    machine: str
+    identity: str
+
+    @classmethod
+    def decode(cls, answer: bytes, *, rank: int, peer: int) -> _Said:
+        """Raises ProtocolError, naming ``peer``, for anything but what :func:`agree` sends."""
+        try:
+            parts = decode_fields(answer)
+            return cls(
+                fields=decode_fields(bytes.fromhex(parts["fields"])),
+                address=Address.decode(bytes.fromhex(parts["address"])),
+                machine=parts["machine"],
+                identity=parts["identity"],
+            )
+        except (ValueError, KeyError, struct.error) as error:  # malformed text is a ValueError, too
+            raise ProtocolError(
+                f"rank {rank}: what rank {peer} sent in init is malformed ({type(error).__name__})",
+                rank=rank,
+                peer=peer,
+                phase="init",
+                call=0,
+            ) from error
 
 
 def refuse(world: World, timeout: float) -> None:

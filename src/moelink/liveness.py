@@ -2,9 +2,10 @@
 
 When a collective fails, the error names an address, or an innocent neighbour. So the rank that gives up asks every peer
 directly: a killed process refuses the connection at once, a stopped one does not answer, a late one says which call
-it has reached. The rank furthest behind is the one at fault. The same socket carries the news of a failure to peers.
+it has reached. The rank furthest behind is the one at fault. The same socket carries the news of a failure to peers,
+and what a rank proposes when survivors are to go on without the dead (:mod:`moelink.recovery`).
 
-Messages are fixed-size structs behind a secret token that ranks exchange at init; nothing is unpickled.
+Messages are structs of bounded size behind a secret token that ranks exchange at init; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from moelink import env
 from moelink.errors import PeerLostError, PeerTimeoutError
 
 _TOKEN_BYTES = 16
-_ASK, _TELL = b"?", b"!"
+_ASK, _TELL, _READ = b"?", b"!", b"r"
+_LENGTH = struct.Struct("<I")
 _PROGRESS = struct.Struct("<q")
 _FAILURE = struct.Struct("<qqqqq")
 _PHASES = ("dispatch", "combine", "init")
+_MAX_PROPOSAL = 1 << 18
 _PROBE_SECONDS = 0.4
 
 NO_ANSWER, GONE = -1, -2
 """What stands for a call number when a peer did not answer, or its process is gone."""
+
+GONE_IN_WORDS = "nothing listens where it answered before"
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Address:
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
-        """The inverse of :meth:`encode`."""
+        """The inverse of :meth:`encode`. Raises ValueError for anything that is no address."""
+        if not _TOKEN_BYTES + 2 < len(data) <= _TOKEN_BYTES + 2 + 255:
+            raise ValueError(f"an address of {len(data)} bytes")
         (port,) = struct.unpack_from("<H", data, _TOKEN_BYTES)
         return cls(host=data[_TOKEN_BYTES + 2 :].decode("ascii"), port=port, token=data[:_TOKEN_BYTES])
 
@@ -65,10 +72,10 @@ class Failure:
     expected: int
     got: int
 
-    def error(self, rank: int) -> PeerTimeoutError:
+    def error(self, rank: int, detail: str = "") -> PeerTimeoutError:
         """The exception that ``rank`` raises for it."""
         kind = PeerLostError if self.got == GONE else PeerTimeoutError
-        detail = "nothing listens where it answered before" if self.got == GONE else ""
+        detail = GONE_IN_WORDS if self.got == GONE else detail
         got = None if self.got < 0 else self.got
         return kind(
             rank=rank, peer=self.peer, phase=self.phase, call=self.call, expected=self.expected, got=got, detail=detail
@@ -96,11 +103,13 @@ class Beacon:
     Attributes:
         call: number of the last call this rank has entered; set by the transport.
         failure: the first failure reported by a peer, or None.
+        proposal: what this rank shows to peers that ask for it (:mod:`moelink.recovery`), empty for nothing.
     """
 
     def __init__(self) -> None:
         self.call = 0
         self.failure: Failure | None = None
+        self.proposal = b""
         self._server = socket.create_server((_own_host(), 0), backlog=128)
         host, port = self._server.getsockname()[:2]
         self.address = Address(host, port, secrets.token_bytes(_TOKEN_BYTES))
@@ -124,9 +133,14 @@ class Beacon:
         token = _receive(connection, _TOKEN_BYTES)
         if not secrets.compare_digest(token, self.address.token):
             return
-        if _receive(connection, 1) == _TELL:
+        kind = _receive(connection, 1)
+        if kind == _READ:
+            proposal = self.proposal
+            connection.sendall(_LENGTH.pack(len(proposal)) + proposal)
+            return
+        if kind == _TELL:
             peer, phase, call, expected, got = _FAILURE.unpack(_receive(connection, _FAILURE.size))
-            if self.failure is None and 0 <= phase < len(_PHASES):
+            if self.failure is None and 0 <= phase < len(_PHASES) and peer >= 0:
                 self.failure = Failure(peer, _PHASES[phase], call, expected, got)
         connection.sendall(_PROGRESS.pack(self.call))
 
@@ -153,11 +167,23 @@ def probe(address: Address, report: Failure | None = None) -> Sighting:
         return Sighting(call=None)
 
 
-def probe_all(addresses: Sequence[Address], *, skip: int, report: Failure | None = None) -> dict[int, Sighting]:
-    """Probe every rank but ``skip`` at the same time."""
-    peers = [rank for rank in range(len(addresses)) if rank != skip]
-    with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as pool:
-        return dict(zip(peers, pool.map(lambda rank: probe(addresses[rank], report), peers), strict=True))
+def probe_all(addresses: Sequence[Address], ranks: Sequence[int], report: Failure | None = None) -> dict[int, Sighting]:
+    """Probe ``ranks`` at the same time."""
+    with ThreadPoolExecutor(max_workers=max(1, min(64, len(ranks)))) as pool:
+        return dict(zip(ranks, pool.map(lambda rank: probe(addresses[rank], report), ranks), strict=True))
+
+
+def read_proposal(address: Address) -> bytes | int:
+    """What one peer proposes (empty: nothing yet), or NO_ANSWER, or GONE. Takes at most about half a second."""
+    try:
+        with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
+            connection.sendall(address.token + _READ)
+            (size,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+            return _receive(connection, size) if size <= _MAX_PROPOSAL else NO_ANSWER
+    except (ConnectionRefusedError, ConnectionResetError):
+        return GONE
+    except OSError:
+        return NO_ANSWER
 
 
 def furthest_behind(sightings: dict[int, Sighting]) -> tuple[int, Sighting]:
@@ -169,7 +195,7 @@ def furthest_behind(sightings: dict[int, Sighting]) -> tuple[int, Sighting]:
 def _receive(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        piece = connection.recv(count - len(data))
+        piece = connection.recv(min(count - len(data), 1 << 16))
         if not piece:
             raise ConnectionResetError("the peer closed the connection")
         data += piece

@@ -17,6 +17,9 @@ FENCE = 13
 """always 0; read to order stores"""
 COUNTS_SENT = 14
 """last call whose counts are on their way"""
+MALFORMED = 15
+"""bit r (62 for higher ones too): rank r sent a count or an index that cannot be; it was not used"""
+MALFORMED_RANKS = 62
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""

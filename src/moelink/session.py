@@ -14,6 +14,7 @@ from moelink.errors import ArgumentError, ClosedError, ForeignHandleError, Pendi
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic, Transport
 from moelink.validation import check_combine, check_dispatch
+from moelink.watch import Watch
 
 T = TypeVar("T")
 
@@ -42,13 +43,20 @@ class Session:
         configs: one configuration per local rank.
         devices: the device of each local rank.
         identity: name of this communicator, the same on every rank.
+        watch: where its peers can be asked whether they live, None with all ranks in this process.
+        closed: there are no calls any more.
     """
 
     def __init__(
-        self, configs: Sequence[EPConfig], devices: Sequence[torch.device], transport: Transport, identity: str
+        self,
+        configs: Sequence[EPConfig],
+        devices: Sequence[torch.device],
+        transport: Transport,
+        identity: str,
+        watch: Watch | None = None,
     ) -> None:
         self.configs, self.devices, self.identity = tuple(configs), tuple(devices), identity
-        self.transport = transport
+        self.transport, self.watch = transport, watch
         self._pending: dict[Phase, object] = {}
         self.closed = False
 
@@ -119,11 +127,17 @@ class Session:
         if self.closed:
             raise ClosedError(what)
 
-    def close(self) -> None:
-        """Release everything; a second call does nothing."""
+    def release(self) -> None:
+        """Release the transport: there are no calls any more, but peers that ask are still answered."""
         if not self.closed:
             self.closed = True
             self.transport.close()
+
+    def close(self) -> None:
+        """Release everything; a second call does nothing."""
+        self.release()
+        if self.watch is not None:
+            self.watch.close()
 
 
 class _Refusal(AbstractContextManager[None]):

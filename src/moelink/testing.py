@@ -11,7 +11,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -35,14 +35,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, mortal: Collection[int] = ()
+) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes and return the results by rank.
 
     ``fn`` must be importable (a module-level function); torchrun's variables are set, so ``moelink.init`` finds its
     peers. Processes come from a fork server that has torch loaded, so starting them is cheap after the first time.
+    Ranks in ``mortal`` may die (SIGKILL, say): the others are left alone, and the result of a dead one is None. Rank 0
+    hosts the store of the default group, so that goes with it.
 
     Raises:
-        RankFailedError: a rank raised or died; all its peers are stopped.
+        RankFailedError: a rank raised, or died without being ``mortal``; all its peers are stopped.
         RankHungError: some ranks had not finished after ``timeout`` seconds.
     """
     context = multiprocessing.get_context("forkserver")
@@ -59,7 +63,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         pipes.append(ours)
         processes.append(process)
     try:
-        return _collect(pipes, timeout)
+        return _collect(pipes, timeout, mortal)
     finally:
         for process in processes:
             process.join(5)
@@ -81,7 +85,7 @@ def _rank_main(
     pipe.close()
 
 
-def _collect(pipes: Sequence[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: Sequence[Connection], timeout: float, mortal: Collection[int]) -> list[Any]:
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -94,7 +98,8 @@ def _collect(pipes: Sequence[Connection], timeout: float) -> list[Any]:
             try:
                 ok, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
-                ok, value = False, "the process ended without an answer"
+                ok, value = rank in mortal, "the process ended without an answer"
+                value = None if ok else value
             (results if ok else failures)[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + 5)

@@ -13,11 +13,12 @@ from moelink.memory.base import SymmetricMemory
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
 from moelink.memory.single import SingleProcessMemory, create_all
-from moelink.memory.torch_symm import TorchMemory
+from moelink.memory.torch_symm import Members, TorchMemory
 
 __all__ = [
     "MAX_RECORD_BYTES",
     "Exchange",
+    "Members",
     "PosixMemory",
     "SingleProcessMemory",
     "SymmetricMemory",

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,22 @@ _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _SCHEMA: Schema = {"nbytes": NUMBER, "machine": MACHINE, "device": re.compile(r"[0-9a-zA-Z-]{1,64}")}
 
 
+@dataclass(frozen=True)
+class Members:
+    """Ranks that no ProcessGroup known to torch holds: those that are left of one.
+
+    Attributes:
+        rank, world_size: this rank among them, and their number.
+        store: theirs alone.
+        name: the same on every rank, and never used before in any of these processes.
+    """
+
+    rank: int
+    world_size: int
+    store: Any
+    name: str
+
+
 class TorchMemory(Blocks):
     """Blocks on the CUDA devices of one machine, mapped into this process; ``pointers`` on this rank's device."""
 
@@ -51,7 +68,9 @@ class TorchMemory(Blocks):
         self._handle: Any = handle
 
     @classmethod
-    def create(cls, nbytes: int, *, device: torch.device, group: ProcessGroup, exchange: Exchange) -> TorchMemory:
+    def create(
+        cls, nbytes: int, *, device: torch.device, group: ProcessGroup | Members, exchange: Exchange
+    ) -> TorchMemory:
         """Make this rank's block on ``device`` and map everybody's. Collective over ``group``.
 
         What can fail is settled in the two exchanges, on all ranks alike. Torch's rendezvous after them is bounded by
@@ -60,7 +79,7 @@ class TorchMemory(Blocks):
         Args:
             nbytes: bytes of each block, at least 1, the same on every rank.
             device: this rank's CUDA device, another for each rank.
-            group: whose ranks take part; only its store is used, so any backend will do.
+            group: whose ranks take part; only its store is used, so any backend will do, or none (:class:`Members`).
             exchange: bounded all-gather of byte strings over the same ranks, called exactly twice.
 
         Raises:
@@ -86,11 +105,14 @@ class TorchMemory(Blocks):
             refuse_other_sizes(peers)
             _refuse_unreachable([fields["device"] for fields in peers])
 
-        rank, world_size = group.rank(), group.size()
+        if isinstance(group, Members):
+            rank, world_size = group.rank, group.world_size
+        else:
+            rank, world_size = group.rank(), group.size()
         set_up(exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept)
         try:
             with torch.cuda.device(device), _without_multicast():
-                return cls(block[0], _module().rendezvous(block[0], group))
+                return cls(block[0], _rendezvous(block[0], group))
         except RuntimeError as error:
             raise UnsupportedError(f"torch could not share memory between the devices of the group: {error}") from error
 
@@ -111,6 +133,15 @@ def _module() -> Any:
         return importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         raise UnsupportedError(f"this torch has no symmetric memory ({error}); use transport='collective'") from error
+
+
+def _rendezvous(block: Tensor, group: ProcessGroup | Members) -> Any:
+    module = _module()
+    if not isinstance(group, Members):
+        return module.rendezvous(block, group)
+    # What torch's own enable_symm_mem_for_group does with a group that it knows.
+    module._SymmetricMemory.set_group_info(group.name, group.rank, group.world_size, group.store)
+    return module._SymmetricMemory.rendezvous(block, group.name)
 
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:

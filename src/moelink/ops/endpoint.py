@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
+from moelink.group import World
 from moelink.ops.lanes import Lanes
 from moelink.ops.record import MAX_PARTS, PackedPlan, allocate, count_parts, pack, unpack
 from moelink.ops.registry import REGISTRY
@@ -19,9 +20,6 @@ from moelink.output import DispatchHandle, DispatchOutput
 from moelink.session import PendingOperation, Session
 from moelink.transports.base import CombineRequest, DispatchRequest, Phase
 from moelink.transports.collective.outputs import allocate_output
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
 
@@ -111,8 +109,8 @@ class Endpoint:
         session: where its own calls go. lanes: where those of gradients go.
     """
 
-    def __init__(self, session: Session, group: dist.ProcessGroup | None) -> None:
-        self.session, self.lanes, self.traits = session, Lanes(session, group), Traits.of(session)
+    def __init__(self, session: Session, world: World) -> None:
+        self.session, self.lanes, self.traits = session, Lanes(session, world), Traits.of(session)
         self.order = REGISTRY.order(session.devices[0])
         self.name = REGISTRY.add(self, self.config)
         self._started: dict[Phase, PendingOperation[Any]] = {}

@@ -16,19 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
 from moelink.config import EPConfig
 from moelink.errors import CapacityError, RoutingError
-from moelink.group import connect
+from moelink.group import World, meet_again
 from moelink.session import Session
 from moelink.transports.base import Traffic
 from moelink.transports.build import build_in_group
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 GRADIENT_FORMATS = {
     torch.bfloat16: "bf16",
@@ -40,10 +36,10 @@ GRADIENT_FORMATS = {
 
 
 class Lanes:
-    """The sessions that gradients of one communicator travel over. ``own`` is its own."""
+    """The sessions that gradients of one communicator travel over. ``own`` is its own, ``world`` its ranks."""
 
-    def __init__(self, own: Session, group: dist.ProcessGroup | None) -> None:
-        self._own, self._group = own, group
+    def __init__(self, own: Session, world: World) -> None:
+        self._own, self._world = own, world
         self._rows: Session | None = None
         self._weights: Session | None = None
 
@@ -82,8 +78,8 @@ class Lanes:
             **changes,  # type: ignore[arg-type]
         )
         device = self._own.devices[0]
-        transport, identity = build_in_group(config, device, connect(self._group, device, config.timeout))
-        return Session([config], [device], transport, identity)
+        built = build_in_group(config, device, meet_again(self._world, config.timeout))
+        return Session([config], [device], built.transport, built.identity, built.watch)
 
     @property
     def _opened(self) -> list[Session]:

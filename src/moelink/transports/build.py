@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.group import World, add_data_group, gather_bytes
-from moelink.handshake import agree
+from moelink.handshake import Agreement, agree
 from moelink.liveness import Beacon
-from moelink.memory import PosixMemory, SymmetricMemory, TorchMemory, create_all
+from moelink.memory import Members, PosixMemory, SymmetricMemory, TorchMemory, create_all
 from moelink.transports.base import Transport
 from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.select import choose_transport
+from moelink.watch import Watch
 from moelink.workspace import Workspace
 
 
-def build_in_group(config: EPConfig, device: torch.device, world: World) -> tuple[Transport, str]:
-    """This rank's transport and the communicator's identity. Collective over ``world``.
+@dataclass(frozen=True)
+class Built:
+    """One rank's part of a running communicator.
+
+    Attributes:
+        transport: what moves its rows.
+        identity: name of the communicator, the same on every rank.
+        watch: where its peers can be asked whether they live, None for one rank. The transport does not close it.
+    """
+
+    transport: Transport
+    identity: str
+    watch: Watch | None
+
+
+def build_in_group(config: EPConfig, device: torch.device, world: World) -> Built:
+    """This rank's transport. Collective over ``world``.
 
     Raises:
         ConfigMismatchError: ranks passed different configurations; raised on every rank.
@@ -30,23 +47,29 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> tupl
     """
     if world.world_size == 1:
         identity = secrets.token_hex(8)
-        return build_in_process([config], [device], identity), identity
+        return Built(build_in_process([config], [device], identity), identity, None)
     beacon = Beacon()
-    agreement = agree(world, config, beacon.address, secrets.token_hex(8))
-    chosen = choose_transport(config, [device], machines=len(set(agreement.machines)))
-    if chosen == "symmetric":
+    try:
+        agreement = agree(world, config, beacon.address, secrets.token_hex(8))
+        watch = Watch(rank=world.rank, beacon=beacon, addresses=agreement.addresses)
+        return Built(_transport(config, device, world, agreement, watch), agreement.identity, watch)
+    except BaseException:
         beacon.close()
-        memory = _memory_of_group(config, device, world)
-        return _symmetric([config], [memory], agreement.identity), agreement.identity
+        raise
+
+
+def _transport(config: EPConfig, device: torch.device, world: World, agreement: Agreement, watch: Watch) -> Transport:
+    if choose_transport(config, [device], machines=len(set(agreement.machines))) == "symmetric":
+        memory = _memory_of_group(config, device, world, name=agreement.identity)
+        return _symmetric([config], [memory], agreement.identity, watch)
     wire = GroupWire(
         add_data_group(world, device, config.timeout),
         device=device,
         identity=agreement.identity,
         timeout=config.timeout,
-        beacon=beacon,
-        addresses=agreement.addresses,
+        watch=watch,
     )
-    return CollectiveTransport([config], wire, identity=agreement.identity), agreement.identity
+    return CollectiveTransport([config], wire, identity=agreement.identity)
 
 
 def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device], identity: str) -> Transport:
@@ -56,7 +79,7 @@ def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device
     return _symmetric(configs, create_all(devices, Workspace(configs[0]).nbytes), identity)
 
 
-def _memory_of_group(config: EPConfig, device: torch.device, world: World) -> SymmetricMemory:
+def _memory_of_group(config: EPConfig, device: torch.device, world: World, *, name: str) -> SymmetricMemory:
     nbytes = Workspace(config).nbytes
     if config.mode == "allreduce":  # nothing travels: a block of one's own is enough
         return create_all([device], nbytes)[0]
@@ -65,11 +88,14 @@ def _memory_of_group(config: EPConfig, device: torch.device, world: World) -> Sy
         return gather_bytes(world, record, config.timeout)
 
     if device.type == "cuda":
-        return TorchMemory.create(nbytes, device=device, group=world.group, exchange=exchange)
+        group = world.group if world.group is not None else Members(world.rank, world.world_size, world.store, name)
+        return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
     return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
 
 
-def _symmetric(configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory], identity: str) -> Transport:
+def _symmetric(
+    configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory], identity: str, watch: Watch | None = None
+) -> Transport:
     # Imported here because its kernels need Triton, which not every platform has.
     from moelink.kernels.spec import is_interpreted
     from moelink.transports.symmetric import SymmetricTransport
@@ -81,4 +107,4 @@ def _symmetric(configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory],
             "transport='symmetric' on a CPU runs its kernels in Triton's interpreter: set TRITON_INTERPRET=1 before "
             "anything imports triton, or use transport='collective'"
         )
-    return SymmetricTransport(configs, memories, identity)
+    return SymmetricTransport(configs, memories, identity, watch)

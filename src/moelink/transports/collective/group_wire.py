@@ -20,7 +20,6 @@ while a peer is late; on CUDA they run on a stream of their own, forked from the
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,9 +34,9 @@ from torch import Tensor
 
 from moelink.errors import PeerAbortedError, PeerError, ProtocolError
 from moelink.group import World, release
-from moelink.liveness import Address, Beacon, Failure, furthest_behind, probe_all
 from moelink.transports.base import Phase
 from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
+from moelink.watch import Watch
 
 R = TypeVar("R")
 
@@ -45,7 +44,6 @@ _MAGIC = 0x6D6F656C696E6B
 _PHASE_CODES: dict[Phase, int] = {"dispatch": 1, "combine": 2}
 _OK, _REFUSED = 0, 1
 _FIELDS = ("magic", "call", "phase", "status", "config", "options", "count")
-_REPORT_SECONDS = 0.3
 
 
 def digest(text: str) -> int:
@@ -91,13 +89,12 @@ class GroupWire:
         device: torch.device,
         identity: str,
         timeout: float,
-        beacon: Beacon,
-        addresses: Sequence[Address],
+        watch: Watch,
     ) -> None:
         self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
         self._world, self._device, self._timeout = world, device, timeout
         self._identity = digest(identity)
-        self._beacon, self._addresses = beacon, addresses
+        self._watch = watch
         self._error: PeerError | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelink-wire")
@@ -121,27 +118,26 @@ class GroupWire:
 
     def close(self) -> None:
         """Finish what is under way and release the groups; after an error, wait for nobody and leave the groups."""
-        poisoned = self._error is not None or self._beacon.failure is not None
+        poisoned = self._error is not None or self._watch.told is not None
         self._thread.shutdown(wait=not poisoned, cancel_futures=True)
-        self._beacon.close()
         if not poisoned:
             release(self._world)
 
     def _raise_poison(self) -> None:
-        if self._error is None and self._beacon.failure is not None:
-            self._error = self._beacon.failure.error(self._world.rank)
+        if self._error is None and self._watch.told is not None:
+            self._error = self._watch.told.error(self._world.rank)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def _submit(self, phase: Phase, steps: Steps[R] | None) -> GroupPending[list[R]]:
         self._raise_poison()
-        self._beacon.call += 1
+        call = self._watch.enter()
         started = finished = None
         if self._stream is not None:
             started, finished = torch.cuda.Event(), torch.cuda.Event()
             started.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + self._timeout
-        future = self._thread.submit(self._run, self._beacon.call, phase, steps, deadline, started, finished)
+        future = self._thread.submit(self._run, call, phase, steps, deadline, started, finished)
         return GroupPending(future, finished, self._device)
 
     def _run(
@@ -283,20 +279,7 @@ class GroupWire:
 
     def _blame(self, call: int, phase: Phase) -> PeerError:
         """Find the rank at fault, poison this communicator and tell the peers."""
-        sightings = probe_all(self._addresses, skip=self._world.rank)
-        # A peer that gave up first has told us whom it blames, and may be closed by now: its word comes before a
-        # refused connection.
-        if self._beacon.failure is not None:
-            return self._poison(self._beacon.failure.error(self._world.rank))
-        peer, sighting = furthest_behind(sightings)
-        failure = Failure(peer, phase, call, expected=call, got=sighting.reached)
-        error = self._poison(failure.error(self._world.rank))
-        report = threading.Thread(
-            target=probe_all, args=(self._addresses,), kwargs={"skip": self._world.rank, "report": failure}, daemon=True
-        )
-        report.start()
-        report.join(_REPORT_SECONDS)
-        return error
+        return self._poison(self._watch.blame(phase, call).error(self._world.rank))
 
     def _poison(self, error: PeerError) -> PeerError:
         self._error = self._error or error

@@ -15,10 +15,21 @@ from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, Pro
 from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.cut import multiprocessors
 from moelink.kernels.spec import clock_ticks
+from moelink.liveness import Failure
 from moelink.memory import SymmetricMemory
-from moelink.protocol import ABORT_RECORD, CODE_OPTIONS, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
+from moelink.protocol import (
+    ABORT_RECORD,
+    CODE_OPTIONS,
+    DISPATCH_RECEIVED,
+    INVALID_IDS,
+    MALFORMED,
+    OVERFLOW,
+    PHASES,
+    RECORD_WORDS,
+)
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
+from moelink.watch import Watch
 from moelink.workspace import Workspace
 
 
@@ -34,8 +45,12 @@ def _address(arg: Any) -> Any:
 class Rank:
     """One local rank: what every launch passes, and the streams it runs on."""
 
-    def __init__(self, config: EPConfig, memory: SymmetricMemory, workspace: Workspace) -> None:
+    def __init__(
+        self, config: EPConfig, memory: SymmetricMemory, workspace: Workspace, watch: Watch | None = None
+    ) -> None:
         self.config, self.memory, self.workspace = config, memory, workspace
+        self._watch = watch
+        self._failure: PeerTimeoutError | None = None
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
@@ -146,6 +161,8 @@ class Rank:
             self.synchronize()
         SM_BUDGET.release(self)
         self.memory.close()
+        # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
+        self.control, self.table, self._compiled = self.nothing.long(), self.memory.pointers, {}
 
     def synchronize(self) -> None:
         """The host waits for this rank's kernels."""
@@ -170,11 +187,9 @@ class Rank:
             return None
         words = self.record.tolist()
         if words[0]:
-            rank, peer, phase, call, expected, got = words[1:7]
-            detail = "" if rank == self.config.rank else f"told by rank {rank}"
-            return PeerTimeoutError(
-                rank=rank, peer=peer, phase=PHASES[phase], call=call, expected=expected, got=got, detail=detail
-            )
+            if self._failure is None:
+                self._failure = self._find_fault(words[1:7])
+            return self._failure.with_traceback(None)
         if words[ABORT_RECORD]:
             self.record[ABORT_RECORD:] = 0
             _, peer, phase, call = words[ABORT_RECORD + 1 : ABORT_RECORD + 5]
@@ -185,7 +200,33 @@ class Rank:
                     rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call,
                 )  # fmt: skip
             return PeerAbortedError(rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call)
-        return None
+        return self.malformed() if self.device.type == "cpu" else None
+
+    def malformed(self) -> ProtocolError | None:
+        """What a peer sent could not be (a count, an id, a position out of range) and was not used. Synchronises."""
+        bits = int(self.control[MALFORMED])
+        if bits == 0:
+            return None
+        peer = (bits & -bits).bit_length() - 1
+        call = max(int(self.control[DISPATCH_RECEIVED]), 0)
+        return ProtocolError(
+            f"rank {self.config.rank}: rank {peer} sent counts or indices that cannot be, by call {call} of dispatch; "
+            "they were ignored, and so were their rows",
+            rank=self.config.rank, peer=peer, phase="dispatch", call=call,
+        )  # fmt: skip
+
+    def _find_fault(self, words: Sequence[int]) -> PeerTimeoutError:
+        """The error that a record describes; with a watch, after asking who lives. Records may come from a peer."""
+        told_by, peer, phase, call, expected, got = words
+        ranks = range(self.workspace.world_size)
+        suspicion = Failure(
+            peer if peer in ranks else told_by if told_by in ranks else self.me,
+            PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), max(got, 0),
+        )  # fmt: skip
+        detail = "" if told_by == self.config.rank else f"told by rank {told_by}"
+        if self._watch is not None:
+            suspicion = self._watch.confirm(suspicion)
+        return suspicion.error(self.config.rank, detail)
 
     def take_losses(self) -> tuple[int, int]:
         """Rows dropped for ``capacity`` and ids out of range since the last time. Synchronises."""

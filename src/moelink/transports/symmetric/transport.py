@@ -18,6 +18,7 @@ from moelink.transports.base import CombineRequest, DispatchRequest, Phase, Traf
 from moelink.transports.symmetric.combining import Combine, refuse_combine
 from moelink.transports.symmetric.dispatching import Dispatch, refuse_dispatch
 from moelink.transports.symmetric.rank import Rank
+from moelink.watch import Watch
 from moelink.workspace import Workspace
 
 T = TypeVar("T")
@@ -49,10 +50,17 @@ class SymmetricTransport:
 
     name = "symmetric"
 
-    def __init__(self, configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory], identity: str) -> None:
+    def __init__(
+        self,
+        configs: Sequence[EPConfig],
+        memories: Sequence[SymmetricMemory],
+        identity: str,
+        watch: Watch | None = None,
+    ) -> None:
         self._identity = identity
         self._workspace = Workspace(configs[0])
-        self.ranks = [Rank(c, m, self._workspace) for c, m in zip(configs, memories, strict=True)]
+        self._watch = watch
+        self.ranks = [Rank(c, m, self._workspace, watch) for c, m in zip(configs, memories, strict=True)]
         self._under_way: list[object] = []
 
     @property
@@ -64,7 +72,7 @@ class SymmetricTransport:
         self, requests: Sequence[DispatchRequest], *, fused: bool = False
     ) -> SymmetricPending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
-        self._raise_error()
+        self._enter()
         with torch.no_grad():
             calls = [
                 Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
@@ -83,7 +91,7 @@ class SymmetricTransport:
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> SymmetricPending[list[Tensor]]:
         """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
-        self._raise_error()
+        self._enter()
         with torch.no_grad():
             calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
         passes = calls[0].passes
@@ -124,6 +132,11 @@ class SymmetricTransport:
         if self.ranks[0].device.type == "cpu":
             self._raise_error()
 
+    def _enter(self) -> None:
+        self._raise_error()
+        if self._watch is not None:
+            self._watch.enter()
+
     def _raise_error(self) -> None:
         """Raise what the records say now; nothing is waited for."""
         for rank in self.ranks:
@@ -141,6 +154,8 @@ class SymmetricTransport:
             rank.synchronize()
         if len(self.ranks) > 1 or any(rank.poisoned or (phase == "combine" and rank.aborted) for rank in self.ranks):
             return
+        if self._watch is not None:
+            self._watch.enter()
         self._each([lambda r=r: (refuse_dispatch if phase == "dispatch" else refuse_combine)(r) for r in self.ranks])  # type: ignore[misc]
 
     def warmup(self) -> None:
@@ -172,6 +187,10 @@ class SymmetricTransport:
         for rank in self.ranks:
             rank.synchronize()
         self._raise_error()
+        for rank in self.ranks:
+            nonsense = rank.malformed()
+            if nonsense is not None:
+                raise nonsense
         losses = [rank.take_losses() for rank in self.ranks]
         for rank, (dropped, _) in zip(self.ranks, losses, strict=True):
             if dropped:

@@ -1,0 +1,80 @@
+"""Ranks that really die, stop or come late, on CPU ranks of both transports; and what is left goes on.
+
+Times: every survivor raises within its time-out and one second (and what interpreted kernels take), and again at once.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import fault_ranks
+from fault_ranks import TIMEOUTS
+from moelink.testing import run_ranks
+
+TRANSPORTS = ("collective", "symmetric")
+KILLS = [  # the victim, the phase, and how far it gets: a moment of the collective call, or stores of the kernel
+    ("collective", 0, "dispatch", 0),
+    ("collective", 2, "dispatch", 1),
+    ("collective", 2, "combine", 0),
+    ("collective", 0, "combine", 1),
+    ("symmetric", 0, "dispatch", 14),
+    ("symmetric", 2, "combine", 5),
+]
+
+
+@pytest.mark.parametrize("transport, victim, phase, number", KILLS)
+def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, phase: str, number: int) -> None:
+    results = run_ranks(fault_ranks.killed, 3, transport, victim, phase, number, mortal={victim})
+    assert results[victim] is None
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        told = result["told"]
+        assert (told.kind, told.rank, told.peer) == ("PeerLostError", rank, victim)
+        assert told.phase in ("dispatch", "combine")
+        assert told.call >= 3
+        assert told.took < TIMEOUTS[transport] + 1 + told.usual
+        assert told.after < 0.5
+        assert result["recovered"] < TIMEOUTS[transport]
+        assert result["left"] == []
+    one, other = (result["told"] for result in results if result)
+    assert (one.phase, one.call) == (other.phase, other.call)
+
+
+@pytest.mark.parametrize("transport, number", [("collective", 0), ("collective", 1), ("symmetric", 14)])
+def test_a_rank_stopped_past_the_timeout_and_then_continued(transport: str, number: int) -> None:
+    first, stopped, last = run_ranks(fault_ranks.stopped, 3, transport, "dispatch", number)
+    for rank, result in ((0, first), (2, last)):
+        told = result["told"]
+        assert (told.kind, told.rank, told.peer) == ("PeerTimeoutError", rank, 1)
+        assert told.took < TIMEOUTS[transport] + 1 + told.usual
+        assert result["calls"] >= 3
+        assert result["left"] == []
+    assert stopped["told"].peer == 1, "the rank that was stopped learns that it was the one"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_go_on_after_a_rank_was_only_late(transport: str) -> None:
+    assert [told.peer for told in run_ranks(fault_ranks.late, 3, transport)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_recover_after_recover_down_to_one(transport: str) -> None:
+    results = run_ranks(fault_ranks.one_after_the_other, 4, transport, mortal={0, 1, 3})
+    assert results == [None, None, [2, 4, 7], None]  # of 7 experts
+
+
+def test_lists_that_cannot_be_are_refused_and_lists_that_differ_named() -> None:
+    assert run_ranks(fault_ranks.wrong_lists, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("moment", ["at once", "meeting", "building"])
+def test_a_death_in_recover_is_named_and_recover_works_again(moment: str) -> None:
+    for result in run_ranks(fault_ranks.death_in_recover, 4, moment, mortal={0, 3})[1:3]:
+        kind, peer = result
+        assert peer == 0
+        assert kind == "PeerLostError" or (kind == "PeerTimeoutError" and moment != "at once")
+
+
+def test_a_recovered_communicator_trains() -> None:
+    assert run_ranks(fault_ranks.gradients, 3, mortal={0}) == [None, True, True]
