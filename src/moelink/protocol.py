@@ -17,6 +17,8 @@ FENCE = 13
 """always 0; read to order stores"""
 COUNTS_SENT = 14
 """last call whose counts are on their way"""
+COMBINE_REFUSED = 15
+"""last combine call that a rank refused or made otherwise"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""
