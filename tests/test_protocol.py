@@ -134,6 +134,18 @@ def test_scenario_under_every_schedule(name):
         run(seed, **SCENARIOS[name])
 
 
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_the_next_call_waits_for_the_slowest_reader(phase):
+    """One program of rank 0 reads long after all others have ended, and reads nothing of the call after."""
+    slow = {"dispatch": "rank0:ep_fused_dispatch_kernel[4]", "combine": "rank0:ep_fused_combine_kernel[3]"}[phase]
+    calls = {
+        "dispatch": dict(cases=[*TWO, Small(FORMAT, "uniform", seed=6, tokens=(1, 4))], combine=False),
+        "combine": dict(cases=[dataclasses.replace(ONE[0], salt=salt) for salt in range(2)], one_dispatch=True),
+    }[phase]
+    for seed in range(2):
+        run(seed, **calls, speed=lambda name: 0.03 if name == slow else 1.0, drain=0.3)
+
+
 def test_call_numbers_of_more_than_31_bits():
     """Counts carry 31 bits of the call: 2**31 - 1, 0 and 1 here, few tokens and many in turn."""
     for seed in range(3):
