@@ -6,7 +6,10 @@ What the stock interpreter cannot show and this can:
 * a wait that nobody satisfies raises :class:`Deadlock`, naming who waits where, instead of hanging;
 * plain stores may sit in a per-program *store buffer* until that program releases (or ends): a missing release, or one
   that comes before its stores, leaves the reader with old bytes;
-* a store buffer drains at random moments in random order of addresses, so that nothing but a release orders stores.
+* a store buffer drains at random moments in random order of addresses, so that nothing but a release orders stores. A
+  program sees its own: what it loads drains first, and nothing else does;
+* with ``speed`` (name of a program -> how often it runs) what is slow stays slow: a rank that is a call ahead, a sender
+  that has hardly begun when all others have ended. Choosing alike among all programs hardly ever shows such schedules.
 
 It cannot show a missing ``debug_barrier`` (a program is one thread here) or a wrong scope; the ahead-of-time tests look
 for those in PTX. Programs are greenlets; Triton's interpreter keeps the current program's id in one place, which a
@@ -40,9 +43,20 @@ class Deadlock(AssertionError):
 class Scheduler:
     """One schedule. ``store_buffer`` holds plain stores back; ``patience`` switches without progress are a deadlock."""
 
-    def __init__(self, seed: int, *, store_buffer: bool = True, patience: int = 300, drain: float = 0.05) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        store_buffer: bool = True,
+        patience: int = 300,
+        drain: float = 0.05,
+        speed: Callable[[str], float] | None = None,
+    ) -> None:
         self._random = random.Random(seed)
         self._store_buffer, self._patience, self._drain_chance = store_buffer, patience, drain
+        self._speed = speed
+        if speed is not None:
+            self._patience *= 20
         self._live: list[Any] = []
         self._idle = 0
         self.switches = 0
@@ -54,7 +68,7 @@ class Scheduler:
             for number, function in enumerate(ranks):
                 self._spawn(function, f"rank{number}")
             while self._live:
-                program = self._random.choice(self._live)
+                program = self._next()
                 self.switches += 1
                 program.switch()
                 if program.dead:
@@ -67,6 +81,12 @@ class Scheduler:
                     if other.stores and self._random.random() < self._drain_chance:
                         self._drain_one(other)
 
+    def _next(self) -> Any:
+        # Now and then everybody gets a turn, so that whoever waits for a slow program is not taken for stuck.
+        if self._speed is None or self.switches % 500 == 0:
+            return self._random.choice(self._live)
+        return self._random.choices(self._live, [self._speed(program.name) for program in self._live])[0]
+
     def _spawn(self, function: Callable[[], None], name: str) -> None:
         program = greenlet(function, self._main)
         program.stores, program.name, program.place = [], name, ""
@@ -77,22 +97,33 @@ class Scheduler:
         """Let another program run. ``progress``: memory changed."""
         current = getcurrent()
         frame = inspect.currentframe()
-        while frame is not None and "moelink" not in frame.f_code.co_filename:
+        while frame is not None and (
+            "moelink" not in frame.f_code.co_filename or frame.f_code.co_name == "patience"  # who calls it says more
+        ):
             frame = frame.f_back
         current.place = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame is not None else ""
         self._idle = 0 if progress else self._idle + 1
         self._main.switch()
 
-    def store(self, args: tuple[Any, ...]) -> None:
+    def store(self, pointer: Any, value: Any, mask: Any) -> None:
         """A plain store: one buffered entry per call, or straight to memory."""
-        if self._store_buffer:
-            getcurrent().stores.append(args)
-        else:
+        entry = _Store(np.array(pointer), np.array(value), np.array(mask))
+        if not self._store_buffer:
             self._idle = 0
-            interpreter._interpreter.store(*args)
+            interpreter._interpreter.store(entry.pointer, entry.value, entry.mask)
+        elif len(entry.words):
+            getcurrent().stores.append(entry)
 
-    def _drain_one(self, program: Any) -> None:
-        interpreter._interpreter.store(*program.stores.pop(0))
+    def _drain_one(self, program: Any, index: int | None = None) -> None:
+        """Any store of ``program`` becomes visible, but earlier ones to the same address first."""
+        stores = program.stores
+        found = self._random.randrange(len(stores)) if index is None else index
+        index = None
+        while index != found:
+            index, words = found, stores[found].words
+            found = next(i for i, earlier in enumerate(stores) if i == index or earlier.overlaps(words))
+        entry = stores.pop(found)
+        interpreter._interpreter.store(entry.pointer, entry.value, entry.mask)
         self._idle = 0
 
     def drain(self) -> None:
@@ -100,6 +131,14 @@ class Scheduler:
         program = getcurrent()
         while program.stores:
             self._drain_one(program)
+
+    def load(self, pointer: Any, mask: Any, itemsize: int) -> None:
+        """The current program is about to load: it sees its own stores."""
+        program = getcurrent()
+        if program.stores:
+            words = _words(np.array(pointer), np.array(mask), itemsize)
+            while (index := next((i for i, s in enumerate(program.stores) if s.overlaps(words)), None)) is not None:
+                self._drain_one(program, index)
 
     def launch(self, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a grid: its programs join the schedule, the launching rank sleeps until they have ended."""
@@ -129,6 +168,26 @@ class Scheduler:
         self._main.switch()
 
 
+def _words(pointer: Any, mask: Any, itemsize: int) -> Any:
+    """Numbers of the 4-byte words at which elements under ``mask`` begin and end, ascending."""
+    begin = pointer[np.broadcast_to(mask, pointer.shape)].astype(np.uint64)
+    return np.unique(np.concatenate((begin >> np.uint64(2), (begin + np.uint64(itemsize - 1)) >> np.uint64(2))))
+
+
+class _Store:
+    """A store that only its program sees yet."""
+
+    def __init__(self, pointer: Any, value: Any, mask: Any) -> None:
+        self.pointer, self.value, self.mask = pointer, value, mask
+        self.words = _words(pointer, mask, value.dtype.itemsize)
+
+    def overlaps(self, words: Any) -> bool:
+        mine = self.words
+        if not len(words) or mine[-1] < words[0] or words[-1] < mine[0]:
+            return False
+        return bool(np.isin(words, mine).any())
+
+
 @contextmanager
 def _interleaved(scheduler: Scheduler) -> Iterator[None]:
     """Route loads, stores, atomics and launches of the interpreter through ``scheduler``."""
@@ -139,11 +198,12 @@ def _interleaved(scheduler: Scheduler) -> Iterator[None]:
     call, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def store(self: Any, pointer: Any, value: Any, mask: Any, *rest: Any) -> None:
-        scheduler.store((np.array(pointer.data), np.array(value.data), np.array(mask.data)))
+        scheduler.store(pointer.data, value.data, mask.data)
 
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler.drain()  # a program sees its own stores
-        return saved["create_masked_load"](self, *args, **kwargs)
+    def load(self: Any, pointer: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        itemsize = np.dtype(interpreter._get_np_dtype(pointer.get_element_ty())).itemsize
+        scheduler.load(pointer.data, mask.data, itemsize)
+        return saved["create_masked_load"](self, pointer, mask, *args, **kwargs)
 
     def rmw(self: Any, op: Any, pointer: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
         if order in _RELEASES:
