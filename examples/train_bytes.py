@@ -1,6 +1,6 @@
 """Train a small byte-level language model with Mixture-of-Experts layers, on one rank and on several.
 
-    python examples/train_bytes.py --ranks 4 --steps 60 --out /tmp/bytes
+    python examples/train_bytes.py --ranks 4 --steps 60 --out curves
 
 It learns the bundled text. Each step's batch is cut over the ranks, every rank owns a part of the experts, and the loss
 curve is the one-rank run's.

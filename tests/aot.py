@@ -25,25 +25,29 @@ MEMORY = re.compile(r"^\s*(?:@!?%?\w+ )?((?:ld|st|atom|red|bar|fence|membar)\b[\
 GCN = re.compile(r"^\s*((?:global|buffer|scratch|flat)_[a-z_0-9]+)", re.M)
 
 
-def compile_kernel(kernel, spec, target, x):
-    import triton
-    from triton.backends.compiler import GPUTarget
+def source_of(kernel, spec, pointers):
+    """What Triton compiles. ``pointers``: types of arguments that are not those of POINTERS."""
     from triton.compiler import ASTSource
 
-    amd = target.startswith("gfx")
-    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE=not amd)
     signature, constants, attrs = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name == "S":
             signature[name], constants[name] = "constexpr", spec
             continue
-        signature[name] = x if name == "x" else POINTERS.get(name, "i32")
+        signature[name] = pointers.get(name, POINTERS.get(name, "i32"))
         if str(signature[name]).startswith("*"):
             attrs[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attrs)
+
+
+def compile_kernel(kernel, spec, target, x):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    amd = target.startswith("gfx")
+    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE=not amd)
     options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False}
-    return triton.compile(
-        ASTSource(kernel, signature, constants, attrs), target=GPUTarget(*TARGETS[target]), options=options
-    )
+    return triton.compile(source_of(kernel, spec, {"x": x}), target=GPUTarget(*TARGETS[target]), options=options)
 
 
 def kernels(everything):

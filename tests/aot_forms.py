@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import make_backend
 
 import moelink
-from aot import POINTERS
+from aot import source_of
 from matrix_configs import CONFIGS
 from moelink.kernels import combine, dispatch
 from moelink.kernels.spec import combine_spec, dispatch_spec
@@ -32,15 +32,7 @@ NAMES = {
 
 def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> None:
     """Trace ``kernel`` with ``spec``; raises what the compiler says."""
-    signature, constants, attrs = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name == "S":
-            signature[name], constants[name] = "constexpr", spec
-            continue
-        signature[name] = pointers.get(name, POINTERS.get(name, "i32"))
-        if str(signature[name]).startswith("*"):
-            attrs[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attrs)
+    source = source_of(kernel, spec, pointers)
     backend = make_backend(TARGET)
     context = ir.context()
     ir.load_dialects(context)

@@ -135,14 +135,6 @@ def unpack(packed: Packed | None) -> torch.Tensor | None:
     return None if packed is None else packed.tensor()
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one rank got."""
-
-    fields: dict[str, Packed | None]
-    combined: Packed
-
-
 FIELDS = (
     "tokens",
     "scales",
@@ -158,6 +150,19 @@ FIELDS = (
 )
 
 
+@dataclass(frozen=True)
+class Result:
+    """What one rank got."""
+
+    fields: dict[str, Packed | None]
+    combined: Packed
+
+    @classmethod
+    def of(cls, recv: moelink.DispatchOutput, out: torch.Tensor) -> Result:
+        """Of what dispatch and combine returned."""
+        return cls({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+
+
 def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
     """One dispatch and one combine of ``case`` on this rank."""
     data = case.data(rank)
@@ -171,7 +176,7 @@ def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
         reduce=case.reduce,
         shared=None if shared is None else shared.to(ep.device),
     )
-    return Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+    return Result.of(recv, out)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case], options: dict[str, Any] | None = None) -> list[Result]:

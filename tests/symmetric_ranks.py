@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import moelink
-from cases import FIELDS, Case, Packed, Result
+from cases import Case, Result
 from moelink.memory import create_all
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
@@ -47,10 +47,7 @@ def run_case(transport: SymmetricTransport, case: Case, ranks: list[int], *, fus
     """One dispatch and one combine of ``case`` on the local ranks."""
     recvs = transport.dispatch(dispatch_requests(case, ranks), fused=fused).wait()
     outs = transport.combine(combine_requests(case, ranks, recvs), fused=fused).wait()
-    return [
-        Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
-        for recv, out in zip(recvs, outs, strict=True)
-    ]
+    return [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)]
 
 
 def poison_memory(*tensors: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelink
-from cases import FIELDS, SCENARIOS, Case, Packed, Result, Setup, by_setup, check_case, check_rows, features
+from cases import FIELDS, SCENARIOS, Case, Result, Setup, by_setup, check_case, check_rows, features
 from moelink import reference
 from moelink.testing import assert_bitwise_equal, rank_data
 
@@ -27,10 +27,7 @@ def run_devices(ep, case, world_size):
         reduce=case.reduce,
         shared=[case.shared_rows(rank) for rank in range(world_size)] if case.shared else None,
     )
-    return [
-        Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
-        for recv, out in zip(recvs, outs, strict=True)
-    ]
+    return [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)]
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

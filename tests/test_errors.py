@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moelink
+from fault_ranks import stop_for
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
 
 SETUP = {"num_experts": 6, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 4}
@@ -179,16 +180,6 @@ def absent(rank, world_size, how):
     later = time.monotonic() - start
     error = caught.value
     return type(error).__name__, error.peer, error.phase, error.call, error.expected, error.got, took, later
-
-
-def stop_for(seconds):
-    """SIGSTOP this process; a child continues it."""
-    parent = os.getpid()
-    if os.fork() == 0:
-        time.sleep(seconds)
-        os.kill(parent, signal.SIGCONT)
-        os._exit(0)
-    os.kill(parent, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("how", ["late", "stopped"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moelink
-from cases import FIELDS, Case, Packed, Result, Setup, check_case
+from cases import Case, Result, Setup, check_case
 from moelink.kernels import combine, cut, dispatch
 from moelink.kernels.cut import Launch
 from moelink.transports.symmetric import combining, dispatching
@@ -46,7 +46,7 @@ def test_equals_oracle(monkeypatch, shape, setup):
         recvs = transport.dispatch(dispatch_requests(case, ranks)).wait()
         outs = transport.combine(combine_requests(case, ranks, recvs)).wait()
         check_case(case, WORLD, [
-            Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+            Result.of(recv, out)
             for recv, out in zip(recvs, outs, strict=True)
         ])  # fmt: skip
     transport.check()

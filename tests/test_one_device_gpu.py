@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import moelink
-from cases import FIELDS, FORMATS, Case, Packed, Result, Setup, check_case, real_shapes
+from cases import FORMATS, Case, Result, Setup, check_case, real_shapes
 from moelink.memory import create_all
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
@@ -35,7 +35,7 @@ def check_on_one_device(cases: list[Case]) -> None:
         ys = [case.expert_rows(rank, len(recv.tokens)).cuda() for rank, recv in enumerate(recvs)]
         outs = transport.combine([CombineRequest(y, recv) for y, recv in zip(ys, recvs, strict=True)]).wait()
         check_case(case, WORLD, [
-            Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+            Result.of(recv, out)
             for recv, out in zip(recvs, outs, strict=True)
         ])  # fmt: skip
     transport.check()

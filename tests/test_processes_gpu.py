@@ -5,7 +5,7 @@ import torch
 
 import gpu_ranks
 import moelink
-from cases import FIELDS, FORMATS, SCENARIOS, Case, Packed, Result, Setup, check_case, real_shapes
+from cases import FORMATS, SCENARIOS, Case, Result, Setup, check_case, real_shapes
 from moelink.testing import run_ranks
 
 WORLD = min(8, torch.cuda.device_count())
@@ -61,10 +61,7 @@ def test_one_process_drives_all_devices(fmt):
             )
             ys = [case.expert_rows(r, recv.tokens.shape[0]).to(devices[r]) for r, recv in enumerate(recvs)]
             outs = ep.combine(ys, recvs)
-            results = [
-                Result({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
-                for recv, out in zip(recvs, outs, strict=True)
-            ]
+            results = [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)]
             check_case(case, WORLD, results)
 
 

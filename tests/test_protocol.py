@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import moelink
-from cases import FIELDS, Case, Packed, Result, Setup, check_case
+from cases import Case, Result, Setup, check_case
 from interleaving import Deadlock, Scheduler
 from moelink.kernels import receive, reduce, send, send_back, signals
 from moelink.memory import create_all
@@ -69,8 +69,7 @@ def rank_main(transport, rank, cases, results, *, fused, combine=True, one_dispa
             out = torch.empty(0)
             if combine:
                 (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
-            fields = {name: Packed.of(getattr(recv, name)) for name in FIELDS}
-            results.setdefault(id(case), {})[rank] = Result(fields, Packed.of(out))
+            results.setdefault(id(case), {})[rank] = Result.of(recv, out)
 
     return main
 

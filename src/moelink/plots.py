@@ -16,6 +16,30 @@ OURS_BACK = "#9cc7e8"
 OTHERS = "#c9ced8"
 
 
+def new_figure(height: float) -> Any:
+    """An empty white figure of ``height`` inches, as wide as all pictures of moelink."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, height), dpi=160, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def bare(axes: Any) -> None:
+    """No box, quiet ticks."""
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0, colors=INK, labelsize=9)
+
+
+def blues() -> Any:
+    """Colours of heat maps, from none to most."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("moelink", ("#f4f8fc", "#9cc7e8", "#1f77b4", "#0b2e59"))
+
+
 def draw_demo(document: dict[str, Any], path: Path) -> None:
     """Draw the JSON document of ``moelink demo --json`` into ``path`` (its suffix chooses the file format).
 
@@ -23,11 +47,7 @@ def draw_demo(document: dict[str, Any], path: Path) -> None:
     and combine, against one copy per expert. Formats that come home in fp32 or fp64 (they exist for exactness) are left
     out when there are others: their bars would make the rest unreadable.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 5.0), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.0)
     left, right = figure.subplots(1, 2, width_ratios=(1.12, 1.0))
     figure.subplots_adjust(left=0.055, right=0.985, top=0.76, bottom=0.12, wspace=0.31)
     _routing(figure, left, document)
@@ -45,21 +65,11 @@ def draw_demo(document: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _bare(axes: Any) -> None:
-    """No box, quiet ticks."""
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.tick_params(length=0, colors=INK, labelsize=9)
-
-
 def _routing(figure: Any, axes: Any, document: dict[str, Any]) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
     counts = document["tokens_by_rank_and_expert"]
     ranks, experts = len(counts), len(counts[0])
-    blues = LinearSegmentedColormap.from_list("moelink", ("#f4f8fc", "#9cc7e8", "#1f77b4", "#0b2e59"))
-    image = axes.imshow(counts, aspect="auto", cmap=blues, vmin=0, interpolation="nearest")
-    _bare(axes)
+    image = axes.imshow(counts, aspect="auto", cmap=blues(), vmin=0, interpolation="nearest")
+    bare(axes)
     axes.set_title("Tokens sent, by source rank and expert", loc="left", size=11, color=INK, pad=22)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.set_xlabel("expert", color=INK, size=9.5)
@@ -102,7 +112,7 @@ def _wire(axes: Any, document: dict[str, Any]) -> None:
         places, (a + b for a, b in zip(dispatch, combine, strict=True)), copies, strict=True
     ):
         axes.text(theirs + max(copies) * 0.012, place, f"{ours:.1f} of {theirs:.1f} MB", va="center", size=9, color=INK)
-    _bare(axes)
+    bare(axes)
     axes.set_title("Bytes between ranks, by dispatch format", loc="left", size=11, color=INK, pad=22)
     axes.set_yticks(places, names)
     axes.invert_yaxis()

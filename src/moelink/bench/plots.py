@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS
+from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS, new_figure
 
 COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
 MORE_COLORS = ("#7a9e7e", "#8d7bb0", "#b56576")
@@ -63,16 +63,12 @@ def draw_bench(documents: Sequence[dict[str, Any]], path: Path) -> None:
     Raises:
         ValueError: no document has a figure for uniform routing.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     points = [point for document in documents for point in points_of(document)]
     if not points:
         raise ValueError("no figure of uniform routing in these results")
     most = max(point.ranks for point in points)
     largest = [point for point in points if point.ranks == most]
-    figure = Figure(figsize=(11.5, 8.6), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.6)
     ((dispatch, combine), (share, scaling)) = figure.subplots(2, 2)
     figure.subplots_adjust(left=0.07, right=0.985, top=0.85, bottom=0.075, wspace=0.19, hspace=0.36)
     for axes, phase in ((dispatch, "dispatch"), (combine, "combine")):

@@ -15,6 +15,7 @@ from moelink.bench import PRESETS, make_plan, run_bench
 from moelink.bench.presets import DeviceKind
 from moelink.cli import render
 from moelink.cli.bench_view import bench_view
+from moelink.cli.files import drawing, write_json
 from moelink.cli.progress import progress_on_stderr
 from moelink.errors import ConfigError
 
@@ -93,9 +94,7 @@ def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_
     if not document["gate"]["passed"]:
         typer.echo(f"moelink: the correctness gate failed, no figures: {document['gate']['fault']}", err=True)
         raise typer.Exit(1)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=2) + "\n")
+    write_json(document, out)
     if plot is not None:
         draw([document], plot)
     if json_output:
@@ -115,13 +114,8 @@ def plot_results(
 
 
 def draw(documents: list[dict[str, Any]], path: Path) -> None:
-    """Draw documents; one line and exit status 1 without matplotlib, or with nothing to draw."""
+    """Draw documents; one line and exit status 1 where that cannot be done."""
     from moelink.bench.plots import draw_bench
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with drawing(path):
         draw_bench(documents, path)
-    except (ImportError, ValueError) as error:
-        hint = " (pip install 'moelink[plot]')" if isinstance(error, ImportError) else ""
-        typer.echo(f"moelink: cannot draw: {error}{hint}", err=True)
-        raise typer.Exit(1) from error

@@ -9,6 +9,7 @@ import typer
 
 from moelink.bench.contenders import SYMMETRIC
 from moelink.cli import render
+from moelink.cli.files import drawing, write_json
 from moelink.cli.plan_view import check_view, plan_view
 from moelink.plan import (
     Constants,
@@ -96,7 +97,7 @@ def plan(
         routing=make_routing(routing, num_experts=experts, topk=topk), constants=chosen,
     )  # fmt: skip
     document = to_document(result)
-    write(document, out)
+    write_json(document, out)
     if plot is not None:
         draw(document, plot)
     if json_output:
@@ -123,7 +124,7 @@ def check(
     wanted = [point for point in points if not tokens or point.layer.tokens in tokens]
     comparisons = measured.compare(wanted, read_constants(constants))
     document = measured.to_document(comparisons)
-    write(document, out)
+    write_json(document, out)
     if json_output:
         typer.echo(json.dumps(document, indent=2))
     else:
@@ -149,7 +150,7 @@ def fit(
     """Make constants of measured times, for --constants. More numbers of ranks and tokens make better ones."""
     points = measured.load_points(results, contender=contender)
     document = fitting.fit(points, contender=contender)
-    write(document, out)
+    write_json(document, out)
     if json_output:
         typer.echo(json.dumps(document, indent=2))
         return
@@ -163,21 +164,9 @@ def read_constants(path: Path | None) -> Constants:
     return packaged_constants() if path is None else load_constants(path)
 
 
-def write(document: dict[str, Any], path: Path | None) -> None:
-    """Write a document where one is asked for."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=2) + "\n")
-
-
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Draw a plan; one line and exit status 1 without matplotlib, or for a suffix that it does not know."""
+    """Draw a plan; one line and exit status 1 where that cannot be done."""
     from moelink.plan.plots import draw_plan
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with drawing(path):
         draw_plan(document, path)
-    except (ImportError, ValueError) as error:
-        hint = " (pip install 'moelink[plot]')" if isinstance(error, ImportError) else ""
-        typer.echo(f"moelink: cannot draw: {error}{hint}", err=True)
-        raise typer.Exit(1) from error

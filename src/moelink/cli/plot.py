@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moelink.errors import ArgumentError
+from moelink.cli.files import drawing
 
 
 class Along(str, Enum):
@@ -42,12 +42,5 @@ def plot(
             raise typer.BadParameter(f"{path}: not JSON ({error})", param_hint="REPORTS") from error
         documents.append(document if isinstance(document, dict) else {})
     layers = combine_reports(documents)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with drawing(out):
         draw_load(layers, out, along=None if along is None else along.value, layer=layer)
-    except ArgumentError:
-        raise
-    except (ImportError, ValueError) as error:
-        hint = " (pip install 'moelink[plot]')" if isinstance(error, ImportError) else ""
-        typer.echo(f"moelink: cannot draw: {error}{hint}", err=True)
-        raise typer.Exit(1) from error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from moelink.errors import ArgumentError
 from moelink.nn.moe import Experts
@@ -36,11 +37,24 @@ def all_reduce_gradients(model: torch.nn.Module, *, group: dist.ProcessGroup | N
     if not dist.is_initialized():
         return
     stacked = _experts_by_key(model)
+    gradients = []
     for name, parameter in model.named_parameters():
         owner = stacked.get(name)
         if parameter.grad is None or (owner is not None and not owner.num_shared):
             continue
-        dist.all_reduce(parameter.grad if owner is None else parameter.grad[: owner.num_shared], group=group)
+        gradients.append(parameter.grad if owner is None else parameter.grad[: owner.num_shared])
+    sum_over_ranks(gradients, group=group)
+
+
+def sum_over_ranks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """Sum each tensor over the ranks of ``group`` (default: all), in place: one collective for each dtype. Every rank
+    passes tensors of the same shapes and dtypes in the same order."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = _flatten_dense_tensors(alike)
+        dist.all_reduce(flat, group=group)
+        for tensor, total in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
+            tensor.copy_(total)
 
 
 def local_state_dict(model: torch.nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from moelink.errors import ArgumentError
 from moelink.nn.load import LoadStats
 from moelink.nn.report import LayerLoad
-from moelink.plots import INK, MUTED, OTHERS, OURS
+from moelink.plots import INK, MUTED, OTHERS, OURS, bare, blues, new_figure
 
 Axis = Literal["steps", "layers"]
 
@@ -51,12 +51,8 @@ def draw_load(layers: Sequence[LayerLoad], path: Path, *, along: Axis | None = N
     Raises:
         ArgumentError: no layer has that name; or steps of several layers, or layers of different sizes, were asked for.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = _choose(list(layers), along, layer)
-    figure = Figure(figsize=(11.5, 5.0), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.0)
     left, right = figure.subplots(1, 2, width_ratios=(2.0, 1.0))
     figure.subplots_adjust(left=0.06, right=0.975, top=0.77, bottom=0.12, wspace=0.2)
     _heat_map(figure, left, shown)
@@ -104,22 +100,13 @@ def _with(stats: LoadStats, tokens_per_expert: tuple[int, ...]) -> LoadStats:
     return LoadStats(stats.rank, stats.world_size, stats.replicated, tokens_per_expert, (), 0)
 
 
-def _bare(axes: Any) -> None:
-    """No box, quiet ticks."""
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.tick_params(length=0, colors=INK, labelsize=9)
-
-
 def _heat_map(figure: Any, axes: Any, shown: _Map) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
     rows = list(zip(*shown.columns, strict=True))
     experts, columns = len(rows), len(shown.columns)
-    blues = LinearSegmentedColormap.from_list("moelink", ("#f4f8fc", "#9cc7e8", "#1f77b4", "#0b2e59"))
-    image = axes.imshow(rows, aspect="auto", cmap=blues, vmin=0, interpolation="nearest")
-    _bare(axes)
+    image = axes.imshow(rows, aspect="auto", cmap=blues(), vmin=0, interpolation="nearest")
+    bare(axes)
     axes.set_title(f"Tokens per expert, {shown.title}", loc="left", size=11, color=INK, pad=10)
     axes.set_ylabel("expert", color=INK, size=9.5)
     axes.set_xlabel({"steps": "step", "layers": "layer"}[shown.along], color=INK, size=9.5)
@@ -139,7 +126,7 @@ def _ranks(axes: Any, stats: LoadStats) -> None:
     load = stats.tokens_per_rank
     mean = sum(load) / len(load)
     axes.barh(range(len(load)), load, height=0.62, color=OURS)
-    _bare(axes)
+    bare(axes)
     axes.set_title(f"Tokens per rank, busiest {stats.imbalance:.2f} x mean", loc="left", size=11, color=INK, pad=10)
     axes.set_yticks(range(len(load)), [f"rank {rank}" for rank in range(len(load))])
     axes.set_ylim(len(load) - 0.5, -0.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS
+from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS, new_figure
 
 NETWORK = "#d08c60"
 DARK = "#0b2e59"
@@ -22,11 +22,7 @@ def draw_plan(document: dict[str, Any], path: Path) -> None:
     Raises:
         ValueError: matplotlib does not know the suffix.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 8.6), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.6)
     ((memory, times), (dispatch, combine)) = figure.subplots(2, 2)
     figure.subplots_adjust(left=0.07, right=0.985, top=0.85, bottom=0.075, wspace=0.19, hspace=0.36)
     _memory(memory, document)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from moelink.nn.parallel import sum_over_ranks
 
 
 class _Share(torch.autograd.Function):
@@ -69,15 +70,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
     for parameter in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for dtype in dict.fromkeys(p.dtype for p in wanted):
-        _sum_in_place([p.grad for p in wanted if p.dtype == dtype and p.grad is not None], group)
-
-
-def _sum_in_place(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    flat = _flatten_dense_tensors(tensors)
-    dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
-        tensor.copy_(total)
+    sum_over_ranks([p.grad for p in wanted if p.grad is not None], group=group)
 
 
 def gradient_norm(

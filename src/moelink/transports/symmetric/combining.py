@@ -40,18 +40,15 @@ class Recipe:
     @classmethod
     def of(cls, rank: Rank, num_tokens: int, *, reduce: bool, **kind: Any) -> Recipe:
         """The recipe of ``rank`` for ``num_tokens`` own tokens; ``kind`` as in :func:`combine_spec`."""
-        key = (Recipe, num_tokens, reduce, *kind.values())
-        known = rank.recipes.get(key)
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        config = rank.config
-        spec = combine_spec(rank.workspace, rank.device, reduce=reduce, **kind)
-        launch = combine_launch(config, rank.device, num_tokens)
-        passes = (0,) if reduce else tuple(range(0, config.topk, spec.COPIES))
-        rank.recipes[key] = recipe = cls(
-            spec, passes, launch, {**launch.options, **_EXACT}, shared_bounds(config, num_tokens)
-        )
-        return recipe
+
+        def make() -> Recipe:
+            config = rank.config
+            spec = combine_spec(rank.workspace, rank.device, reduce=reduce, **kind)
+            launch = combine_launch(config, rank.device, num_tokens)
+            passes = (0,) if reduce else tuple(range(0, config.topk, spec.COPIES))
+            return cls(spec, passes, launch, {**launch.options, **_EXACT}, shared_bounds(config, num_tokens))
+
+        return rank.once((cls, num_tokens, reduce, *kind.values()), make)
 
 
 class Combine:

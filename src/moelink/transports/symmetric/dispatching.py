@@ -43,22 +43,22 @@ class Recipe:
         cls, rank: Rank, num_tokens: int, *, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool
     ) -> Recipe:
         """The recipe of ``rank`` for ``num_tokens`` rows of ``dtype``."""
-        key = (Recipe, num_tokens, dtype, quantized, weights, input_scale)
-        known = rank.recipes.get(key)
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        config, device = rank.config, rank.device
-        spec = dispatch_spec(
-            rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale
-        )
-        launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
-        cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
-        shared = shared_bounds(config, num_tokens)
-        sending = (
-            rank.me, rank.first, config.num_local_experts, num_tokens, cut.tokens_per_program, cut.split, *shared
-        )  # fmt: skip
-        rank.recipes[key] = recipe = cls(spec, launch, 1 + cut.programs, shared, sending)
-        return recipe
+
+        def make() -> Recipe:
+            config, device = rank.config, rank.device
+            spec = dispatch_spec(
+                rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights,
+                input_scale=input_scale,
+            )  # fmt: skip
+            launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
+            cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
+            shared = shared_bounds(config, num_tokens)
+            sending = (
+                rank.me, rank.first, config.num_local_experts, num_tokens, cut.tokens_per_program, cut.split, *shared
+            )  # fmt: skip
+            return cls(spec, launch, 1 + cut.programs, shared, sending)
+
+        return rank.once((cls, num_tokens, dtype, quantized, weights, input_scale), make)
 
 
 class Dispatch:

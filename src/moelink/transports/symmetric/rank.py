@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.watch import Watch
 from moelink.workspace import Workspace
+
+T = TypeVar("T")
 
 
 def _address(arg: Any) -> Any:
@@ -60,10 +62,15 @@ class Rank:
             SM_BUDGET.claim(self, self.device, config.num_sms, available=multiprocessors(self.device))
         self._preparing = False
         self._compiled: dict[Any, Any] = {}
-        # What calls of one kind have in common; at most a few kinds for each number of tokens.
-        self.recipes: dict[Any, Any] = {}
+        self._recipes: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
         self._forked = False
+
+    def once(self, kind: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` gives for calls of one ``kind``, made the first time. A few kinds for each number of tokens."""
+        if kind not in self._recipes:
+            self._recipes[kind] = make()
+        return self._recipes[kind]  # type: ignore[no-any-return]
 
     def optional(self, tensor: Tensor | None) -> Tensor:
         """``tensor``, or in place of None some pointer that the kernel will not follow."""
