@@ -38,7 +38,9 @@ def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, phas
         assert result["recovered"] < TIMEOUTS[transport]
         assert result["left"] == []
     one, other = (result["told"] for result in results if result)
-    assert (one.phase, one.call) == (other.phase, other.call)
+    # What the victim had sent before it died may have completed the call of one survivor and not of the other.
+    assert abs(one.call - other.call) <= 1
+    assert (one.phase == other.phase) == (one.call == other.call)
 
 
 @pytest.mark.parametrize("transport, number", [("collective", 0), ("collective", 1), ("symmetric", 14)])
