@@ -156,6 +156,11 @@ class EPConfig:
         return get_format(self.dispatch_format)
 
     @property
+    def node_size(self) -> int:
+        """Ranks of a node: that address each other's memory. All of them where nothing travels."""
+        return self.ranks_per_node if self.ranks_per_node and self.mode == "alltoall" else self.world_size
+
+    @property
     def accumulate_dtype(self) -> torch.dtype:
         """dtype of sums: fp64 when ``combine_dtype`` is fp64, else fp32."""
         return torch.float64 if self.combine_dtype == torch.float64 else torch.float32

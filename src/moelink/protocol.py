@@ -29,12 +29,20 @@ CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS = 1, 2, 3
 
 STATUS_OK, STATUS_ABORT = 0, 1
 
+OPTIONS_BY_ROW, OPTIONS_SUMS = 1, 2
+"""What a combine sends home: every row, or sums of rows. Told in combine_status beside the refusal; across nodes its
+high half is the number of messages."""
+
 COUNT_HEADER = 8
 """Words before the counts of a counts row: status, messages, tokens, sending programs (0: one token each), most
 messages of one of them, options, (unused). Each word carries the call beside its value (``kernels.tagged``)."""
 
 MAX_SENDERS = 512
 """Most programs that cut a rank's tokens into runs, so that what each of them counted has a place."""
+
+RING_HEADER_WORDS, RING_ENTRY_WORDS = 8, 8
+"""int64 words before the entries of a courier's ring: tickets given, entries, (unused); and of one entry: destination
+address, source address, bytes, signal's address, its value, peer, (unused), ticket + 1 once the entry is complete."""
 
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """rows_of_message: the slot is not for this rank; the row did not fit ``capacity``."""

@@ -27,7 +27,24 @@ rows                 [W, T, row] or        expert rank r: sums of its rows per t
                      [T, K, row] uint8
 ===================  ====================  ===============================================================
 
+Across nodes, with ``N`` ranks a node, also what is put there, and the signals behind it (``kernels.network``):
+
+===================  ====================  ===============================================================
+idle                 [1] int64             nobody: goes along where a signal has no data
+counts_flag          [W] int64             far source s: call whose row of ``counts`` is here
+firsts_flag          [W] int64             far source s: call whose row of ``firsts`` is here
+row_flag             [W, T, K] int64       far expert rank r: call whose row for (message, top-k slot) is here (no sums)
+far_kept             [W, T, 16 n] uint8    far expert rank r: 1 for each slot of the message whose row comes (no sums)
+staged_counts        [W - N, 8 + L] int64  own kernels, like all that follow: rows on their way to other nodes
+staged_firsts        [W - N, P + 1] int32
+staged_messages      [W - N, T, message]
+staged_status        [W - N] int64
+staged_kept          [W - N, T, 16 n]
+staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
+===================  ====================  ===============================================================
+
 Size: T x (W x message + (W or K) x row) bytes and a few flags: what DESIGN allows. Nothing is double buffered.
+Send buffers are there across nodes only.
 
 Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
 8 x 128 x 14336 bytes = 14 MiB, everything else 0.6 MiB.
@@ -36,6 +53,7 @@ Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,6 +85,23 @@ class Workspace:
     def world_size(self) -> int:
         """Ranks that exchange anything: 1 in allreduce mode."""
         return 1 if self.config.mode == "allreduce" else self.config.world_size
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node: what they exchange needs no network."""
+        return min(self.config.node_size, self.world_size)
+
+    @property
+    def far_ranks(self) -> int:
+        """Ranks of other nodes."""
+        return self.world_size - self.node_size
+
+    @property
+    def max_puts(self) -> int:
+        """Most puts of one rank that may be under way at a time: those of a dispatch and of a combine, each of which
+        ends before the next of its kind begins, the drained signals of both, and news of an expired wait."""
+        rows = self.far_ranks * max(1, self.config.max_tokens_per_rank)
+        return 2 * rows + self.regions["staged_rows"].nbytes // self.row_bytes + 8 * self.far_ranks
 
     @property
     def max_local_experts(self) -> int:
@@ -140,7 +175,25 @@ class Workspace:
             ("combine_status", i64, (ranks,)),
             ("combine_kept", u8, (tokens, cfg.topk)),
             ("rows", u8, (copies, tokens, self.row_bytes)),
+            *(self._network_regions(tokens) if self.far_ranks else ()),
         )
+
+    def _network_regions(self, tokens: int) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        cfg, ranks, far = self.config, self.world_size, self.far_ranks
+        i64, i32, u8 = torch.int64, torch.int32, torch.uint8
+        kept = align_up(cfg.topk, ALIGNMENT)
+        rows = (far, tokens) if cfg.pre_reduce else (max(1, cfg.row_capacity),)
+        yield "idle", i64, (1,)
+        yield "counts_flag", i64, (ranks,)
+        yield "firsts_flag", i64, (ranks,)
+        yield "row_flag", i64, (ranks, tokens, cfg.topk)
+        yield "far_kept", u8, (ranks, tokens, kept)
+        yield "staged_counts", i64, (far, COUNT_HEADER + self.max_local_experts)
+        yield "staged_firsts", i32, (far, MAX_SENDERS + 1)
+        yield "staged_messages", u8, (far, tokens, self.message_bytes)
+        yield "staged_status", i64, (far,)
+        yield "staged_kept", u8, (far, tokens, kept)
+        yield "staged_rows", u8, (*rows, self.row_bytes)
 
     @property
     def nbytes(self) -> int:

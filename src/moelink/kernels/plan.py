@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.signals import I64
+from moelink.kernels.swallow import wait_for_far
 from moelink.kernels.tagged import wait_tagged
 from moelink.protocol import COUNT_HEADER, OVERFLOW
 
@@ -16,16 +17,26 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 
 
 @triton.jit
-def wait_for_counts(mine, call, num_local, limit, S: tl.constexpr):
+def wait_for_counts(mine, me, call, num_local, limit, S: tl.constexpr):
     """Wait for the counts of every source. Returns (arrived, source that is missing, header [WP, 8], rows [WP, LP])."""
     r = tl.arange(0, S.WP)[:, None]
     h = tl.arange(0, _HEADER)[None, :]
     e = tl.arange(0, S.LP)[None, :]
     row = (mine + S.O_COUNTS).to(I64) + r * S.CW
-    return wait_tagged(
-        row + h, (r < S.W) & (h >= 0), row + _HEADER + e, (r < S.W) & (e < num_local), call,
-        (mine + S.O_POISON).to(I64), limit, S.CLOCK,
-    )  # fmt: skip
+    if S.NODE < S.W:
+        # Of what a network carries, a word alone says nothing, not even about its own bytes.
+        ok, source, _ = wait_for_far(mine, S.O_COUNTS_FLAG, tl.arange(0, S.WP) >= 0, me, call, limit, S)
+        here = (r < S.W) & (ok > 0)
+        arrived, missing, header, rows = wait_tagged(
+            row + h, here & (h >= 0), row + _HEADER + e, here & (e < num_local), call, (mine + S.O_POISON).to(I64),
+            limit, S.CLOCK,
+        )  # fmt: skip
+        return tl.minimum(arrived, ok), tl.where(ok > 0, missing, source), header, rows
+    else:
+        return wait_tagged(
+            row + h, (r < S.W) & (h >= 0), row + _HEADER + e, (r < S.W) & (e < num_local), call,
+            (mine + S.O_POISON).to(I64), limit, S.CLOCK,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -21,10 +21,23 @@ Nothing that came over the wire becomes an address unchecked: an id, position or
 import triton
 import triton.language as tl
 
+from moelink.kernels.network import near_only, tell_far
 from moelink.kernels.numeric import only
 from moelink.kernels.padding import pad_rows, pad_tiles, scale_places
 from moelink.kernels.plan import group_starts, header_word, tile_bases, wait_for_counts, write_nothing, write_plan
-from moelink.kernels.signals import I32, I64, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_any
+from moelink.kernels.signals import (
+    I32,
+    I64,
+    arrive,
+    fence,
+    is_poisoned,
+    note_refusal,
+    odd_one_out,
+    publish,
+    settle,
+    wait_any,
+)
+from moelink.kernels.swallow import swallow_messages, wait_for_far
 from moelink.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
@@ -253,14 +266,23 @@ def receive(
     header = tl.zeros([S.WP, _HEADER], tl.int32)
     rows = tl.zeros([S.WP, S.LP], tl.int32)
     if ok == 0:
-        if status == 0:
-            ok, peer, header, rows = wait_for_counts(mine, call, num_local, limit, S)
+        reads = status == 0
+        if S.NODE < S.W:
+            reads = status >= 0
+        if reads:
+            ok, peer, header, rows = wait_for_counts(mine, me, call, num_local, limit, S)
             settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
         else:
             # A rank that refuses reads nothing, so it drains at once; each peer stores for one call after the other.
             ok += 1
     if status != 0:
         ok += 0
+        if S.NODE < S.W:
+            if (ok > 0) & (program == 0):
+                ok = swallow_messages(
+                    table, record, control, me, header_word(header, 1, 0, S.T), header_word(header, 3, 0, S.SENDERS),
+                    call, limit, S,
+                )  # fmt: skip
     elif ok <= 0:
         if program == 0:
             write_nothing(
@@ -285,6 +307,8 @@ def receive(
                     note_refusal(record, me, peer, _PHASE, call, _REFUSED)
                 else:
                     note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
+                if S.NODE < S.W:
+                    ok = swallow_messages(table, record, control, me, messages, programs, call, limit, S)
         else:
             shared = shared_end - shared_begin
             sizes = tl.sum(rows, 0)
@@ -298,6 +322,9 @@ def receive(
                     num_recv, overflow,
                     counts_out, received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
                 )  # fmt: skip
+            if S.NODE < S.W:
+                ok, peer, got = wait_for_far(mine, S.O_FIRSTS_FLAG, programs > 0, me, call, limit, S)
+                settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
             # The others place: one source for each program where they suffice, its messages to its programs in turn.
             others = tl.maximum(num_programs - 1, 1)
             number = program - tl.minimum(num_programs - 1, 1)
@@ -325,4 +352,8 @@ def receive(
         if arrive(control + _DONE + _ROLE, num_programs) > 0:
             tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
             base_of = tl.load(table + r, mask=mask, other=0)
-            publish((base_of + S.O_DRAINED).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)
+            words = (base_of + S.O_DRAINED).to(I64) + me
+            publish(words, near_only(mask, r, me, S), tl.zeros([S.WP], tl.int64) + call)
+            if S.NODE < S.W:
+                fence(control)
+                tell_far(table, me, S.O_DRAINED, call, S)

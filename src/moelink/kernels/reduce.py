@@ -20,10 +20,23 @@ out = round(row(0, 5) + row(2, 5)).
 import triton
 import triton.language as tl
 
+from moelink.kernels.network import near_only, tell_far
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.routes import experts_at, owner_of
 from moelink.kernels.send_back import weighted_sum
-from moelink.kernels.signals import I64, U8, arrive, is_poisoned, note_refusal, odd_one_out, publish, settle, wait_all
+from moelink.kernels.signals import (
+    I64,
+    U8,
+    arrive,
+    fence,
+    is_poisoned,
+    note_refusal,
+    odd_one_out,
+    publish,
+    settle,
+    wait_all,
+)
+from moelink.kernels.swallow import swallow_rows
 from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, DONE, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -43,6 +56,8 @@ def wait_for_heads(table, record, control, me, call, limit, S: tl.constexpr):
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     if ok > 0:
         status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask, other=0)
+        if S.NODE < S.W:
+            status = status & 0xFFFFFFFF  # what is above is for ``swallow_rows``
         peer = tl.min(tl.where((status & 1) != 0, r, S.W), 0)
         odd = odd_one_out(status // 2, mask, S.OPTIONS, S.W)
         if peer < S.W:
@@ -59,6 +74,35 @@ def wait_for_all_arrivals(table, record, control, slots, me, call, limit, S: tl.
     mine = tl.load(table + me)
     flags = (mine + S.O_FLAG).to(I64) + r * S.T + tl.minimum(tl.maximum(slots, 0), S.T - 1)
     ok, peer, got = wait_all(flags, slots >= 0, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+    settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
+    return ok
+
+
+@triton.jit
+def far_slots(mine, ids, slots, token, me, first, num_local, S: tl.constexpr):
+    """Of a token's top-k slots [KP]: the rank of another node that owns the expert, or -1; the number of the message
+    there among all of them; and 1 where its row comes. ``slots`` [WP]: the message's slot at each rank."""
+    r = tl.arange(0, S.WP)
+    k = tl.arange(0, S.KP)
+    owner = owner_of(experts_at(ids, token * S.K + k, k < S.K, S), first, num_local, S)
+    slot = tl.max(tl.where(owner[:, None] == r[None, :], slots[None, :], -1), 1)
+    far = (slot >= 0) & (near_only(owner >= 0, owner, me, S) == 0)
+    message = tl.where(far, owner * S.T + slot, 0)
+    comes = tl.load((mine + S.O_FAR_KEPT).to(U8) + message * S.KB + k, mask=far, other=0)
+    return tl.where(far, owner, -1), message, comes != 0
+
+
+@triton.jit
+def wait_for_far_rows(
+    table, record, control, ids, slots, token, me, first, num_local, call, limit, S: tl.constexpr
+):  # fmt: skip
+    """Without sums every row from another node has a flag of its own; the messages' flags have been waited for."""
+    mine = tl.load(table + me)
+    k = tl.arange(0, S.KP)
+    owner, message, comes = far_slots(mine, ids, slots, token, me, first, num_local, S)
+    flags = (mine + S.O_ROW_FLAG).to(I64) + message * S.K + k
+    ok, lane, got = wait_all(flags, comes, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+    peer = tl.max(tl.where(k == lane, owner, -1), 0)
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     return ok
 
@@ -106,6 +150,9 @@ def reduce_and_copy_to_output(
         here = tl.sum(((owner[:, None] == r[None, :]) & (slots >= 0)[None, :]).to(tl.int32), 1) > 0
         if not S.ALLREDUCE:
             here = here & (tl.load((mine + S.O_KEPT).to(U8) + token * S.K + k, mask=here, other=0) != 0)
+        if S.NODE < S.W:
+            far, _, comes = far_slots(mine, ids, slots, token, me, first, num_local, S)
+            here = tl.where(far >= 0, comes, here)
     for c0 in range(part * S.BLOCK, S.H, parts * S.BLOCK):
         c = c0 + tl.arange(0, S.BLOCK)
         total = tl.zeros([S.BLOCK], S.ACC)
@@ -158,6 +205,9 @@ def gather_home(
     if not S.ALLREDUCE:
         if (ok > 0) & brought & (program == 0) & (status == 0):
             ok = wait_for_heads(table, record, control, me, call, limit, S)
+        if S.NODE < S.W:
+            if (ok > 0) & brought & (program == 0) & (status != 0):
+                ok = swallow_rows(table, record, control, me, call, limit, S)
     blocks = (S.H + S.BLOCK - 1) // S.BLOCK
     parts = tl.where(num_tokens * blocks <= num_programs, blocks, 1)
     for i in range(program, num_tokens * parts, num_programs):
@@ -167,6 +217,11 @@ def gather_home(
             slots = tl.where(brought, slots, -1)
             if not S.ALLREDUCE:
                 ok = wait_for_all_arrivals(table, record, control, slots, me, call, limit, S)
+            if S.NODE < S.W and not S.SUMS:
+                if ok > 0:
+                    ok = wait_for_far_rows(
+                        table, record, control, ids, slots, token, me, first, num_local, call, limit, S
+                    )  # fmt: skip
             if ok > 0:
                 reduce_and_copy_to_output(
                     table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
@@ -178,4 +233,8 @@ def gather_home(
             if arrive(control + _DONE + _ROLE, num_programs) > 0:
                 tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
                 base = tl.load(table + r, mask=mask, other=0)
-                publish((base + S.O_DRAINED).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)
+                words = (base + S.O_DRAINED).to(I64) + me
+                publish(words, near_only(mask, r, me, S), tl.zeros([S.WP], tl.int64) + call)
+                if S.NODE < S.W:
+                    fence(control)
+                    tell_far(table, me, S.O_DRAINED, call, S)

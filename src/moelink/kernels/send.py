@@ -32,6 +32,7 @@ rank 1.
 import triton
 import triton.language as tl
 
+from moelink.kernels.network import direct_or_staged, is_near, near_only, put, staged_at
 from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import count_pairs, experts_at, first_of, owner_of, ranks_of, tally
 from moelink.kernels.signals import I32, I64, count_arrival, fence, is_poisoned, publish, settle, wait_all
@@ -58,6 +59,57 @@ def wait_until_drained(table, record, control, me, phase, call, offset, limit, S
     )
     settle(arrived, table, record, control, me, peer, phase, call, call - 1, got, S)
     return arrived
+
+
+@triton.jit
+def counts_at(base, mine, rank, me, word, S: tl.constexpr):
+    """Where to store word ``word`` of this rank's counts for ``rank``, whose block is at ``base``."""
+    if S.NODE < S.W:
+        row = base + S.O_COUNTS + tl.cast(me, tl.int64) * (S.CW * 8)
+        return direct_or_staged(row, mine, rank, me, S.O_STAGED_COUNTS, 1, 0, S.CW * 8, S).to(I64) + word
+    else:
+        return (base + S.O_COUNTS).to(I64) + (me * S.CW + word)
+
+
+@triton.jit
+def put_counts(table, control, mine, me, few, movers, call, S: tl.constexpr):
+    """Put the counts, and ``firsts`` where there are any, at the ranks of other nodes."""
+    fence(control)
+    at = tl.cast(me, tl.int64)
+    firsts: tl.constexpr = (S.SENDERS + 1) * 4
+    for d in range(S.W):
+        if is_near(d, me, S) == 0:
+            if not few:
+                put(
+                    table, mine + S.O_FIRSTS + at * firsts, staged_at(mine, d, me, S.O_STAGED_FIRSTS, 1, 0, firsts, S),
+                    (movers + 1) * 4, mine + S.O_FIRSTS_FLAG + at * 8, call, d, S,
+                )  # fmt: skip
+            put(
+                table, mine + S.O_COUNTS + at * (S.CW * 8),
+                staged_at(mine, d, me, S.O_STAGED_COUNTS, 1, 0, S.CW * 8, S), S.CW * 8,
+                mine + S.O_COUNTS_FLAG + at * 8, call, d, S,
+            )  # fmt: skip
+
+
+@triton.jit
+def put_messages(table, control, mine, me, own, slot, call, S: tl.constexpr):
+    """Put messages at the ranks of other nodes: of each of BATCH tokens, at those where ``own`` [BATCH, WP], in
+    ``slot`` [BATCH, WP]."""
+    fence(control)
+    t = tl.arange(0, S.BATCH)[:, None]
+    r = tl.arange(0, S.WP)[None, :]
+    for i in range(S.BATCH * S.W):
+        d = i % S.W
+        one = (t == i // S.W) & (r == d)
+        goes = tl.max(tl.max((one & own).to(tl.int32), 1), 0)
+        if (goes > 0) & (is_near(d, me, S) == 0):
+            place = tl.max(tl.max(tl.where(one, slot, 0), 1), 0)
+            there = tl.cast(me * S.T + place, tl.int64)
+            put(
+                table, mine + S.O_MESSAGES + there * S.MESSAGE,
+                staged_at(mine, d, me, S.O_STAGED_MESSAGES, S.T, place, S.MESSAGE, S), S.MESSAGE,
+                mine + S.O_MESSAGE_FLAG + there * 8, call, d, S,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -91,7 +143,7 @@ def send_counts(
         if not few:
             fence(control)
         base = tl.load(table + r, mask=mask, other=0)
-        row = (base + S.O_COUNTS).to(I64) + me * S.CW
+        row = counts_at(base, mine, r, me, 0, S)
         h = tl.arange(0, _HEADER)[None, :]
         head = tl.where(h == 1, messages[:, None], 0) + tl.where(h == 3, programs[:, None], 0)
         head += tl.where(h == 4, most[:, None], 0)
@@ -105,8 +157,10 @@ def send_counts(
         known = owner >= 0
         to = tl.load(table + tl.where(known, owner, 0), mask=known, other=0)
         local = e - first_of(owner, first, S)
-        words = (to + S.O_COUNTS).to(I64) + (me * S.CW + _HEADER) + local
+        words = counts_at(to, mine, tl.where(known, owner, me), me, _HEADER, S) + local
         tl.atomic_xchg(words, tagged(call, pairs), mask=known, sem="relaxed", scope="sys")
+        if S.NODE < S.W:
+            put_counts(table, control, mine, me, few, movers, call, S)
         tl.debug_barrier()
         tl.atomic_xchg(control + _SENT, call, sem="relaxed", scope="sys")
     return ok
@@ -189,6 +243,9 @@ def send_rows(
             noted = (token < end)[:, None] & (mask & (r % split == part))[None, :]
             tl.store(slot_of + token[:, None] * S.W + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
             places = base[None, :] + S.O_MESSAGES + (me * S.T + slot).to(tl.int64) * S.MESSAGE
+            places = direct_or_staged(
+                places, mine, r[None, :], me, S.O_STAGED_MESSAGES, S.T, slot, S.MESSAGE, S
+            )  # fmt: skip
             places = tl.where(own, places, 0)
             _store_headers(expert, position, owner, token, places, weights, first, num_tokens, S)
             for j in range(0, (tl.minimum(t0 + S.BATCH, end) - t0) * S.PIECES):
@@ -198,7 +255,9 @@ def send_rows(
                 store_piece(row, j % S.PIECES, scales, t, to, input_scale, S)
                 row = following
             flags = (base + S.O_MESSAGE_FLAG).to(I64)[None, :] + (me * S.T + slot)
-            publish(flags, own, tl.zeros([S.BATCH, S.WP], tl.int64) + call)
+            publish(flags, near_only(own, r[None, :], me, S), tl.zeros([S.BATCH, S.WP], tl.int64) + call)
+            if S.NODE < S.W:
+                put_messages(table, control, mine, me, own, slot, call, S)
             if t0 + S.BATCH < end:
                 sent += tl.sum(goes, 0)
                 pairs += count_pairs(expert, owner, S.BATCH * S.KP, S)

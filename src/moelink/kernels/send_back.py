@@ -18,9 +18,10 @@ Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2:
 import triton
 import triton.language as tl
 
+from moelink.kernels.network import direct_or_staged, is_near, near_only, put, staged_at
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.send import wait_until_drained
-from moelink.kernels.signals import I64, U8, count_arrival, is_poisoned, publish
+from moelink.kernels.signals import I64, U8, count_arrival, fence, is_poisoned, publish
 from moelink.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -49,43 +50,106 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
 
 
 @triton.jit
-def send_message_back(home, y, y_rows, row_weights, rows, token, me, slot_begin, S: tl.constexpr):
-    """The rows of one message to the block at address ``home``. Returns how many rows travel."""
+def put_row(table, control, mine, source, place, word, call, peer, S: tl.constexpr):
+    """Put the row at ``source`` at row ``place`` of rank ``peer``'s ``rows``, then ``call`` in its ``word``."""
+    fence(control)
+    put(table, mine + S.O_ROWS + tl.cast(place, tl.int64) * S.ROW, source, S.ROW, word, call, peer, S)
+
+
+@triton.jit
+def put_kept(table, control, mine, kept, peer, slot, me, call, S: tl.constexpr):
+    """Put which slots' rows of a message come, ``kept`` [KP], at rank ``peer``, of another node; then its flag."""
+    q = tl.arange(0, S.KP)
+    at = tl.cast(me * S.T + slot, tl.int64)
+    source = staged_at(mine, peer, me, S.O_STAGED_KEPT, S.T, slot, S.KB, S)
+    tl.store(source.to(U8) + q, kept.to(tl.uint8), mask=q < S.K)
+    fence(control)
+    put(table, mine + S.O_FAR_KEPT + at * S.KB, source, S.KB, mine + S.O_FLAG + at * 8, call, peer, S)
+
+
+@triton.jit
+def send_message_back(
+    table, control, mine, home, peer, slot, y, y_rows, row_weights, rows, token, me, slot_begin, call, S: tl.constexpr
+):  # fmt: skip
+    """The rows of message ``slot`` to rank ``peer``, whose block is at address ``home``. Returns how many travel."""
     moved = tl.full([], 1, tl.int32)
     if S.SUMS:
         address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
+        address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
         to = tl.multiple_of(address.to(S.DTYPE_P), 16)
         for c0 in tl.static_range(0, S.H, S.BLOCK):
             c = c0 + tl.arange(0, S.BLOCK)
             total = weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S)
             tl.store(to + c, round_to(total, S.DTYPE, S.NATIVE), mask=c < S.H)
+        if S.NODE < S.W:
+            if is_near(peer, me, S) == 0:
+                word = mine + S.O_FLAG + tl.cast(me * S.T + slot, tl.int64) * 8
+                put_row(table, control, mine, address, me * S.T + token, word, call, peer, S)
     else:
         q = tl.arange(0, S.KP)
         here = tl.load(rows + q, mask=q < S.K, other=_ABSENT)
         kept = (here >= 0) & (here < y_rows)
         kept_at = (home + S.O_KEPT).to(U8) + token * S.K
-        tl.store(kept_at + q, kept.to(tl.uint8), mask=here != _ABSENT)
+        if S.NODE < S.W:
+            tl.store(kept_at + q, kept.to(tl.uint8), mask=(here != _ABSENT) & is_near(peer, me, S))
+            if is_near(peer, me, S) == 0:
+                comes = kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)
+                put_kept(table, control, mine, comes, peer, slot, me, call, S)
+        else:
+            tl.store(kept_at + q, kept.to(tl.uint8), mask=here != _ABSENT)
         moved = tl.sum((kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)).to(tl.int32), 0)
         for k in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
             row = tl.load(rows + k)
             if (row >= 0) & (row < y_rows):
                 address = home + S.O_ROWS + tl.cast(token * S.COPIES + k - slot_begin, tl.int64) * S.ROW
+                if S.BY_ROW:
+                    address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, 0, row, S.ROW, S)
+                else:
+                    address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
                 to = tl.multiple_of(address.to(S.DTYPE_P), 16)
                 for c0 in tl.static_range(0, S.H, S.BLOCK):
                     c = c0 + tl.arange(0, S.BLOCK)
                     tl.store(to + c, tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0), mask=c < S.H)
+                if S.NODE < S.W:
+                    if is_near(peer, me, S) == 0:
+                        word = mine + S.O_ROW_FLAG + tl.cast((me * S.T + slot) * S.K + k, tl.int64) * 8
+                        place = token * S.COPIES + k - slot_begin
+                        put_row(table, control, mine, address, place, word, call, peer, S)
     return moved
 
 
 @triton.jit
-def raise_all_flags(table, me, call, S: tl.constexpr):
+def put_heads(table, control, received, me, status, call, S: tl.constexpr):
+    """Put ``combine_status`` at the ranks of other nodes, with the number of messages that flags will be raised for."""
+    mine = tl.load(table + me)
+    word = mine + S.O_HEAD + tl.cast(me, tl.int64) * 8
+    for d in range(S.W):
+        if is_near(d, me, S) == 0:
+            messages = tl.where(status == 0, tl.load(received + d * 2), S.T).to(tl.int64)
+            source = staged_at(mine, d, me, S.O_STAGED_STATUS, 1, 0, 8, S)
+            tl.store(source.to(I64), (messages << 32) + (status + 2 * S.OPTIONS))
+    fence(control)
+    for d in range(S.W):
+        if is_near(d, me, S) == 0:
+            source = staged_at(mine, d, me, S.O_STAGED_STATUS, 1, 0, 8, S)
+            put(table, mine + S.O_STATUS + tl.cast(me, tl.int64) * 8, source, 8, word, call, d, S)
+
+
+@triton.jit
+def raise_all_flags(table, control, me, call, S: tl.constexpr):
     """A refusing rank: nobody waits for its rows."""
     i = tl.arange(0, S.BLOCK)
     for d in range(S.W):
         home = tl.load(table + d)
         for c0 in range(0, S.T, S.BLOCK):
             flags = (home + S.O_FLAG).to(I64) + me * S.T + c0 + i
-            publish(flags, c0 + i < S.T, tl.zeros([S.BLOCK], tl.int64) + call)
+            publish(flags, near_only(c0 + i < S.T, d, me, S), tl.zeros([S.BLOCK], tl.int64) + call)
+        if S.NODE < S.W:
+            if is_near(d, me, S) == 0:
+                mine = tl.load(table + me)
+                none = tl.zeros([S.KP], tl.int32)
+                for slot in range(S.T):
+                    put_kept(table, control, mine, none, d, slot, me, call, S)
 
 
 @triton.jit
@@ -95,6 +159,7 @@ def send_rows_home(
 ):  # fmt: skip
     """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so."""
     block = tl.load(table + home)
+    mine = tl.load(table + me)
     moved = tl.full([], 0, tl.int32)
     one = tl.arange(0, 1)
     for slot in range(lane, tl.load(received + home * 2), lanes):
@@ -102,8 +167,14 @@ def send_rows_home(
         token = tl.load(message_token + at)
         if (token >= 0) & (token < S.T):
             rows = rows_of_message + at.to(tl.int64) * S.SLOTS
-            moved += send_message_back(block, y, y_rows, row_weights, rows, token, me, slot_begin, S)
-        publish((block + S.O_FLAG).to(I64) + me * S.T + slot + one, one == 0, tl.zeros([1], tl.int64) + call)
+            moved += send_message_back(
+                table, control, mine, block, home, slot, y, y_rows, row_weights, rows, token, me, slot_begin, call, S
+            )  # fmt: skip
+        elif S.NODE < S.W:
+            if is_near(home, me, S) == 0:
+                put_kept(table, control, mine, tl.zeros([S.KP], tl.int32), home, slot, me, call, S)
+        flag = (block + S.O_FLAG).to(I64) + me * S.T + slot + one
+        publish(flag, near_only(one == 0, home, me, S), tl.zeros([1], tl.int64) + call)
     if (home != me) & (moved > 0):
         tl.atomic_add(control + _BYTES, moved.to(tl.int64) * S.ROW, sem="relaxed", scope="gpu")
 
@@ -124,10 +195,13 @@ def send_tokens_back(
             if program == 0:
                 base = tl.load(table + r, mask=mask, other=0)
                 word = tl.zeros([S.WP], tl.int64) + (status + 2 * S.OPTIONS)
-                tl.store((base + S.O_STATUS).to(I64) + me, word, mask=mask)
-                publish((base + S.O_HEAD).to(I64) + me, mask, tl.zeros([S.WP], tl.int64) + call)
+                near = near_only(mask, r, me, S)
+                tl.store((base + S.O_STATUS).to(I64) + me, word, mask=near)
+                publish((base + S.O_HEAD).to(I64) + me, near, tl.zeros([S.WP], tl.int64) + call)
+                if S.NODE < S.W:
+                    put_heads(table, control, received, me, status, call, S)
                 if status != 0:
-                    raise_all_flags(table, me, call, S)
+                    raise_all_flags(table, control, me, call, S)
             if status == 0:
                 # One home rank for each program where they suffice; no two ranks begin with the same one.
                 for i in range(program % S.W, S.W, num_programs):

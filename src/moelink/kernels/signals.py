@@ -29,9 +29,9 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
+from moelink.kernels.network import I64, is_near, near_only, put
 from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, DONE, FENCE, POISON_WORDS
 
-I64 = tl.constexpr(tl.pointer_type(tl.int64))
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
 U8 = tl.constexpr(tl.pointer_type(tl.uint8))
 _CLAIM = tl.constexpr(CLAIM)
@@ -154,7 +154,7 @@ def give_up(table, record, control, poisons, me, peer, phase, call, expected, go
     """
     if claim(control) > 0:
         r = tl.arange(0, S.WP)
-        mask = r < S.W
+        mask = near_only(r < S.W, r, me, S)
         base = tl.load(table + r, mask=mask, other=0)
         copies = (base + S.O_POISONS).to(I64) + me * _RECORD
         _put(copies, mask, me, peer, phase, call, expected, got)
@@ -163,6 +163,13 @@ def give_up(table, record, control, poisons, me, peer, phase, call, expected, go
         tl.debug_barrier()
         tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
         publish((base + S.O_POISON).to(I64), mask, tl.zeros([S.WP], tl.int64) + me + 1)
+        if S.NODE < S.W:
+            mine = tl.load(table + me)
+            copy = mine + S.O_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, never changed again
+            fence(control)
+            for d in range(S.W):
+                if is_near(d, me, S) == 0:
+                    put(table, copy, copy, _RECORD * 8, mine + S.O_POISON, me + 1, d, S)
 
 
 @triton.jit

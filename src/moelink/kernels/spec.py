@@ -22,7 +22,7 @@ import triton.language as tl
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.cut import FEW_TOKENS
-from moelink.protocol import MAX_SENDERS
+from moelink.protocol import MAX_SENDERS, OPTIONS_BY_ROW, OPTIONS_SUMS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -81,6 +81,7 @@ class CommonSpec:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
         PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
         TB: tokens that a program counts at a time.
+        NODE: ranks of a node; NET: who carries to others (``kernels.network``), "" when there are none.
     """
 
     W: int
@@ -103,6 +104,9 @@ class CommonSpec:
     O_POISON: int
     O_POISONS: int
     O_CONTROL: int
+    NODE: int
+    NET: str
+    O_IDLE: int
 
     def __post_init__(self) -> None:
         # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
@@ -141,8 +145,15 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), CLOCK=clock_of(device), O_POISON=regions["poison"].offset,
-        O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
+        O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset, NODE=workspace.node_size,
+        NET="" if workspace.far_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
+        O_IDLE=far_offset(workspace, "idle"),
     )  # fmt: skip
+
+
+def far_offset(workspace: Workspace, name: str) -> int:
+    """Offset of a region that is there across nodes only; without them 0, which nobody uses."""
+    return workspace.regions[name].offset if workspace.far_ranks else 0
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -210,6 +221,11 @@ class DispatchSpec(CommonSpec):
     O_COUNTS: int
     O_FIRSTS: int
     O_MESSAGES: int
+    O_COUNTS_FLAG: int
+    O_FIRSTS_FLAG: int
+    O_STAGED_COUNTS: int
+    O_STAGED_FIRSTS: int
+    O_STAGED_MESSAGES: int
 
 
 def _source(fmt: Format, input_dtype: torch.dtype, quantized: bool) -> int:
@@ -276,6 +292,9 @@ def dispatch_spec(
         O_MESSAGE_FLAG=regions["message_flag"].offset,
         O_DRAINED=regions["dispatch_drained"].offset, O_COUNTS=regions["counts"].offset,
         O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
+        O_COUNTS_FLAG=far_offset(workspace, "counts_flag"), O_FIRSTS_FLAG=far_offset(workspace, "firsts_flag"),
+        O_STAGED_COUNTS=far_offset(workspace, "staged_counts"), O_STAGED_FIRSTS=far_offset(workspace, "staged_firsts"),
+        O_STAGED_MESSAGES=far_offset(workspace, "staged_messages"),
     )  # fmt: skip
 
 
@@ -291,6 +310,7 @@ class CombineSpec(CommonSpec):
         DTYPE: of rows; ACC: of sums; OUT: of the result. EPILOGUE: "", "bias" or "residual". HOOK: a Triton
         function that stores instead, or None.
         SLOTS: rows of a message: topk, or 1 for layout "rank".
+        KB: bytes of a message's row in far_kept. BY_ROW: staged rows are numbered by the row, else by the message.
     """
 
     H: int
@@ -316,6 +336,13 @@ class CombineSpec(CommonSpec):
     O_STATUS: int
     O_KEPT: int
     O_ROWS: int
+    KB: int
+    BY_ROW: bool
+    O_ROW_FLAG: int
+    O_FAR_KEPT: int
+    O_STAGED_STATUS: int
+    O_STAGED_KEPT: int
+    O_STAGED_ROWS: int
 
 
 @lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
@@ -340,14 +367,20 @@ def combine_spec(
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
+    # Staged by message there is one row for each token.
+    copies = 1 if workspace.far_ranks and cfg.pre_reduce else regions["rows"].shape[0]
     return CombineSpec(
         **common(workspace, device), H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
-        SUMS=sums, REDUCE=reduce, OPTIONS=1 + int(sums), ROW_WEIGHTS=by_row,
+        SUMS=sums, REDUCE=reduce, OPTIONS=OPTIONS_SUMS if sums else OPTIONS_BY_ROW, ROW_WEIGHTS=by_row,
         HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
-        COPIES=regions["rows"].shape[0], ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,
+        COPIES=copies, ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,
         DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],
         OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
         ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
         O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
+        KB=regions["far_kept"].shape[2] if workspace.far_ranks else 0, BY_ROW=not cfg.pre_reduce,
+        O_ROW_FLAG=far_offset(workspace, "row_flag"), O_FAR_KEPT=far_offset(workspace, "far_kept"),
+        O_STAGED_STATUS=far_offset(workspace, "staged_status"), O_STAGED_KEPT=far_offset(workspace, "staged_kept"),
+        O_STAGED_ROWS=far_offset(workspace, "staged_rows"),
     )  # fmt: skip

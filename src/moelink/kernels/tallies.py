@@ -12,6 +12,7 @@ sent are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
 import triton
 import triton.language as tl
 
+from moelink.kernels.network import direct_or_staged
 from moelink.kernels.signals import I32, I64, publish, settle, wait_all
 from moelink.protocol import PHASE_DISPATCH
 
@@ -56,6 +57,9 @@ def send_firsts(table, mine, me, programs, S: tl.constexpr):
     r = tl.arange(0, S.WP)
     base = tl.load(table + r, mask=r < S.W, other=0)
     to = (base + S.O_FIRSTS).to(I32) + me * (S.SENDERS + 1)
+    if S.NODE < S.W:
+        row: tl.constexpr = (S.SENDERS + 1) * 4
+        to = direct_or_staged(to.to(tl.int64), mine, r, me, S.O_STAGED_FIRSTS, 1, 0, row, S).to(I32)
     p = tl.arange(0, S.SENDERS)
     mask = (p < programs)[:, None] & (r < S.W)[None, :]
     row = (mine + S.O_TALLIES).to(I32) + p * S.TALLY + S.EP

@@ -6,10 +6,13 @@
 :func:`create_all`          one process, all ranks: CPU tensors, or CUDA devices with peer access
 ==========================  =====================================================================
 
+Between nodes a network carries bytes from block to block: :class:`Courier` where nodes are processes of a machine.
+
 ``memory.bounds`` (imported by nobody unless ``MOELINK_DEBUG=1``) checks the accesses of interpreted kernels.
 """
 
 from moelink.memory.base import SymmetricMemory
+from moelink.memory.courier import Courier
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
 from moelink.memory.single import SingleProcessMemory, create_all
@@ -17,6 +20,7 @@ from moelink.memory.torch_symm import Members, TorchMemory
 
 __all__ = [
     "MAX_RECORD_BYTES",
+    "Courier",
     "Exchange",
     "Members",
     "PosixMemory",

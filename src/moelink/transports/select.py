@@ -16,14 +16,26 @@ def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines
     ``"auto"`` is symmetric on CUDA devices of one machine and collective everywhere else.
 
     Raises:
-        UnsupportedError: ``"symmetric"`` was asked for across machines.
+        UnsupportedError: ``"symmetric"`` was asked for across machines without a network that reaches them.
     """
-    spread = machines > 1 or config.ranks_per_node not in (None, config.world_size)
-    if config.transport == "symmetric" and spread and config.mode == "alltoall":
-        raise UnsupportedError(
-            f"transport='symmetric' needs all {config.world_size} ranks on one machine, there are {machines} "
-            f"(ranks_per_node={config.ranks_per_node}); use transport='collective'"
-        )
+    nodes = config.world_size // config.node_size
+    spread = machines > 1 or nodes > 1
+    if config.transport == "symmetric" and config.mode == "alltoall":
+        if machines > 1 and nodes == 1:
+            raise UnsupportedError(
+                f"transport='symmetric' across {machines} machines needs ranks_per_node, the number of ranks that can "
+                f"address each other's memory (got {config.ranks_per_node}); or use transport='collective'"
+            )
+        if machines > 1 and any(device.type != "cuda" for device in devices):
+            raise UnsupportedError(
+                f"transport='symmetric' on CPUs needs all {config.world_size} ranks on one machine, there are "
+                f"{machines}; use transport='collective'"
+            )
+        if nodes > 1 and len(devices) > 1 and devices[0].type == "cuda":
+            raise UnsupportedError(
+                f"one process has its {len(devices)} devices in one node; leave out ranks_per_node="
+                f"{config.ranks_per_node}, or use transport='collective'"
+            )
     if config.transport != "auto":
         return config.transport
     on_cuda = all(device.type == "cuda" for device in devices)

@@ -20,6 +20,7 @@ from moelink.memory import SymmetricMemory
 from moelink.protocol import ABORT_RECORD, CODE_OPTIONS, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
+from moelink.transports.symmetric.network import connect
 from moelink.watch import Watch
 from moelink.workspace import Workspace
 
@@ -51,6 +52,9 @@ class Rank:
         if config.mode == "allreduce" and memory.world_size > 1:
             # A copy, as the alignment of a slice would depend on the rank, and with it the compiled kernel.
             self.table = memory.pointers[config.rank : config.rank + 1].clone()
+        self.network = connect(memory, workspace, self.me)
+        if self.network is not None:
+            self.table = self.network.table
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -138,8 +142,11 @@ class Rank:
         key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = settle_cache_key(kernel).warmup(*fixed, *args, grid=(programs,), S=S, **options)
+            extra = {} if self.network is None else self.network.options
+            compiled = settle_cache_key(kernel).warmup(*fixed, *args, grid=(programs,), S=S, **options, **extra)
             compiled._init_handles()
+            if self.network is not None:
+                self.network.load(compiled)
             self._compiled[key] = compiled
         if not self._preparing:
             stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -151,13 +158,16 @@ class Rank:
             return nullcontext()
         from moelink.memory.bounds import guard_accesses, region_ranges
 
-        return guard_accesses(region_ranges(self.workspace.regions, self.memory))
+        ranges = region_ranges(self.workspace.regions, self.memory)
+        return guard_accesses(r for r in ranges if r.rank is None or self.table[r.rank] != 0)
 
     def close(self) -> None:
         """Release the block, after what is under way unless the communicator is poisoned."""
         if not self.poisoned:
             self.synchronize()
         SM_BUDGET.release(self)
+        if self.network is not None:
+            self.network.close()
         self.memory.close()
         # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
         self.control, self.table, self._compiled = self.nothing.long(), self.memory.pointers, {}

@@ -1,0 +1,61 @@
+"""What carries puts to ranks of other nodes, for one rank: made from its memory, handed to its launches."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moelink.memory import Courier, SymmetricMemory
+from moelink.workspace import Workspace
+
+
+class Network(Protocol):
+    """The network of one rank.
+
+    Attributes:
+        table: what kernels get as ``table``: addresses of the blocks of this node's ranks, 0 for all others, and behind
+            them what ``kernels.network.put`` needs.
+        options: compile options of the kernels.
+    """
+
+    table: Tensor
+    options: dict[str, Any]
+
+    def load(self, compiled: Any) -> None:
+        """Prepare a kernel that has just been loaded onto the device."""
+
+    def close(self) -> None:
+        """End what is under way. Safe to call twice."""
+
+
+class CourierNetwork:
+    """:class:`~moelink.memory.courier.Courier`: nodes that are processes, or only ranks, of one machine."""
+
+    def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
+        self.courier = Courier(memory, max_puts=workspace.max_puts, seed=rank)
+        ring = torch.tensor([self.courier.ring.data_ptr()])
+        self.table = torch.cat([near_pointers(memory, workspace, rank), ring])
+        self.options: dict[str, Any] = {}
+        self.courier.start()
+
+    def load(self, compiled: Any) -> None:
+        """Interpreted kernels are not loaded."""
+
+    def close(self) -> None:
+        """Carry all puts to their ends."""
+        self.courier.close()
+
+
+def near_pointers(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Tensor:
+    """[world_size] int64: addresses of the blocks of the ranks of ``rank``'s node, 0 for others."""
+    node = torch.arange(workspace.world_size, device=memory.pointers.device) // workspace.node_size
+    return torch.where(node == rank // workspace.node_size, memory.pointers, 0)
+
+
+def connect(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Network | None:
+    """The network of ``rank``, or None when all ranks are of one node."""
+    if workspace.far_ranks == 0:
+        return None
+    return CourierNetwork(memory, workspace, rank)
