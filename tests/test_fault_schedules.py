@@ -18,7 +18,7 @@ from fault_messages import run_messages
 from fault_schedules import WORLD, FaultScheduler, Oracle, run_schedule
 from moelink import watch
 from moelink.kernels import spec
-from test_protocol import Small
+from protocol_runs import Small
 
 SETUP = Setup("bf16", (("max_tokens_per_rank", 3), ("hidden_size", 8)), num_experts=4, topk=2)
 BEFORE = [Small(SETUP, "uniform", seed=1, tokens=(2, 1, 1))]

@@ -8,110 +8,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 import triton
 import triton.language as tl
 
 import moelink
-from cases import Case, Result, Setup, check_case
-from interleaving import Deadlock, Scheduler
+from cases import Setup, check_case
+from interleaving import Deadlock
 from moelink.kernels import receive, reduce, send, send_back, signals
-from moelink.memory import create_all
-from moelink.protocol import COMBINE_RECEIVED, COMBINE_SENT, COUNTS_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
-from moelink.transports.symmetric import SymmetricTransport
-from moelink.workspace import Workspace
-from symmetric_ranks import combine_requests, dispatch_requests, one_process, poison_memory, run_case
+from protocol_runs import FORMAT, SEEDS, Small, caught, run
+from symmetric_ranks import one_process, run_case
 
 WORLD = 2
-SEEDS = range(20)
-SIGNALS = ("tally_flag", "message_flag", "dispatch_drained", "combine_head", "combine_flag", "combine_drained")
-ROLES = (DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED)
-FORMAT = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_experts=3, topk=2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Small(Case):
-    """At most four tokens."""
-
-    tokens: tuple[int, ...] = (3, 2)
-    salt: int = 0
-
-    def expert_rows(self, rank, rows):
-        return super().expert_rows(rank + 7 * self.salt, rows)
-
-    def data(self, rank):
-        data = super().data(rank)
-        n = min(self.tokens[rank], len(data.x))
-        return dataclasses.replace(data, x=data.x[:n], topk_ids=data.topk_ids[:n], topk_weights=data.topk_weights[:n])
-
-
-def transports(setup=FORMAT, world=WORLD, *, calls=0):
-    """One transport per rank, all in this process, over memory that is garbage where nobody promised zeros, as if after
-    ``calls`` calls of each phase."""
-    configs = [setup.config(world, rank) for rank in range(world)]
-    workspace = Workspace(configs[0])
-    memories = create_all(["cpu"] * world, workspace.nbytes)
-    for memory in memories:
-        for name in ("messages", "rows", "counts", "firsts", "tallies", "combine_kept"):
-            poison_memory(workspace.regions[name].view(memory.local))
-        for name in SIGNALS:
-            workspace.regions[name].view(memory.local).fill_(calls)
-        workspace.regions["control"].view(memory.local)[[*ROLES, COUNTS_SENT]] = calls
-    return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
-
-
-def rank_main(transport, rank, cases, results, *, fused, combine=True, one_dispatch=False):
-    def main():
-        recv = None
-        for case in cases:
-            if recv is None or not one_dispatch:
-                (recv,) = transport.dispatch(dispatch_requests(case, [rank]), fused=fused).wait()
-            out = torch.empty(0)
-            if combine:
-                (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
-            results.setdefault(id(case), {})[rank] = Result.of(recv, out)
-
-    return main
-
-
-def check(cases, results, *, combine=True):
-    for case in cases:
-        ranks = [results[id(case)][rank] for rank in range(WORLD)]
-        if combine:
-            check_case(case, WORLD, ranks)
-        else:
-            check_dispatch(case, ranks)
-
-
-def check_dispatch(case, ranks):
-    from cases import check_rows, unpack
-    from moelink import reference
-
-    data = [case.data(rank) for rank in range(WORLD)]
-    rows = reference.reference_dispatch(
-        case.setup.config(WORLD), [d.x for d in data], [d.topk_ids for d in data], [d.topk_weights for d in data]
-    )
-    for rank, (expected, result) in enumerate(zip(rows, ranks, strict=True)):
-        check_rows(f"rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
-
-
-def run(seed, cases, *, fused=True, combine=True, one_dispatch=False, communicators=1, calls=0, **options):
-    """``cases`` in order on every rank, as if after ``calls`` calls; with two communicators, on both at once."""
-    groups = [transports(calls=calls) for _ in range(communicators)]
-    results = [{} for _ in groups]
-    mains = [
-        rank_main(transport, rank, cases, result, fused=fused, combine=combine, one_dispatch=one_dispatch)
-        for group, result in zip(groups, results, strict=True)
-        for rank, transport in enumerate(group)
-    ]
-    Scheduler(seed, **options).run(mains)
-    for result in results:
-        check(cases, result, combine=combine)
-    for group in groups:
-        for transport in group:
-            transport.check()
-            transport.close()
-
 
 ONE = [Small(FORMAT, "uniform", seed=1)]
 TWO = [Small(FORMAT, "uniform", seed=2, tokens=(1, 2)), Small(FORMAT, "uniform", seed=3, tokens=(3, 1))]
@@ -186,16 +93,6 @@ def wait_for_nobody(table, record, control, me, phase, call, offset, limit, S: t
 @triton.jit
 def wait_for_the_call_after(words, mask, target, poison, limit, CLOCK: tl.constexpr):
     return signals.wait_any(words, mask, target + 1, poison, limit, CLOCK)
-
-
-def caught(cases, **options):
-    """The first seed whose schedule shows the fault, and how; None when all of them pass."""
-    for seed in SEEDS:
-        try:
-            run(seed, cases, **options)
-        except Exception as error:  # noqa: BLE001 - whatever the fault leads to
-            return seed, error
-    return None
 
 
 @pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])

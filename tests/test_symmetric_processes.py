@@ -68,6 +68,15 @@ def faults(rank, world_size):
             ep.dispatch(d.x, d.topk_ids)
     recv = ep.dispatch(d.x, d.topk_ids)
     assert (ep.combine(recv.tokens, recv) == d.x * 2).all()
+    # Two exchanges: the workspace holds two rows a token, and not all three.
+    with moelink.init(**{**SETUP, "topk": 3}, timeout=5.0) as wide:
+        more = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
+        recv = wide.dispatch(more.x, more.topk_ids)
+        error, y = (moelink.ArgumentError, recv.tokens[:-1]) if rank == 1 else (moelink.PeerAbortedError, recv.tokens)
+        with pytest.raises(error):
+            wide.combine(y, recv, reduce=False)
+        assert (wide.combine(recv.tokens, recv) == more.x * 3).all()
+    recv = ep.dispatch(d.x, d.topk_ids)
     with pytest.raises(moelink.ProtocolError, match="with other options"):
         ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
     recv = ep.dispatch(d.x, d.topk_ids)

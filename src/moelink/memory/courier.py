@@ -81,7 +81,6 @@ class Courier:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._delay = 0.0
         while self._blocks and self.step():
             pass
         self._blocks = []  # a view of a block would keep it mapped
@@ -89,11 +88,15 @@ class Courier:
     def step(self) -> bool:
         """Let one thing arrive: a piece of a put's data, or its signal. False when nothing is due."""
         self._take()
-        now = time.monotonic()
-        due = [put for put in self._under_way if put.due <= now or self._delay == 0]
+        now = self._now()
+        due = [put for put in self._under_way if put.due <= now or self._stop.is_set()]
         if not due:
             return False
-        put = self._random.choice(due)
+        self._advance(self._random.choice(due))
+        return True
+
+    def _advance(self, put: _Put) -> None:
+        """Let the next piece of ``put`` arrive, or its signal after the last one."""
         if put.pieces:
             at, nbytes = put.pieces.pop()
             data = self._blocks[self._rank][put.source + at : put.source + at + nbytes]
@@ -101,7 +104,13 @@ class Courier:
         else:
             self._blocks[put.peer][: self._nbytes // 8 * 8].view("int64")[put.word] = put.value
             self._under_way.remove(put)
-        return True
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _hold(self) -> float:
+        """How long, by :meth:`_now`, the next put is held back."""
+        return self._random.random() * self._delay
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -118,7 +127,7 @@ class Courier:
             self._taken += 1
             if not 0 <= peer < len(self._blocks):
                 raise MoelinkError(f"courier of rank {self._rank}: a put to rank {peer} of {len(self._blocks)}")
-            due = time.monotonic() + self._random.random() * self._delay
+            due = self._now() + self._hold()
             target, signal = self._offset(to, nbytes), self._offset(word, 8)
             pieces = self._cut(nbytes)
             self._under_way.append(_Put(peer, target, self._offset(source, nbytes), pieces, signal // 8, value, due))

@@ -1,0 +1,222 @@
+"""Runs of the protocol under seeded schedules, for the tests that attack it: ranks, their calls, couriers, checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cases import Case, Result, Setup, check_case, check_rows, unpack
+from interleaving import Scheduler
+from moelink import reference
+from moelink.memory import Courier, create_all
+from moelink.protocol import COMBINE_RECEIVED, COMBINE_SENT, COUNTS_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
+from moelink.transports.symmetric import SymmetricTransport, network
+from moelink.workspace import Workspace
+from symmetric_ranks import combine_requests, dispatch_requests, poison_memory
+
+SEEDS = range(20)
+GARBAGE = ("messages", "rows", "counts", "firsts", "tallies", "combine_kept")
+FAR_GARBAGE = ("far_kept", "staged_counts", "staged_firsts", "staged_messages", "staged_kept", "staged_rows")
+SIGNALS = ("tally_flag", "message_flag", "dispatch_drained", "combine_head", "combine_flag", "combine_drained")
+FAR_SIGNALS = ("counts_flag", "firsts_flag", "row_flag")
+ROLES = (DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED)
+FORMAT = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_experts=3, topk=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Small(Case):
+    """At most four tokens."""
+
+    tokens: tuple[int, ...] = (3, 2)
+    salt: int = 0
+
+    def expert_rows(self, rank: int, rows: int) -> torch.Tensor:
+        return super().expert_rows(rank + 7 * self.salt, rows)
+
+    def data(self, rank: int) -> Any:
+        data = super().data(rank)
+        n = min(self.tokens[rank], len(data.x))
+        return dataclasses.replace(data, x=data.x[:n], topk_ids=data.topk_ids[:n], topk_weights=data.topk_weights[:n])
+
+
+class ScheduledCourier(Courier):
+    """A courier without a thread: a schedule says when something arrives, chance says what. A fourth of the puts take
+    far longer than the others. Time is the number of steps."""
+
+    def start(self) -> None:
+        self._steps = 0
+
+    def _now(self) -> float:
+        return self._steps
+
+    def _hold(self) -> float:
+        return self._random.choice((0, 0, 0, self._random.randrange(80)))
+
+    def step(self) -> bool:
+        self._steps += 1
+        return super().step()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way."""
+        self._take()
+        return not self._under_way
+
+
+class SpitefulCourier(ScheduledCourier):
+    """Holds some puts back until the next one to the same word has arrived, and lets them arrive right then; or, when
+    no other comes, for a long time."""
+
+    def _hold(self) -> float:
+        return self._random.choice((0, 250))
+
+    def step(self) -> bool:
+        before = list(self._under_way)
+        arrived = super().step()
+        for done in before:
+            if done not in self._under_way:
+                for put in [put for put in self._under_way if (put.peer, put.word) == (done.peer, done.word)]:
+                    while put in self._under_way and put.value < done.value:
+                        self._advance(put)
+        return arrived
+
+
+def transports(
+    setup: Setup = FORMAT,
+    world: int = 2,
+    *,
+    calls: int = 0,
+    seed: int = 0,
+    couriers: type[ScheduledCourier] = ScheduledCourier,
+) -> list[SymmetricTransport]:
+    """One transport per rank, all in this process, over memory that is garbage where nobody promised zeros, as if after
+    ``calls`` calls of each phase."""
+    configs = [setup.config(world, rank) for rank in range(world)]
+    workspace = Workspace(configs[0])
+    memories = create_all(["cpu"] * world, workspace.nbytes)
+    for memory in memories:
+        regions = {region.name: region.view(memory.local) for region in workspace.regions}
+        for name in (*GARBAGE, *FAR_GARBAGE):
+            if name in regions:
+                poison_memory(regions[name])
+        for name in (*SIGNALS, *FAR_SIGNALS):
+            if name in regions:
+                regions[name].fill_(calls)
+        regions["control"][[*ROLES, COUNTS_SENT]] = calls
+
+    def courier(memory: Any, *, max_puts: int, seed: int, salt: int = seed) -> ScheduledCourier:
+        return couriers(memory, max_puts=max_puts, seed=1000 * salt + seed)
+
+    with mock.patch.object(network, "Courier", courier):
+        return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
+
+
+def rank_main(
+    transport: SymmetricTransport,
+    rank: int,
+    cases: Sequence[Case],
+    results: dict[int, dict[int, Result]],
+    *,
+    fused: bool,
+    combine: bool = True,
+    one_dispatch: bool = False,
+) -> Callable[[], None]:
+    """What a rank does: ``cases`` in order."""
+
+    def main() -> None:
+        recv = None
+        for case in cases:
+            if recv is None or not one_dispatch:
+                (recv,) = transport.dispatch(dispatch_requests(case, [rank]), fused=fused).wait()
+            out = torch.empty(0)
+            if combine:
+                (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
+            results.setdefault(id(case), {})[rank] = Result.of(recv, out)
+
+    return main
+
+
+def check(cases: Sequence[Case], results: dict[int, dict[int, Result]], *, world: int, combine: bool = True) -> None:
+    for case in cases:
+        ranks = [results[id(case)][rank] for rank in range(world)]
+        if combine:
+            check_case(case, world, ranks)
+        else:
+            check_dispatch(case, ranks)
+
+
+def check_dispatch(case: Case, ranks: Sequence[Result]) -> None:
+    data = [case.data(rank) for rank in range(len(ranks))]
+    rows = reference.reference_dispatch(
+        case.setup.config(len(ranks)),
+        [d.x for d in data],
+        [d.topk_ids for d in data],
+        [d.topk_weights for d in data] if case.weights == "dispatch" else None,
+    )
+    for rank, (expected, result) in enumerate(zip(rows, ranks, strict=True)):
+        check_rows(f"rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
+
+
+def play(scheduler: Scheduler, group: Sequence[SymmetricTransport], mains: Sequence[Callable[[], None]]) -> None:
+    """Run ``mains`` under a schedule, with the couriers of the transports of ``group``, until nothing is under way."""
+    couriers = [rank.network.courier for t in group for rank in t.ranks if rank.network is not None]
+    left = list(mains)
+
+    def counted(main: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            main()
+            left.remove(main)
+
+        return run
+
+    def carry(courier: ScheduledCourier) -> Callable[[], None]:
+        def run() -> None:
+            while left or not courier.idle:
+                scheduler.pause(courier.step() or not courier.idle)
+
+        return run
+
+    scheduler.run([*map(counted, mains), *map(carry, couriers)])
+
+
+def run(
+    seed: int,
+    cases: Sequence[Case],
+    *,
+    fused: bool = True,
+    combine: bool = True,
+    one_dispatch: bool = False,
+    communicators: int = 1,
+    calls: int = 0,
+    world: int = 2,
+    **options: Any,
+) -> None:
+    """``cases`` in order on every rank, as if after ``calls`` calls; with two communicators, on both at once."""
+    groups = [transports(cases[0].setup, world, calls=calls, seed=seed) for _ in range(communicators)]
+    results: list[dict[int, dict[int, Result]]] = [{} for _ in groups]
+    mains = [
+        rank_main(transport, rank, cases, result, fused=fused, combine=combine, one_dispatch=one_dispatch)
+        for group, result in zip(groups, results, strict=True)
+        for rank, transport in enumerate(group)
+    ]
+    play(Scheduler(seed, **options), [transport for group in groups for transport in group], mains)
+    for result in results:
+        check(cases, result, world=world, combine=combine)
+    for group in groups:
+        for transport in group:
+            transport.check()
+            transport.close()
+
+
+def caught(cases: Sequence[Case], **options: Any) -> tuple[int, Exception] | None:
+    """The first seed whose schedule shows the fault, and how; None when all of them pass."""
+    for seed in SEEDS:
+        try:
+            run(seed, cases, **options)
+        except Exception as error:  # noqa: BLE001 - whatever the fault leads to
+            return seed, error
+    return None

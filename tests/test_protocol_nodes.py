@@ -1,0 +1,167 @@
+"""The protocol between nodes under seeded schedules: programs of all ranks and couriers interleaved.
+
+Plain stores become visible late, puts arrive in pieces and in any order (``memory.courier``), and every scenario still
+equals the oracle. Each thing that the protocol does against that is taken away once, and the lack shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import moelink
+from cases import Result, Setup
+from interleaving import Deadlock, Scheduler
+from moelink.kernels import plan, receive, reduce, send, send_back
+from protocol_runs import Small, SpitefulCourier, caught, check, play, run, transports
+from symmetric_ranks import combine_requests, dispatch_requests
+
+NODES = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8), ("ranks_per_node", 1)), num_experts=3, topk=2)
+ROWS = Setup("bf16", (*NODES.options, ("pre_reduce", False)), num_experts=3, topk=2)
+MIXED = Setup("fp8_block128", (("max_tokens_per_rank", 4), ("ranks_per_node", 2)), num_experts=5, topk=3)
+
+ONE = [Small(NODES, "uniform", seed=1)]
+TWO = [Small(NODES, "uniform", seed=2, tokens=(1, 2)), Small(NODES, "uniform", seed=3, tokens=(3, 1))]
+
+SCENARIOS = {
+    "fused_pair": dict(cases=ONE),
+    "split_pair": dict(cases=ONE, fused=False),
+    "dispatches_in_a_row": dict(cases=[*TWO, *ONE], combine=False),
+    "two_calls_other_token_counts": dict(cases=TWO),
+    "a_rank_with_nothing": dict(cases=[Small(NODES, "uniform", seed=4, tokens=(0, 2))]),
+    "combines_in_a_row": dict(cases=[dataclasses.replace(ONE[0], salt=salt) for salt in range(2)], one_dispatch=True),
+    "two_communicators": dict(cases=[Small(NODES, "uniform", seed=5, tokens=(2, 1))], communicators=2),
+    "every_row": dict(cases=[Small(ROWS, "uniform", seed=6), Small(ROWS, "repeats", seed=7, weights="combine")]),
+    "unreduced": dict(cases=[Small(NODES, "repeats", seed=8, weights="none", reduce=False)]),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario_under_every_schedule(name):
+    for seed in range(12):
+        run(seed, **SCENARIOS[name])
+
+
+def test_near_and_far_ranks_together():
+    for seed in range(3):
+        run(seed, [Small(MIXED, "uniform", seed=seed, tokens=(2, 1, 3, 2))], world=4)
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_after_a_refusal_nothing_of_it_is_under_way(phase):
+    for seed in range(8):
+        run_refused(seed, phase)
+
+
+def run_refused(seed, phase):
+    """Rank 0 refuses a call that rank 1 sends rows in; both then make the same call, which must be right."""
+    case, results = ONE[0], {}
+    group = transports(NODES, seed=seed, couriers=SpitefulCourier)
+
+    def main(rank):
+        def dispatch():
+            return group[rank].dispatch(dispatch_requests(case, [rank]), fused=True).wait()
+
+        def calls():
+            recv = dispatch() if phase == "combine" else None
+
+            def call():
+                if phase == "dispatch":
+                    return dispatch()
+                return group[rank].combine(combine_requests(case, [rank], recv), fused=True).wait()
+
+            if rank == 0:
+                group[0].refuse(phase)
+            else:
+                with pytest.raises(moelink.PeerAbortedError):
+                    call()
+            (last,) = call()
+            (row,) = recv or [last]
+            results[rank] = Result.of(row, torch.empty(0) if phase == "dispatch" else last)
+
+        return calls
+
+    play(Scheduler(seed), group, [main(0), main(1)])
+    check([case], {id(case): results}, world=2, combine=phase == "combine")
+    for transport in group:
+        transport.check()
+        transport.close()
+
+
+@triton.jit
+def no_fence(control):
+    pass
+
+
+@triton.jit
+def here_at_once(mine, offset, mask, me, call, limit, S: tl.constexpr):
+    return tl.full([], 1, tl.int32), me, tl.full([], 0, tl.int64)
+
+
+@triton.jit
+def no_rows_to_wait_for(
+    table, record, control, ids, slots, token, me, first, num_local, call, limit, S: tl.constexpr
+):  # fmt: skip
+    return tl.full([], 1, tl.int32)
+
+
+@triton.jit
+def wait_for_nobody(table, record, control, me, phase, call, offset, limit, S: tl.constexpr):
+    return tl.full([], 1, tl.int32)
+
+
+@triton.jit
+def swallow_nothing(table, record, control, me, messages, programs, call, limit, S: tl.constexpr):
+    return tl.full([], 1, tl.int32)
+
+
+@triton.jit
+def swallow_no_rows(table, record, control, me, call, limit, S: tl.constexpr):
+    return tl.full([], 1, tl.int32)
+
+
+@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "fence", no_fence)
+    # Couriers are fast, and stores stay in their program until a release, of which there are others.
+    assert caught(ONE, drain=0.0, speed=lambda name: 0.05 if "kernel" in name else 1.0) is not None
+
+
+def test_counts_that_are_taken_to_arrive_in_one_piece_are_caught(monkeypatch):
+    monkeypatch.setattr(plan, "wait_for_far", here_at_once)
+    assert caught([*TWO, *ONE], combine=False) is not None
+
+
+def test_firsts_that_are_taken_to_arrive_before_counts_are_caught(monkeypatch):
+    monkeypatch.setattr(receive, "wait_for_far", here_at_once)
+    assert caught([*TWO, *ONE], combine=False) is not None
+
+
+def test_rows_that_are_taken_to_arrive_before_their_flag_are_caught(monkeypatch):
+    monkeypatch.setattr(reduce, "wait_for_far_rows", no_rows_to_wait_for)
+    assert caught(SCENARIOS["every_row"]["cases"]) is not None
+
+
+@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
+    dispatches = [Small(NODES, "uniform", seed=seed, tokens=(4 - seed % 3, 1 + seed % 4)) for seed in range(4)]
+    combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
+    assert (caught(dispatches, combine=False) if module is send else caught(combines, one_dispatch=True)) is not None
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_an_answer_before_what_was_refused_has_arrived_is_caught(monkeypatch, phase):
+    monkeypatch.setattr(receive, "swallow_messages", swallow_nothing)
+    monkeypatch.setattr(reduce, "swallow_rows", swallow_no_rows)
+
+    def run_all():
+        for seed in range(30):
+            run_refused(seed, phase)
+
+    with pytest.raises((Deadlock, moelink.MoelinkError, AssertionError)):
+        run_all()
