@@ -20,8 +20,14 @@ from moelink.testing import assert_bitwise_equal, rank_data
 
 FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}
 TIMEOUT = 2.0
-TIMEOUTS = {"collective": TIMEOUT, "symmetric": 5.0}
+TIMEOUTS = {"collective": TIMEOUT, "symmetric": 5.0, "nodes": 5.0}
 """Interpreted kernels need seconds on a busy machine where a wire needs milliseconds."""
+
+WIRES: dict[str, dict[str, Any]] = {
+    "collective": {"transport": "collective"},
+    "symmetric": {"transport": "symmetric"},
+    "nodes": {"transport": "symmetric", "ranks_per_node": 1},  # every rank is a node
+}
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def stop_for(seconds: float) -> None:
 def strike(transport: str, place: str, number: int, blow: Any) -> None:
     """Arrange for ``blow``: ``place`` is "dispatch" or "combine"; ``number`` which store of the
     kernel, or which moment of a collective call: 0 with headers, 1 with rows under way."""
-    if transport == "symmetric":
+    if transport != "collective":
         strike_in_kernel(f"ep_fused_{place}_kernel", number, blow)
     else:
         strike_in_collective(place, ("announced", "moving")[number], blow)
@@ -171,7 +177,7 @@ def mapped() -> int:
 def killed(rank: int, world_size: int, transport: str, victim: int, place: str, number: int) -> dict[str, Any]:
     """Rank ``victim`` dies in the middle of a call; the others say what they got, and go on without it."""
     at_first = mapped()
-    ep = moelink.init(**FIELDS, transport=transport, timeout=TIMEOUTS[transport])
+    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=TIMEOUTS[transport])
     got, expected = round_trip(ep, rank)
     assert_bitwise_equal(got, expected, "before")
     before = data(rank)
@@ -193,7 +199,7 @@ def killed(rank: int, world_size: int, transport: str, victim: int, place: str, 
         assert_bitwise_equal(tensor, copy, "an output of a finished call")
     with pytest.raises(moelink.ForeignHandleError):
         new.combine(recv.tokens, recv)
-    assert mapped() - at_first == (world_size - 1 if transport == "symmetric" else 0), "the old blocks are released"
+    assert mapped() - at_first == (0 if transport == "collective" else world_size - 1), "the old blocks are released"
     new.close()
     assert mapped() == at_first
     return {"told": told, "recovered": recovered, "left": leftovers()}
@@ -202,7 +208,7 @@ def killed(rank: int, world_size: int, transport: str, victim: int, place: str, 
 def stopped(rank: int, world_size: int, transport: str, place: str, number: int) -> dict[str, Any]:
     """Rank 1 is stopped in the middle of a call, and continued when the others have gone on without it."""
     timeout = TIMEOUTS[transport]
-    ep = moelink.init(**FIELDS, transport=transport, timeout=timeout)
+    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=timeout)
     check_round_trip(ep, rank)
     usual = timed_round_trip(ep, rank)
     if rank == 1:
@@ -232,7 +238,7 @@ def says_stop(ep: moelink.Communicator, stop: bool) -> bool:
 
 def late(rank: int, world_size: int, transport: str) -> Told:
     """Rank 1 sleeps through the others' time-out. Nobody died, so all of them go on together."""
-    ep = moelink.init(**FIELDS, transport=transport, timeout=TIMEOUTS[transport])
+    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=TIMEOUTS[transport])
     check_round_trip(ep, rank)
     if rank == 1:
         time.sleep(TIMEOUTS[transport] + 1)

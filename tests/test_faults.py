@@ -1,4 +1,5 @@
-"""Ranks that really die, stop or come late, on CPU ranks of both transports; and what is left goes on.
+"""Ranks that really die, stop or come late, on CPU ranks of both transports, the symmetric one within a node and
+between nodes; and what is left goes on.
 
 Times: every survivor raises within its time-out and one second (and what interpreted kernels take), and again at once.
 """
@@ -19,6 +20,8 @@ KILLS = [  # the victim, the phase, and how far it gets: a moment of the collect
     ("collective", 0, "combine", 1),
     ("symmetric", 0, "dispatch", 14),
     ("symmetric", 2, "combine", 5),
+    ("nodes", 0, "dispatch", 14),
+    ("nodes", 2, "combine", 5),
 ]
 
 
@@ -43,7 +46,7 @@ def test_a_rank_killed_in_the_middle_of_a_call(transport: str, victim: int, phas
     assert (one.phase == other.phase) == (one.call == other.call)
 
 
-@pytest.mark.parametrize("transport, number", [("collective", 0), ("collective", 1), ("symmetric", 14)])
+@pytest.mark.parametrize("transport, number", [("collective", 0), ("collective", 1), ("symmetric", 14), ("nodes", 14)])
 def test_a_rank_stopped_past_the_timeout_and_then_continued(transport: str, number: int) -> None:
     first, stopped, last = run_ranks(fault_ranks.stopped, 3, transport, "dispatch", number)
     for rank, result in ((0, first), (2, last)):
