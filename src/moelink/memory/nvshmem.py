@@ -94,7 +94,7 @@ class NvshmemMemory(Blocks):
             rank, world_size = group.rank, group.world_size
         else:
             rank, world_size = group.rank(), group.size()
-        before: list[str | None] = []
+        before: list[Any] = []
 
         def prepare() -> dict[str, str]:
             if nbytes < 1:
@@ -217,7 +217,7 @@ def _refuse_without_nvshmem() -> None:
         )
 
 
-def _set_backend(device: torch.device) -> str | None:
+def _set_backend(device: torch.device) -> Any:
     """Choose NVSHMEM for this process; what it was before, None if it was NVSHMEM already."""
     module = symmetric_memory_module()
     backend = module.get_backend(device)
@@ -230,7 +230,7 @@ def _set_backend(device: torch.device) -> str | None:
             f"torch's symmetric memory is in use here with backend {backend!r}, and a process has one; make the "
             f"communicator with ranks_per_node first and no other of one node, or use transport='collective' ({error})"
         ) from error
-    return str(backend)
+    return backend or "CUDA"
 
 
 def _writes_ordering(device: torch.device) -> int:
