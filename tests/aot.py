@@ -40,14 +40,27 @@ def source_of(kernel, spec, pointers):
     return ASTSource(kernel, signature, constants, attrs)
 
 
-def compile_kernel(kernel, spec, target, x):
+def compile_kernel(kernel, spec, target, x, **more):
+    """``x``: type of that pointer. ``more``: compile options."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     amd = target.startswith("gfx")
     spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE=not amd)
-    options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False}
+    options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False, **more}
     return triton.compile(source_of(kernel, spec, {"x": x}), target=GPUTarget(*TARGETS[target]), options=options)
+
+
+def unguarded(ops):
+    """How many releases have no barrier before them, or a store to global memory after it."""
+    count = 0
+    for i, op in enumerate(ops):
+        if ".release." not in op or "exch" not in op:
+            continue
+        before = ops[:i][::-1]
+        barrier = next((j for j, other in enumerate(before) if other.startswith("bar")), None)
+        count += barrier is None or any(other.startswith("st.global") for other in before[:barrier])
+    return count
 
 
 def kernels(everything):
@@ -84,16 +97,8 @@ def main(target):
         ptx = binary.asm.get("ptx")
         text = ptx or binary.asm["amdgcn"]
         ops = (MEMORY if ptx else GCN).findall(text)
-        releases = [i for i, op in enumerate(ops) if ".release." in op and "exch" in op]
-        # The last barrier before each release, and whether anything was stored between the two.
-        unguarded = 0
-        for i in releases:
-            before = ops[:i][::-1]
-            barrier = next((j for j, op in enumerate(before) if op.startswith("bar")), None)
-            stored = [op for op in before[:barrier] if op.startswith("st.global")]
-            unguarded += barrier is None or bool(stored)
         print(json.dumps({
-            "name": name, "ops": Counter(ops), "releases": len(releases), "unguarded": unguarded,
+            "name": name, "ops": Counter(ops), "unguarded": unguarded(ops),
             "local": sum("local" in op or op.startswith("scratch") for op in ops),
             "masked_histograms": sum(
                 line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line

@@ -18,10 +18,15 @@ from triton.compiler import make_backend
 
 import moelink
 from aot import source_of
-from matrix_configs import CONFIGS
+from cases import FORMATS
+from matrix_configs import CONFIGS, Config
+from matrix_configs import Form as MatrixForm
 from moelink.kernels import combine, dispatch
 from moelink.kernels.spec import combine_spec, dispatch_spec
 from moelink.workspace import Workspace
+
+Form = tuple[str, Any, Any, dict[str, str]]
+"""Name, kernel, spec and pointer types."""
 
 WORLD = 2
 TARGET = GPUTarget("cuda", 90, 32)
@@ -41,30 +46,44 @@ def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> None:
     source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
 
 
-def forms() -> Iterator[tuple[str, Any, Any, dict[str, str]]]:
-    """Name, kernel, spec and pointer types of every form."""
-    device = torch.device("cuda")
+def forms() -> Iterator[Form]:
+    """Every form of ranks in one node; each format once, and each layout and reduction, of ranks in two nodes."""
     for entry in CONFIGS:
-        config = moelink.EPConfig(**entry.fields, world_size=WORLD, rank=0)
-        workspace = Workspace(config)
-        fmt = config.format
-        weight, y = NAMES[config.weight_dtype], NAMES[config.combine_dtype]
-        for quantized in (False, True) if fmt.scale_dtype is not None else (False,):
-            spec = dispatch_spec(
-                workspace, device, input_dtype=entry.input_dtype, quantized=quantized,
-                weights=entry.weights == "dispatch", input_scale=fmt.name == "nvfp4" and not quantized,
-            )  # fmt: skip
-            copied = quantized or entry.input_dtype == fmt.payload_dtype
-            pointers = {"x": "*u8" if copied else NAMES[entry.input_dtype], "weights": weight, "weights_out": weight}
-            yield f"{entry.name} dispatch, quantized={quantized}", dispatch.ep_fused_dispatch_kernel, spec, pointers
-        row, home = entry.weights == "dispatch", entry.weights == "combine"
-        spec = combine_spec(
-            workspace, device, row_weights=row, home_weights=home, shared=row,
-            epilogue="bias" if row else "residual" if home else "",
+        yield from forms_of(entry, "", world_size=WORLD)
+    places = [config.form for config in CONFIGS if config.form.mode == "alltoall"]
+    kinds = list(dict.fromkeys((form.layout, form.pre_reduce, form.fused_shared_expert) for form in places))
+    for i, fmt in enumerate(FORMATS):
+        layout, pre_reduce, shared = kinds[i % len(kinds)]
+        form = MatrixForm(fmt, layout, "alltoall", pre_reduce, shared)
+        entry = next(config for config in CONFIGS if config.form == form)
+        of_entry = list(forms_of(entry, "nodes of 2: ", world_size=2 * WORLD, ranks_per_node=WORLD))
+        yield from (of_entry[0], of_entry[-1])
+
+
+def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
+    """Dispatch (of rows as they come, then of quantised ones) and combine of one configuration."""
+    device = torch.device("cuda")
+    config = moelink.EPConfig(**entry.fields, **ranks, rank=0)
+    workspace = Workspace(config)
+    fmt = config.format
+    weight, y = NAMES[config.weight_dtype], NAMES[config.combine_dtype]
+    for quantized in (False, True) if fmt.scale_dtype is not None else (False,):
+        spec = dispatch_spec(
+            workspace, device, input_dtype=entry.input_dtype, quantized=quantized,
+            weights=entry.weights == "dispatch", input_scale=fmt.name == "nvfp4" and not quantized,
         )  # fmt: skip
-        pointers = dict.fromkeys(("y", "out", "shared", "epilogue"), y)
-        pointers |= dict.fromkeys(("row_weights", "home_weights"), weight)
-        yield f"{entry.name} combine", combine.ep_fused_combine_kernel, spec, pointers
+        copied = quantized or entry.input_dtype == fmt.payload_dtype
+        pointers = {"x": "*u8" if copied else NAMES[entry.input_dtype], "weights": weight, "weights_out": weight}
+        name = f"{prefix}{entry.name} dispatch, quantized={quantized}"
+        yield name, dispatch.ep_fused_dispatch_kernel, spec, pointers
+    row, home = entry.weights == "dispatch", entry.weights == "combine"
+    spec = combine_spec(
+        workspace, device, row_weights=row, home_weights=home, shared=row,
+        epilogue="bias" if row else "residual" if home else "",
+    )  # fmt: skip
+    pointers = dict.fromkeys(("y", "out", "shared", "epilogue"), y)
+    pointers |= dict.fromkeys(("row_weights", "home_weights"), weight)
+    yield f"{prefix}{entry.name} combine", combine.ep_fused_combine_kernel, spec, pointers
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import FORMATS
 from matrix_configs import CONFIGS
 
 HERE = Path(__file__).parent
@@ -60,9 +61,35 @@ def test_compiles_for_amd():
         assert any("store_dwordx4" in op for op in kernel["ops"]), kernel["name"]
 
 
+def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence():
+    lines = output_of("aot_nodes.py")
+    if lines[0].startswith("no library"):
+        pytest.skip(lines[0])
+    kernels = [json.loads(line) for line in lines]
+    assert len(kernels) == 4
+    for kernel in kernels:
+        name, ops = kernel["name"], kernel["ops"]
+        assert kernel["puts"] > 0, f"{name} puts nothing"
+        assert kernel["transfers"] == kernel["puts"], f"{name}: NVSHMEM's device code is not in: {kernel}"
+        assert kernel["undefined"] == [], name
+        assert kernel["state"], f"{name} has no device state for NVSHMEM to fill in"
+        assert kernel["operations"] == [9], (
+            f"{name}: signals are not set (NVSHMEM_SIGNAL_SET) but {kernel['operations']}"
+        )
+        assert kernel["unfenced"] == 0, f"{name}: a put after a store, without a system-wide fence between the two"
+        assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
+        assert ops.get("membar.sys", 0) >= kernel["puts"], f"{name}: NVSHMEM's own fence before its signal is gone"
+        assert any(".sys.acq_rel" in op for op in ops), name
+        assert any(".sys.release.exch" in op for op in ops), name
+        assert any(".sys.acquire" in op for op in ops), name
+        assert not any(".gpu.release" in op or ".cta.release" in op for op in ops), name
+        assert kernel["local"] == 0, f"{name} uses local memory"
+
+
 def test_every_form_is_a_program():
     lines = output_of("aot_forms.py")
     assert len(lines) > 2 * len(CONFIGS)
+    assert sum(line.startswith("nodes of 2: ") for line in lines) == 2 * len(FORMATS)
     assert all(line.endswith(": fine") for line in lines)
 
 

@@ -34,6 +34,8 @@ from moelink.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 _ENTRY = tl.constexpr(RING_ENTRY_WORDS)
 _HEADER = tl.constexpr(RING_HEADER_WORDS)
+# NVSHMEM_SIGNAL_SET of nvshmemx_signal_op_t: the word becomes the value. NVSHMEM's device code adds it for most others.
+_SIGNAL_SET = tl.constexpr(9)
 
 
 @triton.jit
@@ -91,10 +93,9 @@ def put(table, to, source, nbytes, word, value, peer, S: tl.constexpr):
     """Ask for ``nbytes`` (at least 1) bytes at ``source`` to be put at rank ``peer``'s ``to``, then ``value`` in its
     ``word``. Returns before that has happened."""
     if S.NET == "nvshmem":
-        set_value: tl.constexpr = 0
         _putmem_signal(
             to, source, tl.cast(nbytes, tl.int64), word, tl.cast(value, tl.int64),
-            tl.full([], set_value, tl.int32), tl.cast(peer, tl.int32),
+            tl.full([], _SIGNAL_SET, tl.int32), tl.cast(peer, tl.int32),
         )  # fmt: skip
     else:
         # Relaxed, because the entry must not make stores visible that the caller forgot to order before it.

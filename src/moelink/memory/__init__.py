@@ -4,15 +4,18 @@
 :class:`PosixMemory`        processes on CPUs: POSIX shared memory
 :class:`TorchMemory`        processes with a CUDA device each: torch's symmetric memory
 :func:`create_all`          one process, all ranks: CPU tensors, or CUDA devices with peer access
+:class:`NvshmemMemory`      the same on several nodes: only blocks of a rank's own node are addressed
 ==========================  =====================================================================
 
-Between nodes a network carries bytes from block to block: :class:`Courier` where nodes are processes of a machine.
+Between nodes a network carries bytes from block to block: NVSHMEM, or :class:`Courier` where nodes are processes of a
+machine.
 
 ``memory.bounds`` (imported by nobody unless ``MOELINK_DEBUG=1``) checks the accesses of interpreted kernels.
 """
 
 from moelink.memory.base import SymmetricMemory
 from moelink.memory.courier import Courier
+from moelink.memory.nvshmem import NvshmemMemory
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
 from moelink.memory.single import SingleProcessMemory, create_all
@@ -23,6 +26,7 @@ __all__ = [
     "Courier",
     "Exchange",
     "Members",
+    "NvshmemMemory",
     "PosixMemory",
     "SingleProcessMemory",
     "SymmetricMemory",

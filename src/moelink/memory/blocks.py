@@ -19,28 +19,36 @@ class Blocks:
         nbytes: bytes of each block.
         local: [nbytes] uint8, this rank's block, zero at creation. Empty after :meth:`close`.
         pointers: [world_size] int64 on the device of ``local``: each block's address, valid in this process and on that
-            device. Zeros after :meth:`close`.
+            device, 0 where a block cannot be addressed. Zeros after :meth:`close`.
     """
 
-    def __init__(self, rank: int, blocks: Sequence[Tensor]) -> None:
-        """View ``blocks``, one [nbytes] uint8 tensor per rank, as rank ``rank``."""
-        self.rank, self.world_size, self.nbytes = rank, len(blocks), blocks[rank].numel()
-        self.local = blocks[rank]
+    def __init__(self, rank: int, blocks: Sequence[Tensor | None]) -> None:
+        """View ``blocks``, one [nbytes] uint8 tensor per rank, as rank ``rank``. None: a peer's that cannot be
+        addressed."""
+        local = blocks[rank]
+        if local is None:
+            raise ArgumentError("blocks", f"this rank's own block at {rank}", None)
+        self.rank, self.world_size, self.nbytes = rank, len(blocks), local.numel()
+        self.local = local
         self._blocks = list(blocks)
-        self.pointers = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device=self.local.device)
+        addresses = [0 if block is None else block.data_ptr() for block in blocks]
+        self.pointers = torch.tensor(addresses, dtype=torch.int64, device=local.device)
 
     def peer(self, rank: int) -> Tensor:
         """Rank ``rank``'s block as [nbytes] uint8 in this process.
 
         Raises:
             ClosedError: after :meth:`close`.
-            ArgumentError: there is no such rank.
+            ArgumentError: there is no such rank, or its block cannot be addressed.
         """
         if not self._blocks:
             raise ClosedError("peer")
         if not 0 <= rank < self.world_size:
             raise ArgumentError("rank", f"a rank in [0, {self.world_size})", rank)
-        return self._blocks[rank]
+        block = self._blocks[rank]
+        if block is None:
+            raise ArgumentError("rank", f"a rank of the node of rank {self.rank}", rank)
+        return block
 
     def close(self) -> None:
         """Let go of all blocks. Waits for no peer; safe to call twice.

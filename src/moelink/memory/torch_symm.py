@@ -1,18 +1,20 @@
 """Symmetric memory between processes, one CUDA device each, by ``torch.distributed._symmetric_memory``.
 
-The only file that touches that module, which torch calls alpha. What it is asked for, and why:
+This file and ``memory.nvshmem`` alone touch that module, which torch calls alpha. What it is asked for, and why:
 
 * Blocks come straight from its allocator (``empty_strided_p2p``), not from ``symm_mem.empty``: newer versions of the
   latter take them from a pool that keeps freed memory *and its rendezvous*. After a ``close`` one rank could then
   reuse an old rendezvous while another waits for a new one; and memory would never be given back.
 * Addresses come from ``get_buffer``, not ``buffer_ptrs``, which are those of the allocation, not of the block.
 * NVLink multicast is off while blocks are made: it is not used here, and some machines fail when it is set up.
-* The backend must be torch's default, "CUDA": freeing an NVSHMEM block is collective, and ``close`` waits for nobody.
+* The backend must be torch's default, "CUDA": freeing an NVSHMEM block is collective, and ``close`` waits for nobody
+  (``memory.nvshmem``, for ranks on several nodes, never frees).
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -98,12 +100,14 @@ class TorchMemory(Blocks):
                 raise ArgumentError("device", "a CUDA device", device)
             machine = machine_id()
             block.append(_allocate(nbytes, device))
-            return {"nbytes": str(nbytes), "machine": machine, "device": _uuid(device)}
+            return {"nbytes": str(nbytes), "machine": machine, "device": device_uuid(device)}
 
         def accept(peers: list[dict[str, str]]) -> None:
             refuse_other_machines(peers)
             refuse_other_sizes(peers)
-            _refuse_unreachable([fields["device"] for fields in peers])
+            uuids = [fields["device"] for fields in peers]
+            refuse_shared_devices(uuids)
+            refuse_unreachable(uuids)
 
         if isinstance(group, Members):
             rank, world_size = group.rank, group.world_size
@@ -111,7 +115,7 @@ class TorchMemory(Blocks):
             rank, world_size = group.rank(), group.size()
         set_up(exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept)
         try:
-            with torch.cuda.device(device), _without_multicast():
+            with torch.cuda.device(device), without_multicast():
                 return cls(block[0], _rendezvous(block[0], group))
         except RuntimeError as error:
             raise UnsupportedError(f"torch could not share memory between the devices of the group: {error}") from error
@@ -127,7 +131,7 @@ class TorchMemory(Blocks):
         self._handle = None
 
 
-def _module() -> Any:
+def symmetric_memory_module() -> Any:
     """``torch.distributed._symmetric_memory``, or UnsupportedError where this torch was built without it."""
     try:
         return importlib.import_module("torch.distributed._symmetric_memory")
@@ -136,7 +140,7 @@ def _module() -> Any:
 
 
 def _rendezvous(block: Tensor, group: ProcessGroup | Members) -> Any:
-    module = _module()
+    module = symmetric_memory_module()
     if not isinstance(group, Members):
         return module.rendezvous(block, group)
     # What torch's own enable_symm_mem_for_group does with a group that it knows.
@@ -146,12 +150,15 @@ def _rendezvous(block: Tensor, group: ProcessGroup | Members) -> Any:
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:
     """[nbytes] uint8 zeros that can be shared, written before anybody else can map them."""
-    module = _module()
+    module = symmetric_memory_module()
     backend = module.get_backend(device)
     if backend != "CUDA":
-        raise UnsupportedError(f"torch's symmetric memory on {device} has backend {backend!r}; moelink needs 'CUDA'")
+        raise UnsupportedError(
+            f"torch's symmetric memory on {device} has backend {backend!r}; ranks of one node need 'CUDA' (a process "
+            "has one backend, and a communicator with ranks_per_node sets 'NVSHMEM'); use transport='collective'"
+        )
     try:
-        with torch.cuda.device(device), _without_multicast():
+        with torch.cuda.device(device), without_multicast():
             block: Tensor = module._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         block.zero_()
         torch.cuda.synchronize(device)
@@ -160,41 +167,47 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
     return block
 
 
-def _uuid(device: torch.device) -> str:
+def device_uuid(device: torch.device) -> str:
     """The device's own id: indices mean different devices in processes that see different sets of them."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _refuse_unreachable(uuids: Sequence[str]) -> None:
-    """Raise UnsupportedError naming two ranks that share a device, or whose devices cannot access each other.
+def refuse_shared_devices(uuids: Sequence[str]) -> None:
+    """Raise UnsupportedError naming two ranks that use the same device. ``uuids`` are the devices of the ranks."""
+    for b, uuid in enumerate(uuids):
+        a = uuids.index(uuid)
+        if a != b:
+            raise UnsupportedError(f"ranks {a} and {b} use the same device {uuid}; give each rank its own")
 
-    ``uuids`` are the ranks' devices. A pair that this process does not see (CUDA_VISIBLE_DEVICES) is left to torch.
+
+def refuse_unreachable(uuids: Sequence[str], first: int = 0) -> None:
+    """Raise UnsupportedError naming two ranks whose devices cannot access each other.
+
+    ``uuids`` are the devices of consecutive ranks from ``first`` on. A pair that this process does not see
+    (CUDA_VISIBLE_DEVICES) is left to torch.
     """
-    index = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
-    for a in range(len(uuids)):
-        for b in range(a + 1, len(uuids)):
-            if uuids[a] == uuids[b]:
-                raise UnsupportedError(f"ranks {a} and {b} use the same device {uuids[a]}; give each rank its own")
-            ours, theirs = index.get(uuids[a]), index.get(uuids[b])
-            if ours is None or theirs is None:
-                continue
-            for source, target in ((ours, theirs), (theirs, ours)):
-                if not torch.cuda.can_device_access_peer(source, target):
-                    raise UnsupportedError(
-                        f"the devices of ranks {a} and {b} cannot access each other's memory (no NVLink or PCIe peer "
-                        "access); use transport='collective'"
-                    )
+    index = {device_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    for a, b in itertools.combinations(range(len(uuids)), 2):
+        ours, theirs = index.get(uuids[a]), index.get(uuids[b])
+        if ours is None or theirs is None:
+            continue
+        for source, target in ((ours, theirs), (theirs, ours)):
+            if not torch.cuda.can_device_access_peer(source, target):
+                raise UnsupportedError(
+                    f"the devices of ranks {first + a} and {first + b} cannot access each other's memory (no NVLink or "
+                    "PCIe peer access); use transport='collective'"
+                )
 
 
 @contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Set torch's switch against NVLink multicast, and put back what was there."""
-    before = os.environ.get(_MULTICAST_OFF)
-    os.environ[_MULTICAST_OFF] = "1"
+def without_multicast(switch: str = _MULTICAST_OFF) -> Iterator[None]:
+    """Set a switch against NVLink multicast, an environment variable, and put back what was there."""
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_MULTICAST_OFF]
+            del os.environ[switch]
         else:
-            os.environ[_MULTICAST_OFF] = before
+            os.environ[switch] = before

@@ -13,7 +13,7 @@ from moelink.errors import UnsupportedError
 from moelink.group import World, add_data_group, gather_bytes
 from moelink.handshake import Agreement, agree
 from moelink.liveness import Beacon
-from moelink.memory import Members, PosixMemory, SymmetricMemory, TorchMemory, create_all
+from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all
 from moelink.transports.base import Transport
 from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import GroupWire
@@ -89,6 +89,10 @@ def _memory_of_group(config: EPConfig, device: torch.device, world: World, *, na
 
     if device.type == "cuda":
         group = world.group if world.group is not None else Members(world.rank, world.world_size, world.store, name)
+        if config.node_size < config.world_size:
+            return NvshmemMemory.create(
+                nbytes, device=device, group=group, ranks_per_node=config.node_size, exchange=exchange
+            )
         return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
     return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
 

@@ -16,7 +16,7 @@ def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines
     ``"auto"`` is symmetric on CUDA devices of one machine and collective everywhere else.
 
     Raises:
-        UnsupportedError: ``"symmetric"`` was asked for across machines without a network that reaches them.
+        UnsupportedError: ``"symmetric"`` was asked for across nodes without a network that reaches them.
     """
     nodes = config.world_size // config.node_size
     spread = machines > 1 or nodes > 1
@@ -30,6 +30,11 @@ def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines
             raise UnsupportedError(
                 f"transport='symmetric' on CPUs needs all {config.world_size} ranks on one machine, there are "
                 f"{machines}; use transport='collective'"
+            )
+        if nodes > 1 and devices[0].type == "cuda" and torch.version.hip:
+            raise UnsupportedError(
+                "transport='symmetric' between nodes needs NVSHMEM and CUDA, and this torch is for ROCm; leave out "
+                f"ranks_per_node={config.ranks_per_node}, or use transport='collective'"
             )
         if nodes > 1 and len(devices) > 1 and devices[0].type == "cuda":
             raise UnsupportedError(

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moelink.errors import UnsupportedError
 from moelink.memory import Courier, SymmetricMemory
+from moelink.memory.nvshmem import device_library, initialize_module
 from moelink.workspace import Workspace
 
 
@@ -17,7 +19,7 @@ class Network(Protocol):
     Attributes:
         table: what kernels get as ``table``: addresses of the blocks of this node's ranks, 0 for all others, and behind
             them what ``kernels.network.put`` needs.
-        options: compile options of the kernels.
+        options: compile options of the kernels, hashable.
     """
 
     table: Tensor
@@ -48,6 +50,21 @@ class CourierNetwork:
         self.courier.close()
 
 
+class NvshmemNetwork:
+    """NVSHMEM: its device functions are linked into the kernels, and put where they know the peer's block to be."""
+
+    def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
+        self.table = near_pointers(memory, workspace, rank)
+        self.options: dict[str, Any] = {"extern_libs": (("libnvshmem_device", device_library()),)}
+
+    def load(self, compiled: Any) -> None:
+        """Give the kernel's CUDA module NVSHMEM's state: where blocks are, and how they are reached."""
+        initialize_module(compiled.module)
+
+    def close(self) -> None:
+        """Nothing: what is under way ends by itself, in memory that stays."""
+
+
 def near_pointers(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Tensor:
     """[world_size] int64: addresses of the blocks of the ranks of ``rank``'s node, 0 for others."""
     node = torch.arange(workspace.world_size, device=memory.pointers.device) // workspace.node_size
@@ -55,7 +72,15 @@ def near_pointers(memory: SymmetricMemory, workspace: Workspace, rank: int) -> T
 
 
 def connect(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Network | None:
-    """The network of ``rank``, or None when all ranks are of one node."""
+    """The network of ``rank``, or None when all ranks are of one node.
+
+    Raises:
+        UnsupportedError: there is none for these devices.
+    """
     if workspace.far_ranks == 0:
         return None
-    return CourierNetwork(memory, workspace, rank)
+    if memory.local.device.type == "cpu":
+        return CourierNetwork(memory, workspace, rank)
+    if torch.version.hip:
+        raise UnsupportedError("transport='symmetric' between nodes needs NVSHMEM and CUDA; this torch is for ROCm")
+    return NvshmemNetwork(memory, workspace, rank)

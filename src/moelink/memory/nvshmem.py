@@ -1,0 +1,285 @@
+"""Symmetric memory of ranks on several nodes, one CUDA device each, by NVSHMEM: torch's backend of that name.
+
+Ranks of a node address one another's blocks; to the others NVSHMEM's device functions carry bytes
+(``kernels.network``). What is asked of ``torch.distributed._symmetric_memory`` here, and why:
+
+* NVSHMEM numbers the processes of the *job*: torch initialises it, once a process, with the default group's ranks. So
+  a communicator must be all of that group, in its order; then NVSHMEM's number of a process is its rank.
+* Allocation is collective over the job (``nvshmem_malloc``), and so is the release: torch 2.11 calls ``nvshmem_free``
+  when the last reference to the tensor goes, and every process waits there for all others. A rank that closes, is
+  collected or ends while a peer does not would wait for ever. So **a block is never released**: one reference to it is
+  given away on purpose, and its memory returns when the process ends. ``close`` waits for nobody, as everywhere.
+* One backend a process: "NVSHMEM" is set before the block is made, and communicators of one node (``torch_symm``)
+  cannot be made in that process afterwards.
+* NVSHMEM's own use of NVLink multicast is off while it starts, unless its variable says something already.
+
+NVSHMEM promises that data put before a signal is *visible* to who waits by its own functions, which on some platforms
+flush something first. Our kernels wait by themselves, so where ranks are on several machines each device has to
+consume what a network card writes in order without that (CUDA: GPUDirect RDMA writes ordering "owner" or better).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.memory.blocks import Blocks
+from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_sizes, set_up
+from moelink.memory.torch_symm import (
+    Members,
+    device_uuid,
+    refuse_shared_devices,
+    refuse_unreachable,
+    symmetric_memory_module,
+    without_multicast,
+)
+
+BACKEND = "NVSHMEM"
+_MULTICAST_OFF = "NVSHMEM_DISABLE_NVLS"
+_WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+_ORDERED_FOR_OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+_SCHEMA: Schema = {
+    "nbytes": NUMBER,
+    "machine": MACHINE,
+    "device": re.compile(r"[0-9a-zA-Z-]{1,64}"),
+    "ordering": NUMBER,
+}
+
+
+class NvshmemMemory(Blocks):
+    """Blocks on the CUDA devices of a job. ``pointers`` on this rank's device: addresses of the blocks of this rank's
+    node, 0 for all others, which NVSHMEM's device functions reach by the address in the own block."""
+
+    @classmethod
+    def create(
+        cls,
+        nbytes: int,
+        *,
+        device: torch.device,
+        group: ProcessGroup | Members,
+        ranks_per_node: int,
+        exchange: Exchange,
+    ) -> NvshmemMemory:
+        """Make this rank's block on ``device`` and map those of its node. Collective over ``group``.
+
+        What can fail is settled in two exchanges before anything is allocated, on all ranks alike; two more come after
+        it, so that no rank uses a block that another has not zeroed or could not map. In between NVSHMEM is initialised
+        and allocates, collectively and without a time limit of ours: a rank that dies just there keeps the others.
+
+        Args:
+            nbytes: bytes of each block, at least 1, the same on every rank.
+            device: this rank's CUDA device, another for each rank.
+            group: the whole default world of ``torch.distributed``, in rank order.
+            ranks_per_node: so many consecutive ranks are on one machine, and address each other's blocks.
+            exchange: bounded all-gather of byte strings over the same ranks, called two or four times.
+
+        Raises:
+            ArgumentError: ``nbytes`` is not positive, or ``device`` is no CUDA device.
+            ConfigMismatchError: ranks passed different ``nbytes``.
+            UnsupportedError: no NVSHMEM here, another backend is in use, other ranks than the whole world, too little
+                memory, ranks of a node on different machines or out of each other's reach; on all ranks, naming them.
+            ProtocolError: a peer's record is malformed.
+        """
+        if isinstance(group, Members):
+            rank, world_size = group.rank, group.world_size
+        else:
+            rank, world_size = group.rank(), group.size()
+        before: list[Any] = []
+
+        def prepare() -> dict[str, str]:
+            if nbytes < 1:
+                raise ArgumentError("nbytes", "at least 1", nbytes)
+            if device.type != "cuda":
+                raise ArgumentError("device", "a CUDA device", device)
+            _refuse_part_of_the_world(group)
+            _refuse_without_nvshmem()
+            device_library()
+            free = torch.cuda.mem_get_info(device)[0]
+            if nbytes > free:
+                raise UnsupportedError(f"no {nbytes} bytes of symmetric memory on {device}: {free} are free")
+            before.append(_set_backend(device))
+            fields = (nbytes, machine_id(), device_uuid(device), _writes_ordering(device))
+            return dict(zip(_SCHEMA, map(str, fields), strict=True))
+
+        try:
+            set_up(
+                exchange, kind="nvshmem", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare,
+                accept=lambda peers: _refuse_places(peers, ranks_per_node),
+            )  # fmt: skip
+        except BaseException:
+            if before and before[0] is not None:  # nothing was allocated yet
+                symmetric_memory_module().set_backend(before[0])
+            raise
+        made: list[tuple[Tensor, Any]] = []
+        failure = ""
+        try:
+            made.append(_allocate(nbytes, device, group))
+        except RuntimeError as error:
+            failure = str(error)
+
+        def view() -> dict[str, str]:
+            if not made:
+                raise UnsupportedError(f"NVSHMEM could not make a block of {nbytes} bytes on {device}: {failure}")
+            for peer, address in enumerate(made[0][1].buffer_ptrs):
+                if peer // ranks_per_node == rank // ranks_per_node and not address:
+                    raise UnsupportedError(
+                        f"NVSHMEM gives rank {rank} no address of the block of rank {peer}, of the same node "
+                        f"(ranks_per_node={ranks_per_node}; no peer access, or NVSHMEM_DISABLE_P2P is set); use "
+                        "transport='collective'"
+                    )
+            return {}
+
+        set_up(
+            exchange, kind="nvshmem-block", rank=rank, world_size=world_size, schema={}, prepare=view,
+            accept=lambda peers: None,
+        )  # fmt: skip
+        return cls(*made[0], rank=rank, ranks_per_node=ranks_per_node)
+
+    def __init__(self, local: Tensor, handle: Any, *, rank: int, ranks_per_node: int) -> None:
+        """Wrap a block and its rendezvous handle; :meth:`create` is what makes them."""
+        node = rank // ranks_per_node
+        blocks: list[Tensor | None] = [
+            handle.get_buffer(peer, (local.numel(),), torch.uint8) if peer // ranks_per_node == node else None
+            for peer in range(handle.world_size)
+        ]
+        blocks[rank] = local
+        super().__init__(rank, blocks)
+        self._handle: Any = handle
+
+    def close(self) -> None:
+        """Let go of all blocks; waits for this device's kernels, for no peer. Safe to call twice.
+
+        The memory stays allocated until the process ends: its release would be collective (see the top of this file).
+        Puts that are still under way to this rank do no harm.
+        """
+        if self._handle is not None:
+            torch.cuda.synchronize(self.local.device)
+        super().close()
+        self._handle = None
+
+
+def device_library() -> str:
+    """Path of NVSHMEM's device functions, ``libnvshmem_device.bc``, as torch finds it.
+
+    Raises:
+        UnsupportedError: it is not installed where torch looks for it, or this torch has no search for it.
+    """
+    advice = (
+        "; install nvidia-nvshmem-cu12 (or -cu13), the version that this torch names, or set NVSHMEM_LIB_DIR to the "
+        "folder with libnvshmem_device.bc; or use transport='collective'"
+    )
+    try:
+        module = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
+        return str(module.NvshmemLibFinder.find_device_library())
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(f"this torch does not know NVSHMEM's device library ({error}){advice}") from error
+    except RuntimeError as error:
+        raise UnsupportedError(f"{error}{advice}") from error
+
+
+def initialize_module(module: int) -> None:
+    """Make NVSHMEM known to a CUDA module, given by its handle, that holds its device functions. Before any launch."""
+    importlib.import_module("torch._C._distributed_c10d")._nvshmemx_cumodule_init(module)
+
+
+def _refuse_part_of_the_world(group: ProcessGroup | Members) -> None:
+    """Raise UnsupportedError unless the ranks of ``group`` are all ranks of the default world, in its order."""
+    if isinstance(group, Members):
+        raise UnsupportedError(
+            "NVSHMEM numbers the processes of the whole job, so survivors of one cannot go on between nodes; start the "
+            "job again, or make a communicator with transport='collective'"
+        )
+    ranks, size = dist.get_process_group_ranks(group), dist.get_world_size()
+    if ranks != list(range(size)):
+        raise UnsupportedError(
+            "transport='symmetric' between nodes needs all ranks of the default group in their order, as NVSHMEM "
+            f"numbers the processes of the whole job; got ranks {ranks} of {size}; use transport='collective'"
+        )
+
+
+def _refuse_without_nvshmem() -> None:
+    if torch.version.hip:
+        raise UnsupportedError("transport='symmetric' between nodes needs NVSHMEM and CUDA; this torch is for ROCm")
+    if not symmetric_memory_module().is_nvshmem_available():
+        raise UnsupportedError(
+            "this torch has no NVSHMEM, or cannot load it (CUDA builds from 2.10 on bring nvidia-nvshmem); use "
+            "transport='collective'"
+        )
+
+
+def _set_backend(device: torch.device) -> Any:
+    """Choose NVSHMEM for this process; what it was before, None if it was NVSHMEM already."""
+    module = symmetric_memory_module()
+    backend = module.get_backend(device)
+    if backend == BACKEND:
+        return None
+    try:
+        module.set_backend(BACKEND)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"torch's symmetric memory is in use here with backend {backend!r}, and a process has one; make the "
+            f"communicator with ranks_per_node first and no other of one node, or use transport='collective' ({error})"
+        ) from error
+    return backend or "CUDA"
+
+
+def _writes_ordering(device: torch.device) -> int:
+    """CUDA's word for how ``device`` sees what network cards write to it: 0 out of order, 100 in order, 200 others
+    too."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    handle, value = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise UnsupportedError(f"the CUDA driver's library cannot be loaded: {error}") from error
+    failed = driver.cuDeviceGet(ctypes.byref(handle), index)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), _WRITES_ORDERING, handle)
+    return 0 if failed else value.value
+
+
+def _refuse_places(peers: list[dict[str, str]], size: int) -> None:
+    """Raise unless all ranks ask for the same, and the ``size`` ranks of each node are where they reach each other."""
+    refuse_other_sizes(peers)
+    machines, uuids = ([fields[name] for fields in peers] for name in ("machine", "device"))
+    refuse_shared_devices(uuids)
+    for first in range(0, len(peers), size):
+        for rank in range(first, first + size):
+            if machines[rank] != machines[first]:
+                raise UnsupportedError(
+                    f"ranks {first} and {rank} are on different machines, but ranks_per_node={size} puts them on one "
+                    "node; number ranks node by node, or use transport='collective'"
+                )
+        refuse_unreachable(uuids[first : first + size], first)
+    for rank, fields in enumerate(peers):
+        if len(set(machines)) > 1 and int(fields["ordering"]) < _ORDERED_FOR_OWNER:
+            raise UnsupportedError(
+                f"the device of rank {rank} may see a network's signal before the data ahead of it (CUDA's GPUDirect "
+                f"RDMA writes ordering is {fields['ordering']}); use transport='collective'"
+            )
+
+
+def _allocate(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
+    """[nbytes] uint8 zeros for the life of the process, and the handle of the rendezvous. Collective over the job."""
+    module = symmetric_memory_module()
+    quiet = nullcontext() if _MULTICAST_OFF in os.environ else without_multicast(_MULTICAST_OFF)
+    with torch.cuda.device(device), quiet:
+        block: Tensor = module._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        _keep(block)
+        block.zero_()
+        torch.cuda.synchronize(device)
+        return block, module.rendezvous(block, group)
+
+
+def _keep(block: Tensor) -> None:
+    """Never release ``block``, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
