@@ -20,7 +20,7 @@ from aot import MEMORY, compile_kernel, unguarded
 from moelink.errors import UnsupportedError
 from moelink.kernels import combine, dispatch
 from moelink.kernels.spec import combine_spec, dispatch_spec
-from moelink.transports.symmetric.network import NvshmemNetwork
+from moelink.memory.network import NvshmemNetwork
 from moelink.workspace import Workspace
 
 WORLD, NODE = 8, 4

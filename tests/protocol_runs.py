@@ -12,9 +12,9 @@ import torch
 from cases import Case, Result, Setup, check_case, check_rows, unpack
 from interleaving import Scheduler
 from moelink import reference
-from moelink.memory import Courier, create_all
+from moelink.memory import Courier, create_all, network
 from moelink.protocol import COMBINE_RECEIVED, COMBINE_SENT, COUNTS_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
-from moelink.transports.symmetric import SymmetricTransport, network
+from moelink.transports.symmetric import SymmetricTransport
 from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, poison_memory
 

@@ -43,6 +43,29 @@ def test_split_launchers_equal_the_oracle(case: Case) -> None:
         run(eps, dataclasses.replace(case, seed=seed))
 
 
+NODES = [
+    Case(setup("bf16"), "skewed", weights="combine"),
+    Case(setup("fp8_block128", pre_reduce=True), "holes", weights="dispatch"),
+    Case(setup("nvfp4"), "holes", weights="none", reduce=False),
+]
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("case", NODES, ids=lambda case: case.id)
+@pytest.mark.parametrize("n_nodes, n_gpus_per_node", [(3, 1), (2, 2)])
+def test_split_launchers_across_nodes_equal_the_oracle(case: Case, n_nodes: int, n_gpus_per_node: int) -> None:
+    eps = ranks_of(params_of(case.setup, 1, n_nodes=n_nodes, n_gpus_per_node=n_gpus_per_node))
+    for seed in range(2):
+        run(eps, dataclasses.replace(case, seed=seed))
+    for rank, ep in enumerate(eps):
+        near = [peer // n_gpus_per_node == rank // n_gpus_per_node for peer in range(len(eps))]
+        addresses = ep.pointers[:, :, : len(eps)]
+        assert torch.equal(addresses != 0, torch.tensor(near).expand_as(addresses))
+        assert torch.equal(ep.dev_ptrs, addresses[:, :, rank])
+    for ep in eps:
+        ep.close()
+
+
 @CPU_ONLY
 @pytest.mark.parametrize("fmt", ("bf16", "fp8_block128", "nvfp4"))
 def test_fused_launchers_equal_the_oracle(fmt: str) -> None:
@@ -221,10 +244,10 @@ def test_parameters_are_checked() -> None:
         dataclasses.replace(good, allreduce_world_size=2)
     with pytest.raises(ConfigError, match="n_gpus_per_node"):
         dataclasses.replace(good, n_gpus_per_node=0)
-    with pytest.raises(UnsupportedError, match="n_nodes=2"):
-        dataclasses.replace(good, n_nodes=2)
-    with pytest.raises(UnsupportedError, match="use_shmem=True"):
-        dataclasses.replace(good, use_shmem=True)
+    with pytest.raises(UnsupportedError, match="n_nodes=2, use_shmem=False"):
+        dataclasses.replace(good, n_nodes=2, use_shmem=False)
+    assert dataclasses.replace(good, n_nodes=2).nbytes > dataclasses.replace(good, n_gpus_per_node=4).nbytes
+    assert dataclasses.replace(good, use_shmem=True).nbytes == good.nbytes
 
 
 @CPU_ONLY

@@ -30,8 +30,7 @@ def test_launch_facts() -> None:
     assert dataclasses.replace(kernel, warp_size=64).n_warps == 4
     with pytest.raises(UnsupportedError, match="p2p_world_size=4"):
         dataclasses.replace(kernel, p2p_world_size=4)
-    with pytest.raises(UnsupportedError, match="use_shmem=True"):
-        dataclasses.replace(kernel, use_shmem=True)
+    assert dataclasses.replace(kernel, p2p_world_size=2, use_shmem=True).far_ranks == 6
 
 
 def test_layouts_in_worked_numbers() -> None:
@@ -45,7 +44,13 @@ def test_layouts_in_worked_numbers() -> None:
     assert dispatch.recv_count_layout(1, 0) == 384
     with pytest.raises(UnsupportedError, match="no send buffer"):
         dispatch.send_buf_layout(0)
+    across = dataclasses.replace(dispatch, p2p_world_size=2, use_shmem=True)
+    assert across.send_buf_layout(2, far=1) == 130 * 7552
+    assert (
+        dataclasses.replace(combine, msg_bytes=14400, p2p_world_size=2, use_shmem=True).send_buf_layout(3) == 3 * 14464
+    )
     for call in (
+        lambda: across.send_buf_layout(0, far=6),
         lambda: combine.recv_buf_layout(128, 0),
         lambda: combine.recv_buf_layout(0, 8),
         lambda: combine.recv_count_layout(8, 0),

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 import moelink
 from moelink.errors import ArgumentError, ClosedError, ConfigMismatchError, UnsupportedError
-from moelink.memory import Members, NvshmemMemory, nvshmem, torch_symm
+from moelink.memory import Members, NvshmemMemory, network, nvshmem, torch_symm
 from moelink.transports.select import choose_transport
-from moelink.transports.symmetric import network
 from moelink.workspace import Workspace
 
 WORLD, NODE, NBYTES = 4, 2, 1000

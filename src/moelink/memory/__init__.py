@@ -7,14 +7,15 @@
 :class:`NvshmemMemory`      the same on several nodes: only blocks of a rank's own node are addressed
 ==========================  =====================================================================
 
-Between nodes a network carries bytes from block to block: NVSHMEM, or :class:`Courier` where nodes are processes of a
-machine.
+Between nodes a :class:`Network` (made by :func:`connect`) carries bytes from block to block: NVSHMEM, or a
+:class:`Courier` where nodes are processes of a machine.
 
 ``memory.bounds`` (imported by nobody unless ``MOELINK_DEBUG=1``) checks the accesses of interpreted kernels.
 """
 
 from moelink.memory.base import SymmetricMemory
 from moelink.memory.courier import Courier
+from moelink.memory.network import Network, connect
 from moelink.memory.nvshmem import NvshmemMemory
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
@@ -26,10 +27,12 @@ __all__ = [
     "Courier",
     "Exchange",
     "Members",
+    "Network",
     "NvshmemMemory",
     "PosixMemory",
     "SingleProcessMemory",
     "SymmetricMemory",
     "TorchMemory",
+    "connect",
     "create_all",
 ]

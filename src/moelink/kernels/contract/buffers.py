@@ -12,7 +12,7 @@ from moelink.errors import ArgumentError, PeerAbortedError, PeerTimeoutError, Un
 from moelink.kernels.contract.layouts import EPCombineKernel, EPDispatchKernel, combine_kernel, dispatch_kernel
 from moelink.kernels.contract.params import EPParams
 from moelink.kernels.spec import clock_ticks, is_interpreted
-from moelink.memory import SymmetricMemory
+from moelink.memory import Network, SymmetricMemory, connect
 from moelink.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
 from moelink.routing import ExpertMap
 from moelink.workspace import Workspace
@@ -27,14 +27,25 @@ REGIONS = (("messages", "counts"), ("rows", "combine_flag"))
 """Regions that (recv, recv_count) of each group are."""
 
 
+STAGED = ("staged_messages", "staged_rows")
+"""Regions that send of each group is, across nodes."""
+
+
 def pointer_table(workspace: Workspace, blocks: Tensor) -> Tensor:
-    """[2 groups, 3 buffers, W] int64 addresses in the blocks at ``blocks`` [W]; 0 for send, which does not exist.
+    """[2 groups, 3 buffers, n] int64 addresses in the blocks at ``blocks`` [n]: W of them, 0 for those of other nodes,
+    and what else a network's table holds (:class:`~moelink.memory.network.Network`), which stays as it is.
+
+    send is 0 inside a node, where it does not exist.
 
     Example: a block at 4096 whose messages start at byte 1024 has recv of group 0 at 5120.
     """
-    regions = workspace.regions
-    rows = [[torch.zeros_like(blocks), *(blocks + regions[name].offset for name in group)] for group in REGIONS]
-    return torch.stack([torch.stack(row) for row in rows])
+    regions, there = workspace.regions, blocks != 0
+    there[workspace.world_size :] = False
+    tables = []
+    for staged, names in zip(STAGED, REGIONS, strict=True):
+        send = [torch.zeros_like(blocks) if not workspace.far_ranks else blocks + there * regions[staged].offset]
+        tables.append(torch.stack(send + [blocks + there * regions[name].offset for name in names]))
+    return torch.stack(tables)
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,9 @@ class EPBuffers:
         params: the parameters.
         my_rank: this rank.
         dev_ptrs: [2, 3] int64 on the host: this rank's own buffers, [dispatch, combine] x [send, recv, recv_count];
-            0 for the send buffers.
-        pointers: [2, 3, W] int64 on the device: the same of every rank, addresses valid on this device.
+            0 for the send buffers inside a node.
+        pointers: [2, 3, W] int64 on the device: the same of every rank, addresses valid on this device; 0 for ranks of
+            other nodes. Across nodes there may be more columns, for the network.
         atomic_counters: the counters of group 0 and of group 1, [16] int64 on the device. Both are one block, whose
             words ``moelink.protocol`` names: calls made, programs arrived, ids refused, rows dropped, bytes moved.
         record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
@@ -56,6 +68,7 @@ class EPBuffers:
         config: the parameters under this package's names.
         workspace: regions of a block.
         starts: first byte of each group's recv buffer in a block.
+        network: what carries rows to other nodes, or None inside a node; :meth:`close` ends it.
     """
 
     params: EPParams
@@ -70,6 +83,12 @@ class EPBuffers:
     config: EPConfig = field(repr=False)
     workspace: Workspace = field(repr=False)
     starts: tuple[int, int] = field(repr=False)
+    network: Network | None = field(repr=False)
+
+    def close(self) -> None:
+        """Carry to its end what is under way between nodes; before the blocks are closed. Safe to call twice."""
+        if self.network is not None:
+            self.network.close()
 
     @property
     def device(self) -> torch.device:
@@ -139,7 +158,8 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
 
     Raises:
         ArgumentError: the blocks are too few or too small, or there is no such rank.
-        UnsupportedError: a peer's block cannot be addressed from here, or the device is a CPU and kernels are compiled.
+        UnsupportedError: the block of a peer of this node cannot be addressed from here, the device is a CPU and
+            kernels are compiled, or there is no network for these devices.
 
     Example: two ranks in one process (``TRITON_INTERPRET=1`` on CPUs):
 
@@ -164,15 +184,17 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         raise UnsupportedError(
             "on a CPU kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before importing it"
         )
+    workspace = params.workspace
     blocks = memory.pointers[memory.rank : memory.rank + 1] if params.skip_a2a else memory.pointers
+    size = workspace.node_size
     for peer, address in enumerate(blocks.tolist()):
-        if address == 0:
+        if address == 0 and (params.skip_a2a or peer // size == rank // size):
             raise UnsupportedError(
                 f"rank {rank} cannot address the memory of rank {peer}: P2P is not supported between their devices; "
                 "use moelink.init(transport='collective')"
             )
-    workspace = params.workspace
-    pointers = pointer_table(workspace, blocks)
+    network = connect(memory, workspace, rank)
+    pointers = pointer_table(workspace, blocks if network is None else network.table)
     control = workspace.regions["control"].view(memory.local)
     n_sms = params.n_sms
     if n_sms is None:
@@ -190,4 +212,5 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         config=params.config(rank),
         workspace=workspace,
         starts=(workspace.regions[REGIONS[DISPATCH][0]].offset, workspace.regions[REGIONS[COMBINE][0]].offset),
+        network=network,
     )

@@ -39,9 +39,15 @@ def launch(
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on the current stream of ep's device."""
+    given = (pointers[RECV], ep.record, atomic_counters, *args)
     if ep.device.type == "cpu":
-        kernel[(programs,)](pointers[RECV], ep.record, atomic_counters, *args, **options)
+        kernel[(programs,)](*given, **options)
         return
     with torch.cuda.device(ep.device):
         settle_cache_key(kernel)
-        kernel[(programs,)](pointers[RECV], ep.record, atomic_counters, *args, num_warps=NUM_WARPS, **options)
+        if ep.network is not None:
+            options = {**options, **ep.network.options}
+            compiled = kernel.warmup(*given, grid=(programs,), num_warps=NUM_WARPS, **options)
+            compiled._init_handles()
+            ep.network.load(compiled)
+        kernel[(programs,)](*given, num_warps=NUM_WARPS, **options)

@@ -53,7 +53,7 @@ class _LaunchFacts:
         top_k, n_experts, n_ranks, max_tokens_per_rank: as in :class:`EPParams`.
         msg_bytes: bytes of a message (dispatch), of a row (combine).
         p2p_world_size: ranks that address each other's memory.
-        use_shmem: puts to ranks outside; must be False.
+        use_shmem: puts to the ranks outside, which there must be for them.
         fused_shared_expert, skip_a2a: as in :class:`EPParams`.
         warp_size: threads of a warp.
     """
@@ -72,11 +72,16 @@ class _LaunchFacts:
     warp_size: int = 32
 
     def __post_init__(self) -> None:
-        if self.use_shmem or (not self.skip_a2a and self.p2p_world_size < self.n_ranks):
+        if not self.use_shmem and self.far_ranks:
             raise UnsupportedError(
-                f"p2p_world_size={self.p2p_world_size}, use_shmem={self.use_shmem}: all {self.n_ranks} ranks must "
+                f"p2p_world_size={self.p2p_world_size}, use_shmem=False: without puts all {self.n_ranks} ranks must "
                 "address each other's memory"
             )
+
+    @property
+    def far_ranks(self) -> int:
+        """Ranks whose memory is reached by puts."""
+        return 0 if self.skip_a2a else self.n_ranks - self.p2p_world_size
 
     @property
     def n_local_experts(self) -> int:
@@ -116,9 +121,15 @@ class _LaunchFacts:
 class EPDispatchKernel(_LaunchFacts):
     """Layout and launch facts of dispatch: the sibling of :class:`EPCombineKernel`."""
 
-    def send_buf_layout(self, token: int) -> int:
-        """Raises: there is no send buffer. A row is stored from registers into every destination's messages."""
-        raise UnsupportedError("dispatch has no send buffer inside a node; its pointer is 0")
+    def send_buf_layout(self, slot: int, far: int = 0) -> int:
+        """Message ``slot`` for the ``far``-th rank of another node (counted from the next node on, around).
+
+        Raises UnsupportedError inside a node: a row is stored from registers into every destination's messages there.
+        """
+        if not self.far_ranks:
+            raise UnsupportedError("dispatch has no send buffer inside a node; its pointer is 0")
+        at = _inside("far", far, self.far_ranks) * self._tokens + _inside("slot", slot, self._tokens)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_buf_layout(self, source: int, slot: int) -> int:
         """Message ``slot`` of rank ``source``. 7552-byte messages, 128 tokens: (1, 2) is at 130 * 7552 = 981760."""
@@ -146,10 +157,12 @@ class EPCombineKernel(_LaunchFacts):
     pre_reduce: bool = False
 
     def send_buf_layout(self, row: int) -> int:
-        """Row ``row`` of the expert outputs, which are sent from where they are."""
+        """Row ``row`` of the expert outputs, which are sent from where they are; across nodes its copy that is put.
+        With ``pre_reduce`` that holds sums instead, and ``row`` is far * max_tokens_per_rank + slot of the message, far
+        as in :meth:`EPDispatchKernel.send_buf_layout`."""
         if row < 0:
             raise ArgumentError("row", "at least 0", row)
-        return row * self.msg_bytes
+        return row * (align_up(self.msg_bytes, REGION_ALIGNMENT) if self.far_ranks else self.msg_bytes)
 
     def recv_buf_layout(self, token: int, copy: int) -> int:
         """The row of ``token`` in slot ``copy`` (with pre_reduce: formed by rank ``copy``).
@@ -174,6 +187,7 @@ def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
         num_threads=NUM_WARPS * warp_size, n_sms=n_sms, top_k=params.top_k, n_experts=params.n_experts,
         n_ranks=params.n_ranks, max_tokens_per_rank=params.max_token_per_rank,
         p2p_world_size=1 if params.skip_a2a else params.n_gpus_per_node,
+        use_shmem=params.use_shmem is not False and params.n_nodes > 1 and not params.skip_a2a,
         fused_shared_expert=params.fused_shared_expert, skip_a2a=params.skip_a2a, warp_size=warp_size,
     )  # fmt: skip
 

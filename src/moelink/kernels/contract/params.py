@@ -33,12 +33,12 @@ class EPParams:
         n_experts: routed experts over all ranks, with ``skip_a2a`` too; at least 1, not necessarily a multiple of
             the ranks.
         max_token_per_rank: most tokens that one rank dispatches.
-        n_gpus_per_node, n_nodes: ranks are their product. Without ``skip_a2a`` all of them must be on one node.
+        n_gpus_per_node, n_nodes: ranks are their product, numbered node by node.
         combine_dtype: of expert outputs, of rows on the way home, and of the result.
         fused_shared_expert: group 0 of the output is the rank's own tokens.
         skip_a2a: activations are replicated; each rank keeps the rows of its own experts, and nothing travels.
         allreduce_world_size: with ``skip_a2a``, the ranks among which experts and shared rows are divided.
-        use_shmem: puts between nodes. None means where they are needed; kernels that issue them do not exist yet.
+        use_shmem: puts to ranks of other nodes. None means where there are any; False is refused where there are.
         pre_reduce: sum a token's rows on the expert's rank before they travel. False is what the contract does.
         expert_alignment: group sizes are rounded up to a multiple of it.
         n_sms: multiprocessors that a launch is cut for, or None for all of the device (2 on a CPU).
@@ -72,10 +72,10 @@ class EPParams:
                 raise ConfigError(name, "an integer >= 1", value)
         if self.allreduce_world_size > 1 and not self.skip_a2a:
             raise ConfigError("allreduce_world_size", "1 without skip_a2a", self.allreduce_world_size)
-        if self.use_shmem or (self.n_nodes > 1 and not self.skip_a2a):
+        if self.use_shmem is False and self.n_nodes > 1 and not self.skip_a2a:
             raise UnsupportedError(
-                f"n_nodes={self.n_nodes}, use_shmem={self.use_shmem}: these launchers reach ranks of one node only; "
-                "use moelink.init(transport='collective') across nodes"
+                f"n_nodes={self.n_nodes}, use_shmem=False: ranks of another node are reached by puts only; leave "
+                "use_shmem out, or use moelink.init(transport='collective')"
             )
         self.config(0)
 
@@ -113,6 +113,7 @@ class EPParams:
             fused_shared_expert=self.fused_shared_expert,
             mode="allreduce" if self.skip_a2a else "alltoall",
             transport="symmetric",
+            ranks_per_node=self.n_gpus_per_node if self.n_nodes > 1 and not self.skip_a2a else None,
             num_sms=self.n_sms,
             timeout=self.timeout,
             world_size=self.n_ranks,

@@ -138,8 +138,8 @@ def check_tensor(ep: EPBuffers, name: str, value: object, shape: tuple[int, ...]
 
 
 def check_pointers(ep: EPBuffers, name: str, pointers: Tensor) -> None:
-    """Raise ArgumentError unless ``pointers`` is a [3, W] table of one group."""
-    check_tensor(ep, name, pointers, (3, ep.workspace.world_size), torch.int64)
+    """Raise ArgumentError unless ``pointers`` is a [3, n] table of one group, as ``ep_init`` returned."""
+    check_tensor(ep, name, pointers, tuple(ep.pointers.shape[1:]), torch.int64)
 
 
 def check_counters(ep: EPBuffers, atomic_counters: Tensor) -> None:

@@ -16,11 +16,10 @@ from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.cut import multiprocessors
 from moelink.kernels.spec import clock_ticks
 from moelink.liveness import Failure
-from moelink.memory import SymmetricMemory
+from moelink.memory import SymmetricMemory, connect
 from moelink.protocol import ABORT_RECORD, CODE_OPTIONS, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
-from moelink.transports.symmetric.network import connect
 from moelink.watch import Watch
 from moelink.workspace import Workspace
 

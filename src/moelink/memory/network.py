@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moelink.errors import UnsupportedError
-from moelink.memory import Courier, SymmetricMemory
+from moelink.memory.base import SymmetricMemory
+from moelink.memory.courier import Courier
 from moelink.memory.nvshmem import device_library, initialize_module
 from moelink.workspace import Workspace
 
@@ -26,7 +27,7 @@ class Network(Protocol):
     options: dict[str, Any]
 
     def load(self, compiled: Any) -> None:
-        """Prepare a kernel that has just been loaded onto the device."""
+        """Prepare a kernel that has been loaded onto the device. For one that is prepared nothing happens."""
 
     def close(self) -> None:
         """End what is under way. Safe to call twice."""
@@ -56,10 +57,13 @@ class NvshmemNetwork:
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
         self.table = near_pointers(memory, workspace, rank)
         self.options: dict[str, Any] = {"extern_libs": (("libnvshmem_device", device_library()),)}
+        self._loaded: set[Any] = set()
 
     def load(self, compiled: Any) -> None:
         """Give the kernel's CUDA module NVSHMEM's state: where blocks are, and how they are reached."""
-        initialize_module(compiled.module)
+        if compiled.module not in self._loaded:
+            initialize_module(compiled.module)
+            self._loaded.add(compiled.module)
 
     def close(self) -> None:
         """Nothing: what is under way ends by itself, in memory that stays."""
