@@ -31,7 +31,8 @@ def prepare(rank: int, kind: str = "cuda") -> torch.device:
         dist.init_process_group("gloo")
         return torch.device("cpu")
     torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=None)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=None)
     return torch.device("cuda", rank)
 
 
@@ -51,8 +52,10 @@ def compile_setup(
     input_dtype: torch.dtype | None = None,
     id_dtype: torch.dtype = torch.int32,
     parts: tuple[str, ...] = ("dispatch", "combine"),
+    split: bool = False,
 ) -> None:
     """Compile the fused kernels of one setup; nothing is launched. ``weights``: the call they are given to, or "none".
+    ``split``: the two halves of each, too.
 
     They depend on dtypes and on what is given, not on the rank, the capacity or the number of tokens.
     """
@@ -66,6 +69,8 @@ def compile_setup(
     config = moelink.EPConfig(**{**fields, "capacity": 1}, world_size=world_size)
     memory = create_all([device] * (1 if config.mode == "allreduce" else world_size), 1 << 20)
     place = Rank(config, memory[0], Workspace(config))
+    if place.network is not None:
+        place.network.load = lambda compiled: None  # what carries puts is started with the first communicator
     kinds = {"fp32": torch.float32, "fp64": torch.float64}
     x_dtype = input_dtype or kinds.get(config.dispatch_format, torch.bfloat16)
     x = torch.zeros(1, config.hidden_size, dtype=x_dtype, device=device)
@@ -79,6 +84,11 @@ def compile_setup(
             dispatch.send_and_receive()
         if "combine" in parts:
             combine.send_and_receive(combine.passes[0])
+        if split:
+            dispatch.send()
+            dispatch.receive()
+            combine.send(combine.passes[0])
+            combine.receive(combine.passes[0])
     place.close()
 
 
@@ -109,16 +119,20 @@ def real_fields(index: int) -> dict[str, Any]:
     return {**sizes, "dispatch_format": fmt, "timeout": 100.0, **options}
 
 
-def equals_collective(rank: int, world_size: int) -> list[str]:
-    """Dispatch and combine at real sizes on both transports, bit for bit; uneven and zero token counts."""
+def equals_collective(
+    rank: int, world_size: int, indices: tuple[int, ...] = tuple(range(len(REAL_SIZES))), more: dict | None = None
+) -> list[str]:
+    """Dispatch and combine at real sizes on both transports, bit for bit; uneven and zero token counts. ``more``: other
+    arguments of ``init`` for the symmetric one."""
     prepare(rank)
-    done = []
-    compile_share(rank, world_size, [real_fields(index) for index in range(len(REAL_SIZES))])
-    for index, (hidden, topk, experts, most, fmt, options) in enumerate(REAL_SIZES):
+    done, more = [], more or {}
+    compile_share(rank, world_size, [real_fields(index) | more for index in indices])
+    for index in indices:
+        hidden, topk, experts, most, fmt, options = REAL_SIZES[index]
         fields = real_fields(index)
         replicated = options.get("mode") == "allreduce"
         with (
-            moelink.init(**fields, transport="symmetric") as one,
+            moelink.init(**fields, transport="symmetric", **more) as one,
             moelink.init(**fields, transport="collective") as two,
         ):
             for seed, share in ((1, 1.0), (2, 0.5), (3, 0.0), (4, 1.0)):
@@ -171,7 +185,7 @@ def block_mask(recv: moelink.DispatchOutput, blocks: int) -> torch.Tensor:
     return used.to(recv.scales.device)
 
 
-def many_calls(rank: int, world_size: int, calls: int) -> tuple[int, float]:
+def many_calls(rank: int, world_size: int, calls: int, more: dict | None = None) -> tuple[int, float]:
     """``calls`` dispatches, each combined, with changing routing and counts; every result is checked on the device.
 
     Experts are the identity and router weights sum to one per token, so combine returns the tokens themselves.
@@ -188,6 +202,7 @@ def many_calls(rank: int, world_size: int, calls: int) -> tuple[int, float]:
         max_tokens_per_rank=most,
         transport="symmetric",
         timeout=100.0,
+        **(more or {}),
     ) as ep:
         x = torch.randint(-8, 9, (most, hidden), device="cuda", generator=generator).to(torch.bfloat16)
         weights = torch.tensor([[0.5, 0.25, 0.125, 0.125]], device="cuda").expand(most, topk).contiguous()
@@ -206,14 +221,14 @@ def many_calls(rank: int, world_size: int, calls: int) -> tuple[int, float]:
     return int(wrong), time.monotonic() - start
 
 
-def graphs(rank: int, world_size: int) -> dict[str, bool]:
+def graphs(rank: int, world_size: int, more: dict | None = None) -> dict[str, bool]:
     """A captured pair replayed with other inputs; ranks replay graphs of different sizes, mixed with eager calls."""
     prepare(rank)
     most, hidden, experts, topk = 64, 512, 8 * world_size, 4
     results = {}
     with moelink.init(
         num_experts=experts, topk=topk, hidden_size=hidden, max_tokens_per_rank=most, dispatch_format="bf16",
-        transport="symmetric", timeout=100.0,
+        transport="symmetric", timeout=100.0, **(more or {}),
     ) as ep:  # fmt: skip
         captured = {}
         for size in (8, 64):
@@ -252,14 +267,17 @@ def graphs(rank: int, world_size: int) -> dict[str, bool]:
     return results
 
 
-def absent_rank(rank: int, world_size: int) -> dict[str, Any]:
+def absent_rank(rank: int, world_size: int, more: dict | None = None) -> dict[str, Any]:
     """Rank 1 never makes the second call: the others learn it in time, and later calls and replays return at once."""
     prepare(rank)
     timeout = 3.0
     x, ids, weights = inputs(rank, seed=1, tokens=8, hidden=256, experts=16, topk=2)
     ep = moelink.init(
-        num_experts=16, topk=2, hidden_size=256, max_tokens_per_rank=8, transport="symmetric", timeout=timeout
-    )
+        num_experts=16, topk=2, hidden_size=256, max_tokens_per_rank=8, transport="symmetric", timeout=timeout,
+        **(more or {}),
+    )  # fmt: skip
+    ep.warmup()
+    dist.barrier()
     for _ in range(2):
         recv = ep.dispatch(x, ids, weights)
         ep.combine(recv.tokens, recv)

@@ -5,6 +5,7 @@ Ranks are threads; torch's module, which a CPU build has only half of, is played
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -228,10 +229,10 @@ def test_no_device_library(job, monkeypatch):
     monkeypatch.undo()
     finder = SimpleNamespace(find_device_library=raiser(RuntimeError("NVSHMEM device library not found. Searched: []")))
     name = "torch.distributed._symmetric_memory._nvshmem_triton"
-    monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(NvshmemLibFinder=finder))
-    with pytest.raises(UnsupportedError, match=r"not found. Searched: \[\]; install nvidia-nvshmem-cu12 \(or -cu13\)"):
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(NvshmemLibFinder=finder))
+    with pytest.raises(UnsupportedError, match=r"not found. Searched: \[\]; install nvidia-nvshmem-cu13 \(or -cu12\)"):
         nvshmem.device_library()
-    monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     with pytest.raises(UnsupportedError, match="does not know NVSHMEM's device library"):
         nvshmem.device_library()
 

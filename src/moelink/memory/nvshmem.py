@@ -175,7 +175,7 @@ def device_library() -> str:
         UnsupportedError: it is not installed where torch looks for it, or this torch has no search for it.
     """
     advice = (
-        "; install nvidia-nvshmem-cu12 (or -cu13), the version that this torch names, or set NVSHMEM_LIB_DIR to the "
+        "; install nvidia-nvshmem-cu13 (or -cu12), the version that this torch names, or set NVSHMEM_LIB_DIR to the "
         "folder with libnvshmem_device.bc; or use transport='collective'"
     )
     try:
