@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels import routes, signals, tagged
+from moelink.kernels import network, routes, signals, swallow, tagged
 from moelink.kernels.cut import Cut
 from moelink.kernels.numeric import round_bf16
-from moelink.kernels.spec import host_clock
+from moelink.kernels.spec import dispatch_spec, host_clock
+from moelink.memory import connect, create_all
+from moelink.protocol import CODE_TIMEOUT, PHASE_DISPATCH
 from moelink.routing import ExpertMap
 from moelink.transports.base import DispatchRequest
 from moelink.workspace import Workspace
@@ -48,6 +50,47 @@ def test_wait_is_bounded_and_ends_at_poison():
     begin = time.monotonic()
     assert wait([4, 7, 3], 4, limit=10**11, poison=1)[0] == -1
     assert time.monotonic() - begin < 5
+
+
+@triton.jit
+def _number_far_ranks(near, numbers, me, S: tl.constexpr):
+    r = tl.arange(0, 8)
+    tl.store(near + r, network.is_near(r, me, S).to(tl.int32))
+    tl.store(numbers + r, network.far_number(r, me, S))
+
+
+def test_ranks_of_other_nodes_are_numbered_from_the_next_node_on():
+    near, numbers = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    for me, far in ((2, [4, 5, 0, 1]), (3, [4, 5, 0, 1]), (0, [2, 3, 4, 5]), (5, [0, 1, 2, 3])):
+        _number_far_ranks[(1,)](near, numbers, me, S=SimpleNamespace(W=6, NODE=2))
+        assert [rank for rank in range(6) if not near[rank]] == sorted(far)
+        assert [int(numbers[rank]) for rank in far] == [0, 1, 2, 3]
+        assert set(numbers[:6].tolist()) <= {0, 1, 2, 3}, "in range for near ranks, too"
+
+
+@triton.jit
+def _swallow(table, record, control, messages, out, limit, S: tl.constexpr):
+    counts = tl.load(messages + tl.arange(0, 4))
+    tl.store(out, swallow.swallow_messages(table, record, control, 0, counts, counts * 0, 1, limit, S))
+
+
+def test_what_is_refused_is_waited_for():
+    workspace = Workspace(moelink.EPConfig(**SMALL, world_size=4, ranks_per_node=2))
+    memory = create_all(["cpu"] * 4, workspace.nbytes)[0]
+    spec = dispatch_spec(workspace, memory.local.device, input_dtype=torch.bfloat16, quantized=False, weights=False)
+    regions = {region.name: region.view(memory.local) for region in workspace.regions}
+    flags, control = regions["message_flag"], regions["control"]
+    carrier = connect(memory, workspace, 0)
+    messages, out = torch.tensor([3, 3, 3, 0], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    record = torch.zeros(16, dtype=torch.int64)
+    flags[2, :3] = 1
+    _swallow[(1,)](carrier.table, record, control, messages, out, 10**11, S=spec)
+    assert out.item() == 1, "neither near ranks nor slots past the count are waited for"
+    flags[2, 2] = 0
+    _swallow[(1,)](carrier.table, record, control, messages, out, 20_000_000, S=spec)
+    assert out.item() == 0
+    assert record[:7].tolist() == [CODE_TIMEOUT, 0, 2, PHASE_DISPATCH, 1, 1, 0]
+    carrier.close()
 
 
 @triton.jit

@@ -47,9 +47,9 @@ def nodes_of(ranks: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("world_size, ranks_per_node", [(2, 1), (3, 1), (4, 2), (8, 4)])
+@pytest.mark.parametrize("world_size, ranks_per_node", [(2, 1), (3, 1), (4, 2), (8, 4), (8, 2)])
 def test_equals_oracle(world_size: int, ranks_per_node: int) -> None:
-    cases = nodes_of(ranks_per_node)[:: 1 if world_size < 8 else 4]
+    cases = nodes_of(ranks_per_node)[:: 1 if world_size < 8 else ranks_per_node + 3]
     results = run_ranks(run_cases, world_size, cases, {"transport": "symmetric"}, timeout=280)
     for index, case in enumerate(cases):
         check_case(case, world_size, [result[index] for result in results])
