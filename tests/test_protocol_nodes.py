@@ -92,6 +92,62 @@ def run_refused(seed, phase):
         transport.close()
 
 
+MORE = Small(NODES, "uniform", seed=9, tokens=(4, 4), weights="none")
+FEW = dataclasses.replace(MORE, tokens=(1, 1))
+UNREDUCED = dataclasses.replace(FEW, reduce=False)
+
+
+def run_disagreement(seed, *, reduce, refusing=None, before=()):
+    """After combines of ``before``, one with ``reduce[rank]`` that ``refusing`` refuses; all after it must be right."""
+    results = [{}, {}]
+    group = transports(NODES, seed=seed, couriers=SpitefulCourier)
+
+    def main(rank):
+        transport = group[rank]
+
+        def combine(case, recv):
+            return transport.combine(combine_requests(case, [rank], recv), fused=True).wait()
+
+        def calls():
+            few, more = (transport.dispatch(dispatch_requests(case, [rank]), fused=True).wait() for case in (FEW, MORE))
+            for case in before:
+                combine(case, few)
+            if rank == refusing:
+                transport.refuse("combine", reduce=reduce[rank])
+            else:
+                with pytest.raises(moelink.ProtocolError if refusing is None else moelink.PeerAbortedError):
+                    combine(FEW if reduce[rank] else UNREDUCED, few)
+            for case, recv, result in ((MORE, more, results[0]), (FEW, few, results[1])):
+                (out,) = combine(case, recv)
+                result[rank] = Result.of(recv[0], out)
+
+        return calls
+
+    play(Scheduler(seed), group, [main(0), main(1)])
+    for case, ranks in zip((MORE, FEW), results, strict=True):
+        check([case], {id(case): ranks}, world=2)
+    for transport in group:
+        transport.check()
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(reduce=(True, True), refusing=0),
+        dict(reduce=(False, False), refusing=0),
+        dict(reduce=(False, True), before=[UNREDUCED]),
+        dict(reduce=(True, False), before=[UNREDUCED]),
+        dict(reduce=(True, False), refusing=0),
+        dict(reduce=(False, True), refusing=0),
+    ],
+    ids=["refused", "rows refused", "rows at first", "rows at second", "sums refused, rows", "rows refused, sums"],
+)
+def test_after_a_combine_in_which_ranks_disagree_nothing_of_it_is_under_way(options):
+    for seed in range(2):
+        run_disagreement(seed, **options)
+
+
 @triton.jit
 def no_fence(control):
     pass
