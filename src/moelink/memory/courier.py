@@ -89,10 +89,12 @@ class Courier:
             MoelinkError: not all of it could be carried; once.
         """
         self._stop.set()
+        if self._thread is threading.current_thread():
+            return  # the garbage collector may come by anywhere; the thread carries the rest before it ends
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._carry(until=lambda: not self._blocks or not self.step())
+        self._carry(until=self._has_nothing)
         self._blocks = []  # a view of a block would keep it mapped
         failure, self.failure = self.failure, None
         if failure is not None:
@@ -132,6 +134,10 @@ class Courier:
             return self._stop.is_set()
 
         self._carry(until=stopped)
+        self._carry(until=self._has_nothing)
+
+    def _has_nothing(self) -> bool:
+        return not self._blocks or not self.step()
 
     def _carry(self, *, until: Callable[[], bool]) -> None:
         """Call ``until`` until it is true; nothing any more after an exception, which a thread could tell nobody."""
