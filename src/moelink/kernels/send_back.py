@@ -198,6 +198,9 @@ def send_tokens_back(
             if program == 0:
                 base = tl.load(table + r, mask=mask, other=0)
                 word = tl.zeros([S.WP], tl.int64) + (status + 2 * S.OPTIONS)
+                if S.NODE < S.W:
+                    messages = tl.where(status == 0, tl.load(received + 2 * r, mask=mask, other=0), S.T)
+                    word += messages.to(tl.int64) << 32
                 near = near_only(mask, r, me, S)
                 tl.store((base + S.O_STATUS).to(I64) + me, word, mask=near)
                 publish((base + S.O_HEAD).to(I64) + me, near, tl.zeros([S.WP], tl.int64) + call)
