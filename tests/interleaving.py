@@ -170,7 +170,8 @@ class Scheduler:
 
 def _words(pointer: Any, mask: Any, itemsize: int) -> Any:
     """Numbers of the 4-byte words at which elements under ``mask`` begin and end, ascending."""
-    begin = pointer[np.broadcast_to(mask, pointer.shape)].astype(np.uint64)
+    # The interpreter's masks may be int32, which would be indices here.
+    begin = pointer[np.broadcast_to(mask, pointer.shape).astype(bool)].astype(np.uint64)
     return np.unique(np.concatenate((begin >> np.uint64(2), (begin + np.uint64(itemsize - 1)) >> np.uint64(2))))
 
 

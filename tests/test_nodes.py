@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,7 +14,8 @@ import torch
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Setup, check_case, run_cases
 from moelink.errors import MoelinkError, UnsupportedError
-from moelink.memory import Courier, create_all
+from moelink.memory import Courier, SymmetricMemory, create_all, network
+from moelink.memory.network import CourierNetwork
 from moelink.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 from moelink.testing import rank_data, run_ranks
 from moelink.transports.select import choose_transport
@@ -185,6 +188,73 @@ def test_a_put_outside_the_blocks_is_refused(put: tuple[int, ...]) -> None:
     entry(courier, 0, base + to, base + source, nbytes, base + word, value, peer)
     with pytest.raises(MoelinkError, match="courier of rank 0"):
         courier.step()
+
+
+def small_network(delay: float, monkeypatch: pytest.MonkeyPatch) -> tuple[CourierNetwork, list[SymmetricMemory]]:
+    workspace = Workspace(config(2, ranks_per_node=1, max_tokens_per_rank=2, hidden_size=32))
+    memories = create_all([CPU] * 2, workspace.nbytes)
+    monkeypatch.setattr(network, "Courier", functools.partial(Courier, delay=delay))
+    return CourierNetwork(memories[0], workspace, 0), memories
+
+
+def test_what_a_rank_put_arrives_though_it_never_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, memories = small_network(600.0, monkeypatch)
+    base, there = int(memories[0].pointers[0]), memories[1].local
+    for put in range(3):
+        entry(mine.courier, put, base + 64, base + 128, 8, base + 8 * put, 1, 1)
+    threads = threading.active_count()
+    del mine  # and so it is when the interpreter ends: ``weakref.finalize``
+    assert [int(there[8 * put]) for put in range(3)] == [1, 1, 1]
+    assert threading.active_count() == threads - 1
+
+
+def failing_courier(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 0's courier meets a put that it cannot carry, in the middle of a call that waits for ever."""
+    ep = moelink.init(**FIELDS, timeout=3.0)
+    d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
+    recv = ep.dispatch(d.x, d.topk_ids)
+    if rank == 0:
+        mine = ep._session.transport.ranks[0].network.courier  # type: ignore[attr-defined]
+        ticket = int(mine.ring[0])
+        mine.ring[0] += 1
+        entry(mine, ticket, 0, 0, 8, 0, 1, 1)
+
+    def two_calls() -> None:
+        for _ in range(2):  # the first one may end before the courier gets there
+            ep.combine(recv.tokens, recv)
+
+    start = time.monotonic()
+    with pytest.raises(MoelinkError) as told:
+        two_calls()
+    took = time.monotonic() - start
+    if rank == 0:
+        with pytest.raises(MoelinkError, match="stopped carrying"):
+            ep.check()
+        with pytest.raises(MoelinkError, match="stopped carrying"):
+            ep.close()
+    ep.close()
+    return str(told.value), took
+
+
+def test_a_courier_that_fails_is_an_error_of_its_rank() -> None:
+    (mine, _), (other, took) = run_ranks(failing_courier, 2, timeout=60)
+    assert mine.startswith("the courier of rank 0 stopped carrying: courier of rank 0: 8 bytes at offset")
+    assert "rank 0 did not arrive" in other
+    assert took < 6.0
+
+
+def guarded_calls(rank: int, world_size: int) -> bool:
+    with moelink.init(**FIELDS, timeout=30.0) as ep:
+        d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
+        recv = ep.dispatch(d.x, d.topk_ids)
+        assert torch.equal(ep.combine(recv.tokens, recv), d.x * 3)
+        assert torch.equal(ep.combine(recv.tokens, recv, reduce=False).sum(1), d.x * 3)
+    return True
+
+
+def test_the_debug_mode_knows_what_carries_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOELINK_DEBUG", "1")
+    assert run_ranks(guarded_calls, 2, timeout=60) == [True] * 2
 
 
 def config(world_size: int = 8, **fields: object) -> moelink.EPConfig:

@@ -92,6 +92,83 @@ def run_refused(seed, phase):
         transport.close()
 
 
+MORE = Small(NODES, "uniform", seed=9, tokens=(4, 4), weights="none")
+FEW = dataclasses.replace(MORE, tokens=(1, 1))
+UNREDUCED = dataclasses.replace(FEW, reduce=False)
+
+
+def run_disagreement(seed, *, reduce, refusing=None, before=(), few=FEW, more=MORE, **options):
+    """After combines of ``before``, one with ``reduce[rank]`` that ``refusing`` refuses; all after it must be right."""
+    world, results = len(reduce), [{}, {}]
+    group = transports(few.setup, world, seed=seed, couriers=SpitefulCourier)
+
+    def main(rank):
+        transport = group[rank]
+
+        def combine(case, recv):
+            return transport.combine(combine_requests(case, [rank], recv), fused=True).wait()
+
+        def calls():
+            recvs = [transport.dispatch(dispatch_requests(case, [rank]), fused=True).wait() for case in (few, more)]
+            for case in before:
+                combine(case, recvs[0])
+            if rank == refusing:
+                transport.refuse("combine", reduce=reduce[rank])
+            else:
+                with pytest.raises(moelink.ProtocolError if refusing is None else moelink.PeerAbortedError):
+                    combine(dataclasses.replace(few, reduce=reduce[rank]), recvs[0])
+            for number, case in ((1, more), (0, few)):
+                (out,) = combine(case, recvs[number])
+                results[number][rank] = Result.of(recvs[number][0], out)
+
+        return calls
+
+    play(Scheduler(seed, **options), group, [main(rank) for rank in range(world)])
+    for case, ranks in zip((few, more), results, strict=True):
+        check([case], {id(case): ranks}, world=world)
+    for transport in group:
+        transport.check()
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(reduce=(True, True), refusing=0),
+        dict(reduce=(False, False), refusing=0),
+        dict(reduce=(False, True), before=[UNREDUCED]),
+        dict(reduce=(True, False), before=[UNREDUCED]),
+        dict(reduce=(True, False), refusing=0),
+        dict(reduce=(False, True), refusing=0),
+    ],
+    ids=["refused", "rows refused", "rows at first", "rows at second", "sums refused, rows", "rows refused, sums"],
+)
+def test_after_a_combine_in_which_ranks_disagree_nothing_of_it_is_under_way(options):
+    for seed in range(4 if options["reduce"] == (True, True) else 2):
+        run_disagreement(seed, **options)
+
+
+def test_rows_of_a_refused_combine_land_before_the_next_one():
+    """Without sums another rank of the node may store the same rows in the next combine."""
+    options = (("max_tokens_per_rank", 4), ("hidden_size", 8), ("ranks_per_node", 2), ("pre_reduce", False))
+    setup = Setup("bf16", options, num_experts=4, topk=1)
+    slow, other = (
+        next(
+            case
+            for case in (Small(setup, "uniform", seed=seed, tokens=(3, 0, 0, 0)) for seed in range(1000))
+            if case.data(0).topk_ids.flatten().tolist() == [expert] * 3
+        )
+        for expert in (1, 0)
+    )
+
+    def speed(name):
+        if name == "rank1:ep_fused_combine_kernel[1]":  # which sends to rank 0
+            return 0.004
+        return 0.002 if name in ("rank0:ep_fused_combine_kernel[2]", "rank0:ep_fused_combine_kernel[3]") else 1.0
+
+    run_disagreement(0, reduce=[True] * 4, refusing=0, few=slow, more=other, speed=speed, drain=0.0)
+
+
 @triton.jit
 def no_fence(control):
     pass

@@ -17,6 +17,8 @@ FENCE = 13
 """always 0; read to order stores"""
 COUNTS_SENT = 14
 """last call whose counts are on their way"""
+ODD_COMBINE = 15
+"""last combine for which ranks chose different options; kept between nodes only"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""

@@ -136,9 +136,11 @@ class Session:
 
     def close(self) -> None:
         """Release everything; a second call does nothing."""
-        self.release()
-        if self.watch is not None:
-            self.watch.close()
+        try:
+            self.release()
+        finally:
+            if self.watch is not None:
+                self.watch.close()
 
 
 class _Refusal(AbstractContextManager[None]):

@@ -36,7 +36,7 @@ from moelink.kernels.signals import (
     settle,
     wait_all,
 )
-from moelink.kernels.swallow import swallow_rows
+from moelink.kernels.swallow import is_left_out, swallow_rows, wait_for_choices
 from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, DONE, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -64,6 +64,9 @@ def wait_for_heads(table, record, control, me, call, limit, S: tl.constexpr):
             note_refusal(record, me, peer, _PHASE, call, _REFUSED)
         elif odd >= 0:
             note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
+        if S.NODE < S.W:
+            if (peer < S.W) | (odd >= 0):
+                ok = swallow_rows(table, record, control, me, call, limit, S)
     return ok
 
 
@@ -201,6 +204,8 @@ def gather_home(
     r = tl.arange(0, S.WP)
     mask = r < S.W
     brought = tl.load(received + 2 * S.W) == 0
+    if S.NODE < S.W:
+        brought = brought & (is_left_out(control, slot_begin, call) == 0)
     ok = 1 - is_poisoned(table, record, control, me, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought & (program == 0) & (status == 0):
@@ -208,6 +213,10 @@ def gather_home(
         if S.NODE < S.W:
             if (ok > 0) & brought & (program == 0) & (status != 0):
                 ok = swallow_rows(table, record, control, me, call, limit, S)
+    if S.NODE < S.W and not S.SUMS and not S.BY_ROW:
+        choices = mask
+        if (ok > 0) & brought & (status == 0):
+            ok, choices = wait_for_choices(table, record, control, me, call, limit, S)
     blocks = (S.H + S.BLOCK - 1) // S.BLOCK
     parts = tl.where(num_tokens * blocks <= num_programs, blocks, 1)
     for i in range(program, num_tokens * parts, num_programs):
@@ -215,6 +224,8 @@ def gather_home(
             token = i // parts
             slots = tl.load(slot_of + token * S.W + r, mask=mask, other=-1)
             slots = tl.where(brought, slots, -1)
+            if S.NODE < S.W and not S.SUMS and not S.BY_ROW:
+                slots = tl.where(choices, slots, -1)
             if not S.ALLREDUCE:
                 ok = wait_for_all_arrivals(table, record, control, slots, me, call, limit, S)
             if S.NODE < S.W and not S.SUMS:

@@ -22,6 +22,7 @@ from moelink.kernels.network import direct_or_staged, is_near, near_only, put, s
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.send import wait_until_drained
 from moelink.kernels.signals import I64, U8, count_arrival, fence, is_poisoned, publish
+from moelink.kernels.swallow import is_left_out
 from moelink.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -189,12 +190,17 @@ def send_tokens_back(
     r = tl.arange(0, S.WP)
     mask = r < S.W
     failed = tl.load(received + 2 * S.W)
+    if S.NODE < S.W:
+        failed += is_left_out(control, slot_begin, call)
     if (is_poisoned(table, record, control, me, S) == 0) & (failed == 0):
         ok = wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S)
         if ok > 0:
             if program == 0:
                 base = tl.load(table + r, mask=mask, other=0)
                 word = tl.zeros([S.WP], tl.int64) + (status + 2 * S.OPTIONS)
+                if S.NODE < S.W:
+                    messages = tl.where(status == 0, tl.load(received + 2 * r, mask=mask, other=0), S.T)
+                    word += messages.to(tl.int64) << 32
                 near = near_only(mask, r, me, S)
                 tl.store((base + S.O_STATUS).to(I64) + me, word, mask=near)
                 publish((base + S.O_HEAD).to(I64) + me, near, tl.zeros([S.WP], tl.int64) + call)

@@ -1,7 +1,8 @@
 """Waiting for what ranks of other nodes have put here, also where nobody will read it.
 
 Before this rank says that it drained a call, every signal that a rank of another node puts here in that call must have
-arrived (``kernels.network`` says why). In an ordinary call it waits for them anyway. In a refused one it does so here.
+arrived (``kernels.network`` says why). In an ordinary call it waits for them anyway. It does so here in one that any
+rank refused or for which ranks chose different options, as then it reads nothing, or more comes than it asked for.
 
 Example: W = 4, NODE = 2, rank 0 refuses a dispatch. Counts say that rank 2 sends 3 messages and rank 3 none: it waits
 for the flags of slots 0, 1, 2 of rank 2, and then answers with "drained".
@@ -10,13 +11,14 @@ for the flags of slots 0, 1, 2 of rank 2, and then answers with "drained".
 import triton
 import triton.language as tl
 
-from moelink.kernels.network import is_near, near_only
+from moelink.kernels.network import near_only
 from moelink.kernels.signals import I64, U8, settle, wait_all
-from moelink.protocol import OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
+from moelink.protocol import ODD_COMBINE, OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
 
 _DISPATCH = tl.constexpr(PHASE_DISPATCH)
 _COMBINE = tl.constexpr(PHASE_COMBINE)
 _BY_ROW = tl.constexpr(OPTIONS_BY_ROW)
+_ODD = tl.constexpr(ODD_COMBINE)
 _AT_ONCE = tl.constexpr(64)
 
 
@@ -31,20 +33,19 @@ def wait_for_far(mine, offset, mask, me, call, limit, S: tl.constexpr):
 
 @triton.jit
 def _wait_for_flags(table, record, control, me, offset, counts, phase, call, limit, S: tl.constexpr):
-    """Wait for the first ``counts`` [WP] flags of each rank of another node, in the [W, T] region at ``offset``."""
+    """Wait for the first ``counts`` [WP] flags of each rank, in the [W, T] region at ``offset``."""
     mine = tl.load(table + me)
     r = tl.arange(0, S.WP)
     i = tl.arange(0, _AT_ONCE)
     ok = tl.full([], 1, tl.int32)
     for source in range(S.W):
-        if is_near(source, me, S) == 0:
-            count = tl.sum(tl.where(r == source, counts, 0), 0)
-            for t0 in range(0, count, _AT_ONCE):
-                if ok > 0:
-                    flags = (mine + offset).to(I64) + source * S.T + t0 + i
-                    poison = (mine + S.O_POISON).to(I64)
-                    ok, _, got = wait_all(flags, t0 + i < count, call, poison, limit, S.CLOCK)
-                    settle(ok, table, record, control, me, source, phase, call, call, got, S)
+        count = tl.sum(tl.where(r == source, counts, 0), 0)
+        for t0 in range(0, count, _AT_ONCE):
+            if ok > 0:
+                flags = (mine + offset).to(I64) + source * S.T + t0 + i
+                poison = (mine + S.O_POISON).to(I64)
+                ok, _, got = wait_all(flags, t0 + i < count, call, poison, limit, S.CLOCK)
+                settle(ok, table, record, control, me, source, phase, call, call, got, S)
     return ok
 
 
@@ -56,25 +57,34 @@ def swallow_messages(table, record, control, me, messages, programs, call, limit
     ok, source, got = wait_for_far(mine, S.O_FIRSTS_FLAG, programs > 0, me, call, limit, S)
     settle(ok, table, record, control, me, source, _DISPATCH, call, call, got, S)
     if ok > 0:
+        r = tl.arange(0, S.WP)
+        messages = tl.where(near_only(r < S.W, r, me, S), 0, messages)
         ok = _wait_for_flags(table, record, control, me, S.O_MESSAGE_FLAG, messages, _DISPATCH, call, limit, S)
     return ok
 
 
 @triton.jit
 def swallow_rows(table, record, control, me, call, limit, S: tl.constexpr):
-    """All that other nodes send back in this combine, by what their heads tell, is here: sums, or rows with a flag of
-    their own each. Returns 1, or 0 or -1 after an error."""
+    """All that is sent back in this combine, by what the heads tell, is here: sums, or rows, which from other nodes
+    have a flag of their own each. Also notes when ranks chose different options. Returns 1, or 0 or -1 after an error.
+
+    This node's ranks count, too: without sums another rank may store the same rows in the next call.
+    """
     mine = tl.load(table + me)
     r = tl.arange(0, S.WP)
-    ok, source, got = wait_for_far(mine, S.O_HEAD, r < S.W, me, call, limit, S)
+    mask = r < S.W
+    ok, source, got = wait_all((mine + S.O_HEAD).to(I64) + r, mask, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
     settle(ok, table, record, control, me, source, _COMBINE, call, call, got, S)
     if ok > 0:
-        far = (r < S.W) & (near_only(r < S.W, r, me, S) == 0)
-        status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=far, other=0)
+        status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask, other=0)
+        odd = mask & ((status & 0xFFFFFFFF) // 2 != S.OPTIONS)
+        if tl.max(odd.to(tl.int32), 0) > 0:
+            tl.atomic_xchg(control + _ODD, call, sem="relaxed", scope="gpu")
         messages = tl.minimum(tl.maximum(status >> 32, 0), S.T).to(tl.int32)
         ok = _wait_for_flags(table, record, control, me, S.O_FLAG, messages, _COMBINE, call, limit, S)
         q = tl.arange(0, S.KP)
-        by_row = tl.where((status & 0xFFFFFFFF) == 2 * _BY_ROW, messages, 0)
+        far = near_only(mask, r, me, S) == 0
+        by_row = tl.where(far & ((status & 0xFFFFFFFF) == 2 * _BY_ROW), messages, 0)
         for source in range(S.W):
             for slot in range(0, tl.sum(tl.where(r == source, by_row, 0), 0)):
                 if ok > 0:
@@ -85,3 +95,25 @@ def swallow_rows(table, record, control, me, call, limit, S: tl.constexpr):
                     ok, _, got = wait_all(flags, kept != 0, call, poison, limit, S.CLOCK)
                     settle(ok, table, record, control, me, source, _COMBINE, call, call, got, S)
     return ok
+
+
+@triton.jit
+def is_left_out(control, slot_begin, call):
+    """1 for a further pass of a combine in whose pass before ranks chose different options, else 0.
+
+    Rows (``reduce=False``) may take several passes, each of which is a call, and sums take one: a rank that went on
+    alone would be a call ahead of the others for ever.
+    """
+    return ((slot_begin > 0) & (tl.load(control + _ODD) == call - 1)).to(tl.int32)
+
+
+@triton.jit
+def wait_for_choices(table, record, control, me, call, limit, S: tl.constexpr):
+    """Wait for what ranks of other nodes chose. Returns (1, or 0 or -1 after an error; [WP] true but for those of them
+    whose rows do not come, as they send sums or refused the call)."""
+    mine = tl.load(table + me)
+    r = tl.arange(0, S.WP)
+    ok, source, got = wait_for_far(mine, S.O_HEAD, r < S.W, me, call, limit, S)
+    settle(ok, table, record, control, me, source, _COMBINE, call, call, got, S)
+    status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=r < S.W, other=0)
+    return ok, near_only(r < S.W, r, me, S) | ((status & 0xFFFFFFFF) == 2 * _BY_ROW)

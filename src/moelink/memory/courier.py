@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,13 @@ class Courier:
         max_puts: most puts that may be under way at a time; the ring has room for so many.
         seed: of the order in which things arrive.
         delay: most seconds for which a put is held back; chance decides how long.
+
+    Attributes:
+        ring: [words] int64, where kernels leave work entries.
+        failure: what its thread ended of, or None: nothing is carried since.
     """
+
+    failure: MoelinkError | None = None
 
     def __init__(self, memory: SymmetricMemory, *, max_puts: int, seed: int = 0, delay: float = 2e-3) -> None:
         self._rank, self._nbytes = memory.rank, memory.nbytes
@@ -76,14 +83,22 @@ class Courier:
         self._thread.start()
 
     def close(self) -> None:
-        """Carry what is under way to its end, and stop. Safe to call twice."""
+        """Carry what is under way to its end, and stop. Safe to call twice.
+
+        Raises:
+            MoelinkError: not all of it could be carried; once.
+        """
         self._stop.set()
+        if self._thread is threading.current_thread():
+            return  # the garbage collector may come by anywhere; the thread carries the rest before it ends
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        while self._blocks and self.step():
-            pass
+        self._carry(until=self._has_nothing)
         self._blocks = []  # a view of a block would keep it mapped
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
 
     def step(self) -> bool:
         """Let one thing arrive: a piece of a put's data, or its signal. False when nothing is due."""
@@ -113,9 +128,25 @@ class Courier:
         return self._random.random() * self._delay
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        def stopped() -> bool:
             if not self.step():
                 time.sleep(_IDLE_SECONDS)
+            return self._stop.is_set()
+
+        self._carry(until=stopped)
+        self._carry(until=self._has_nothing)
+
+    def _has_nothing(self) -> bool:
+        return not self._blocks or not self.step()
+
+    def _carry(self, *, until: Callable[[], bool]) -> None:
+        """Call ``until`` until it is true; nothing any more after an exception, which a thread could tell nobody."""
+        try:
+            while self.failure is None and not until():
+                pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, its rank must hear of it
+            self.failure = MoelinkError(f"the courier of rank {self._rank} stopped carrying: {error}")
+            self.failure.__cause__ = error
 
     def _take(self) -> None:
         """Take up entries that are complete, in the order of their tickets."""

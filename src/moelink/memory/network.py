@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moelink.errors import UnsupportedError
+from moelink.errors import MoelinkError, UnsupportedError
 from moelink.memory.base import SymmetricMemory
 from moelink.memory.courier import Courier
 from moelink.memory.nvshmem import device_library, initialize_module
@@ -21,38 +22,58 @@ class Network(Protocol):
         table: what kernels get as ``table``: addresses of the blocks of this node's ranks, 0 for all others, and behind
             them what ``kernels.network.put`` needs.
         options: compile options of the kernels, hashable.
+        tensors: memory outside the blocks that kernels reach by what is in ``table``.
     """
 
     table: Tensor
     options: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def failure(self) -> MoelinkError | None:
+        """Why nothing is carried any more, or None."""
 
     def load(self, compiled: Any) -> None:
         """Prepare a kernel that has been loaded onto the device. For one that is prepared nothing happens."""
 
     def close(self) -> None:
-        """End what is under way. Safe to call twice."""
+        """End what is under way. Safe to call twice. Raises MoelinkError, once, if that cannot be."""
 
 
 class CourierNetwork:
-    """:class:`~moelink.memory.courier.Courier`: nodes that are processes, or only ranks, of one machine."""
+    """:class:`~moelink.memory.courier.Courier`: nodes that are processes, or only ranks, of one machine.
+
+    A rank that ends, or lets go of this, without :meth:`close` has done its part of the last call, and what it put is
+    carried to its end nevertheless: peers wait for it.
+    """
 
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
         self.courier = Courier(memory, max_puts=workspace.max_puts, seed=rank)
         ring = torch.tensor([self.courier.ring.data_ptr()])
         self.table = torch.cat([near_pointers(memory, workspace, rank), ring])
         self.options: dict[str, Any] = {}
+        self.tensors: tuple[Tensor, ...] = (self.courier.ring,)
         self.courier.start()
+        self._finish = weakref.finalize(self, self.courier.close)
+
+    @property
+    def failure(self) -> MoelinkError | None:
+        """What stopped the courier, or None."""
+        return self.courier.failure
 
     def load(self, compiled: Any) -> None:
         """Interpreted kernels are not loaded."""
 
     def close(self) -> None:
-        """Carry all puts to their ends."""
-        self.courier.close()
+        """Carry all puts to their ends. Raises MoelinkError, once, if the courier could not."""
+        self._finish()
 
 
 class NvshmemNetwork:
     """NVSHMEM: its device functions are linked into the kernels, and put where they know the peer's block to be."""
+
+    failure: MoelinkError | None = None
+    tensors: tuple[Tensor, ...] = ()
 
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
         self.table = near_pointers(memory, workspace, rank)

@@ -155,21 +155,26 @@ class Rank:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
         if self.device.type != "cpu" or DEBUG.read() != "1":
             return nullcontext()
-        from moelink.memory.bounds import guard_accesses, region_ranges
+        from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
 
         ranges = region_ranges(self.workspace.regions, self.memory)
-        return guard_accesses(r for r in ranges if r.rank is None or self.table[r.rank] != 0)
+        ranges = [r for r in ranges if r.rank is None or self.table[r.rank] != 0]
+        if self.network is not None:
+            ranges += [AccessRange("network", None, t.data_ptr(), t.nbytes) for t in self.network.tensors]
+        return guard_accesses(ranges)
 
     def close(self) -> None:
         """Release the block, after what is under way unless the communicator is poisoned."""
         if not self.poisoned:
             self.synchronize()
         SM_BUDGET.release(self)
-        if self.network is not None:
-            self.network.close()
-        self.memory.close()
-        # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
-        self.control, self.table, self._compiled = self.nothing.long(), self.memory.pointers, {}
+        try:
+            if self.network is not None:
+                self.network.close()
+        finally:
+            self.memory.close()
+            # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
+            self.control, self.table, self._compiled = self.nothing.long(), self.memory.pointers, {}
 
     def synchronize(self) -> None:
         """The host waits for this rank's kernels."""
@@ -189,7 +194,10 @@ class Rank:
         return int(self.record[ABORT_RECORD]) != 0
 
     def error(self) -> MoelinkError | None:
-        """What the record says: the first expired wait, or (once) a peer's refusal."""
+        """Why nothing is carried to other nodes any more; else what the record says: the first expired wait, or (once)
+        a peer's refusal."""
+        if self.network is not None and self.network.failure is not None:
+            return self.network.failure.with_traceback(None)
         if not (self._words[0] or self._words[ABORT_RECORD]):
             return None
         words = self.record.tolist()
