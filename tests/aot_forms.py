@@ -29,6 +29,7 @@ Form = tuple[str, Any, Any, dict[str, str]]
 """Name, kernel, spec and pointer types."""
 
 WORLD = 2
+NODES = f"nodes of {WORLD}: "
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8",
@@ -56,7 +57,7 @@ def forms() -> Iterator[Form]:
         layout, pre_reduce, shared = kinds[i % len(kinds)]
         form = MatrixForm(fmt, layout, "alltoall", pre_reduce, shared)
         entry = next(config for config in CONFIGS if config.form == form)
-        of_entry = list(forms_of(entry, "nodes of 2: ", world_size=2 * WORLD, ranks_per_node=WORLD))
+        of_entry = list(forms_of(entry, NODES, world_size=2 * WORLD, ranks_per_node=WORLD))
         yield from (of_entry[0], of_entry[-1])
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from cases import FORMATS
 from matrix_configs import CONFIGS
+from ttir_text import nameless
 
 HERE = Path(__file__).parent
 
@@ -91,6 +92,16 @@ def test_every_form_is_a_program():
     assert len(lines) > 2 * len(CONFIGS)
     assert sum(line.startswith("nodes of 2: ") for line in lines) == 2 * len(FORMATS)
     assert all(line.endswith(": fine") for line in lines)
+
+
+def test_names_and_places_of_constants_do_not_matter_for_what_a_kernel_is():
+    line = "%b = arith.addi %a, %x : i32 loc(#loc7)"
+    assert nameless(f"%a = arith.constant 1 : i32\n{line}") == "%2 = arith.addi <1 : i32>, %1 : i32"
+    kernel = "  %c = arith.constant 2 : i32\n  %m = arith.muli %y, %c : i32\n  tt.store %p, %m loc(#loc1)"
+    moved = "  %m_1 = arith.muli %z, %k : i32 loc(#loc4)\n  tt.store %p, %m_1\n#loc4 = loc(unknown)"
+    assert nameless(kernel) == nameless("  %k = arith.constant 2 : i32\n" + moved)
+    assert nameless(kernel) != nameless("  %k = arith.constant 3 : i32\n" + moved)
+    assert nameless(kernel) != nameless(kernel.replace("%y, %c", "%y, %y"))
 
 
 def test_cache_keys_do_not_depend_on_what_came_before():
