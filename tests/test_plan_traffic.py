@@ -157,11 +157,23 @@ def test_how_far_the_busiest_link_fluctuates_above_its_expectation() -> None:
 def test_memory_is_what_moelink_reports(ranks: int) -> None:
     layer = Layer(num_experts=256, topk=8, hidden_size=7168, tokens=128)
     config = layer.ep_config(ranks)
-    memory, report = Memory.of(layer, ranks), config.memory_report()
+    memory, report = Memory.of(config), config.memory_report()
     assert memory.collective == report.total
     assert memory.symmetric == Workspace(config).nbytes + report.outputs
-    smaller = Memory.of(Layer(num_experts=256, topk=8, hidden_size=7168, tokens=128, capacity=100), ranks)
-    assert smaller.outputs < memory.outputs
+    capped = Layer(num_experts=256, topk=8, hidden_size=7168, tokens=128, capacity=100)
+    assert Memory.of(capped.ep_config(ranks)).outputs < memory.outputs
+
+
+def test_memory_of_several_nodes_has_their_send_buffers() -> None:
+    layer = Layer(num_experts=256, topk=8, hidden_size=7168, tokens=128)
+    one, two = (
+        make_plan(layer, [16], ranks_per_node=ranks, routing=Uniform(256, 8)).sizes[0].memory for ranks in (16, 8)
+    )
+    workspace = Workspace(layer.ep_config(16, ranks_per_node=8))
+    staged = sum(region.nbytes for region in workspace.regions if region.name.startswith("staged"))
+    assert two.block == workspace.nbytes
+    assert staged < two.block - one.block < 1.01 * staged
+    assert two.staging == one.staging
 
 
 def test_ranges() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moelink.arith import ceil_div
+from moelink.config import EPConfig
 from moelink.plan.constants import Constants
 from moelink.plan.model import Shape, Time, predict
 from moelink.plan.routing import Routing
@@ -15,7 +16,6 @@ from moelink.plan.settings import Layer, nodes_of
 from moelink.plan.statistics import Statistics
 from moelink.plan.traffic import COPIES, PHASES, Copies, LinkBytes, Units, link_bytes
 from moelink.transports.base import Phase
-from moelink.workspace import Workspace
 
 SCHEMA_VERSION = 1
 
@@ -27,7 +27,7 @@ BUILT = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, as ``EPConfig.memory_report`` and the symmetric workspace compute them.
+    """Bytes of one rank, as ``EPConfig.memory_report`` computes them.
 
     Attributes:
         block: the symmetric transport's block.
@@ -40,11 +40,10 @@ class Memory:
     outputs: int
 
     @classmethod
-    def of(cls, layer: Layer, ranks: int) -> Memory:
-        """Of rank 0, which owns as many experts as any."""
-        config = layer.ep_config(ranks)
+    def of(cls, config: EPConfig) -> Memory:
+        """Of this configuration's rank."""
         report = config.memory_report()
-        return cls(Workspace(config).nbytes, report.wire_send + report.wire_recv, report.outputs)
+        return cls(report.block, report.wire_send + report.wire_recv, report.outputs)
 
     @property
     def symmetric(self) -> int:
@@ -103,7 +102,7 @@ class Plan:
 def plan_size(layer: Layer, ranks: int, *, ranks_per_node: int, routing: Routing, constants: Constants) -> SizePlan:
     """One number of ranks; :func:`make_plan` says what is refused."""
     nodes = nodes_of(ranks, ranks_per_node)
-    config = layer.ep_config(ranks)
+    config = layer.ep_config(ranks, ranks_per_node=ranks_per_node if nodes > 1 else None)
     statistics = Statistics.of(routing, num_experts=layer.num_experts, ranks=ranks, nodes=nodes)
     units, shape = Units.of(layer, config), Shape(ranks, nodes)
     schemes: dict[Copies, dict[Phase, PhasePlan]] = {}
@@ -115,7 +114,7 @@ def plan_size(layer: Layer, ranks: int, *, ranks_per_node: int, routing: Routing
     fitted = constants.ranks
     return SizePlan(
         ranks=ranks, nodes=nodes, experts=ceil_div(layer.num_experts, ranks),
-        idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(layer, ranks),
+        idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(config),
         schemes=schemes, extrapolated=bool(fitted) and not min(fitted) <= ranks <= max(fitted),
     )  # fmt: skip
 

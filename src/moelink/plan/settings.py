@@ -40,12 +40,13 @@ class Layer:
         if self.topk > self.num_experts:
             raise ConfigError("topk", f"at most num_experts = {self.num_experts}", self.topk)
 
-    def ep_config(self, world_size: int, rank: int = 0) -> EPConfig:
-        """The configuration that sizes follow from. Rank 0 owns as many experts as any rank."""
+    def ep_config(self, world_size: int, rank: int = 0, *, ranks_per_node: int | None = None) -> EPConfig:
+        """The configuration that sizes follow from. Rank 0 owns as many experts as any rank. ``ranks_per_node``: on
+        several nodes, each of so many ranks."""
         return EPConfig(
             num_experts=self.num_experts, topk=self.topk, hidden_size=self.hidden_size,
             max_tokens_per_rank=self.tokens, dispatch_format=self.dispatch_format, capacity=self.capacity,
-            transport=self.transport, world_size=world_size, rank=rank,
+            transport=self.transport, world_size=world_size, rank=rank, ranks_per_node=ranks_per_node,
         )  # fmt: skip
 
 
