@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +37,17 @@ NAMES = {
 }  # fmt: skip
 
 
-def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> None:
+@dataclass(frozen=True)
+class Lowered:
+    """A kernel in Triton's intermediate form; ``context`` keeps it alive."""
+
+    module: Any
+    backend: Any
+    options: Any
+    context: Any
+
+
+def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> Lowered:
     """Trace ``kernel`` with ``spec``; raises what the compiler says."""
     source = source_of(kernel, spec, pointers)
     backend = make_backend(TARGET)
@@ -44,7 +55,8 @@ def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> None:
     ir.load_dialects(context)
     backend.load_dialects(context)
     options = backend.parse_options({"num_warps": 8, "enable_fp_fusion": False})
-    source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    return Lowered(source.make_ir(TARGET, options, codegen, modules, context), backend, options, context)
 
 
 def forms() -> Iterator[Form]:

@@ -69,8 +69,7 @@ def compile_setup(
     config = moelink.EPConfig(**{**fields, "capacity": 1}, world_size=world_size)
     memory = create_all([device] * (1 if config.mode == "allreduce" else world_size), 1 << 20)
     place = Rank(config, memory[0], Workspace(config))
-    if place.network is not None:
-        place.network.load = lambda compiled: None  # what carries puts is started with the first communicator
+    place.network.load = lambda compiled: None  # what carries puts is started with the first communicator
     kinds = {"fp32": torch.float32, "fp64": torch.float64}
     x_dtype = input_dtype or kinds.get(config.dispatch_format, torch.bfloat16)
     x = torch.zeros(1, config.hidden_size, dtype=x_dtype, device=device)

@@ -163,7 +163,8 @@ def check_dispatch(case: Case, ranks: Sequence[Result]) -> None:
 
 def play(scheduler: Scheduler, group: Sequence[SymmetricTransport], mains: Sequence[Callable[[], None]]) -> None:
     """Run ``mains`` under a schedule, with the couriers of the transports of ``group``, until nothing is under way."""
-    couriers = [rank.network.courier for t in group for rank in t.ranks if rank.network is not None]
+    networks = [rank.network for transport in group for rank in transport.ranks]
+    couriers = [n.courier for n in networks if isinstance(n, network.CourierNetwork)]
     left = list(mains)
 
     def counted(main: Callable[[], None]) -> Callable[[], None]:
@@ -210,6 +211,32 @@ def run(
         for transport in group:
             transport.check()
             transport.close()
+
+
+def one_call(setup: Setup) -> list[Small]:
+    """A call."""
+    return [Small(setup, "uniform", seed=1)]
+
+
+def two_calls(setup: Setup) -> list[Small]:
+    """Two calls with other token counts."""
+    return [Small(setup, "uniform", seed=2, tokens=(1, 2)), Small(setup, "uniform", seed=3, tokens=(3, 1))]
+
+
+def scenarios(setup: Setup) -> dict[str, dict[str, Any]]:
+    """Arguments of :func:`run` by the scenario's name, for two ranks."""
+    one, two = one_call(setup), two_calls(setup)
+    return {
+        "fused_pair": dict(cases=one),
+        "split_pair": dict(cases=one, fused=False),
+        "dispatches_in_a_row": dict(cases=[*two, *one], combine=False),
+        "two_calls_other_token_counts": dict(cases=two),
+        "a_rank_with_nothing": dict(cases=[Small(setup, "uniform", seed=4, tokens=(0, 2))]),
+        "combines_in_a_row": dict(
+            cases=[dataclasses.replace(one[0], salt=salt) for salt in range(2)], one_dispatch=True
+        ),
+        "two_communicators": dict(cases=[Small(setup, "uniform", seed=5, tokens=(2, 1))], communicators=2),
+    }
 
 
 def caught(cases: Sequence[Case], **options: Any) -> tuple[int, Exception] | None:

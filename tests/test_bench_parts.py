@@ -215,10 +215,10 @@ def test_the_ceiling_kernel_fills_every_peers_region(world_size: int) -> None:
             assert torch.equal(regions[rank], torch.zeros_like(expected) if rank == peer else expected)
 
 
-class StubContender:
+class NotingContender:
     """Notes the order of calls."""
 
-    name, leaves_out, kernel_prefix = "stub", "nothing", "ep_"
+    name, leaves_out, kernel_prefix = "noting", "nothing", "ep_"
 
     def __init__(self, *, capturable: bool = True, alternates: bool = False) -> None:
         self.capturable, self.alternates = capturable, alternates
@@ -276,7 +276,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_process")
 def test_every_phase_is_measured_by_every_method() -> None:
     settings = Settings(calls=4, samples=2, warmup=1)
-    contender = StubContender()
+    contender = NotingContender()
     measured = measure.measure_contender(contender, copies=3, settings=settings, clock=StubClock())
     assert list(measured.phases) == ["dispatch", "combine", "both"]
     for samples in measured.phases.values():
@@ -294,7 +294,7 @@ def test_every_phase_is_measured_by_every_method() -> None:
 
 @pytest.mark.usefixtures("one_process")
 def test_a_contender_that_alternates_is_never_called_otherwise() -> None:
-    contender = StubContender(alternates=True)
+    contender = NotingContender(alternates=True)
     measured = measure.measure_contender(contender, copies=2, settings=Settings(calls=3, samples=2), clock=StubClock())
     assert [name for name, _ in contender.calls] == ["dispatch", "combine"] * (len(contender.calls) // 2)
     assert measured.phases["dispatch"].eager == (3.0, 3.0)
@@ -312,11 +312,11 @@ def test_without_a_graph_the_reason_is_noted(monkeypatch: pytest.MonkeyPatch) ->
         "settings": Settings(calls=2, samples=2, host_calls=1, host_samples=3),
         "clock": StubClock(),
     }
-    synchronising = measure.measure_contender(StubContender(capturable=False), **arguments).phases["both"]
+    synchronising = measure.measure_contender(NotingContender(capturable=False), **arguments).phases["both"]
     assert (len(synchronising.eager), synchronising.graph) == (3, ())
     assert "synchronise" in synchronising.note
     monkeypatch.setattr(measure, "capture", fail)
-    failed = measure.measure_contender(StubContender(), **arguments).phases["both"]
+    failed = measure.measure_contender(NotingContender(), **arguments).phases["both"]
     assert failed.note == "the capture failed: RuntimeError: operation not permitted when stream is capturing"
     assert (failed.eager, failed.kernel) == ((1.5, 1.5), (2.0,))
 

@@ -65,7 +65,7 @@ def test_compiles_for_amd():
 def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence():
     lines = output_of("aot_nodes.py")
     if lines[0].startswith("no library"):
-        pytest.skip(lines[0])
+        pytest.skip(lines[0])  # pyproject.toml asks for the library on Linux x86-64 alone, where its wheels are
     kernels = [json.loads(line) for line in lines]
     assert len(kernels) == 4
     for kernel in kernels:

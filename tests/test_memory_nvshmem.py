@@ -336,7 +336,9 @@ def test_kernels_get_the_library_and_their_modules_are_initialised(monkeypatch):
 
 
 def test_one_node_needs_no_network():
-    assert network.connect(cuda_memory(), Workspace(moelink.EPConfig(**SHAPE)), rank=1) is None
+    made = network.connect(cuda_memory(), Workspace(moelink.EPConfig(**SHAPE)), rank=1)
+    assert isinstance(made, network.OneNode)
+    assert (made.table.tolist(), made.options, made.tensors) == ([10, 20, 30, 40], {}, ())
 
 
 def test_rocm_has_no_network_between_nodes(monkeypatch):

@@ -15,23 +15,12 @@ import moelink
 from cases import Setup, check_case
 from interleaving import Deadlock
 from moelink.kernels import receive, reduce, send, send_back, signals
-from protocol_runs import FORMAT, SEEDS, Small, caught, run
+from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, two_calls
 from symmetric_ranks import one_process, run_case
 
 WORLD = 2
 
-ONE = [Small(FORMAT, "uniform", seed=1)]
-TWO = [Small(FORMAT, "uniform", seed=2, tokens=(1, 2)), Small(FORMAT, "uniform", seed=3, tokens=(3, 1))]
-
-SCENARIOS = {
-    "fused_pair": dict(cases=ONE),
-    "split_pair": dict(cases=ONE, fused=False),
-    "dispatches_in_a_row": dict(cases=[*TWO, *ONE], combine=False),
-    "two_calls_other_token_counts": dict(cases=TWO),
-    "a_rank_with_nothing": dict(cases=[Small(FORMAT, "uniform", seed=4, tokens=(0, 2))]),
-    "combines_in_a_row": dict(cases=[dataclasses.replace(ONE[0], salt=salt) for salt in range(2)], one_dispatch=True),
-    "two_communicators": dict(cases=[Small(FORMAT, "uniform", seed=5, tokens=(2, 1))], communicators=2),
-}
+ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

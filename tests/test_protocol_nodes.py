@@ -17,24 +17,17 @@ import moelink
 from cases import Result, Setup
 from interleaving import Deadlock, Scheduler
 from moelink.kernels import plan, receive, reduce, send, send_back
-from protocol_runs import Small, SpitefulCourier, caught, check, play, run, transports
+from protocol_runs import Small, SpitefulCourier, caught, check, one_call, play, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests
 
 NODES = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8), ("ranks_per_node", 1)), num_experts=3, topk=2)
 ROWS = Setup("bf16", (*NODES.options, ("pre_reduce", False)), num_experts=3, topk=2)
 MIXED = Setup("fp8_block128", (("max_tokens_per_rank", 4), ("ranks_per_node", 2)), num_experts=5, topk=3)
 
-ONE = [Small(NODES, "uniform", seed=1)]
-TWO = [Small(NODES, "uniform", seed=2, tokens=(1, 2)), Small(NODES, "uniform", seed=3, tokens=(3, 1))]
+ONE, TWO = one_call(NODES), two_calls(NODES)
 
 SCENARIOS = {
-    "fused_pair": dict(cases=ONE),
-    "split_pair": dict(cases=ONE, fused=False),
-    "dispatches_in_a_row": dict(cases=[*TWO, *ONE], combine=False),
-    "two_calls_other_token_counts": dict(cases=TWO),
-    "a_rank_with_nothing": dict(cases=[Small(NODES, "uniform", seed=4, tokens=(0, 2))]),
-    "combines_in_a_row": dict(cases=[dataclasses.replace(ONE[0], salt=salt) for salt in range(2)], one_dispatch=True),
-    "two_communicators": dict(cases=[Small(NODES, "uniform", seed=5, tokens=(2, 1))], communicators=2),
+    **scenarios(NODES),
     "every_row": dict(cases=[Small(ROWS, "uniform", seed=6), Small(ROWS, "repeats", seed=7, weights="combine")]),
     "unreduced": dict(cases=[Small(NODES, "repeats", seed=8, weights="none", reduce=False)]),
 }

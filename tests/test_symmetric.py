@@ -56,6 +56,11 @@ def test_other_world_sizes(world_size):
     check_all([Case(BF16, "uniform"), Case(Setup("fp8_block128"), "repeats")], world_size)
 
 
+def test_debug_mode_where_nothing_travels(monkeypatch):
+    monkeypatch.setenv("MOELINK_DEBUG", "1")
+    check_all([Case(Setup("bf16", (("mode", "allreduce"),)), "uniform", small=True)], 2)
+
+
 @pytest.fixture
 def filled_memory():
     """What is not written shows: torch fills new tensors with NaN, or with the largest integer."""

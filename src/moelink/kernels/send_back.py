@@ -120,20 +120,25 @@ def send_message_back(
 
 
 @triton.jit
-def put_heads(table, control, received, me, status, call, S: tl.constexpr):
-    """Put ``combine_status`` at the ranks of other nodes, with the number of messages that flags will be raised for."""
+def status_at(base, table, rank, me, S: tl.constexpr):
+    """Where to store this rank's ``combine_status`` for ``rank``, whose block is at ``base``."""
+    if S.NODE < S.W:
+        at = base + S.O_STATUS + tl.cast(me, tl.int64) * 8
+        return direct_or_staged(at, tl.load(table + me), rank, me, S.O_STAGED_STATUS, 1, 0, 8, S).to(I64)
+    else:
+        return (base + S.O_STATUS).to(I64) + me
+
+
+@triton.jit
+def put_heads(table, control, me, call, S: tl.constexpr):
+    """Put ``combine_status``, which is stored, at the ranks of other nodes, and then its head."""
     mine = tl.load(table + me)
-    word = mine + S.O_HEAD + tl.cast(me, tl.int64) * 8
-    for d in range(S.W):
-        if is_near(d, me, S) == 0:
-            messages = tl.where(status == 0, tl.load(received + d * 2), S.T).to(tl.int64)
-            source = staged_at(mine, d, me, S.O_STAGED_STATUS, 1, 0, 8, S)
-            tl.store(source.to(I64), (messages << 32) + (status + 2 * S.OPTIONS))
+    at = tl.cast(me, tl.int64) * 8
     fence(control)
     for d in range(S.W):
         if is_near(d, me, S) == 0:
             source = staged_at(mine, d, me, S.O_STAGED_STATUS, 1, 0, 8, S)
-            put(table, mine + S.O_STATUS + tl.cast(me, tl.int64) * 8, source, 8, word, call, d, S)
+            put(table, mine + S.O_STATUS + at, source, 8, mine + S.O_HEAD + at, call, d, S)
 
 
 @triton.jit
@@ -201,11 +206,11 @@ def send_tokens_back(
                 if S.NODE < S.W:
                     messages = tl.where(status == 0, tl.load(received + 2 * r, mask=mask, other=0), S.T)
                     word += messages.to(tl.int64) << 32
+                tl.store(status_at(base, table, r, me, S), word, mask=mask)
                 near = near_only(mask, r, me, S)
-                tl.store((base + S.O_STATUS).to(I64) + me, word, mask=near)
                 publish((base + S.O_HEAD).to(I64) + me, near, tl.zeros([S.WP], tl.int64) + call)
                 if S.NODE < S.W:
-                    put_heads(table, control, received, me, status, call, S)
+                    put_heads(table, control, me, call, S)
                 if status != 0:
                     raise_all_flags(table, control, me, call, S)
             if status == 0:

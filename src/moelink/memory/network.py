@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moelink.errors import MoelinkError, UnsupportedError
+from moelink.errors import MoelinkError
 from moelink.memory.base import SymmetricMemory
 from moelink.memory.courier import Courier
-from moelink.memory.nvshmem import device_library, initialize_module
+from moelink.memory.nvshmem import device_library, initialize_module, refuse_rocm
 from moelink.workspace import Workspace
 
 
@@ -38,6 +38,23 @@ class Network(Protocol):
 
     def close(self) -> None:
         """End what is under way. Safe to call twice. Raises MoelinkError, once, if that cannot be."""
+
+
+class OneNode:
+    """All ranks address one another: the table is their addresses, and nothing is carried."""
+
+    failure: MoelinkError | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+    def __init__(self, memory: SymmetricMemory) -> None:
+        self.table = memory.pointers
+        self.options: dict[str, Any] = {}
+
+    def load(self, compiled: Any) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 class CourierNetwork:
@@ -96,16 +113,15 @@ def near_pointers(memory: SymmetricMemory, workspace: Workspace, rank: int) -> T
     return torch.where(node == rank // workspace.node_size, memory.pointers, 0)
 
 
-def connect(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Network | None:
-    """The network of ``rank``, or None when all ranks are of one node.
+def connect(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Network:
+    """The network of ``rank``.
 
     Raises:
         UnsupportedError: there is none for these devices.
     """
     if workspace.far_ranks == 0:
-        return None
+        return OneNode(memory)
     if memory.local.device.type == "cpu":
         return CourierNetwork(memory, workspace, rank)
-    if torch.version.hip:
-        raise UnsupportedError("transport='symmetric' between nodes needs NVSHMEM and CUDA; this torch is for ROCm")
+    refuse_rocm(workspace.node_size)
     return NvshmemNetwork(memory, workspace, rank)

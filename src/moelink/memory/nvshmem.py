@@ -102,6 +102,7 @@ class NvshmemMemory(Blocks):
             if device.type != "cuda":
                 raise ArgumentError("device", "a CUDA device", device)
             _refuse_part_of_the_world(group)
+            refuse_rocm(ranks_per_node)
             _refuse_without_nvshmem()
             device_library()
             free = torch.cuda.mem_get_info(device)[0]
@@ -207,9 +208,16 @@ def _refuse_part_of_the_world(group: ProcessGroup | Members) -> None:
         )
 
 
-def _refuse_without_nvshmem() -> None:
+def refuse_rocm(ranks_per_node: int) -> None:
+    """Raise UnsupportedError where torch is for ROCm, which NVSHMEM does not know."""
     if torch.version.hip:
-        raise UnsupportedError("transport='symmetric' between nodes needs NVSHMEM and CUDA; this torch is for ROCm")
+        raise UnsupportedError(
+            "transport='symmetric' between nodes needs NVSHMEM and CUDA, and this torch is for ROCm; leave out "
+            f"ranks_per_node={ranks_per_node}, or use transport='collective'"
+        )
+
+
+def _refuse_without_nvshmem() -> None:
     if not symmetric_memory_module().is_nvshmem_available():
         raise UnsupportedError(
             "this torch has no NVSHMEM, or cannot load it (CUDA builds from 2.10 on bring nvidia-nvshmem); use "

@@ -8,6 +8,7 @@ import torch
 
 from moelink.config import EPConfig, TransportName
 from moelink.errors import UnsupportedError
+from moelink.memory.nvshmem import refuse_rocm
 
 
 def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines: int = 1) -> TransportName:
@@ -31,11 +32,8 @@ def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines
                 f"transport='symmetric' on CPUs needs all {config.world_size} ranks on one machine, there are "
                 f"{machines}; use transport='collective'"
             )
-        if nodes > 1 and devices[0].type == "cuda" and torch.version.hip:
-            raise UnsupportedError(
-                "transport='symmetric' between nodes needs NVSHMEM and CUDA, and this torch is for ROCm; leave out "
-                f"ranks_per_node={config.ranks_per_node}, or use transport='collective'"
-            )
+        if nodes > 1 and devices[0].type == "cuda":
+            refuse_rocm(config.node_size)
         if nodes > 1 and len(devices) > 1 and devices[0].type == "cuda":
             raise UnsupportedError(
                 f"one process has its {len(devices)} devices in one node; leave out ranks_per_node="

@@ -68,7 +68,7 @@ class EPBuffers:
         config: the parameters under this package's names.
         workspace: regions of a block.
         starts: first byte of each group's recv buffer in a block.
-        network: what carries rows to other nodes, or None inside a node; :meth:`close` ends it.
+        network: what carries rows to other nodes; :meth:`close` ends it.
     """
 
     params: EPParams
@@ -83,12 +83,11 @@ class EPBuffers:
     config: EPConfig = field(repr=False)
     workspace: Workspace = field(repr=False)
     starts: tuple[int, int] = field(repr=False)
-    network: Network | None = field(repr=False)
+    network: Network = field(repr=False)
 
     def close(self) -> None:
         """Carry to its end what is under way between nodes; before the blocks are closed. Safe to call twice."""
-        if self.network is not None:
-            self.network.close()
+        self.network.close()
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +193,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
                 "use moelink.init(transport='collective')"
             )
     network = connect(memory, workspace, rank)
-    pointers = pointer_table(workspace, blocks if network is None else network.table)
+    pointers = pointer_table(workspace, blocks if params.skip_a2a else network.table)
     control = workspace.regions["control"].view(memory.local)
     n_sms = params.n_sms
     if n_sms is None:

@@ -45,7 +45,7 @@ def launch(
         return
     with torch.cuda.device(ep.device):
         settle_cache_key(kernel)
-        if ep.network is not None:
+        if ep.network.options:  # what is linked in is prepared before the first launch
             options = {**options, **ep.network.options}
             compiled = kernel.warmup(*given, grid=(programs,), num_warps=NUM_WARPS, **options)
             compiled._init_handles()

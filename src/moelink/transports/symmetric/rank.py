@@ -47,13 +47,11 @@ class Rank:
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-        self.table = memory.pointers
+        self.network = connect(memory, workspace, self.me)
+        self.table = self.network.table
         if config.mode == "allreduce" and memory.world_size > 1:
             # A copy, as the alignment of a slice would depend on the rank, and with it the compiled kernel.
             self.table = memory.pointers[config.rank : config.rank + 1].clone()
-        self.network = connect(memory, workspace, self.me)
-        if self.network is not None:
-            self.table = self.network.table
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -141,11 +139,10 @@ class Rank:
         key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
         compiled = self._compiled.get(key)
         if compiled is None:
-            extra = {} if self.network is None else self.network.options
-            compiled = settle_cache_key(kernel).warmup(*fixed, *args, grid=(programs,), S=S, **options, **extra)
+            linked = self.network.options
+            compiled = settle_cache_key(kernel).warmup(*fixed, *args, grid=(programs,), S=S, **options, **linked)
             compiled._init_handles()
-            if self.network is not None:
-                self.network.load(compiled)
+            self.network.load(compiled)
             self._compiled[key] = compiled
         if not self._preparing:
             stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -158,9 +155,8 @@ class Rank:
         from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
 
         ranges = region_ranges(self.workspace.regions, self.memory)
-        ranges = [r for r in ranges if r.rank is None or self.table[r.rank] != 0]
-        if self.network is not None:
-            ranges += [AccessRange("network", None, t.data_ptr(), t.nbytes) for t in self.network.tensors]
+        ranges = [r for r in ranges if r.rank is None or self.network.table[r.rank] != 0]
+        ranges += [AccessRange("network", None, t.data_ptr(), t.nbytes) for t in self.network.tensors]
         return guard_accesses(ranges)
 
     def close(self) -> None:
@@ -169,8 +165,7 @@ class Rank:
             self.synchronize()
         SM_BUDGET.release(self)
         try:
-            if self.network is not None:
-                self.network.close()
+            self.network.close()
         finally:
             self.memory.close()
             # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
@@ -196,7 +191,7 @@ class Rank:
     def error(self) -> MoelinkError | None:
         """Why nothing is carried to other nodes any more; else what the record says: the first expired wait, or (once)
         a peer's refusal."""
-        if self.network is not None and self.network.failure is not None:
+        if self.network.failure is not None:
             return self.network.failure.with_traceback(None)
         if not (self._words[0] or self._words[ABORT_RECORD]):
             return None
