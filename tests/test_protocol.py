@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 import moelink
-from cases import Setup, check_case
-from interleaving import Deadlock
+from cases import FIELDS, Packed, Result, Setup, check_case
+from interleaving import Deadlock, Scheduler
 from moelink.kernels import receive, reduce, send, send_back, signals
-from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, two_calls
-from symmetric_ranks import one_process, run_case
+from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
+from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
 WORLD = 2
 
@@ -56,6 +56,67 @@ def test_a_row_that_does_not_fit_is_not_the_one_of_the_call_before():
         check_case(case, WORLD, run_case(transport, case, [0, 1]))
     with pytest.raises(moelink.CapacityError):
         transport.check()
+
+
+FEW = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_experts=5, topk=3)
+ROWS = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8), ("pre_reduce", False)), num_experts=2, topk=1)
+
+
+def refused_combine(seed, dispatches, refused, last, **options):
+    """Dispatches, a combine that rank 0 refuses, and one that it does not: both of an earlier dispatch, with their
+    numbers. Checks the last."""
+    ranks, results = transports(refused.setup), {}
+    number = {case.seed: i for i, case in enumerate(dispatches)}
+
+    def rank_of(rank):
+        transport = ranks[rank]
+
+        def combine(case):
+            recv = recvs[number[case.seed]]
+            return transport.combine(combine_requests(case, [rank], [recv]), fused=True).wait()[0]
+
+        recvs = []
+
+        def main():
+            recvs.extend(transport.dispatch(dispatch_requests(c, [rank]), fused=True).wait()[0] for c in dispatches)
+            if rank == 0:
+                transport.refuse("combine")
+            else:
+                with pytest.raises(moelink.PeerAbortedError):
+                    combine(refused)
+            out = combine(last)
+            fields = {name: Packed.of(getattr(recvs[number[last.seed]], name)) for name in FIELDS}
+            results[rank] = Result(fields, Packed.of(out))
+
+        return main
+
+    Scheduler(seed, **options).run([rank_of(rank) for rank in range(WORLD)])
+    check_case(last, WORLD, [results[rank] for rank in range(WORLD)])
+
+
+def test_a_refused_combine_of_several_passes_is_one_call():
+    case = Small(FEW, "uniform", seed=3, weights="none", reduce=False)
+    assert FEW.config(WORLD).topk > WORLD  # or the workspace would hold all rows at once
+    for seed in range(3):
+        refused_combine(seed, [case], case, dataclasses.replace(case, salt=1))
+
+
+def test_rows_of_a_refused_combine_land_before_the_next_one():
+    """Without pre-reduction other ranks may store the same rows in the next combine; who refused waits for nothing."""
+    first, second = (
+        next(
+            case
+            for case in (Small(ROWS, "uniform", seed=seed) for seed in range(100))
+            if case.data(0).topk_ids.flatten().tolist() == [expert] * 3
+        )
+        for expert in (1, 0)
+    )
+
+    def speed(name):
+        return 0.01 if name in ("rank1:ep_fused_combine_kernel[0]", "rank1:ep_fused_combine_kernel[1]") else 1.0
+
+    for seed in range(2):
+        refused_combine(seed, [first, second], first, second, speed=speed, drain=0.0)
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def run_disagreement(seed, *, reduce, refusing=None, before=(), few=FEW, more=MO
             for case in before:
                 combine(case, recvs[0])
             if rank == refusing:
-                transport.refuse("combine", reduce=reduce[rank])
+                transport.refuse("combine")
             else:
                 with pytest.raises(moelink.ProtocolError if refusing is None else moelink.PeerAbortedError):
                     combine(dataclasses.replace(few, reduce=reduce[rank]), recvs[0])

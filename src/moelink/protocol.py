@@ -3,7 +3,7 @@
 POISON_WORDS = 8
 """int64 words of one error record: code, rank, peer, phase, call, expected, got, (unused)."""
 
-CONTROL_WORDS = 16
+CONTROL_WORDS = 24
 """int64 words of the control block, in this order:"""
 DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED = 0, 1, 2, 3
 """calls completed by each role of each phase"""
@@ -17,8 +17,11 @@ FENCE = 13
 """always 0; read to order stores"""
 COUNTS_SENT = 14
 """last call whose counts are on their way"""
-ODD_COMBINE = 15
-"""last combine for which ranks chose different options; kept between nodes only"""
+MALFORMED = 15
+"""bit r (62 for higher ones too): rank r sent a count or an index that cannot be; it was not used"""
+MALFORMED_RANKS = 62
+COMBINE_REFUSED = 16
+"""last combine call that a rank refused or made otherwise"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""

@@ -72,15 +72,14 @@ class Session:
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> PendingOperation[list[Tensor]]:
         """Check the arguments of every local rank and start a combine. ``fused``: the caller waits right away."""
-        with self.refusing("combine", reduce=all(request.reduce for request in requests)):
+        with self.refusing("combine"):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_combine(config, request, identity=self.identity, device=device)
                 _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
         return self._started("combine", self.transport.combine(requests, fused=fused))
 
-    def refusing(self, phase: Phase, *, reduce: bool = True) -> AbstractContextManager[None]:
+    def refusing(self, phase: Phase) -> AbstractContextManager[None]:
         """A block that checks arguments: what it refuses is refused towards the peers too, who would wait otherwise.
-        ``reduce`` is the combine's.
 
         Raises ClosedError or PendingError when there can be no such call now; peers are not told of that.
         """
@@ -88,7 +87,7 @@ class Session:
             raise ClosedError(phase)
         if phase in self._pending:
             raise PendingError(f"{phase}: expected no pending {phase}, got one that has not been waited for")
-        return _Refusal(self.transport, phase, reduce)
+        return _Refusal(self.transport, phase)
 
     def _started(self, phase: Phase, operation: Pending[T]) -> PendingOperation[T]:
         self._pending[phase] = operation
@@ -146,15 +145,15 @@ class Session:
 class _Refusal(AbstractContextManager[None]):
     """Tells peers of arguments that are refused inside the block."""
 
-    def __init__(self, transport: Transport, phase: Phase, reduce: bool) -> None:
-        self._transport, self._phase, self._reduce = transport, phase, reduce
+    def __init__(self, transport: Transport, phase: Phase) -> None:
+        self._transport, self._phase = transport, phase
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (ArgumentError, ForeignHandleError, UnsupportedError)):
-            self._transport.refuse(self._phase, reduce=self._reduce)
+            self._transport.refuse(self._phase)
 
 
 def _refuse_gradients(*values: object) -> None:

@@ -9,7 +9,7 @@ region               shape, dtype          written by, meaning
 ===================  ====================  ===============================================================
 poison               [1] int64             any rank r: 1 + r once a wait of its expired
 poisons              [W, 8] int64          row r by rank r: what it was waiting for
-control              [16] int64            own kernels: completed calls, programs arrived, statistics
+control              [24] int64            own kernels: completed calls, programs arrived, statistics
 tally_flag           [P] int64             own sender p: call whose row of ``tallies`` is stored
 tallies              [P, E + R] int32      own sender p: pairs per expert and messages per rank of its tokens
 message_flag         [W, T] int64          source s: call whose message in this slot is stored

@@ -47,6 +47,15 @@ def header_word(header, i, low, high):
 
 
 @triton.jit
+def malformed(header, rows, S: tl.constexpr):
+    """[WP]: sources whose ``header`` or ``rows`` (as they came) cannot be."""
+    h = tl.arange(0, _HEADER)[None, :]
+    most = tl.where((h == 0), 1, tl.where(h == 3, S.SENDERS, tl.where(h < 5, S.T, 0x7FFFFFFF)))
+    bad = tl.max(((header < 0) | (header > most)).to(tl.int32), 1)
+    return (bad | tl.max(((rows < 0) | (rows > S.T * S.K)).to(tl.int32), 1)) != 0
+
+
+@triton.jit
 def group_starts(sizes, shared, S: tl.constexpr):
     """Starts [LP] of the routed groups, and rows of the shared group, each group rounded up to ALIGN rows."""
     aligned = tl.cdiv(sizes, S.ALIGN) * S.ALIGN

@@ -15,7 +15,8 @@ its position, which came with the message. Hence source ranks ascend inside a gr
 Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], ALIGN 4: group sizes [3, 1], row_offsets
 [0, 4, 8]. Rank 1's first pair of expert 0 (position 0) goes to row 0 + 2 + 0 = 2. Row 3 and rows 5-7 are padding.
 
-Nothing that came over the wire becomes an address unchecked: an id, position or count out of range drops the row.
+Nothing that came over the wire becomes an address unchecked: an id, position or count out of range drops the row, and
+the source's bit in the control word MALFORMED says so to the host.
 """
 
 import triton
@@ -24,13 +25,22 @@ import triton.language as tl
 from moelink.kernels.network import near_only, tell_far
 from moelink.kernels.numeric import only
 from moelink.kernels.padding import pad_rows, pad_tiles, scale_places
-from moelink.kernels.plan import group_starts, header_word, tile_bases, wait_for_counts, write_nothing, write_plan
+from moelink.kernels.plan import (
+    group_starts,
+    header_word,
+    malformed,
+    tile_bases,
+    wait_for_counts,
+    write_nothing,
+    write_plan,
+)
 from moelink.kernels.signals import (
     I32,
     I64,
     arrive,
     fence,
     is_poisoned,
+    note_malformed,
     note_refusal,
     odd_one_out,
     publish,
@@ -95,8 +105,8 @@ def _store_scales(mine, at, row, inner, block, scales_out, scale_rows, S: tl.con
 
 @triton.jit
 def place_group(
-    mine, source, slot, valid, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out,
-    rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows,
+    control, mine, source, slot, valid, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out,
+    topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows,
     S: tl.constexpr,
 ):  # fmt: skip
     """Copy messages ``slot`` [GATHER] of ``source``, those that are ``valid``, to their rows, and note for combine
@@ -114,6 +124,7 @@ def place_group(
     label = rank if S.ALLREDUCE else source
     q = tl.arange(0, S.RP)
     every = valid[:, None] & (q >= 0)[None, :]
+    strange = (token < 0) | (token >= S.T)
     shape: tl.constexpr = (S.GATHER, S.RP)
     if S.RANK_LAYOUT:
         k = tl.arange(0, S.KP)
@@ -124,6 +135,9 @@ def place_group(
         tl.store(info + 2, tl.zeros(shape, tl.int32) - 1, mask=keep)
         named = valid[:, None] & (k < S.K)[None, :]
         local = tl.load((message + S.M_IDS).to(I32)[:, None] + k[None, :], mask=named, other=-1)
+        known = (local >= -1) & (local < num_local)
+        note_malformed(control, source, named & (strange[:, None] | (known == 0)))
+        local = tl.where(known, local, -1)
         here = named & (base + slot < capacity)[:, None]
         cell = (base + slot).to(tl.int64)[:, None] * S.K + k[None, :]
         tl.store(topk_ids_out + cell, local, mask=here)
@@ -139,7 +153,10 @@ def place_group(
         named = (expert >= 0) & (expert < num_local)
         e = tl.reshape(tl.where(named, expert, 0), (S.GATHER * S.RP,))
         row = tl.reshape(tl.gather(base, e, 0), shape) + position
-        keep = named & (position >= 0) & (position < tl.reshape(tl.gather(sizes, e, 0), shape)) & (row < capacity)
+        placed = named & (position >= 0) & (position < tl.reshape(tl.gather(sizes, e, 0), shape))
+        known = placed | (expert == -1)
+        note_malformed(control, source, mask & (strange[:, None] | (known == 0)))
+        keep = placed & (row < capacity)
         tl.store(
             rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :],
             tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)), mask=mask,
@@ -232,7 +249,9 @@ def place_messages(
             slot_of_column = column
         there = under_way & (slot < end)
         slot = slot_of_column + slot
-        there = there & (slot >= 0) & (slot < count)
+        inside = (slot >= 0) & (slot < count)
+        note_malformed(control, source, there & (inside == 0))
+        there = there & inside
         ready = there
         if tl.max(there.to(tl.int32), 0) > 0:
             slot = tl.where(there, slot, 0)
@@ -242,7 +261,7 @@ def place_messages(
             ready = there & (got >= call)
             if ok > 0:
                 place_group(
-                    mine, source, slot, ready, base, own, starts, bases, tokens_out, scales_out, src_info,
+                    control, mine, source, slot, ready, base, own, starts, bases, tokens_out, scales_out, src_info,
                     weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin,
                     shared_end, capacity, scale_rows, S,
                 )  # fmt: skip
@@ -294,6 +313,7 @@ def receive(
         messages = header_word(header, 1, 0, S.T)
         programs = header_word(header, 3, 0, S.SENDERS)
         most = header_word(header, 4, 0, S.T)
+        strange = malformed(header, rows, S)
         rows = tl.minimum(tl.maximum(rows, 0), S.T * S.K)
         odd = odd_one_out(header_word(header, 5, 0, 0x7FFFFFFF), mask, S.OPTIONS, S.W)
         if (tl.max(refused, 0) != 0) | (odd >= 0):
@@ -317,6 +337,7 @@ def receive(
             if S.SCALES == 2:
                 bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
             if program == 0:
+                note_malformed(control, r, strange)
                 write_plan(
                     control, rows, messages, header_word(header, 2, 0, S.T), row_offsets, expert_ids, scales_offsets,
                     num_recv, overflow,

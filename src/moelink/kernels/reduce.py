@@ -6,7 +6,8 @@ sender) must have reached the call. The waits are acquires, so the rows are seen
 ``combine_head`` of every rank, whether or not it sends rows.
 
 The last program to finish publishes ``combine_drained = call`` to every rank, which may then overwrite ``rows``: the
-next call cannot overtake this one.
+next call cannot overtake this one. A rank that refused a call publishes it at once; as without sums other ranks may
+store the same rows in the next call, its peers, before they finish, wait for what they themselves sent to it.
 
 Sums: accumulator +0 in fp32 (fp64 for fp64); sums of ranks ascending, or weighted rows in slot order; then the shared
 expert's row, ``shared=``, and the epilogue's tensor, in that order; one rounding.
@@ -23,7 +24,7 @@ import triton.language as tl
 from moelink.kernels.network import near_only, tell_far
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.routes import experts_at, owner_of
-from moelink.kernels.send_back import weighted_sum
+from moelink.kernels.send_back import is_refused, weighted_sum
 from moelink.kernels.signals import (
     I64,
     U8,
@@ -36,19 +37,39 @@ from moelink.kernels.signals import (
     settle,
     wait_all,
 )
-from moelink.kernels.swallow import is_left_out, swallow_rows, wait_for_choices
-from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, DONE, PHASE_COMBINE
+from moelink.kernels.swallow import swallow_rows, wait_for_choices
+from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, COMBINE_REFUSED, DONE, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
 _DONE = tl.constexpr(DONE)
 _REFUSED = tl.constexpr(CODE_ABORT)
+_REFUSED_CALL = tl.constexpr(COMBINE_REFUSED)
+_FLAGS = tl.constexpr(128)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
 
 
 @triton.jit
-def wait_for_heads(table, record, control, me, call, limit, S: tl.constexpr):
-    """Program 0: every rank is in this call. Notes who refused it."""
+def wait_until_sent(table, record, control, received, home, me, call, limit, S: tl.constexpr):
+    """Wait until all rows that this rank sends to ``home`` in this call are there. Returns 1; 0 or -1 after an error.
+
+    The senders are lower programs of this launch or of an earlier one, and wait for nothing of this call.
+    """
+    mine = tl.load(table + me)
+    flags = (tl.load(table + home) + S.O_FLAG).to(I64) + me * S.T
+    count = tl.load(received + home * 2)
+    i = tl.arange(0, _FLAGS)
+    ok = tl.full([], 1, tl.int32)
+    for c0 in range(0, count, _FLAGS):
+        if ok > 0:
+            ok, _, got = wait_all(flags + c0 + i, c0 + i < count, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+            settle(ok, table, record, control, me, me, _PHASE, call, call, got, S)
+    return ok
+
+
+@triton.jit
+def wait_for_heads(table, record, control, received, me, call, limit, S: tl.constexpr):
+    """Program 0: every rank is in this call. Notes who refused it, and waits until own rows have arrived there."""
     r = tl.arange(0, S.WP)
     mask = r < S.W
     mine = tl.load(table + me)
@@ -58,14 +79,21 @@ def wait_for_heads(table, record, control, me, call, limit, S: tl.constexpr):
         status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask, other=0)
         if S.NODE < S.W:
             status = status & 0xFFFFFFFF  # what is above is for ``swallow_rows``
-        peer = tl.min(tl.where((status & 1) != 0, r, S.W), 0)
+        refused = tl.where((status & 1) != 0, r, S.W)
+        peer = tl.min(refused, 0)
         odd = odd_one_out(status // 2, mask, S.OPTIONS, S.W)
+        if (peer < S.W) | (odd >= 0):
+            tl.store(control + _REFUSED_CALL, call)
         if peer < S.W:
             note_refusal(record, me, peer, _PHASE, call, _REFUSED)
+            if S.NODE == S.W:  # across nodes who refused waits for itself (``kernels.swallow``)
+                for home in range(peer, S.W):
+                    if (ok > 0) & (tl.sum((refused == home).to(tl.int32), 0) > 0):
+                        ok = wait_until_sent(table, record, control, received, home, me, call, limit, S)
         elif odd >= 0:
             note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
         if S.NODE < S.W:
-            if (peer < S.W) | (odd >= 0):
+            if (ok > 0) & ((peer < S.W) | (odd >= 0)):
                 ok = swallow_rows(table, record, control, me, call, limit, S)
     return ok
 
@@ -204,12 +232,12 @@ def gather_home(
     r = tl.arange(0, S.WP)
     mask = r < S.W
     brought = tl.load(received + 2 * S.W) == 0
-    if S.NODE < S.W:
-        brought = brought & (is_left_out(control, slot_begin, call) == 0)
+    if not S.ALLREDUCE:  # where no call is counted, either
+        brought = brought & (is_refused(control, call, slot_begin) == 0)
     ok = 1 - is_poisoned(table, record, control, me, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought & (program == 0) & (status == 0):
-            ok = wait_for_heads(table, record, control, me, call, limit, S)
+            ok = wait_for_heads(table, record, control, received, me, call, limit, S)
         if S.NODE < S.W:
             if (ok > 0) & brought & (program == 0) & (status != 0):
                 ok = swallow_rows(table, record, control, me, call, limit, S)

@@ -7,7 +7,8 @@ pre-reduction, each of them at (token, slot), and which of them there are in ``c
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 also stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
-refusal even when no rows were due to it. A refusing rank sends no rows but raises all flags.
+refusal even when no rows were due to it. A refusing rank sends no rows but raises all flags. Where a combine takes
+several passes over the slots, one that is refused ends with the first: who refuses makes one call.
 
 Sums: accumulator +0, slots ascending, product rounded before it is added (no fused multiply-add), one rounding to the
 row's dtype. A slot of another rank, a row dropped for ``capacity`` and a row number out of range contribute nothing.
@@ -22,13 +23,19 @@ from moelink.kernels.network import direct_or_staged, is_near, near_only, put, s
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.send import wait_until_drained
 from moelink.kernels.signals import I64, U8, count_arrival, fence, is_poisoned, publish
-from moelink.kernels.swallow import is_left_out
-from moelink.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
+from moelink.protocol import COMBINE_BYTES, COMBINE_REFUSED, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_SENT)
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _BYTES = tl.constexpr(COMBINE_BYTES)
+_REFUSED_CALL = tl.constexpr(COMBINE_REFUSED)
+
+
+@triton.jit
+def is_refused(control, call, slot_begin):
+    """1 in a later pass over the slots of a combine whose first one a rank refused: then no rank makes this call."""
+    return ((slot_begin > 0) & (tl.load(control + _REFUSED_CALL) == call - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -194,9 +201,7 @@ def send_tokens_back(
     call = tl.load(control + _ROLE) + 1
     r = tl.arange(0, S.WP)
     mask = r < S.W
-    failed = tl.load(received + 2 * S.W)
-    if S.NODE < S.W:
-        failed += is_left_out(control, slot_begin, call)
+    failed = tl.load(received + 2 * S.W) | is_refused(control, call, slot_begin)
     if (is_poisoned(table, record, control, me, S) == 0) & (failed == 0):
         ok = wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S)
         if ok > 0:

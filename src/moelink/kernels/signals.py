@@ -30,7 +30,16 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.network import I64, is_near, near_only, put
-from moelink.protocol import ABORT_RECORD, CLAIM, CODE_TIMEOUT, DONE, FENCE, POISON_WORDS
+from moelink.protocol import (
+    ABORT_RECORD,
+    CLAIM,
+    CODE_TIMEOUT,
+    DONE,
+    FENCE,
+    MALFORMED,
+    MALFORMED_RANKS,
+    POISON_WORDS,
+)
 
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
 U8 = tl.constexpr(tl.pointer_type(tl.uint8))
@@ -40,6 +49,8 @@ _ABORT_RECORD = tl.constexpr(ABORT_RECORD)
 _RECORD = tl.constexpr(POISON_WORDS)
 _DONE = tl.constexpr(DONE)
 _FENCE = tl.constexpr(FENCE)
+_MALFORMED = tl.constexpr(MALFORMED)
+_MALFORMED_RANKS = tl.constexpr(MALFORMED_RANKS)
 _FAR = tl.constexpr(2**62)
 
 
@@ -173,10 +184,11 @@ def give_up(table, record, control, poisons, me, peer, phase, call, expected, go
 
 
 @triton.jit
-def adopt(record, control, poison, poisons):
+def adopt(record, control, poison, poisons, S: tl.constexpr):
     """This rank was poisoned by a peer: copy the peer's description to ``record``, once."""
     if claim(control) > 0:
         writer = tl.atomic_add(poison, 0, sem="acquire", scope="sys") - 1
+        writer = tl.minimum(tl.maximum(writer, 0), S.W - 1)
         tl.debug_barrier()
         i = tl.arange(0, _RECORD)
         words = tl.load(poisons + writer * _RECORD + i, mask=i < _RECORD, other=0)
@@ -192,7 +204,7 @@ def settle(arrived, table, record, control, me, peer, phase, call, expected, got
     if arrived == 0:
         give_up(table, record, control, (mine + S.O_POISONS).to(I64), me, peer, phase, call, expected, got, S)
     if arrived < 0:
-        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64))
+        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64), S)
 
 
 @triton.jit
@@ -205,6 +217,13 @@ def note_refusal(record, me, peer, phase, call, code):
     tl.store(abort + 4, call)
     tl.debug_barrier()
     tl.atomic_xchg(abort, code, sem="release", scope="sys")
+
+
+@triton.jit
+def note_malformed(control, source, bad):
+    """Where ``bad`` (a block): rank ``source`` (a scalar, or a block of that shape) sent what cannot be."""
+    bit = tl.full(bad.shape, 1, tl.int64) << tl.minimum(source, _MALFORMED_RANKS).to(tl.int64)
+    tl.atomic_or(control + _MALFORMED + tl.zeros(bad.shape, tl.int32), bit, mask=bad, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -229,7 +248,7 @@ def is_poisoned(table, record, control, me, S: tl.constexpr):
     poison = (mine + S.O_POISON).to(I64)
     poisoned = (tl.load(poison) != 0).to(tl.int32)
     if poisoned > 0:
-        adopt(record, control, poison, (mine + S.O_POISONS).to(I64))
+        adopt(record, control, poison, (mine + S.O_POISONS).to(I64), S)
     return poisoned
 
 

@@ -13,12 +13,11 @@ import triton.language as tl
 
 from moelink.kernels.network import near_only
 from moelink.kernels.signals import I64, U8, settle, wait_all
-from moelink.protocol import ODD_COMBINE, OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
+from moelink.protocol import OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
 
 _DISPATCH = tl.constexpr(PHASE_DISPATCH)
 _COMBINE = tl.constexpr(PHASE_COMBINE)
 _BY_ROW = tl.constexpr(OPTIONS_BY_ROW)
-_ODD = tl.constexpr(ODD_COMBINE)
 _AT_ONCE = tl.constexpr(64)
 
 
@@ -66,7 +65,7 @@ def swallow_messages(table, record, control, me, messages, programs, call, limit
 @triton.jit
 def swallow_rows(table, record, control, me, call, limit, S: tl.constexpr):
     """All that is sent back in this combine, by what the heads tell, is here: sums, or rows, which from other nodes
-    have a flag of their own each. Also notes when ranks chose different options. Returns 1, or 0 or -1 after an error.
+    have a flag of their own each. Returns 1, or 0 or -1 after an error.
 
     This node's ranks count, too: without sums another rank may store the same rows in the next call.
     """
@@ -77,9 +76,6 @@ def swallow_rows(table, record, control, me, call, limit, S: tl.constexpr):
     settle(ok, table, record, control, me, source, _COMBINE, call, call, got, S)
     if ok > 0:
         status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask, other=0)
-        odd = mask & ((status & 0xFFFFFFFF) // 2 != S.OPTIONS)
-        if tl.max(odd.to(tl.int32), 0) > 0:
-            tl.atomic_xchg(control + _ODD, call, sem="relaxed", scope="gpu")
         messages = tl.minimum(tl.maximum(status >> 32, 0), S.T).to(tl.int32)
         ok = _wait_for_flags(table, record, control, me, S.O_FLAG, messages, _COMBINE, call, limit, S)
         q = tl.arange(0, S.KP)
@@ -95,16 +91,6 @@ def swallow_rows(table, record, control, me, call, limit, S: tl.constexpr):
                     ok, _, got = wait_all(flags, kept != 0, call, poison, limit, S.CLOCK)
                     settle(ok, table, record, control, me, source, _COMBINE, call, call, got, S)
     return ok
-
-
-@triton.jit
-def is_left_out(control, slot_begin, call):
-    """1 for a further pass of a combine in whose pass before ranks chose different options, else 0.
-
-    Rows (``reduce=False``) may take several passes, each of which is a call, and sums take one: a rank that went on
-    alone would be a call ahead of the others for ever.
-    """
-    return ((slot_begin > 0) & (tl.load(control + _ODD) == call - 1)).to(tl.int32)
 
 
 @triton.jit

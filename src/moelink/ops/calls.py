@@ -152,7 +152,7 @@ def _checked_dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchR
 
 
 def _checked_combine(endpoint: Endpoint, request: CombineRequest) -> CombineRequest:
-    with _refusing(endpoint, "combine", reduce=request.reduce):
+    with _refusing(endpoint, "combine"):
         _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
         check_recv(request.recv, identity=endpoint.traits.owner, config=endpoint.config)
         _no_out(request.out)
@@ -173,9 +173,9 @@ def _check_types(request: object, required: tuple[str, ...], optional: tuple[str
             raise ArgumentError(name, "a tensor", type(value).__name__)
 
 
-def _refusing(endpoint: Endpoint, phase: Phase, *, reduce: bool = True) -> AbstractContextManager[None]:
+def _refusing(endpoint: Endpoint, phase: Phase) -> AbstractContextManager[None]:
     """Peers hear of what is refused inside; not while tracing, when no call is made and all ranks refuse alike."""
-    return nullcontext() if torch.compiler.is_compiling() else endpoint.session.refusing(phase, reduce=reduce)
+    return nullcontext() if torch.compiler.is_compiling() else endpoint.session.refusing(phase)
 
 
 def _weights(endpoint: Endpoint, weights: Tensor | Hook | None, num_tokens: int, device: torch.device) -> Tensor | None:

@@ -96,9 +96,8 @@ class Transport(Protocol):
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine, one request per local rank. ``fused``: the caller waits right away."""
 
-    def refuse(self, phase: Phase, *, reduce: bool = True) -> None:
-        """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once.
-        ``reduce`` is that of the refused combine: peers may make several exchanges for one that is not reduced."""
+    def refuse(self, phase: Phase) -> None:
+        """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once."""
 
     def warmup(self) -> None:
         """Compile and allocate what the first call would."""

@@ -53,7 +53,7 @@ class CollectiveTransport:
         earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]
         return output
 
-    def refuse(self, phase: Phase, *, reduce: bool = True) -> None:
+    def refuse(self, phase: Phase) -> None:
         """Tell peers that this rank refused its arguments."""
         self._wire.refuse(phase)
 

@@ -45,15 +45,10 @@ class Recipe:
             config = rank.config
             spec = combine_spec(rank.workspace, rank.device, reduce=reduce, **kind)
             launch = combine_launch(config, rank.device, num_tokens)
-            options, shared = {**launch.options, **_EXACT}, shared_bounds(config, num_tokens)
-            return cls(spec, _passes(spec, reduce), launch, options, shared)
+            passes = (0,) if reduce else tuple(range(0, config.topk, spec.COPIES))
+            return cls(spec, passes, launch, {**launch.options, **_EXACT}, shared_bounds(config, num_tokens))
 
         return rank.once((cls, num_tokens, reduce, *kind.values()), make)
-
-
-def _passes(spec: CombineSpec, reduce: bool) -> tuple[int, ...]:
-    """First top-k slot of each launch."""
-    return (0,) if reduce else tuple(range(0, int(spec.K), int(spec.COPIES)))
 
 
 class Combine:
@@ -161,19 +156,18 @@ class Combine:
         return self.request.out if self.request.out is not None else hook.tensors[0]
 
 
-def refuse_combine(rank: Rank, *, reduce: bool) -> None:
-    """Take part in a combine, in as many launches as it has, with nothing but the word that this rank refused it."""
-    spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False, reduce=reduce)
+def refuse_combine(rank: Rank) -> None:
+    """Take part in a combine with nothing but the word that this rank refused it."""
+    spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
     if spec.ALLREDUCE:
         return
     options = {**combine_launch(rank.config, rank.device, 0).options, **_EXACT}
     dummy = rank.nothing
-    for slot in _passes(spec, reduce):
-        rank.launch(
-            kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, slot, STATUS_ABORT, rank.limit, S=spec,
-            options=options,
-        )  # fmt: skip
-        rank.launch(
-            kernels.ep_combine_wait_kernel, 1, *[dummy] * 10, (dummy,), rank.me, rank.first,
-            rank.config.num_local_experts, 0, 0, 0, 0, slot, STATUS_ABORT, rank.limit, S=spec, options=options,
-        )  # fmt: skip
+    rank.launch(
+        kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, 0, STATUS_ABORT, rank.limit, S=spec,
+        options=options,
+    )  # fmt: skip
+    rank.launch(
+        kernels.ep_combine_wait_kernel, 1, *[dummy] * 10, (dummy,), rank.me, rank.first,
+        rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit, S=spec, options=options,
+    )  # fmt: skip

@@ -17,7 +17,16 @@ from moelink.kernels.cut import multiprocessors
 from moelink.kernels.spec import clock_ticks
 from moelink.liveness import Failure
 from moelink.memory import SymmetricMemory, connect
-from moelink.protocol import ABORT_RECORD, CODE_OPTIONS, INVALID_IDS, OVERFLOW, PHASES, RECORD_WORDS
+from moelink.protocol import (
+    ABORT_RECORD,
+    CODE_OPTIONS,
+    DISPATCH_RECEIVED,
+    INVALID_IDS,
+    MALFORMED,
+    OVERFLOW,
+    PHASES,
+    RECORD_WORDS,
+)
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
 from moelink.watch import Watch
@@ -210,7 +219,20 @@ class Rank:
                     rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call,
                 )  # fmt: skip
             return PeerAbortedError(rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call)
-        return None
+        return self.malformed() if self.device.type == "cpu" else None
+
+    def malformed(self) -> ProtocolError | None:
+        """What a peer sent could not be (a count, an id, a position out of range) and was not used. Synchronises."""
+        bits = int(self.control[MALFORMED])
+        if bits == 0:
+            return None
+        peer = (bits & -bits).bit_length() - 1
+        call = max(int(self.control[DISPATCH_RECEIVED]), 0)
+        return ProtocolError(
+            f"rank {self.config.rank}: rank {peer} sent counts or indices that cannot be, by call {call} of dispatch; "
+            "they were ignored, and so were their rows",
+            rank=self.config.rank, peer=peer, phase="dispatch", call=call,
+        )  # fmt: skip
 
     def _find_fault(self, words: Sequence[int]) -> PeerTimeoutError:
         """The error that a record describes; with a watch, after asking who lives. Records may come from a peer."""

@@ -144,7 +144,7 @@ class SymmetricTransport:
             if error is not None:
                 raise error
 
-    def refuse(self, phase: Phase, *, reduce: bool = True) -> None:
+    def refuse(self, phase: Phase) -> None:
         """Tell peers that this rank refused its arguments. With all ranks in this process there is nobody to tell.
 
         A combine of rows that a refused dispatch did not bring is no call on any rank; whether there was one is known
@@ -156,8 +156,7 @@ class SymmetricTransport:
             return
         if self._watch is not None:
             self._watch.enter()
-        (rank,) = self.ranks
-        self._each([lambda: refuse_dispatch(rank) if phase == "dispatch" else refuse_combine(rank, reduce=reduce)])
+        self._each([lambda r=r: (refuse_dispatch if phase == "dispatch" else refuse_combine)(r) for r in self.ranks])  # type: ignore[misc]
 
     def warmup(self) -> None:
         """Compile and load every kernel of the usual calls; nothing is launched. Nothing to do on CPUs."""
@@ -188,6 +187,10 @@ class SymmetricTransport:
         for rank in self.ranks:
             rank.synchronize()
         self._raise_error()
+        for rank in self.ranks:
+            nonsense = rank.malformed()
+            if nonsense is not None:
+                raise nonsense
         losses = [rank.take_losses() for rank in self.ranks]
         for rank, (dropped, _) in zip(self.ranks, losses, strict=True):
             if dropped:
