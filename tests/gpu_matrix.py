@@ -154,10 +154,11 @@ def named(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting(differences: list[str]) -> Iterator[None]:
-    """A failed comparison inside is added to ``differences``."""
+    """A failed comparison inside is added to ``differences``, and told at once: a run may be ended before it is over."""
     try:
         yield
     except AssertionError as error:
+        print(error, file=sys.stderr, flush=True)
         differences.append(str(error))
 
 
