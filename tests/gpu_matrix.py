@@ -154,7 +154,7 @@ def named(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting(differences: list[str]) -> Iterator[None]:
-    """A failed comparison inside is added to ``differences``, and told at once: a run may be ended before it is over."""
+    """A failed comparison inside is added to ``differences``, and told at once: a run may end before its time."""
     try:
         yield
     except AssertionError as error:
