@@ -13,13 +13,10 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
-import functools
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +26,13 @@ import triton
 import gpu_ranks
 import moelink
 from cases import FIELDS, FORMATS, Case, Packed, Result, Setup, check_case
+from gpu_compile import Kernel, compile_all, kernels_of
 from matrix_configs import CONFIGS, Config, describe
 from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data, run_ranks
 
 ROUNDS = ("full", "holes", "skewed", "one_expert", "one_token", "nothing")
 SCENARIOS = ("holes", "repeats", "one_rank_empty", "uniform", "one_expert", "skewed")
-MAX_WORKERS = 48
 PATIENCE = 45.0
 """Seconds after which a rank that is still with the same configuration prints where it is."""
 
@@ -278,43 +275,15 @@ def cache_entries() -> int:
     return 0
 
 
-def compile_all(configs: Sequence[Config], world_size: int, *, timeout: float = 300.0) -> float:
-    """Compile the fused kernels of ``configs`` into the cache that all ranks share. Returns the seconds it took.
-
-    As many processes as there are processors (at most :data:`MAX_WORKERS`), spread over the CUDA devices; a task is one
-    kernel. Afterwards they are gone, and so is what they held on the devices.
-    """
-    start = time.monotonic()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "moelink"])
-    tasks = [(config, part) for config in configs for part in ("dispatch", "combine")]
-    workers = min(len(tasks), len(os.sched_getaffinity(0)), MAX_WORKERS)
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=take_device, initargs=(context.Value("i", 0),)
-    ) as pool:
-        for _ in pool.map(functools.partial(compile_part, world_size), tasks, timeout=timeout):
-            pass
-    print(f"{len(tasks)} kernels compiled by {workers} processes in {time.monotonic() - start:.1f} s")
-    return time.monotonic() - start
-
-
-def take_device(turn: Any) -> None:
-    """A worker's first act: the next device in turn is its own."""
-    torch.set_num_threads(1)
-    with turn.get_lock():
-        turn.value += 1
-        torch.cuda.set_device(turn.value % torch.cuda.device_count())
-
-
-def compile_part(world_size: int, task: tuple[Config, str]) -> None:
-    """Compile the fused ``dispatch`` or ``combine`` of a configuration, as its calls launch it."""
-    config, part = task
-    device = torch.device("cuda", torch.cuda.current_device())
-    with named(f"{config.name}: compiling {part}"):
-        gpu_ranks.compile_setup(
-            config.fields, world_size, device, weights=config.weights, input_dtype=config.input_dtype,
-            id_dtype=config.id_dtype, parts=(part,),
-        )  # fmt: skip
+def kernels(configs: Sequence[Config], world_size: int) -> list[Kernel]:
+    """The fused kernels of ``configs``."""
+    return [
+        kernel
+        for config in configs
+        for kernel in kernels_of(
+            config.fields, world_size, weights=config.weights, input_dtype=config.input_dtype, id_dtype=config.id_dtype
+        )
+    ]
 
 
 def main() -> None:
@@ -328,7 +297,7 @@ def main() -> None:
         return
     world_size = min(8, torch.cuda.device_count())
     configs = [config for config in CONFIGS if config.form.dispatch_format in args.formats]
-    compile_all(configs, world_size)
+    compile_all(kernels(configs, world_size))
     found = differences_of(jobs_of(configs, world_size), world_size, timeout=500)
     print("\n".join(found) or "everything is equal")
     raise SystemExit(bool(found))

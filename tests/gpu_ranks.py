@@ -24,6 +24,18 @@ REAL_SIZES: tuple[tuple[int, int, int, int, str, dict[str, Any]], ...] = (
     (7168, 6, 64, 1000, "nvfp4", {"fused_shared_expert": True, "pre_reduce": False}),
 )
 
+MANY = {
+    "num_experts": 32, "topk": 4, "hidden_size": 256, "max_tokens_per_rank": 16, "transport": "symmetric",
+    "timeout": 100.0,
+}  # fmt: skip
+ABSENT = {"num_experts": 16, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 8, "transport": "symmetric"}
+
+
+def graph_fields(world_size: int) -> dict[str, Any]:
+    """What :func:`graphs` runs."""
+    sizes = {"num_experts": 8 * world_size, "topk": 4, "hidden_size": 512, "max_tokens_per_rank": 64}
+    return {**sizes, "transport": "symmetric", "timeout": 100.0}
+
 
 def prepare(rank: int, kind: str = "cuda") -> torch.device:
     """This rank's device, after the default group has been made."""
@@ -36,65 +48,9 @@ def prepare(rank: int, kind: str = "cuda") -> torch.device:
     return torch.device("cuda", rank)
 
 
-def compile_share(rank: int, world_size: int, setups: list[dict[str, Any]]) -> None:
-    """Compile the fused kernels of every setup into the cache that all ranks share, each rank a part of them."""
-    for fields in setups[rank::world_size]:
-        compile_setup(fields, world_size, torch.device("cuda", rank))
-    dist.barrier()
-
-
-def compile_setup(
-    fields: dict[str, Any],
-    world_size: int,
-    device: torch.device,
-    *,
-    weights: str = "dispatch",
-    input_dtype: torch.dtype | None = None,
-    id_dtype: torch.dtype = torch.int32,
-    parts: tuple[str, ...] = ("dispatch", "combine"),
-    split: bool = False,
-) -> None:
-    """Compile the fused kernels of one setup; nothing is launched. ``weights``: the call they are given to, or "none".
-    ``split``: the two halves of each, too.
-
-    They depend on dtypes and on what is given, not on the rank, the capacity or the number of tokens.
-    """
-    from moelink.memory import create_all
-    from moelink.transports.base import CombineRequest, DispatchRequest
-    from moelink.transports.symmetric.combining import Combine
-    from moelink.transports.symmetric.dispatching import Dispatch
-    from moelink.transports.symmetric.rank import Rank
-    from moelink.workspace import Workspace
-
-    config = moelink.EPConfig(**{**fields, "capacity": 1}, world_size=world_size)
-    memory = create_all([device] * (1 if config.mode == "allreduce" else world_size), 1 << 20)
-    place = Rank(config, memory[0], Workspace(config))
-    place.network.load = lambda compiled: None  # what carries puts is started with the first communicator
-    kinds = {"fp32": torch.float32, "fp64": torch.float64}
-    x_dtype = input_dtype or kinds.get(config.dispatch_format, torch.bfloat16)
-    x = torch.zeros(1, config.hidden_size, dtype=x_dtype, device=device)
-    ids = torch.zeros(1, config.topk, dtype=id_dtype, device=device)
-    given = torch.zeros(1, config.topk, dtype=config.weight_dtype, device=device)
-    dispatch = Dispatch(place, DispatchRequest(x, ids, given if weights == "dispatch" else None), "compile")
-    y = torch.zeros(1, config.hidden_size, dtype=config.combine_dtype, device=device)
-    combine = Combine(place, CombineRequest(y, dispatch.output, given if weights == "combine" else None))
-    with place.preparing():
-        if "dispatch" in parts:
-            dispatch.send_and_receive()
-        if "combine" in parts:
-            combine.send_and_receive(combine.passes[0])
-        if split:
-            dispatch.send()
-            dispatch.receive()
-            combine.send(combine.passes[0])
-            combine.receive(combine.passes[0])
-    place.close()
-
-
 def run_cases(rank: int, world_size: int, case_list: list[cases.Case]) -> list[cases.Result]:
     """The cases of the CPU tests on CUDA tensors."""
     prepare(rank)
-    compile_share(rank, world_size, [setup.fields for setup, _ in cases.by_setup(case_list)])
     return cases.run_cases(rank, world_size, case_list, {"transport": "symmetric"})
 
 
@@ -125,7 +81,6 @@ def equals_collective(
     arguments of ``init`` for the symmetric one."""
     prepare(rank)
     done, more = [], more or {}
-    compile_share(rank, world_size, [real_fields(index) | more for index in indices])
     for index in indices:
         hidden, topk, experts, most, fmt, options = REAL_SIZES[index]
         fields = real_fields(index)
@@ -190,19 +145,11 @@ def many_calls(rank: int, world_size: int, calls: int, more: dict | None = None)
     Experts are the identity and router weights sum to one per token, so combine returns the tokens themselves.
     """
     prepare(rank)
-    most, hidden, experts, topk = 16, 256, 32, 4
+    most, hidden, experts, topk = (MANY[name] for name in ("max_tokens_per_rank", "hidden_size", "num_experts", "topk"))
     generator = torch.Generator(device="cuda").manual_seed(rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     start = time.monotonic()
-    with moelink.init(
-        num_experts=experts,
-        topk=topk,
-        hidden_size=hidden,
-        max_tokens_per_rank=most,
-        transport="symmetric",
-        timeout=100.0,
-        **(more or {}),
-    ) as ep:
+    with moelink.init(**MANY, **(more or {})) as ep:
         x = torch.randint(-8, 9, (most, hidden), device="cuda", generator=generator).to(torch.bfloat16)
         weights = torch.tensor([[0.5, 0.25, 0.125, 0.125]], device="cuda").expand(most, topk).contiguous()
         scores = torch.rand(64, most, experts, device="cuda", generator=generator)
@@ -223,12 +170,10 @@ def many_calls(rank: int, world_size: int, calls: int, more: dict | None = None)
 def graphs(rank: int, world_size: int, more: dict | None = None) -> dict[str, bool]:
     """A captured pair replayed with other inputs; ranks replay graphs of different sizes, mixed with eager calls."""
     prepare(rank)
-    most, hidden, experts, topk = 64, 512, 8 * world_size, 4
+    fields = graph_fields(world_size)
+    hidden, experts, topk = (fields[name] for name in ("hidden_size", "num_experts", "topk"))
     results = {}
-    with moelink.init(
-        num_experts=experts, topk=topk, hidden_size=hidden, max_tokens_per_rank=most, dispatch_format="bf16",
-        transport="symmetric", timeout=100.0, **(more or {}),
-    ) as ep:  # fmt: skip
+    with moelink.init(**fields, **(more or {})) as ep:
         captured = {}
         for size in (8, 64):
             x = torch.zeros(size, hidden, dtype=torch.bfloat16, device="cuda")
@@ -271,10 +216,7 @@ def absent_rank(rank: int, world_size: int, more: dict | None = None) -> dict[st
     prepare(rank)
     timeout = 3.0
     x, ids, weights = inputs(rank, seed=1, tokens=8, hidden=256, experts=16, topk=2)
-    ep = moelink.init(
-        num_experts=16, topk=2, hidden_size=256, max_tokens_per_rank=8, transport="symmetric", timeout=timeout,
-        **(more or {}),
-    )  # fmt: skip
+    ep = moelink.init(**ABSENT, timeout=timeout, **(more or {}))
     ep.warmup()
     dist.barrier()
     for _ in range(2):

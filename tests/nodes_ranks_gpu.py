@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import gpu_ranks
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, run_case
-from gpu_ranks import compile_setup, prepare
+from gpu_compile import FUSED, HALVES, Kernel, kernels_of
+from gpu_ranks import prepare
 
 TIMEOUT = 100.0
 SHAPE = {"num_experts": 8, "topk": 1, "hidden_size": 128, "max_tokens_per_rank": 1, "transport": "symmetric"}
@@ -26,6 +26,16 @@ def all_cases() -> list[Case]:
     ]
 
 
+def kernels(world_size: int, node: int, case_list: list[Case]) -> list[Kernel]:
+    """What :func:`run_nodes` launches. Kernels with NVSHMEM's code in them take long to compile."""
+    found = []
+    for setup, _ in by_setup(case_list):
+        dtype = torch.float64 if setup.dispatch_format == "fp64" else torch.bfloat16
+        fields = {**setup.fields, "ranks_per_node": node}
+        found += kernels_of(fields, world_size, (*FUSED, *HALVES), input_dtype=dtype)
+    return found
+
+
 def run_split(ep: moelink.Communicator, case: Case, rank: int) -> Result:
     """``cases.run_case`` with each call in its two halves."""
     data = case.data(rank)
@@ -36,17 +46,8 @@ def run_split(ep: moelink.Communicator, case: Case, rank: int) -> Result:
 
 
 def run_nodes(rank: int, world_size: int, node: int, case_list: list[Case]) -> list[tuple[Result, Result, list[int]]]:
-    """Every case in one launch a call, then in two; and the ranks whose blocks this one addresses.
-
-    Kernels with NVSHMEM's code in them take long to compile: each rank compiles a part of them for all.
-    """
-    device = prepare(rank)
-    setups = [setup for setup, _ in by_setup(case_list)]
-    for setup in setups[rank::world_size]:
-        dtype = torch.float64 if setup.dispatch_format == "fp64" else torch.bfloat16
-        fields: dict[str, Any] = setup.fields | {"ranks_per_node": node}
-        compile_setup(fields, world_size, device, input_dtype=dtype, split=True)
-    dist.barrier()
+    """Every case in one launch a call, then in two; and the ranks whose blocks this one addresses."""
+    prepare(rank)
     results = []
     for setup, group in by_setup(case_list):
         with moelink.init(**setup.fields, transport="symmetric", ranks_per_node=node, timeout=TIMEOUT) as ep:

@@ -5,6 +5,7 @@ import torch
 
 import fault_ranks_gpu
 from fault_ranks_gpu import TIMEOUT
+from gpu_compile import compile_all, warmup_kernels
 from moelink.testing import run_ranks
 
 WORLD = min(4, torch.cuda.device_count())
@@ -21,6 +22,13 @@ FALLS = [
     ("killed", "running", WORLD - 1),
     ("stopped", "dispatch", 1),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Everything that all ranks launch, and later the survivors."""
+    fields = {**fault_ranks_gpu.FIELDS, "transport": "symmetric"}
+    compile_all([kernel for world in (WORLD, WORLD - 1) for kernel in warmup_kernels(fields, world)])
 
 
 @pytest.mark.parametrize("how, place, victim", FALLS, ids=lambda value: str(value))

@@ -13,6 +13,7 @@ import torch
 import gpu_matrix
 import moelink
 from cases import FORMATS
+from gpu_compile import compile_all
 from matrix_configs import AXES, CONFIGS, MOST, SIZES, Config, Form, meetings
 from moelink.workspace import Workspace
 
@@ -22,7 +23,7 @@ WORLD = min(8, torch.cuda.device_count())
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """Every kernel is in the cache before the first ranks start."""
-    gpu_matrix.compile_all(CONFIGS, WORLD)
+    compile_all(gpu_matrix.kernels(CONFIGS, WORLD))
 
 
 @pytest.mark.gpu

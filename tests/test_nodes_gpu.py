@@ -10,6 +10,7 @@ import torch
 import gpu_ranks
 import nodes_ranks_gpu
 from cases import check_case
+from gpu_compile import compile_all, kernels_of, warmup_kernels
 from moelink.errors import UnsupportedError
 from moelink.memory.nvshmem import device_library
 from moelink.testing import run_ranks
@@ -44,6 +45,7 @@ each_split = pytest.mark.parametrize("world, node", SPLITS or [(2, 1)])
 def test_equals_oracle(world, node):
     """Bit for bit what the oracle says, so also what a communicator of one node gives."""
     cases = nodes_ranks_gpu.all_cases()
+    compile_all(nodes_ranks_gpu.kernels(world, node, cases))
     results = run_ranks(nodes_ranks_gpu.run_nodes, world, node, cases, timeout=850)
     for index, case in enumerate(cases):
         for way in (0, 1):
@@ -55,24 +57,29 @@ def test_equals_oracle(world, node):
 @each_split
 def test_equals_collective_at_real_sizes(world, node):
     indices = (0, 1, 4, 7)
+    fields = [gpu_ranks.real_fields(index) | {"ranks_per_node": node} for index in indices]
+    compile_all([kernel for each in fields for kernel in kernels_of(each, world)])
     for done in run_ranks(gpu_ranks.equals_collective, world, indices, {"ranks_per_node": node}, timeout=850):
         assert len(done) == len(indices)
 
 
 @each_split
 def test_graphs_replay_with_other_inputs_and_sizes(world, node):
+    compile_all(kernels_of(gpu_ranks.graph_fields(world) | {"ranks_per_node": node}, world))
     for rank, results in enumerate(run_ranks(gpu_ranks.graphs, world, {"ranks_per_node": node}, timeout=600)):
         assert all(results.values()), (rank, results)
 
 
 @each_split
 def test_five_thousand_calls(world, node):
+    compile_all(kernels_of(gpu_ranks.MANY | {"ranks_per_node": node}, world))
     for wrong, _ in run_ranks(gpu_ranks.many_calls, world, 5_000, {"ranks_per_node": node}, timeout=600):
         assert wrong == 0
 
 
 @each_split
 def test_a_rank_that_never_calls_is_named_in_time(world, node):
+    compile_all(warmup_kernels(gpu_ranks.ABSENT | {"ranks_per_node": node}, world))
     results = run_ranks(nodes_ranks_gpu.absent_rank, world, node, timeout=600)
     for rank, result in enumerate(results):
         if rank == 1:

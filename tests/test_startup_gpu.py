@@ -7,6 +7,7 @@ import torch
 
 import gpu_ranks
 import moelink
+from gpu_compile import compile_all, warmup_kernels
 from moelink.testing import run_ranks
 
 WORLD = min(8, torch.cuda.device_count())
@@ -51,7 +52,7 @@ def start_up(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_a_start_with_a_warm_cache_takes_less_than_ten_seconds():
-    run_ranks(start_up, max(1, WORLD), timeout=250)
+    compile_all(warmup_kernels(FIELDS, WORLD))
     for rank, found in enumerate(run_ranks(start_up, max(1, WORLD), timeout=250)):
         assert found["warmup"] + found["first"] < 10, (rank, found)
 

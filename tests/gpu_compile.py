@@ -1,0 +1,130 @@
+"""Kernels compiled before the ranks of a GPU test start, by as many processes as there are processors.
+
+Ranks are as few as devices, and would compile one kernel after the other for minutes while a machine's other processors
+wait. What is compiled here they find in the cache that all processes share.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+import moelink
+from moelink.memory import create_all
+from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.symmetric.combining import Combine
+from moelink.transports.symmetric.dispatching import Dispatch
+from moelink.transports.symmetric.rank import Rank
+from moelink.workspace import Workspace
+
+MAX_WORKERS = 60
+FUSED = ("dispatch", "combine")
+HALVES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
+PARTS: Mapping[str, Callable[[Dispatch, Combine], None]] = MappingProxyType({
+    "dispatch": lambda dispatch, _: dispatch.send_and_receive(),
+    "combine": lambda _, combine: combine.send_and_receive(combine.passes[0]),
+    "dispatch_async": lambda dispatch, _: dispatch.send(),
+    "dispatch_wait": lambda dispatch, _: dispatch.receive(),
+    "combine_async": lambda _, combine: combine.send(combine.passes[0]),
+    "combine_wait": lambda _, combine: combine.receive(combine.passes[0]),
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of one configuration.
+
+    It depends on dtypes and on what is given, not on the rank, the capacity or the number of tokens.
+
+    Attributes:
+        fields: of ``moelink.init``.
+        part: one of :data:`PARTS`.
+        weights: the call that router weights are given to: "dispatch", "combine" or "none".
+        input_dtype: of rows; None for what the format is usually fed.
+    """
+
+    fields: tuple[tuple[str, Any], ...]
+    world_size: int
+    part: str
+    weights: str = "dispatch"
+    input_dtype: torch.dtype | None = None
+    id_dtype: torch.dtype = torch.int32
+
+
+def kernels_of(fields: Mapping[str, Any], world_size: int, parts: Iterable[str] = FUSED, **more: Any) -> list[Kernel]:
+    """The kernels of one setup. ``more``: the other fields of :class:`Kernel`."""
+    return [Kernel(tuple(fields.items()), world_size, part, **more) for part in parts]
+
+
+def warmup_kernels(fields: Mapping[str, Any], world_size: int) -> list[Kernel]:
+    """What ``warmup()`` of a communicator compiles."""
+    return [
+        kernel
+        for weights in ("dispatch", "none")
+        for kernel in kernels_of(fields, world_size, (*FUSED, *HALVES), weights=weights)
+    ]
+
+
+def compile_all(kernels: Sequence[Kernel], *, timeout: float = 300.0) -> float:
+    """Compile ``kernels``, each of them once, and load them on the CUDA devices in turn. Returns the seconds it took.
+
+    Afterwards the processes are gone, and so is what they held on the devices.
+    """
+    start = time.monotonic()
+    tasks = list(dict.fromkeys(kernels))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "moelink"])
+    workers = min(len(tasks), len(os.sched_getaffinity(0)), MAX_WORKERS)
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=take_device, initargs=(context.Value("i", 0),)
+    ) as pool:
+        for _ in pool.map(compile_kernel, tasks, timeout=timeout):
+            pass
+    seconds = time.monotonic() - start
+    print(f"{len(tasks)} kernels compiled by {workers} processes in {seconds:.1f} s")
+    return seconds
+
+
+def take_device(turn: Any) -> None:
+    """A worker's first act: the next device in turn is its own."""
+    torch.set_num_threads(1)
+    with turn.get_lock():
+        turn.value += 1
+        torch.cuda.set_device(turn.value % torch.cuda.device_count())
+
+
+def compile_kernel(kernel: Kernel) -> None:
+    """Compile ``kernel`` as its calls launch it, on the current device; nothing is launched."""
+    try:
+        dispatch, combine = calls_of(kernel, torch.device("cuda", torch.cuda.current_device()))
+        with dispatch.rank.preparing():
+            PARTS[kernel.part](dispatch, combine)
+        dispatch.rank.close()
+    except Exception as error:
+        raise RuntimeError(f"{kernel}: {type(error).__name__}: {error}") from error
+
+
+def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
+    """A dispatch and a combine of one token on a rank that has no peers."""
+    config = moelink.EPConfig(**{**dict(kernel.fields), "capacity": 1}, world_size=kernel.world_size)
+    memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), 1 << 20)
+    rank = Rank(config, memory[0], Workspace(config))
+    rank.network.load = lambda compiled: None  # what carries puts is started with the first communicator
+    usual = {"fp32": torch.float32, "fp64": torch.float64}.get(config.dispatch_format, torch.bfloat16)
+    zeros = functools.partial(torch.zeros, device=device)
+    weights = zeros(1, config.topk, dtype=config.weight_dtype)
+    given = {call: weights if kernel.weights == call else None for call in FUSED}
+    x = zeros(1, config.hidden_size, dtype=kernel.input_dtype or usual)
+    ids = zeros(1, config.topk, dtype=kernel.id_dtype)
+    dispatch = Dispatch(rank, DispatchRequest(x, ids, given["dispatch"]), "compile")
+    y = zeros(1, config.hidden_size, dtype=config.combine_dtype)
+    return dispatch, Combine(rank, CombineRequest(y, dispatch.output, given["combine"]))
