@@ -1,9 +1,10 @@
 """Launch settings of the symmetric kernels, measured: programs of each role, warps, registers.
 
-    torchrun --nproc-per-node 4 benchmarks/sweep.py --tokens 4096 --format bf16 80,316,8,80 132,264,8,80
+    torchrun --nproc-per-node 4 benchmarks/sweep.py --tokens 512 4096 --format bf16 -- 80,316,8,80 132,264,8,80
 
-One line of JSON per setting and phase: event time per call in microseconds over replays of a graph of 20 calls, median
-of the slowest rank, as ``docs/performance.md`` quotes it. ``moelink bench`` measures what users get; this looks for it.
+Event time per call in microseconds over replays of a graph of 20 calls, median of the slowest rank, for each setting
+and number of tokens; ``--out`` writes a document with the head of all results here. ``moelink bench`` measures what
+users get; this looks for it. Communicators for all numbers of tokens are of ``--most`` tokens: one compiled kernel.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import moelink
+from moelink.bench import provenance
 from moelink.kernels.cut import Launch
 from moelink.transports.symmetric import combining, dispatching
 
 CALLS, SAMPLES = 20, 10
+METHOD = (
+    f"events around replays of a CUDA graph of {CALLS} calls, median over {SAMPLES} of the slowest rank, us per call"
+)
 
 
 def setting(text: str) -> Launch:
@@ -60,40 +68,71 @@ def inputs(rank: int, copy: int, args: Any, device: torch.device) -> tuple[torch
     return x, ids, torch.rand(args.tokens, args.topk, device=device, generator=generator)
 
 
+def measure(
+    args: Any, launch: Launch, tokens: int, data: list[tuple[torch.Tensor, ...]], device: torch.device
+) -> float:
+    """Microseconds of a call of ``tokens`` tokens with ``launch``."""
+    with moelink.init(
+        num_experts=args.experts, topk=args.topk, hidden_size=args.hidden, max_tokens_per_rank=args.most,
+        dispatch_format=args.format, transport="symmetric", capacity=11 * tokens + 512,
+    ) as ep:  # fmt: skip
+        recvs = [ep.dispatch(*data[i]) for i in range(2)]
+        y = torch.randn(recvs[0].tokens.shape[0], args.hidden, device=device).bfloat16()
+        out = torch.empty(tokens, args.hidden, device=device, dtype=torch.bfloat16)
+
+        def dispatch(i: int) -> None:
+            ep.dispatch(*data[i % len(data)], out=recvs[i % 2])
+
+        def combine(i: int) -> None:
+            ep.combine(y, recvs[i % 2], out=out)
+
+        took = microseconds(dispatch if args.phase == "dispatch" else combine, device)
+        ep.check()
+        return took
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", type=setting, help="senders,receivers,warps,registers")
     parser.add_argument("--phase", choices=("dispatch", "combine"), default="dispatch")
     parser.add_argument("--format", default="bf16")
-    for name, value in (("tokens", 4096), ("hidden", 7168), ("experts", 256), ("topk", 8)):
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
+    parser.add_argument("--most", type=int, help="max_tokens_per_rank; default: the largest of --tokens")
+    parser.add_argument("--commit", help="commit to record, where there is no repository")
+    parser.add_argument("--out", type=Path, help="write the result there, as JSON")
+    for name, value in (("hidden", 7168), ("experts", 256), ("topk", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
+    args.most = args.most or max(args.tokens)
     rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    data = [inputs(rank, copy, args, device) for copy in range(2 if args.tokens > 512 else CALLS)]
-    for launch in args.settings:
-        dispatching.dispatch_launch = lambda *a, launch=launch, **k: launch  # type: ignore[misc,assignment]
-        combining.combine_launch = lambda *a, launch=launch: launch  # type: ignore[misc,assignment]
-        with moelink.init(
-            num_experts=args.experts, topk=args.topk, hidden_size=args.hidden, max_tokens_per_rank=args.tokens,
-            dispatch_format=args.format, transport="symmetric", capacity=11 * args.tokens + 512,
-        ) as ep:  # fmt: skip
-            recvs = [ep.dispatch(*data[i]) for i in range(2)]
-            y = torch.randn(recvs[0].tokens.shape[0], args.hidden, device=device).bfloat16()
-            out = torch.empty(args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
-
-            def dispatch(i: int, ep: Any = ep, recvs: Any = recvs) -> None:
-                ep.dispatch(*data[i % len(data)], out=recvs[i % 2])
-
-            def combine(i: int, ep: Any = ep, recvs: Any = recvs, y: Any = y, out: Any = out) -> None:
-                ep.combine(y, recvs[i % 2], out=out)
-
-            took = microseconds(dispatch if args.phase == "dispatch" else combine, device)
-        if rank == 0:
-            line = {"phase": args.phase, "format": args.format, "tokens": args.tokens, "us": round(took, 1)}
-            print(json.dumps({**line, **vars(launch)}), flush=True)  # noqa: T201
+    rows = []
+    for tokens in args.tokens:
+        inputs_of = argparse.Namespace(**{**vars(args), "tokens": tokens})
+        data = [inputs(rank, copy, inputs_of, device) for copy in range(2 if tokens > 512 else CALLS)]
+        for launch in args.settings:
+            dispatching.dispatch_launch = lambda *a, launch=launch, **k: launch  # type: ignore[misc,assignment]
+            combining.combine_launch = lambda *a, launch=launch: launch  # type: ignore[misc,assignment]
+            took = measure(args, tokens, data, device)
+            rows.append({"phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(launch)})
+            if rank == 0:
+                print(json.dumps(rows[-1]), flush=True)
+    if rank == 0 and args.out:
+        head = {
+            "schema_version": 1, "benchmark": "launch settings", "command": command_line(sys.argv),
+            **provenance.collect(args.commit), "devices": [torch.cuda.get_device_name(device)] * dist.get_world_size(),
+            "ranks": dist.get_world_size(), "method": METHOD, "most_tokens": args.most, "hidden_size": args.hidden,
+            "num_experts": args.experts, "topk": args.topk,
+        }  # fmt: skip
+        args.out.write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
     dist.destroy_process_group()
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command to record, without folders that only this machine has."""
+    words = (Path(word).name if os.path.isabs(word) else word for word in arguments[1:])
+    return shlex.join(["torchrun", "benchmarks/sweep.py", *words])
 
 
 if __name__ == "__main__":

@@ -63,6 +63,12 @@ def unguarded(ops):
     return count
 
 
+def barriers_between_rows(ops):
+    """Barriers from the first 16-byte store to the last one."""
+    rows = [i for i, op in enumerate(ops) if op == "st.global.v4.b32"]
+    return sum(op.startswith("bar") for op in ops[rows[0] : rows[-1]]) if rows else 0
+
+
 def kernels(everything):
     import torch
 
@@ -99,6 +105,7 @@ def main(target):
         ops = (MEMORY if ptx else GCN).findall(text)
         print(json.dumps({
             "name": name, "ops": Counter(ops), "unguarded": unguarded(ops),
+            "barriers_between_rows": barriers_between_rows(ops),
             "local": sum("local" in op or op.startswith("scratch") for op in ops),
             "masked_histograms": sum(
                 line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line

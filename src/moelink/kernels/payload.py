@@ -1,9 +1,10 @@
 """Dispatch, sender role: rows, a piece of columns at a time: read once, brought into the format once, stored to every
 destination.
 
-Destinations are taken one after the other, each with all threads of the program, from registers: what does not travel
-costs nothing, and a piece is quantised once however many ranks it goes to. The caller reads a piece before it stores
-the one before, so that reading hides behind storing.
+Destinations are taken one after the other, each with all threads of the program, from registers: a piece is quantised
+once however many ranks it goes to. Whether it goes to one is in the mask of the store and not a branch: in a branch
+Triton 3.6 brings the piece into the store's layout again, through shared memory and five barriers, for each rank. The
+caller reads a piece before it stores the one before, so that reading hides behind storing.
 """
 
 import triton
@@ -43,8 +44,7 @@ def _store_ready_scales(scales, token, places, S: tl.constexpr):
     mine = tl.load(ready + c, mask=c < S.SW, other=0)
     for d in tl.static_range(S.W):
         place = _place(places, d)
-        if place != 0:
-            tl.store((place + S.M_SCALES).to(S.SCALE_P) + c, mine, mask=c < S.SW)
+        tl.store((place + S.M_SCALES).to(S.SCALE_P) + c, mine, mask=only(place != 0, c < S.SW))
 
 
 @triton.jit
@@ -59,22 +59,20 @@ def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr)
         b = piece * (S.GB * S.PB) + tl.arange(0, S.GB * S.PB)
         for d in tl.static_range(S.W):
             place = _place(places, d)
-            if place != 0:
-                tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=b < S.NG * S.PB)
-                tl.store((place + S.M_SCALES).to(S.SCALE_P) + g, scale, mask=g < S.NG)
+            goes = place != 0
+            tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < S.NG * S.PB))
+            tl.store((place + S.M_SCALES).to(S.SCALE_P) + g, scale, mask=only(goes, g < S.NG))
     elif S.SOURCE == 1:
         c = piece * S.BLOCK + tl.arange(0, S.BLOCK)
         rounded = round_to(row.to(tl.float64 if S.DTYPE == tl.float64 else tl.float32), S.DTYPE, S.NATIVE)
         for d in tl.static_range(S.W):
             place = _place(places, d)
-            if place != 0:
-                tl.store(tl.multiple_of(place.to(S.DTYPE_P), 16) + c, rounded, mask=c < S.H)
+            tl.store(tl.multiple_of(place.to(S.DTYPE_P), 16) + c, rounded, mask=only(place != 0, c < S.H))
     else:
         c = piece * S.BLOCK + tl.arange(0, S.BLOCK)
         for d in tl.static_range(S.W):
             place = _place(places, d)
-            if place != 0:
-                tl.store(tl.multiple_of(place.to(S.WORD_P), 16) + c, row, mask=c < S.NWORDS)
+            tl.store(tl.multiple_of(place.to(S.WORD_P), 16) + c, row, mask=only(place != 0, c < S.NWORDS))
         if S.SW > 0:
             if piece == 0:
                 _store_ready_scales(scales, token, places, S)
