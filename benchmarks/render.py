@@ -1,7 +1,8 @@
-"""Write the tables of README.md from the benchmarks' JSON, between their markers. ``--check`` only compares.
+"""Write what the benchmarks' JSON says into the documents. ``--check`` only compares.
 
-Between the markers "benchmark" goes the comparison on CPUs, between "speed" one table for each result of
-``moelink bench`` on GPUs in ``results/``, or nothing where there is none.
+In README.md, between the markers "benchmark", the comparison on CPUs, and between "speed" the medians of the presets
+``decode`` and ``prefill`` of ``moelink bench`` on the most GPUs there are results of. In docs/results.md every result
+of ``moelink bench`` on GPUs, whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "collective_vs_topk.json"
+PAGE = ROOT / "docs" / "results.md"
+PHASES = ("dispatch", "combine", "both")
 
 
 def render(document: dict[str, Any]) -> str:
@@ -45,11 +48,11 @@ def render(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def gpu_results() -> list[dict[str, Any]]:
-    """Results of ``moelink bench`` on GPUs, by number of ranks, then file name."""
-    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    found = [d for d in documents if d["benchmark"] == "moelink bench" and d["device"] == "cuda"]
-    return sorted(found, key=lambda document: document["ranks"])
+def gpu_results() -> list[tuple[str, dict[str, Any]]]:
+    """(File, result) of ``moelink bench`` on GPUs, by number of ranks, the most first, then file name."""
+    documents = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
+    found = [(name, d) for name, d in documents if d["benchmark"] == "moelink bench" and d["device"] == "cuda"]
+    return sorted(found, key=lambda entry: -entry[1]["ranks"])
 
 
 def cell(result: dict[str, Any] | None) -> str:
@@ -61,8 +64,64 @@ def cell(result: dict[str, Any] | None) -> str:
     return text if result["graph"] else f"{text} eager"
 
 
+def medians(row: dict[str, Any] | None) -> str:
+    """Medians of the three phases, in microseconds: by graph replay, or of eager calls where no phase has a graph."""
+    if row is None or row["reason"]:
+        return "–"
+    phases = [row["phases"].get(phase) or {} for phase in PHASES]
+    method = "graph" if any(phase.get("graph") for phase in phases) else "eager"
+    figures = [phase.get(method) for phase in phases]
+    digits = [0 if figure and figure["median"] >= 1000 else 1 for figure in figures]
+    return " / ".join(
+        f"{figure['median']:.{count}f}" if figure else "–" for figure, count in zip(figures, digits, strict=True)
+    )
+
+
+def compact_table(documents: list[dict[str, Any]]) -> str:
+    """Medians of several results with the same contenders: a line a case, a column a contender, ours first."""
+    names = dict.fromkeys(row["contender"] for document in documents for row in document["rows"])
+    order = sorted(names, key=lambda name: ("symmetric" not in name, "collective" in name))
+    heads = " | ".join(f"**{name}**" if "symmetric" in name else name for name in order)
+    lines = [f"| dispatch / combine / both, µs | {heads} |", f"|---|{'---:|' * len(order)}"]
+    for document in documents:
+        for index, case in enumerate(document["cases"]):
+            rows = {row["contender"]: row for row in document["rows"] if row["case"] == index}
+            lines.append(f"| {case['label']} | {' | '.join(medians(rows.get(name)) for name in order)} |")
+    return "\n".join(lines)
+
+
+def speed_summary(documents: list[dict[str, Any]]) -> str:
+    """What README.md says of the presets for decoding and prefilling; nothing without a result of them."""
+    chosen = [document for document in documents if document["preset"] in ("decode", "prefill")]
+    most = max((document["ranks"] for document in chosen), default=0)
+    chosen = [document for document in chosen if document["ranks"] == most]
+    if not chosen:
+        return ""
+    head = chosen[0]
+    case, versions = head["cases"][0]["case"], head["versions"]
+    text = (
+        f"{most} × {head['devices'][0]}, hidden size {case['hidden_size']}, top-{case['topk']} of "
+        f"{case['num_experts']} experts, uniform routing, bf16 home; tokens per rank. Medians of the slowest rank by "
+        "CUDA-graph replay, or of calls made one by one where a contender synchronises with the host; first all "
+        f"transports returned the same bits. torch {versions['torch']}, triton {versions['triton']}, NCCL "
+        f"{versions['nccl']}, {head['date']}. {' '.join(leaving_out(chosen))} [docs/results.md](docs/results.md) has "
+        "percentiles, shares of the wire and the commands."
+    )
+    return "\n".join([compact_table(chosen), "", text])
+
+
+def leaving_out(documents: list[dict[str, Any]]) -> list[str]:
+    """What contenders do not do, and which did not run, a sentence each."""
+    rows = [(document["cases"][row["case"]], row) for document in documents for row in document["rows"]]
+    texts = [f"{row['contender']} leaves out {row['leaves_out']}." for _, row in rows if row["leaves_out"]]
+    texts += [
+        f"{row['contender']} did not run with {case['label']}: {row['reason']}." for case, row in rows if row["reason"]
+    ]
+    return list(dict.fromkeys(texts))
+
+
 def speed_table(document: dict[str, Any]) -> str:
-    """One result of ``moelink bench`` in Markdown."""
+    """One result of ``moelink bench`` in Markdown, whole."""
     versions, ceiling = document["versions"], document["ceiling"]["gb_per_s"]
     limit = f"{ceiling:.0f} GB/s" if ceiling else "not measured"
     lines = [
@@ -73,25 +132,37 @@ def speed_table(document: dict[str, Any]) -> str:
         if row["reason"]:
             continue
         phases = row["phases"]
-        shares = [phases.get(phase, {}).get("share_of_ceiling") for phase in ("dispatch", "combine")]
+        shares = [phases.get(phase, {}).get("share_of_ceiling") for phase in PHASES[:2]]
         share = " / ".join("" if value is None else f"{100 * value:.0f} %" for value in shares)
-        cells = " | ".join(cell(phases.get(phase)) for phase in ("dispatch", "combine", "both"))
+        cells = " | ".join(cell(phases.get(phase)) for phase in PHASES)
         lines.append(f"| {document['cases'][row['case']]['label']} | {row['contender']} | {cells} | {share} |")
     case = document["cases"][0]["case"]
-    absent = dict.fromkeys(f"{row['contender']}: {row['reason']}" for row in document["rows"] if row["reason"])
-    left_out = dict.fromkeys(
-        f"{row['contender']} leaves out {row['leaves_out']}" for row in document["rows"] if row["leaves_out"]
-    )
     notes = [
         f"`{document['command']}`: {document['ranks']} × {document['devices'][0]}, hidden size {case['hidden_size']}, "
         f"top-{case['topk']} of {case['num_experts']} experts, bf16 home, torch {versions['torch']}, triton "
         f"{versions['triton']}, {document['date']}. Median over samples of the slowest rank (20th – 80th percentile) "
         "by CUDA-graph replay, after all transports returned the same bits. Share of the wire: time that the busiest "
         f"link needs at the all-to-all ceiling of the same run ({limit} out of each GPU) / time taken.",
-        *(f"{text}." for text in left_out),
-        *(f"Not run: {text}." for text in absent),
+        *leaving_out([document]),
     ]
     return "\n".join([*lines, "", " ".join(notes)])
+
+
+def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
+    """docs/results.md: every (file, result)."""
+    parts = [
+        "# Results of `moelink bench` on GPUs",
+        "Written by `python benchmarks/render.py` from the files that are named here. What the figures lead to is in\n"
+        "[performance.md](performance.md).",
+        "![Latency over tokens, and share of the all-to-all ceiling](speed.png)",
+    ]
+    for name, document in documents:
+        parts += [f"## {document['preset']}, {document['ranks']} ranks", f"`benchmarks/results/{name}`"]
+        parts += [speed_table(document)]
+        verdicts = [entry["text"] for entry in document["verdicts"]]
+        if verdicts:
+            parts.append("\n".join([f"By the rule: {document['rule']}.", "", *(f"* {text}" for text in verdicts)]))
+    return "\n\n".join(parts) + "\n"
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -103,25 +174,28 @@ def between(text: str, name: str, content: str) -> str:
     return f"{before}{begin}{inner}{end}{after}"
 
 
-def updated(text: str) -> str:
-    """``text`` with all tables replaced."""
-    text = between(text, "benchmark", render(json.loads(RESULT.read_text())))
-    return between(text, "speed", "\n\n".join(speed_table(document) for document in gpu_results()))
+def rendered() -> dict[Path, str]:
+    """Each document as it should be."""
+    results = gpu_results()
+    text = between(README.read_text(), "benchmark", render(json.loads(RESULT.read_text())))
+    return {
+        README: between(text, "speed", speed_summary([document for _, document in results])),
+        PAGE: page(results),
+    }
 
 
 def main() -> int:
-    """Update README.md, or say whether it is up to date."""
+    """Update the documents, or say whether they are up to date."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when the table is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a document is stale")
     check = parser.parse_args().check
-    text = README.read_text()
-    new = updated(text)
-    if check:
-        if new != text:
-            print("a table in README.md is stale; run: python benchmarks/render.py", file=sys.stderr)
-        return int(new != text)
-    README.write_text(new)
-    return 0
+    stale = {path: text for path, text in rendered().items() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        if check:
+            print(f"{path.name} is stale; run: python benchmarks/render.py", file=sys.stderr)
+        else:
+            path.write_text(text)
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":

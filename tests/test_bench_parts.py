@@ -16,7 +16,7 @@ from moelink.bench.measure import PhaseSamples
 from moelink.bench.peer_vdev import group_of_expert
 from moelink.bench.report import CaseResult, PhaseResult, Row, figure_of, phase_result
 from moelink.bench.stats import Figure, slowest_rank
-from moelink.bench.timing import Captured, KernelTimes, kernel_times_of
+from moelink.bench.timing import Captured, KernelTimes, kernel_times_of, short_name
 from moelink.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
 from moelink.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
 from moelink.errors import ConfigError
@@ -53,6 +53,11 @@ def test_figures_are_of_the_slowest_rank() -> None:
             slowest_rank(bad)
     assert figure_of([[1.0, 3.0], []]) is None
     assert figure_of([[1.0, 3.0], [4.0]]) == Figure(4.0, 4.0, 4.0, 2.0, 1)
+
+
+def test_kernel_names_are_short() -> None:
+    assert short_name("void at::native::fill<int, 4>(long, F)") == "at::native::fill"
+    assert short_name("ep_fused_dispatch_kernel") == "ep_fused_dispatch_kernel"
 
 
 def test_kernel_times_are_per_call() -> None:

@@ -15,6 +15,7 @@ from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
 from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS, new_figure
 
 COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
+PHASES = ("dispatch", "combine", "both")
 MORE_COLORS = ("#7a9e7e", "#8d7bb0", "#b56576")
 STYLES = ("-", "--", "-.", ":")
 
@@ -58,7 +59,8 @@ def points_of(document: dict[str, Any]) -> list[Point]:
 def draw_bench(documents: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw ``documents`` (results of ``moelink bench``) into ``path`` (its suffix chooses the file format).
 
-    Latency and share are those of the most ranks among the documents; scaling takes all.
+    Latency and share are those of the most ranks among the documents, for formats measured with several numbers of
+    tokens; scaling takes all. A panel that would be empty is left out.
 
     Raises:
         ValueError: no document has a figure for uniform routing.
@@ -67,18 +69,31 @@ def draw_bench(documents: Sequence[dict[str, Any]], path: Path) -> None:
     if not points:
         raise ValueError("no figure of uniform routing in these results")
     most = max(point.ranks for point in points)
-    largest = [point for point in points if point.ranks == most]
-    figure = new_figure(8.6)
-    ((dispatch, combine), (share, scaling)) = figure.subplots(2, 2)
-    figure.subplots_adjust(left=0.07, right=0.985, top=0.85, bottom=0.075, wspace=0.19, hspace=0.36)
-    for axes, phase in ((dispatch, "dispatch"), (combine, "combine")):
+    largest = main_formats([point for point in points if point.ranks == most])
+    figure = new_figure(7.4)
+    panels = figure.subplots(2, 3)
+    figure.subplots_adjust(left=0.06, right=0.985, top=0.83, bottom=0.085, wspace=0.24, hspace=0.42)
+    for axes, phase in zip(panels[0], PHASES, strict=True):
         _latency(axes, largest, phase)
-    _share(share, largest)
-    _scaling(scaling, points)
+    _share(panels[1][0], largest)
+    if most > min(point.ranks for point in points):
+        _scaling(panels[1][1], main_formats(points))
+    else:
+        panels[1][1].set_axis_off()
+    _key(panels[1][2], panels[0])
     head = next(document for document in documents if document["ranks"] == most)
-    figure.text(0.07, 0.955, "moelink: dispatch and combine", size=15, weight="bold", color=INK)
-    figure.text(0.07, 0.925, subtitle(head), size=9.5, color=MUTED)
+    figure.text(0.06, 0.95, "moelink: dispatch and combine", size=15, weight="bold", color=INK)
+    figure.text(0.06, 0.915, subtitle(head), size=9.5, color=MUTED)
     figure.savefig(path)
+
+
+def main_formats(points: Sequence[Point]) -> list[Point]:
+    """Points of the formats that make a line: more than one number of tokens; all points where none does."""
+    tokens: dict[str, set[int]] = {}
+    for point in points:
+        tokens.setdefault(point.format, set()).add(point.tokens)
+    chosen = [point for point in points if len(tokens[point.format]) > 1]
+    return chosen or list(points)
 
 
 def subtitle(document: dict[str, Any]) -> str:
@@ -106,8 +121,14 @@ def _frame(axes: Any, title: str, across: str, up: str) -> None:
 def _token_axis(axes: Any, points: Sequence[Point]) -> None:
     tokens = sorted({point.tokens for point in points})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(count) for count in tokens])
+    axes.set_xticks(tokens, [short(count) for count in tokens])
+    axes.tick_params(axis="x", labelsize=7.5)
     axes.minorticks_off()
+
+
+def short(count: int) -> str:
+    """1024 as "1k", so that neighbours fit."""
+    return f"{count // 1024}k" if count % 1024 == 0 and count else str(count)
 
 
 def _color(contender: str, contenders: Sequence[str]) -> str:
@@ -115,9 +136,16 @@ def _color(contender: str, contenders: Sequence[str]) -> str:
     return COLORS.get(contender) or MORE_COLORS[others.index(contender) % len(MORE_COLORS)]
 
 
-def _legend(axes: Any) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK, borderaxespad=0.2)
+def _key(axes: Any, panels: Sequence[Any]) -> None:
+    """One legend for all latency panels, in a place of its own."""
+    axes.set_axis_off()
+    entries = {
+        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    axes.legend(
+        entries.values(), entries.keys(), frameon=False, fontsize=9, labelcolor=INK, loc="upper left",
+        bbox_to_anchor=(-0.12, 1.0), handlelength=2.6, labelspacing=0.7,
+    )  # fmt: skip
 
 
 def _series(points: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
@@ -130,32 +158,29 @@ def _series(points: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
 
 def _latency(axes: Any, points: Sequence[Point], phase: str) -> None:
     chosen = [point for point in points if point.phase == phase]
-    contenders = list(dict.fromkeys(point.contender for point in chosen))
-    formats = list(dict.fromkeys(point.format for point in chosen))
+    contenders = list(dict.fromkeys(point.contender for point in points))
+    formats = list(dict.fromkeys(point.format for point in points))
     for (contender, fmt), line in _series(chosen).items():
-        tokens, style = [p.tokens for p in line], STYLES[formats.index(fmt) % len(STYLES)]
+        tokens = [p.tokens for p in line]
+        eager = line[0].method == "eager"
         label = contender if len(formats) == 1 else f"{contender}, {fmt}"
-        label += ", eager calls" * (line[0].method == "eager")
-        color = _color(contender, contenders)
-        axes.plot(tokens, [p.median for p in line], style, marker="o", markersize=4, color=color, label=label)
-        axes.fill_between(
-            tokens,
-            [p.figure["p20"] for p in line],
-            [p.figure["p80"] for p in line],
-            color=color,
-            alpha=0.15,
-            linewidth=0,
-        )
+        style = {"linestyle": STYLES[formats.index(fmt) % len(STYLES)], "color": _color(contender, contenders)}
+        fill = {"markerfacecolor": "white", "linewidth": 0.8} if eager else {"linewidth": 1.7}
+        label += ", call by call" * eager
+        axes.plot(tokens, [p.median for p in line], marker="o", markersize=3.5, label=label, **style, **fill)
+        low, high = ([p.figure[edge] for p in line] for edge in ("p20", "p80"))
+        axes.fill_between(tokens, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    title = {"both": "Dispatch, then combine"}.get(phase, phase.capitalize())
+    _frame(axes, title, "tokens per rank", "microseconds")
+    axes.set_yscale("log")
+    if chosen:
+        _token_axis(axes, chosen)
+        axes.set_ylim(bottom=0.6 * min(p.median for p in chosen))
     for fmt in formats:
         limit = sorted({(p.tokens, p.wire_us) for p in chosen if p.format == fmt and p.wire_us is not None})
         if limit:
             style, suffix = STYLES[formats.index(fmt) % len(STYLES)], "" if len(formats) == 1 else f", {fmt}"
             axes.plot(*zip(*limit, strict=True), style, color=MUTED, linewidth=1, label=f"wire at the ceiling{suffix}")
-    _frame(axes, f"{phase.capitalize()}, slowest rank", "tokens per rank", "microseconds")
-    axes.set_yscale("log")
-    if chosen:
-        _token_axis(axes, chosen)
-    _legend(axes)
 
 
 def _share(axes: Any, points: Sequence[Point]) -> None:
@@ -169,12 +194,12 @@ def _share(axes: Any, points: Sequence[Point]) -> None:
             style = STYLES[formats.index(fmt) % len(STYLES)]
             shares = [100 * (p.share or 0.0) for p in line]
             axes.plot([p.tokens for p in line], shares, style, marker="o", markersize=4, color=color, label=label)
-    _frame(axes, "Share of the all-to-all ceiling", "tokens per rank", "per cent")
+    _frame(axes, "moelink's share of the all-to-all ceiling", "tokens per rank", "per cent")
     axes.set_ylim(0, max([105.0, *(103 * (p.share or 0.0) for p in chosen)]))
     if chosen:
         axes.axhline(100, color=MUTED, linewidth=1)
         _token_axis(axes, chosen)
-    _legend(axes)
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper left", bbox_to_anchor=(0.0, 0.95))
 
 
 def _scaling(axes: Any, points: Sequence[Point]) -> None:
@@ -191,6 +216,6 @@ def _scaling(axes: Any, points: Sequence[Point]) -> None:
         axes.annotate(label, (line[-1].ranks, line[-1].median), (7, -3), textcoords="offset points", size=8, color=INK)
     ranks = sorted({point.ranks for point in chosen})
     axes.set_xlim(min(ranks) - 0.4, max(ranks) + 0.6 + 0.22 * (max(ranks) - min(ranks)))  # room for the labels
-    _frame(axes, "Dispatch and combine over the number of ranks", "ranks", "microseconds")
+    _frame(axes, "Both, over the number of ranks", "ranks", "microseconds")
     axes.set_yscale("log")
     axes.set_xticks(ranks, [str(count) for count in ranks])

@@ -182,6 +182,14 @@ def _is_kernel(event: Any, prefix: str) -> bool:
     return not getattr(event, "is_user_annotation", False) and not name.startswith(others)
 
 
+def short_name(name: str) -> str:
+    """A kernel's name without its result, template arguments and parameters, which take a page.
+
+    Example: "void at::native::fill<int, 4>(long, F)" is "at::native::fill".
+    """
+    return name.removeprefix("void ").split("<")[0].split("(")[0]
+
+
 def kernel_times_of(spans: Sequence[tuple[float, float, str]], *, calls: int) -> KernelTimes | None:
     """Times per call from (start, microseconds, name) in order of start.
 
@@ -189,7 +197,7 @@ def kernel_times_of(spans: Sequence[tuple[float, float, str]], *, calls: int) ->
     """
     if not spans:
         return None
-    names = tuple(dict.fromkeys(name for _, _, name in spans))
+    names = tuple(dict.fromkeys(short_name(name) for _, _, name in spans))
     times = [time for _, time, _ in spans]
     if len(times) % calls:
         return KernelTimes([sum(times) / calls], names)
