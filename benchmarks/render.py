@@ -103,9 +103,9 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
         f"{most} × {head['devices'][0]}, hidden size {case['hidden_size']}, top-{case['topk']} of "
         f"{case['num_experts']} experts, uniform routing, bf16 home; tokens per rank. Medians of the slowest rank by "
         "CUDA-graph replay, or of calls made one by one where a contender synchronises with the host; first all "
-        f"transports returned the same bits. torch {versions['torch']}, triton {versions['triton']}, NCCL "
-        f"{versions['nccl']}, {head['date']}. {' '.join(leaving_out(chosen))} [docs/results.md](docs/results.md) has "
-        "percentiles, shares of the wire and the commands."
+        f"transports returned the same bits. moelink collective runs on NCCL. torch {versions['torch']}, triton "
+        f"{versions['triton']}, NCCL {versions['nccl']}, {head['date']}. {' '.join(leaving_out(chosen))} "
+        "[docs/results.md](docs/results.md) has percentiles, shares of the wire and the commands."
     )
     return "\n".join([compact_table(chosen), "", text])
 

@@ -10,6 +10,7 @@ users get; this looks for it. Communicators for all numbers of tokens are of ``-
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -23,10 +24,15 @@ import torch.distributed as dist
 
 import moelink
 from moelink.bench import provenance
+from moelink.bench.stats import slowest_rank
+from moelink.bench.timing import CudaClock, capture
+from moelink.bench.together import everyone
 from moelink.kernels.cut import Launch
 from moelink.transports.symmetric import combining, dispatching
 
 CALLS, SAMPLES = 20, 10
+FLUSH_BYTES = 120_000_000
+"""Written before each sample: more than the second-level cache holds."""
 METHOD = (
     f"events around replays of a CUDA graph of {CALLS} calls, median over {SAMPLES} of the slowest rank, us per call"
 )
@@ -38,27 +44,12 @@ def setting(text: str) -> Launch:
     return Launch(send, receive, num_warps=warps, maxnreg=registers or None)
 
 
-def microseconds(call: Callable[[int], None], device: torch.device) -> float:
+def microseconds(call: Callable[[int], Any], clock: CudaClock) -> float:
     """Time of one of CALLS calls in a graph, of the slowest rank; the median of SAMPLES replays."""
     call(0)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS):
-            call(i)
-    times, together = [], torch.zeros(1, device=device)
-    for _ in range(SAMPLES + 1):
-        dist.all_reduce(together)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS)
-    slowest = torch.tensor(times[1:], device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.median())
+    captured = capture([functools.partial(call, i) for i in range(CALLS)], clock.device)
+    samples = clock.measure(captured.replay, samples=SAMPLES, warmup=2)
+    return slowest_rank(everyone(samples)).median / CALLS
 
 
 def inputs(rank: int, copy: int, args: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -68,25 +59,23 @@ def inputs(rank: int, copy: int, args: Any, device: torch.device) -> tuple[torch
     return x, ids, torch.rand(args.tokens, args.topk, device=device, generator=generator)
 
 
-def measure(
-    args: Any, launch: Launch, tokens: int, data: list[tuple[torch.Tensor, ...]], device: torch.device
-) -> float:
+def measure(args: Any, tokens: int, data: list[tuple[torch.Tensor, ...]], clock: CudaClock) -> float:
     """Microseconds of a call of ``tokens`` tokens with ``launch``."""
     with moelink.init(
         num_experts=args.experts, topk=args.topk, hidden_size=args.hidden, max_tokens_per_rank=args.most,
         dispatch_format=args.format, transport="symmetric", capacity=11 * tokens + 512,
     ) as ep:  # fmt: skip
         recvs = [ep.dispatch(*data[i]) for i in range(2)]
-        y = torch.randn(recvs[0].tokens.shape[0], args.hidden, device=device).bfloat16()
-        out = torch.empty(tokens, args.hidden, device=device, dtype=torch.bfloat16)
+        y = torch.randn(recvs[0].tokens.shape[0], args.hidden, device=clock.device).bfloat16()
+        out = torch.empty(tokens, args.hidden, device=clock.device, dtype=torch.bfloat16)
 
-        def dispatch(i: int) -> None:
-            ep.dispatch(*data[i % len(data)], out=recvs[i % 2])
+        def dispatch(i: int) -> moelink.DispatchOutput:
+            return ep.dispatch(*data[i % len(data)], out=recvs[i % 2])
 
-        def combine(i: int) -> None:
-            ep.combine(y, recvs[i % 2], out=out)
+        def combine(i: int) -> torch.Tensor:
+            return ep.combine(y, recvs[i % 2], out=out)
 
-        took = microseconds(dispatch if args.phase == "dispatch" else combine, device)
+        took = microseconds(dispatch if args.phase == "dispatch" else combine, clock)
         ep.check()
         return took
 
@@ -107,6 +96,7 @@ def main() -> None:
     rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
+    clock = CudaClock(device, flush_bytes=FLUSH_BYTES)
     rows = []
     for tokens in args.tokens:
         inputs_of = argparse.Namespace(**{**vars(args), "tokens": tokens})
@@ -114,7 +104,7 @@ def main() -> None:
         for launch in args.settings:
             dispatching.dispatch_launch = lambda *a, launch=launch, **k: launch  # type: ignore[misc,assignment]
             combining.combine_launch = lambda *a, launch=launch: launch  # type: ignore[misc,assignment]
-            took = measure(args, tokens, data, device)
+            took = measure(args, tokens, data, clock)
             rows.append({"phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(launch)})
             if rank == 0:
                 print(json.dumps(rows[-1]), flush=True)

@@ -179,8 +179,8 @@ def _latency(axes: Any, points: Sequence[Point], phase: str) -> None:
     for fmt in formats:
         limit = sorted({(p.tokens, p.wire_us) for p in chosen if p.format == fmt and p.wire_us is not None})
         if limit:
-            style, suffix = STYLES[formats.index(fmt) % len(STYLES)], "" if len(formats) == 1 else f", {fmt}"
-            axes.plot(*zip(*limit, strict=True), style, color=MUTED, linewidth=1, label=f"wire at the ceiling{suffix}")
+            dashes, suffix = STYLES[formats.index(fmt) % len(STYLES)], "" if len(formats) == 1 else f", {fmt}"
+            axes.plot(*zip(*limit, strict=True), dashes, color=MUTED, linewidth=1, label=f"wire at the ceiling{suffix}")
 
 
 def _share(axes: Any, points: Sequence[Point]) -> None:
