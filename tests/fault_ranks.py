@@ -345,3 +345,14 @@ def gradients(rank: int, world_size: int) -> bool:
     assert bool((weights.grad != 0).any())
     new.close()
     return True
+
+
+def held_after_close(rank: int, world_size: int) -> list[int]:
+    """How many hold each tensor of the last exchange, once the communicator is closed: 1 is this function."""
+    ep = moelink.init(num_experts=8, topk=2, hidden_size=16, max_tokens_per_rank=4, timeout=20, transport="collective")
+    x = torch.ones(4, 16, dtype=torch.bfloat16)
+    recv = ep.dispatch(x, torch.tensor([[0, 5]] * 4))
+    ep.combine(recv.tokens, recv)
+    lent = ep._session.transport._wire._lent
+    ep.close()
+    return [tensor._use_count() for tensor in lent]

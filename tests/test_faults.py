@@ -83,3 +83,9 @@ def test_a_death_in_recover_is_named_and_recover_works_again(moment: str) -> Non
 
 def test_a_recovered_communicator_trains() -> None:
     assert run_ranks(fault_ranks.gradients, 3, mortal={0}) == [None, True, True]
+
+
+def test_a_process_may_end_right_after_close() -> None:
+    """gloo's threads free tensors a moment after an exchange; one that did so in a dying interpreter would abort it."""
+    for _ in range(3):
+        assert run_ranks(fault_ranks.held_after_close, 3) == [[1, 1, 1, 1]] * 3

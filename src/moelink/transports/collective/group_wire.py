@@ -43,6 +43,7 @@ R = TypeVar("R")
 _MAGIC = 0x6D6F656C696E6B
 _PHASE_CODES: dict[Phase, int] = {"dispatch": 1, "combine": 2}
 _OK, _REFUSED = 0, 1
+_LETTING_GO_SECONDS = 0.2
 _FIELDS = ("magic", "call", "phase", "status", "config", "options", "count")
 
 
@@ -98,6 +99,7 @@ class GroupWire:
         self._error: PeerError | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelink-wire")
+        self._lent: tuple[Tensor, ...] = ()
 
     def start(self, phase: Phase, calls: Sequence[Steps[R]]) -> GroupPending[list[R]]:
         """Run this rank's call on the background thread."""
@@ -121,7 +123,19 @@ class GroupWire:
         poisoned = self._error is not None or self._watch.told is not None
         self._thread.shutdown(wait=not poisoned, cancel_futures=True)
         if not poisoned:
+            self._await_tensors()
             release(self._world)
+        self._lent = ()
+
+    def _await_tensors(self) -> None:
+        """Wait until gloo's threads have let go of the last exchange's tensors, which is a moment after it is over.
+
+        A thread of theirs that frees a tensor while the interpreter ends aborts the process: a user who closes and
+        exits would now and then see "terminate called without an active exception" (pytorch/pytorch#179291).
+        """
+        deadline = time.monotonic() + _LETTING_GO_SECONDS
+        while any(tensor._use_count() > 1 for tensor in self._lent) and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(1e-3)
 
     def _raise_poison(self) -> None:
         if self._error is None and self._watch.told is not None:
@@ -211,6 +225,7 @@ class GroupWire:
     def _learn(self, headers: _Headers, deadline: float) -> list[int]:
         """Wait for the peers' headers, compare them all, and return the row counts."""
         announce = headers.announce
+        self._lent = (headers.sent, headers.received)
         self._finish(headers.work, headers.call, headers.phase, deadline, on_device=False)
         rows = [dict(zip(_FIELDS, row, strict=True)) for row in headers.received.tolist()]
         self._verdict(headers.call, headers.phase, rows, refused=announce is None)
@@ -255,6 +270,8 @@ class GroupWire:
     def _exchange_rows(self, call: int, phase: Phase, transfer: Transfer, deadline: float) -> Tensor:
         rows, received = transfer.rows, transfer.into[: sum(transfer.recv_counts)]
         work = self._world.data.alltoall_base(received, rows, transfer.recv_counts, transfer.send_counts)
+        if self._stream is None:
+            self._lent += (rows, received)
         self._finish(work, call, phase, deadline, on_device=True)
         remote = len(rows) - transfer.send_counts[self._world.rank]
         self.sent[phase] += remote * rows.shape[1]
