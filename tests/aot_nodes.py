@@ -29,8 +29,11 @@ PUT = re.compile(r"tt\.extern_elementwise.*nvshmemx_putmem_signal_nbi_block")
 STORE = re.compile(r"tt\.store (%\w+)")
 FENCE = re.compile(r"tt\.atomic_rmw add, acq_rel, sys, (%\w+)")
 WRITE = re.compile(r"tt\.(store|atomic_rmw|atomic_cas)\b")
-# The function that leaves a put to the network, with the operation on the signal as its sixth argument.
-TRANSFER = re.compile(r"call .*@\w*nvshmemi_transfer_put_signal\w*\((?:[^,]*, ){5}i32 (?:noundef )?(\d+)")
+# The function that is called, or the one inside it that leaves a put to the network, whichever this Triton has not
+# inlined yet; both have the operation on the signal as their sixth argument.
+TRANSFER = re.compile(
+    r"call .*@\w*(?:nvshmemi_transfer_put_signal|nvshmemx_putmem_signal_nbi)\w*\((?:[^,]*, ){5}i32 (?:noundef )?(\d+)"
+)
 
 
 def kernels() -> Iterator[tuple[str, Any, Any]]:

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
+from moelink.kernels.numeric import only
 from moelink.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
@@ -48,7 +49,7 @@ def is_near(rank, me, S: tl.constexpr):
 def near_only(mask, rank, me, S: tl.constexpr):
     """``mask`` without the ranks of other nodes."""
     if S.NODE < S.W:
-        return mask & is_near(rank, me, S)
+        return only(is_near(rank, me, S), mask)
     else:
         return mask
 

@@ -31,9 +31,9 @@ def round_to(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def only(keep, mask):
-    """``mask``, a block of conditions, where the scalar condition ``keep`` holds, else nothing.
+    """``mask``, a block of conditions, where ``keep`` (a scalar, or a block that fits) holds, else nothing.
 
-    The scalar becomes a block first: and-ed as it is, newer interpreters make integers of it. A block of equal values
+    A scalar becomes a block first: and-ed as it is, newer interpreters make integers of it. A block of equal values
     also leaves the alignment of ``mask`` known, on which the width of loads and stores depends.
     """
     return mask & (tl.zeros(mask.shape, tl.int32) + keep.to(tl.int32) > 0)

@@ -7,6 +7,7 @@ Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], ALIGN 4: g
 import triton
 import triton.language as tl
 
+from moelink.kernels.numeric import only
 from moelink.kernels.signals import I64
 from moelink.kernels.swallow import wait_for_far
 from moelink.kernels.tagged import wait_tagged
@@ -26,7 +27,7 @@ def wait_for_counts(mine, me, call, num_local, limit, S: tl.constexpr):
     if S.NODE < S.W:
         # Of what a network carries, a word alone says nothing, not even about its own bytes.
         ok, source, _ = wait_for_far(mine, S.O_COUNTS_FLAG, tl.arange(0, S.WP) >= 0, me, call, limit, S)
-        here = (r < S.W) & (ok > 0)
+        here = only(ok > 0, r < S.W)
         arrived, missing, header, rows = wait_tagged(
             row + h, here & (h >= 0), row + _HEADER + e, here & (e < num_local), call, (mine + S.O_POISON).to(I64),
             limit, S.CLOCK,

@@ -99,7 +99,7 @@ def send_message_back(
         kept = (here >= 0) & (here < y_rows)
         kept_at = (home + S.O_KEPT).to(U8) + token * S.K
         if S.NODE < S.W:
-            tl.store(kept_at + q, kept.to(tl.uint8), mask=(here != _ABSENT) & is_near(peer, me, S))
+            tl.store(kept_at + q, kept.to(tl.uint8), mask=near_only(here != _ABSENT, peer, me, S))
             if is_near(peer, me, S) == 0:
                 comes = kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)
                 put_kept(table, control, mine, comes, peer, slot, me, call, S)
