@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moelink.bench.measure import PHASES
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "collective_vs_topk.json"
 PAGE = ROOT / "docs" / "results.md"
-PHASES = ("dispatch", "combine", "both")
 
 
 def render(document: dict[str, Any]) -> str:
@@ -152,8 +153,8 @@ def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
     """docs/results.md: every (file, result)."""
     parts = [
         "# Results of `moelink bench` on GPUs",
-        "Written by `python benchmarks/render.py` from the files that are named here. What the figures lead to is in\n"
-        "[performance.md](performance.md).",
+        "Written by `python benchmarks/render.py` from the files that are named here; `moelink bench plot` draws the\n"
+        "picture from decode and prefill. What the figures lead to is in [performance.md](performance.md).",
         "![Latency over tokens, and share of the all-to-all ceiling](speed.png)",
     ]
     for name, document in documents:

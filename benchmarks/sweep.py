@@ -13,7 +13,6 @@ import argparse
 import functools
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,18 +22,17 @@ import torch
 import torch.distributed as dist
 
 import moelink
-from moelink.bench import provenance
+from moelink.bench import Settings, provenance
 from moelink.bench.stats import slowest_rank
 from moelink.bench.timing import CudaClock, capture
 from moelink.bench.together import everyone
 from moelink.kernels.cut import Launch
 from moelink.transports.symmetric import combining, dispatching
 
-CALLS, SAMPLES = 20, 10
-FLUSH_BYTES = 120_000_000
-"""Written before each sample: more than the second-level cache holds."""
+SETTINGS = Settings(samples=10)
 METHOD = (
-    f"events around replays of a CUDA graph of {CALLS} calls, median over {SAMPLES} of the slowest rank, us per call"
+    f"events around replays of a CUDA graph of {SETTINGS.calls} calls, median over {SETTINGS.samples} of the slowest "
+    "rank, us per call"
 )
 
 
@@ -45,22 +43,22 @@ def setting(text: str) -> Launch:
 
 
 def microseconds(call: Callable[[int], Any], clock: CudaClock) -> float:
-    """Time of one of CALLS calls in a graph, of the slowest rank; the median of SAMPLES replays."""
+    """Time of one of the calls in a graph, of the slowest rank; the median of several replays."""
     call(0)
-    captured = capture([functools.partial(call, i) for i in range(CALLS)], clock.device)
-    samples = clock.measure(captured.replay, samples=SAMPLES, warmup=2)
-    return slowest_rank(everyone(samples)).median / CALLS
+    captured = capture([functools.partial(call, i) for i in range(SETTINGS.calls)], clock.device)
+    samples = clock.measure(captured.replay, samples=SETTINGS.samples, warmup=SETTINGS.warmup)
+    return slowest_rank(everyone(samples)).median / SETTINGS.calls
 
 
-def inputs(rank: int, copy: int, args: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+def inputs(rank: int, copy: int, tokens: int, args: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device=device).manual_seed(1000 * rank + copy)
-    x = torch.randn(args.tokens, args.hidden, device=device, generator=generator).bfloat16()
-    ids = torch.rand(args.tokens, args.experts, device=device, generator=generator).topk(args.topk).indices.int()
-    return x, ids, torch.rand(args.tokens, args.topk, device=device, generator=generator)
+    x = torch.randn(tokens, args.hidden, device=device, generator=generator).bfloat16()
+    ids = torch.rand(tokens, args.experts, device=device, generator=generator).topk(args.topk).indices.int()
+    return x, ids, torch.rand(tokens, args.topk, device=device, generator=generator)
 
 
 def measure(args: Any, tokens: int, data: list[tuple[torch.Tensor, ...]], clock: CudaClock) -> float:
-    """Microseconds of a call of ``tokens`` tokens with ``launch``."""
+    """Microseconds of a call of ``tokens`` tokens."""
     with moelink.init(
         num_experts=args.experts, topk=args.topk, hidden_size=args.hidden, max_tokens_per_rank=args.most,
         dispatch_format=args.format, transport="symmetric", capacity=11 * tokens + 512,
@@ -96,11 +94,10 @@ def main() -> None:
     rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    clock = CudaClock(device, flush_bytes=FLUSH_BYTES)
+    clock = CudaClock(device, flush_bytes=SETTINGS.rotation_bytes)
     rows = []
     for tokens in args.tokens:
-        inputs_of = argparse.Namespace(**{**vars(args), "tokens": tokens})
-        data = [inputs(rank, copy, inputs_of, device) for copy in range(2 if tokens > 512 else CALLS)]
+        data = [inputs(rank, copy, tokens, args, device) for copy in range(2 if tokens > 512 else SETTINGS.calls)]
         for launch in args.settings:
             dispatching.dispatch_launch = lambda *a, launch=launch, **k: launch  # type: ignore[misc,assignment]
             combining.combine_launch = lambda *a, launch=launch: launch  # type: ignore[misc,assignment]
@@ -110,19 +107,14 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
     if rank == 0 and args.out:
         head = {
-            "schema_version": 1, "benchmark": "launch settings", "command": command_line(sys.argv),
+            "schema_version": 1, "benchmark": "launch settings",
+            "command": provenance.command_line("torchrun benchmarks/sweep.py", sys.argv[1:]),
             **provenance.collect(args.commit), "devices": [torch.cuda.get_device_name(device)] * dist.get_world_size(),
             "ranks": dist.get_world_size(), "method": METHOD, "most_tokens": args.most, "hidden_size": args.hidden,
             "num_experts": args.experts, "topk": args.topk,
         }  # fmt: skip
         args.out.write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
     dist.destroy_process_group()
-
-
-def command_line(arguments: list[str]) -> str:
-    """The command to record, without folders that only this machine has."""
-    words = (Path(word).name if os.path.isabs(word) else word for word in arguments[1:])
-    return shlex.join(["torchrun", "benchmarks/sweep.py", *words])
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.bench.measure import PHASES
 from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS, new_figure
 
 COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
-PHASES = ("dispatch", "combine", "both")
 MORE_COLORS = ("#7a9e7e", "#8d7bb0", "#b56576")
 STYLES = ("-", "--", "-.", ":")
 

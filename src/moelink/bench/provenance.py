@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,12 @@ def collect(commit: str | None, environ: Mapping[str, str] = os.environ) -> dict
         "host": {"processor": processor(), "cores": cores, "system": f"{platform.system()} {platform.machine()}"},
         "variables": {name: environ[name] for name in VARIABLES if name in environ},
     }
+
+
+def command_line(program: str, arguments: Sequence[str]) -> str:
+    """The command to record: ``program`` and what was typed after it, but for folders that only this machine has.
+
+    Example: ``bench --out /home/me/runs/decode.json`` of "moelink" is ``moelink bench --out decode.json``.
+    """
+    words = (Path(word).name if os.path.isabs(word) else word for word in arguments)
+    return f"{program} {shlex.join(words)}"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from enum import Enum
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from moelink.bench import PRESETS, make_plan, run_bench
 from moelink.bench.presets import DeviceKind
+from moelink.bench.provenance import command_line
 from moelink.cli import render
 from moelink.cli.bench_view import bench_view
 from moelink.cli.files import drawing, write_json
@@ -76,17 +76,9 @@ def bench(
         num_sms=num_sms,
     )  # fmt: skip
     with progress_on_stderr() as progress:
-        document = run_bench(plan, commit=commit, command=command_line(sys.argv), progress=progress)
+        document = run_bench(plan, commit=commit, command=command_line("moelink", sys.argv[1:]), progress=progress)
     if document is not None:
         show(document, out=out, plot=plot, json_output=json_output)
-
-
-def command_line(arguments: list[str]) -> str:
-    """The command to record: what was typed after the program's name, but for folders that only this machine has.
-
-    Example: ``moelink bench --out /home/me/runs/decode.json`` is recorded as ``moelink bench --out decode.json``.
-    """
-    return shlex.join(["moelink", *(Path(word).name if os.path.isabs(word) else word for word in arguments[1:])])
 
 
 def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_output: bool) -> None:
