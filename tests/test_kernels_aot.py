@@ -51,8 +51,9 @@ def test_memory_order_and_width_on_nvidia(target):
         assert ops.get("st.global.v4.b32", 0) > 0, f"{name} copies rows in pieces of less than 16 bytes: {ops}"
         assert not any(op in ("st.global.b16", "ld.global.b16") for op in ops), f"{name}: {ops}"
         if "dispatch_async" in name:
-            # Once a piece, for its scales, not once more for each of the 8 ranks.
-            assert kernel["barriers_between_rows"] <= 3, f"{name} rearranges a piece for every rank"
+            # Once a piece, for its scales, and not once more for each of the 8 ranks.
+            pieces = ops["st.global.v4.b32"] // 8
+            assert kernel["barriers_between_rows"] <= 3 * pieces, f"{name} rearranges a piece for every rank"
         if "combine" in name:
             assert kernel["fma"] == 0, f"{name} fuses products into sums"
 

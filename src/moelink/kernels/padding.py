@@ -6,6 +6,9 @@ Example: ALIGN 4 and group sizes [3, 1]: rows 3, 5, 6, 7 are padding: zero token
 import triton
 import triton.language as tl
 
+from moelink.kernels.numeric import only
+from moelink.kernels.signals import I32
+
 
 @triton.jit
 def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
@@ -17,6 +20,44 @@ def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
         return (tile * 32 + inner % 32) * 16 + inner % 128 // 32 * 4 + c % 4
     else:
         return row.to(tl.int64) * S.SW + c
+
+
+@triton.jit
+def tile_words(inner, block, w, S: tl.constexpr):
+    """Layout of 128x4 tiles: offsets of the words (four scales of a row each) of rows (columns) at words w ([1, m])."""
+    tile = (block + inner // 128).to(tl.int64) * ((S.SW + 3) // 4) + w
+    return (tile * 32 + inner % 32) * 4 + inner % 128 // 32
+
+
+@triton.jit
+def load_scales(mine, at, S: tl.constexpr):
+    """Scales of the message numbered ``at``; anything for -1. In tiles as words of four, zeros behind the last."""
+    message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE + S.M_SCALES
+    if S.SCALES == 2:
+        w = tl.arange(0, S.SWP // 4)
+        word = tl.load(message.to(I32) + w, mask=only(at >= 0, w < (S.SW + 3) // 4), other=0)
+        if S.SW % 4:
+            word = tl.where(w == S.SW // 4, word & ((1 << (S.SW % 4 * 8)) - 1), word)
+        return word
+    else:
+        c = tl.arange(0, S.SWP)
+        return tl.load(message.to(S.SCALE_P) + c, mask=only(at >= 0, c < S.SW), other=0)
+
+
+@triton.jit
+def store_scales(scales, row, inner, block, scales_out, scale_rows, S: tl.constexpr):
+    """A message's ``scales``, as :func:`load_scales` gives them, to the rows ``row`` [RP], -1 for none."""
+    c = tl.arange(0, scales.shape[0])
+    if S.SCALES == 2:
+        to = scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block[:, None], c[None, :], S)
+        width = (S.SW + 3) // 4
+    else:
+        to = scales_out.to(S.SCALE_P, bitcast=True)
+        to += scale_places(row[:, None], inner[:, None], block[:, None], c[None, :], scale_rows, S)
+        width = S.SW
+    tl.store(
+        to, tl.broadcast_to(scales[None, :], (S.RP, scales.shape[0])), mask=(row >= 0)[:, None] & (c < width)[None, :]
+    )
 
 
 @triton.jit
@@ -85,17 +126,17 @@ def pad_tiles(
 
     Example: ALIGN 24 and 121 real rows: 144 rows in 2 tiles, so 135 rows of scales are zeroed, in two rounds of 128.
     """
-    columns = (S.SW + 3) // 4 * 4
-    steps = (columns + 15) // 16
+    words: tl.constexpr = (S.SW + 3) // 4
+    steps: tl.constexpr = (words + 15) // 16
     j = tl.arange(0, 128)
     for i in range(program, (num_local + S.SHARED) * steps, num_programs):
         g = i // steps - S.SHARED
         _, size, rows, block = group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S)
-        c = i % steps * 16 + tl.arange(0, 16)
+        w = i % steps * 16 + tl.arange(0, 16)
         for j0 in tl.static_range(0, 126 + S.ALIGN, 128):
             inner = size + j0 + j
-            place = scale_places(inner[:, None], inner[:, None], block, c[None, :], 0, S)
             tl.store(
-                scales_out.to(S.SCALE_P, bitcast=True) + place, tl.zeros([128, 16], tl.int32).to(S.SCALE),
-                mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (c < columns)[None, :],
+                scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block, w[None, :], S),
+                tl.zeros([128, 16], tl.int32),
+                mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (w < words)[None, :],
             )  # fmt: skip

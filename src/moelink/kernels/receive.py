@@ -24,7 +24,7 @@ import triton.language as tl
 
 from moelink.kernels.network import near_only, tell_far
 from moelink.kernels.numeric import only
-from moelink.kernels.padding import pad_rows, pad_tiles, scale_places
+from moelink.kernels.padding import load_scales, pad_rows, pad_tiles, store_scales
 from moelink.kernels.plan import (
     group_starts,
     header_word,
@@ -90,20 +90,6 @@ def _load_words(mine, at, block, S: tl.constexpr):
 
 
 @triton.jit
-def _store_scales(mine, at, row, inner, block, scales_out, scale_rows, S: tl.constexpr):
-    """Scales of the message numbered ``at`` to the rows ``row`` [RP], -1 for none."""
-    c = tl.arange(0, S.SWP)
-    message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
-    scale = tl.load((message + S.M_SCALES).to(S.SCALE_P) + c, mask=only(at >= 0, c < S.SW), other=0)
-    width = (S.SW + 3) // 4 * 4 if S.SCALES == 2 else S.SW
-    to = scale_places(row[:, None], inner[:, None], block[:, None], c[None, :], scale_rows, S)
-    tl.store(
-        scales_out.to(S.SCALE_P, bitcast=True) + to, tl.broadcast_to(scale[None, :], (S.RP, S.SWP)),
-        mask=(row >= 0)[:, None] & (c < width)[None, :],
-    )  # fmt: skip
-
-
-@triton.jit
 def place_group(
     control, mine, source, slot, valid, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out,
     topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows,
@@ -114,11 +100,14 @@ def place_group(
 
     ``base`` [LP]: first row of this source in each expert's group; ``sizes`` [LP]: its rows there. Layout "rank":
     ``base`` is the first row of this source. What is small is read for all of them at once, and each one's payload
-    while the one before is stored.
+    and scales while the one before is stored.
     """
     at = source * S.T + slot
     number = tl.where(valid, at, -1)
     words = _load_words(mine, _element(number, 0), 0, S)
+    scales = number
+    if S.SW > 0:
+        scales = load_scales(mine, _element(number, 0), S)
     message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
     token = tl.load((message + S.M_TOKEN).to(I32), mask=valid, other=0)
     label = rank if S.ALLREDUCE else source
@@ -184,21 +173,26 @@ def place_group(
     blocks: tl.constexpr = (S.NWORDS + S.BLOCK - 1) // S.BLOCK
     for j in tl.static_range(S.GATHER * blocks):
         following = words
+        following_scales = scales
         if j + 1 < S.GATHER * blocks:
-            following = _load_words(mine, _element(number, (j + 1) // blocks), (j + 1) % blocks, S)
+            behind = _element(number, (j + 1) // blocks)
+            following = _load_words(mine, behind, (j + 1) % blocks, S)
+            if S.SW > 0 and (j + 1) % blocks == 0:
+                following_scales = load_scales(mine, behind, S)
         c = j % blocks * S.BLOCK + tl.arange(0, S.BLOCK)
         places = _row(to_rows, j // blocks)
-        for k in tl.static_range(S.ROWS):
-            place = _element(places, k)
-            if place >= 0:
-                to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
-                tl.store(to + c, words, mask=c < S.NWORDS)
+        present = (places >= 0).to(tl.int32)
+        nth = tl.cumsum(present, 0) - present
+        for n in range(0, tl.sum(present, 0)):  # of a message's rows few are here: its other experts are elsewhere
+            place = tl.max(tl.where((present > 0) & (nth == n), places, 0), 0)
+            to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
+            tl.store(to + c, words, mask=c < S.NWORDS)
         if S.SW > 0 and j % blocks == 0:
-            _store_scales(
-                mine, _element(number, j // blocks), places, _row(inner, j // blocks), _row(block, j // blocks),
-                scales_out, scale_rows, S,
+            store_scales(
+                scales, places, _row(inner, j // blocks), _row(block, j // blocks), scales_out, scale_rows, S
             )  # fmt: skip
         words = following
+        scales = following_scales
 
 
 @triton.jit

@@ -248,12 +248,12 @@ def send_rows(
             )  # fmt: skip
             places = tl.where(own, places, 0)
             _store_headers(expert, position, owner, token, places, weights, first, num_tokens, S)
-            for j in range(0, (tl.minimum(t0 + S.BATCH, end) - t0) * S.PIECES):
-                t = t0 + j // S.PIECES
-                following = load_piece(x, t0 + (j + 1) // S.PIECES, (j + 1) % S.PIECES, end, S)
+            for t in range(t0, tl.minimum(t0 + S.BATCH, end)):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
-                store_piece(row, j % S.PIECES, scales, t, to, input_scale, S)
-                row = following
+                for piece in tl.static_range(S.PIECES):
+                    following = load_piece(x, t + (piece + 1) // S.PIECES, (piece + 1) % S.PIECES, end, S)
+                    store_piece(row, piece, scales, t, to, input_scale, S)
+                    row = following
             flags = (base + S.O_MESSAGE_FLAG).to(I64)[None, :] + (me * S.T + slot)
             publish(flags, near_only(own, r[None, :], me, S), tl.zeros([S.BATCH, S.WP], tl.int64) + call)
             if S.NODE < S.W:

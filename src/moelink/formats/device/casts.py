@@ -57,18 +57,18 @@ def divide_rows(x, divisor, NATIVE: tl.constexpr):
     Journal of Research and Development 34 (1990) 111: a correctly rounded reciprocal and a quotient that is off by less
     than one ulp). Larger quotients saturate in every narrow type, so what is lost of them is nothing.
     """
-    row = tl.broadcast_to(tl.expand_dims(divisor, 1), x.shape)
     if NATIVE:
         inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
         inverse = tl.broadcast_to(tl.expand_dims(inverse, 1), x.shape)
+        minus = tl.broadcast_to(tl.expand_dims(-divisor, 1), x.shape)  # once a row: a minus is an instruction
         rough = x * inverse
-        close = tl.fma(tl.fma(-rough, row, x), inverse, rough)
-        exact = tl.fma(tl.fma(-close, row, x), inverse, close)
+        close = tl.fma(tl.fma(rough, minus, x), inverse, rough)
+        exact = tl.fma(tl.fma(close, minus, x), inverse, close)
         quotient = tl.where(tl.abs(rough) < 1048576.0, exact, rough)
         # The corrections turn -0 into +0.
         quotient = as_float(as_int(quotient) | (as_int(x) & SIGN))
     else:
-        quotient = tl.math.div_rn(x, row)
+        quotient = tl.math.div_rn(x, tl.broadcast_to(tl.expand_dims(divisor, 1), x.shape))
     return quotient
 
 
