@@ -64,9 +64,10 @@ def unguarded(ops):
 
 
 def barriers_between_rows(ops):
-    """Barriers from the first 16-byte store to the last one."""
+    """Barriers between 16-byte stores, but for the longest way between two: few tokens have code of their own."""
     rows = [i for i, op in enumerate(ops) if op == "st.global.v4.b32"]
-    return sum(op.startswith("bar") for op in ops[rows[0] : rows[-1]]) if rows else 0
+    between = [sum(op.startswith("bar") for op in ops[i:j]) for i, j in zip(rows, rows[1:], strict=False)]
+    return sum(between) - max(between, default=0)
 
 
 def kernels(everything):

@@ -67,6 +67,12 @@ def unfenced(ttir: str) -> tuple[int, int]:
     return puts, bad
 
 
+def bodies(ptx: str) -> list[str]:
+    """The kernel, and the function that it calls when a wait has failed: what is not NVSHMEM's."""
+    functions = [text for text in ptx.split("\n}\n") if "\n{\n" in text]
+    return [text for text in functions if re.search(r"\.(entry|func) [^{]*(_kernel|write_error)", text)]
+
+
 def main() -> None:
     """Compile and describe all of them."""
     near = SimpleNamespace(pointers=torch.arange(WORLD))
@@ -78,7 +84,7 @@ def main() -> None:
     for name, kernel, spec in kernels():
         binary = compile_kernel(kernel, spec, "sm_90", "*bf16", **network.options)
         ptx = binary.asm["ptx"]
-        ours = MEMORY.findall(ptx[ptx.index(".visible .entry") :].split("\n}\n")[0])
+        ours = [op for body in bodies(ptx) for op in MEMORY.findall(body)]
         puts, bad = unfenced(binary.asm["ttir"])
         print(json.dumps({
             "name": name, "net": str(spec.NET), "puts": puts, "unfenced": bad, "ops": Counter(ours),

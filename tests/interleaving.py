@@ -1,4 +1,5 @@
-"""Interpreted kernels under seeded schedules: all programs of all ranks in one process, switched at every atomic.
+"""Interpreted kernels under seeded schedules: all programs of all ranks in one process, switched at every atomic
+and every volatile load.
 
 What the stock interpreter cannot show and this can:
 
@@ -204,7 +205,10 @@ def _interleaved(scheduler: Scheduler) -> Iterator[None]:
     def load(self: Any, pointer: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         itemsize = np.dtype(interpreter._get_np_dtype(pointer.get_element_ty())).itemsize
         scheduler.load(pointer.data, mask.data, itemsize)
-        return saved["create_masked_load"](self, pointer, mask, *args, **kwargs)
+        result = saved["create_masked_load"](self, pointer, mask, *args, **kwargs)
+        if kwargs.get("is_volatile", args[-1] if args else False):
+            scheduler.pause(False)
+        return result
 
     def rmw(self: Any, op: Any, pointer: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
         if order in _RELEASES and np.any(mask.data):  # compiled, one without a lane does nothing at all

@@ -13,7 +13,7 @@ from cases import Case, Result, Setup, check_case, check_rows, unpack
 from interleaving import Scheduler
 from moelink import reference
 from moelink.memory import Courier, create_all, network
-from moelink.protocol import COMBINE_RECEIVED, COMBINE_SENT, COUNTS_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
+from moelink.protocol import COMBINE_RECEIVED, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
 from moelink.transports.symmetric import SymmetricTransport
 from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, poison_memory
@@ -21,7 +21,7 @@ from symmetric_ranks import combine_requests, dispatch_requests, poison_memory
 SEEDS = range(20)
 GARBAGE = ("messages", "rows", "counts", "firsts", "tallies", "combine_kept")
 FAR_GARBAGE = ("far_kept", "staged_counts", "staged_firsts", "staged_messages", "staged_kept", "staged_rows")
-SIGNALS = ("tally_flag", "message_flag", "dispatch_drained", "combine_head", "combine_flag", "combine_drained")
+SIGNALS = ("drained", "tally_flag", "message_flag", "combine_head", "combine_flag")
 FAR_SIGNALS = ("counts_flag", "firsts_flag", "row_flag")
 ROLES = (DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED)
 FORMAT = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_experts=3, topk=2)
@@ -106,7 +106,7 @@ def transports(
         for name in (*SIGNALS, *FAR_SIGNALS):
             if name in regions:
                 regions[name].fill_(calls)
-        regions["control"][[*ROLES, COUNTS_SENT]] = calls
+        regions["control"][[*ROLES]] = calls
 
     def courier(memory: Any, *, max_puts: int, seed: int, salt: int = seed) -> ScheduledCourier:
         return couriers(memory, max_puts=max_puts, seed=1000 * salt + seed)

@@ -162,7 +162,7 @@ def test_corrupted_dispatches_are_errors_and_stay_in_bounds(what: str) -> None:
 
 def test_random_bytes_in_every_region_that_peers_write() -> None:
     regions = ("counts", "firsts", "messages", "message_flag", "poisons", "combine_head", "combine_flag",
-               "combine_status", "combine_kept", "dispatch_drained", "combine_drained", "rows")  # fmt: skip
+               "combine_status", "combine_kept", "drained", "rows")  # fmt: skip
     for seed in range(12):
         choice = random.Random(seed)
         victim = Victim(SETUPS[seed % len(SETUPS)], seed)

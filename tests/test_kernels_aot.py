@@ -58,6 +58,11 @@ def test_memory_order_and_width_on_nvidia(target):
             assert kernel["fma"] == 0, f"{name} fuses products into sums"
 
 
+def test_what_all_warps_agree_on_passes_a_barrier():
+    """A compiler that took a scalar for the same in all threads would leave it to each warp what it has seen."""
+    assert all(int(count) >= 1 for count in output_of("aot_agree.py"))
+
+
 def test_compiles_for_amd():
     kernels = compiled("gfx942")
     assert len(kernels) == 6

@@ -114,7 +114,7 @@ def test_device_expert_map_equals_the_table(num_experts, world_size):
 
 @triton.jit
 def _tally(ids, pairs, messages, S: tl.constexpr):
-    p, m, invalid = routes.tally(ids, 0, 2, 0, 0, 0, 0, 0, S)
+    p, m, invalid = routes.tally(ids, 0, 2, 0, 0, 0, 0, 0, 1, S)
     tl.store(pairs + tl.arange(0, 4), p)
     tl.store(messages + tl.arange(0, 2), m)
     tl.store(messages + 2, invalid)
@@ -133,25 +133,43 @@ def test_tally_counts_pairs_and_messages():
 
 @triton.jit
 def _tagged(words, value, out, call, limit, CLOCK: tl.constexpr):
-    i = tl.arange(0, 2)[None, :]
-    every = i >= 0
+    i = tl.arange(0, 2)
     tl.store(words + i, tagged.tagged(call, tl.load(value + i)))
-    ok, row, first, second = tagged.wait_tagged(words + i, every, words + 2 + i, every, call, words + 4, limit, CLOCK)
+    rows = words + 2 * i[:, None] + i[None, :]
+    every = (i >= 0)[:, None] & (i >= 0)[None, :]
+    ok, row = tagged.wait_tagged(rows, every, call, words + 4, limit, CLOCK)
     tl.store(out, ok)
     tl.store(out + 1, row)
-    tl.store(out + 2 + i, first)
-    tl.store(out + 4 + i, second)
+    tl.store(out + 2 + 2 * i[:, None] + i[None, :], tagged.value_at(rows, every))
 
 
 def test_tagged_words_wait_for_their_call():
     words = torch.tensor([0, 0, (3 << 32) + 7, (3 << 32) + 8, 0])
-    value, out = torch.tensor([[5, 6]]).int(), torch.zeros(6, dtype=torch.int32)
+    value, out = torch.tensor([5, 6]).int(), torch.zeros(6, dtype=torch.int32)
     _tagged[(1,)](words, value, out, 3, 20_000_000, CLOCK=host_clock)
     assert words[0] == 3 * 2**32 + 5
-    assert out.tolist() == [1, 1, 5, 6, 7, 8]
+    assert out.tolist() == [1, 0, 5, 6, 7, 8]
     words[3] -= 1 << 32
     _tagged[(1,)](words, value, out, 3, 20_000_000, CLOCK=host_clock)
-    assert out[:2].tolist() == [0, 0]
+    assert out[:2].tolist() == [0, 1], "the second row misses a word"
+
+
+@triton.jit
+def _count_before(ids, pairs, messages, S: tl.constexpr):
+    k = tl.arange(0, 2)
+    expert = tl.load(ids + 2 + k).to(tl.int32)
+    before, sent = routes.count_before(ids, 1, expert, 0, 0, 0, 0, 0, S)
+    tl.store(pairs + k, before)
+    tl.store(messages + k, sent)
+
+
+def test_a_token_counts_what_is_before_it():
+    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TB=1)
+    pairs, messages = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    _count_before[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
+    assert (pairs.tolist(), messages.tolist()) == ([0, 1], [1, 1])
+    _count_before[(1,)](torch.tensor([[2, -1], [2, 2]]), pairs, messages, S=spec)
+    assert (pairs.tolist(), messages.tolist()) == ([1, 2], [0, 1])
 
 
 @triton.jit
@@ -248,5 +266,7 @@ def test_workspace_is_within_its_bound(ranks, options):
 
 
 def test_workspace_does_not_depend_on_the_rank():
-    configs = [moelink.EPConfig(**{**SMALL, "num_experts": 7}, world_size=3, rank=rank) for rank in range(3)]
-    assert len({Workspace(config).regions for config in configs}) == 1
+    for more in ({}, {"pre_reduce": False, "ranks_per_node": 1}):
+        fields = {**SMALL, "num_experts": 7, **more}
+        configs = [moelink.EPConfig(**fields, world_size=3, rank=rank) for rank in range(3)]
+        assert len({Workspace(config).regions for config in configs}) == 1

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import moelink
+import moelink.kernels.spec as specs
+import moelink.workspace as workspaces
 from cases import Case, Result, Setup, check_case
 from moelink.kernels import combine, cut, dispatch
 from moelink.kernels.cut import Launch
 from moelink.transports.symmetric import combining, dispatching
-from symmetric_ranks import combine_requests, dispatch_requests, one_process
+from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
 WORLD = 3
 SHAPES = [  # programs that send and that receive; tokens and messages at a time
@@ -49,6 +51,22 @@ def test_equals_oracle(monkeypatch, shape, setup):
             Result.of(recv, out)
             for recv, out in zip(recvs, outs, strict=True)
         ])  # fmt: skip
+    transport.check()
+    transport.close()
+
+
+@pytest.mark.parametrize("reduce", [True, False], ids=["sums", "rows"])
+@pytest.mark.parametrize("send, receive, spread", [(3, 1, 3), (2, 40, 1), (7, 40, 3), (1, 5, 1)])
+def test_rows_in_parts_equal_oracle(monkeypatch, send, receive, spread, reduce):
+    """Blocks of 16 columns: rows of 44 travel home in 3 parts."""
+    for module in (workspaces, specs):
+        monkeypatch.setattr(module, "COMBINE_BLOCK", 16)
+    monkeypatch.setattr(combining, "combine_launch", lambda *args: Launch(send, receive, spread=spread))
+    setup = Setup("bf16", (("hidden_size", 44), ("pre_reduce", reduce)))
+    assert workspaces.Workspace(setup.config(WORLD)).combine_parts == 3
+    transport = one_process(setup.fields, WORLD)
+    case = Case(setup, "uniform", seed=3)
+    check_case(case, WORLD, run_case(transport, case, range(WORLD)))
     transport.check()
     transport.close()
 

@@ -14,7 +14,7 @@ import triton.language as tl
 import moelink
 from cases import FIELDS, Packed, Result, Setup, check_case
 from interleaving import Deadlock, Scheduler
-from moelink.kernels import receive, reduce, send, send_back, signals
+from moelink.kernels import counts, drained, receive, reduce, send, send_back, send_one, send_run, signals
 from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
@@ -135,8 +135,13 @@ def wait_any_of_the_call_before(words, mask, target, poison, limit, CLOCK: tl.co
     return state, got + 1
 
 
+def slow_senders(name):
+    """Programs that send rows are slow, so that others see what they do one thing after the other."""
+    return 0.05 if name.endswith(("kernel[0]", "kernel[1]", "kernel[2]")) else 1.0
+
+
 @triton.jit
-def wait_for_nobody(table, record, control, me, phase, call, offset, limit, S: tl.constexpr):
+def wait_for_nobody(looked, table, record, control, me, phase, call, limit, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
@@ -145,10 +150,11 @@ def wait_for_the_call_after(words, mask, target, poison, limit, CLOCK: tl.conste
     return signals.wait_any(words, mask, target + 1, poison, limit, CLOCK)
 
 
-@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
-def test_missing_release_is_caught(monkeypatch, module):
-    monkeypatch.setattr(module, "publish", publish_without_release)
-    assert caught(ONE) is not None
+@pytest.mark.parametrize("modules", [(send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
+def test_missing_release_is_caught(monkeypatch, modules):
+    for module in modules:
+        monkeypatch.setattr(module, "publish", publish_without_release)
+    assert caught(ONE, drain=0.01, speed=slow_senders) is not None
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
@@ -157,18 +163,55 @@ def test_wrong_wait_is_caught(monkeypatch, phase):
         monkeypatch.setattr(receive, "wait_any", wait_any_of_the_call_before)
     else:
         monkeypatch.setattr(reduce, "wait_all", wait_for_the_call_before)
-    assert caught(ONE) is not None
+    assert caught(ONE, drain=0.01, speed=slow_senders) is not None
 
 
-@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
-def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, module):
-    monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
+@pytest.mark.parametrize("modules", [(counts, send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
+def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules):
+    for module in modules:
+        monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
     # One phase alone: a call of the other in between holds fast ranks back. Many dispatches, as a rank waits for the
     # others' rows, too, and so is a call ahead only while another one has sent but not yet read.
     tokens = ((3, 2), (1, 4), (3, 1), (4, 4), (2, 3), (4, 1), (1, 1), (4, 4))
     dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=each) for seed, each in enumerate(tokens, 1)]
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
+    found = caught(combines, one_dispatch=True) if send_back in modules else caught(dispatches, combine=False)
+    assert found is not None
+
+
+@triton.jit
+def tell_what_is_not_read(table, control, me, S: tl.constexpr):
+    """As tell_drained, but one call too many of each phase."""
+    r = tl.arange(0, S.WP)
+    base = tl.load(table + r, mask=r < S.W, other=0)
+    for phase in tl.static_range(2):
+        words = drained.drained_at(base, phase, me, S)
+        read = tl.zeros([S.WP], tl.int64) + tl.load(control + 1 + 2 * phase) + 1
+        tl.atomic_max(words, read, mask=r < S.W, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def tell_nobody(table, control, me, S: tl.constexpr):
+    pass
+
+
+@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+def test_telling_too_early_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "tell_drained", tell_what_is_not_read)
+    dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(8)]
+    combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
     assert (caught(dispatches, combine=False) if module is send else caught(combines, one_dispatch=True)) is not None
+
+
+@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+def test_telling_nobody_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "tell_drained", tell_nobody)
+    dispatches = [Small(FORMAT, "uniform", seed=seed) for seed in range(2)]
+    combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(2)]
+    calls = dict(cases=dispatches, combine=False) if module is send else dict(cases=combines, one_dispatch=True)
+    with pytest.raises((Deadlock, moelink.PeerTimeoutError)) as caught_error:
+        run(0, **calls)
+    assert "wait_until_drained" in str(caught_error.value) or "wait_all" in str(caught_error.value)
 
 
 def test_wait_for_what_never_comes_is_a_deadlock(monkeypatch):

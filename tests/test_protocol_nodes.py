@@ -16,7 +16,7 @@ import triton.language as tl
 import moelink
 from cases import Result, Setup
 from interleaving import Deadlock, Scheduler
-from moelink.kernels import plan, receive, reduce, send, send_back
+from moelink.kernels import counts, message, plan, receive, reduce, send_back, send_one, send_run
 from protocol_runs import Small, SpitefulCourier, caught, check, one_call, play, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests
 
@@ -180,7 +180,7 @@ def no_rows_to_wait_for(
 
 
 @triton.jit
-def wait_for_nobody(table, record, control, me, phase, call, offset, limit, S: tl.constexpr):
+def wait_for_nobody(looked, table, record, control, me, phase, call, limit, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
@@ -194,9 +194,10 @@ def swallow_no_rows(table, record, control, me, call, limit, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
-@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
-def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, module):
-    monkeypatch.setattr(module, "fence", no_fence)
+@pytest.mark.parametrize("modules", [(counts, message), (send_back,)], ids=["dispatch", "combine"])
+def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, modules):
+    for module in modules:
+        monkeypatch.setattr(module, "fence", no_fence)
     # Couriers are fast, and stores stay in their program until a release, of which there are others.
     assert caught(ONE, drain=0.0, speed=lambda name: 0.05 if "kernel" in name else 1.0) is not None
 
@@ -216,12 +217,14 @@ def test_rows_that_are_taken_to_arrive_before_their_flag_are_caught(monkeypatch)
     assert caught(SCENARIOS["every_row"]["cases"]) is not None
 
 
-@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
-def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, module):
-    monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
+@pytest.mark.parametrize("modules", [(counts, send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
+def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, modules):
+    for module in modules:
+        monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
     dispatches = [Small(NODES, "uniform", seed=seed, tokens=(4 - seed % 3, 1 + seed % 4)) for seed in range(4)]
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
-    assert (caught(dispatches, combine=False) if module is send else caught(combines, one_dispatch=True)) is not None
+    found = caught(combines, one_dispatch=True) if send_back in modules else caught(dispatches, combine=False)
+    assert found is not None
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])

@@ -15,12 +15,10 @@ INVALID_IDS, OVERFLOW, DISPATCH_BYTES, COMBINE_BYTES = 9, 10, 11, 12
 """sums over all calls"""
 FENCE = 13
 """always 0; read to order stores"""
-COUNTS_SENT = 14
-"""last call whose counts are on their way"""
-MALFORMED = 15
+MALFORMED = 14
 """bit r (62 for higher ones too): rank r sent a count or an index that cannot be; it was not used"""
 MALFORMED_RANKS = 62
-COMBINE_REFUSED = 16
+COMBINE_REFUSED = 15
 """last combine call that a rank refused or made otherwise"""
 
 RECORD_WORDS = 16
@@ -44,6 +42,12 @@ messages of one of them, options, (unused). Each word carries the call beside it
 
 MAX_SENDERS = 512
 """Most programs that cut a rank's tokens into runs, so that what each of them counted has a place."""
+
+FEW_TOKENS = 256
+"""Communicators of up to so many tokens per rank are built for latency, others for throughput."""
+
+COMBINE_BLOCK = 2048
+"""Most columns of a row that a program of combine sums at a time."""
 
 RING_HEADER_WORDS, RING_ENTRY_WORDS = 8, 8
 """int64 words before the entries of a courier's ring: tickets given, entries, (unused); and of one entry: destination

@@ -10,17 +10,17 @@ region               shape, dtype          written by, meaning
 poison               [1] int64             any rank r: 1 + r once a wait of its expired
 poisons              [W, 8] int64          row r by rank r: what it was waiting for
 control              [24] int64            own kernels: completed calls, programs arrived, statistics
+drained              [2, W] int64          rank d: dispatch, and combine, whose messages or rows from here d has read
 tally_flag           [P] int64             own sender p: call whose row of ``tallies`` is stored
 tallies              [P, E + R] int32      own sender p: pairs per expert and messages per rank of its tokens
 message_flag         [W, T] int64          source s: call whose message in this slot is stored
-dispatch_drained     [W] int64             destination d: call whose messages from here d has read
 counts               [W, 8 + L] int64      source s: status and totals (``protocol``), rows per local expert, each
                                            word with the call it is of (``kernels.tagged``)
 firsts               [W, P + 1] int32      source s: first message of each of its sending programs; their number
 messages             [W, T, message] uint8 source s: its messages, in token order without holes
 combine_head         [W] int64             expert rank r: call whose ``combine_status`` is stored
-combine_flag         [W, T] int64          expert rank r: call whose row for the message in this slot is stored
-combine_drained      [W] int64             home rank d: call whose rows from here d has read
+combine_flag         [W, T, C] int64       expert rank r: call whose row for the message in this slot is stored, or a
+                                           part of it: C is 1, or where T is small the blocks of columns of a row
 combine_status       [W] int64             expert rank r: options, and whether it refused the call
 combine_kept         [T, K] uint8          the expert's rank: 1 if the row of (token, slot) travels (no pre_reduce)
 rows                 [W, T, row] or        expert rank r: sums of its rows per token (pre_reduce), or every row
@@ -54,14 +54,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from moelink.arith import align_up, ceil_div
 from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
-from moelink.protocol import CONTROL_WORDS, COUNT_HEADER, MAX_SENDERS, POISON_WORDS
+from moelink.protocol import COMBINE_BLOCK, CONTROL_WORDS, COUNT_HEADER, FEW_TOKENS, MAX_SENDERS, POISON_WORDS
 
 if TYPE_CHECKING:
     from moelink.config import EPConfig
@@ -152,6 +152,14 @@ class Workspace:
         return sum(math.prod(shape) for shape in self.note_shapes(num_tokens))
 
     @property
+    def combine_parts(self) -> int:
+        """Parts in which a message's row travels home. Where tokens are few, one program alone would take the time of
+        several memory latencies for it; a network carries a row whole."""
+        cfg = self.config
+        few = cfg.max_tokens_per_rank <= FEW_TOKENS and not self.far_ranks
+        return ceil_div(cfg.hidden_size, COMBINE_BLOCK) if few else 1
+
+    @property
     def regions(self) -> RegionTable:
         """All regions of a block."""
         cfg, ranks = self.config, self.world_size
@@ -162,16 +170,15 @@ class Workspace:
             ("poison", i64, (1,)),
             ("poisons", i64, (ranks, POISON_WORDS)),
             ("control", i64, (CONTROL_WORDS,)),
+            ("drained", i64, (2, ranks)),
             ("tally_flag", i64, (MAX_SENDERS,)),
             ("tallies", i32, (MAX_SENDERS, self.tally_width)),
             ("message_flag", i64, (ranks, tokens)),
-            ("dispatch_drained", i64, (ranks,)),
             ("counts", i64, (ranks, COUNT_HEADER + self.max_local_experts)),
             ("firsts", i32, (ranks, MAX_SENDERS + 1)),
             ("messages", u8, (ranks, tokens, self.message_bytes)),
             ("combine_head", i64, (ranks,)),
-            ("combine_flag", i64, (ranks, tokens)),
-            ("combine_drained", i64, (ranks,)),
+            ("combine_flag", i64, (ranks, tokens, self.combine_parts)),
             ("combine_status", i64, (ranks,)),
             ("combine_kept", u8, (tokens, cfg.topk)),
             ("rows", u8, (copies, tokens, self.row_bytes)),
@@ -182,7 +189,8 @@ class Workspace:
         cfg, ranks, far = self.config, self.world_size, self.far_ranks
         i64, i32, u8 = torch.int64, torch.int32, torch.uint8
         kept = align_up(cfg.topk, ALIGNMENT)
-        rows = (far, tokens) if cfg.pre_reduce else (max(1, cfg.row_capacity),)
+        most = replace(cfg, rank=0).row_capacity  # rank 0 owns as many experts as any
+        rows = (far, tokens) if cfg.pre_reduce else (max(1, most),)
         yield "idle", i64, (1,)
         yield "counts_flag", i64, (ranks,)
         yield "firsts_flag", i64, (ranks,)

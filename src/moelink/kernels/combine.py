@@ -14,8 +14,8 @@ from moelink.kernels.reduce import gather_home
 from moelink.kernels.send_back import send_tokens_back
 
 _CHANGING = (
-    "me", "first", "num_local", "num_tokens", "y_rows", "shared_begin", "shared_end", "slot_begin", "status",
-    "senders", "limit",
+    "me", "first", "num_local", "num_tokens", "y_rows", "shared_begin", "shared_end", "slot_begin", "spread",
+    "status", "senders", "limit",
 )  # fmt: skip
 
 
@@ -23,14 +23,14 @@ _CHANGING = (
 def ep_fused_combine_kernel(
     table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, message_token, received, out,
     shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end,
-    slot_begin, status, senders, limit, S: tl.constexpr,
+    slot_begin, spread, status, senders, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, senders) send rows back, the others gather them."""
     program = tl.program_id(0)
     if program < senders:
         send_tokens_back(
             table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
-            status, program, senders, limit, S,
+            spread, status, program, senders, limit, S,
         )  # fmt: skip
     else:
         gather_home(
@@ -42,13 +42,13 @@ def ep_fused_combine_kernel(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_combine_async_kernel(
-    table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, status,
-    limit, S: tl.constexpr,
+    table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, spread,
+    status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """The expert role alone."""
     send_tokens_back(
         table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
-        status, tl.program_id(0), tl.num_programs(0), limit, S,
+        spread, status, tl.program_id(0), tl.num_programs(0), limit, S,
     )  # fmt: skip
 
 

@@ -8,8 +8,9 @@ import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.protocol import MAX_SENDERS
+from moelink.protocol import COMBINE_BLOCK, FEW_TOKENS, MAX_SENDERS
 from moelink.routing import shared_slice
+from moelink.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Launch:
         receive: programs that place rows (dispatch) or sum them (combine).
         num_warps: warps of a program.
         maxnreg: most registers of a thread, so that all programs are on the device together. None on a CPU.
+        spread: programs that share a message of combine: 1, or as many as it has parts.
     """
 
     send: int
     receive: int
     num_warps: int = 8
     maxnreg: int | None = None
+    spread: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -34,17 +37,13 @@ class Launch:
         return {"num_warps": self.num_warps, **({} if self.maxnreg is None else {"maxnreg": self.maxnreg})}
 
 
-FEW_TOKENS = 256
-"""Configurations of up to so many tokens per rank are launched for latency, others for throughput."""
-
-
 def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, encodes: bool) -> Launch:
     """Programs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
 
     Measured, see docs/performance.md. Three programs of 8 warps and 80 registers share a multiprocessor. Few tokens:
-    one receiving program per expected message, one per multiprocessor when there is padding to clear. Many: a sender
-    stores to the links, and what else runs on its multiprocessor queues behind it, so there are as few as fill the
-    links: 0.6 per multiprocessor, 1 if they quantise; the rest receive.
+    a sending program per token, and a receiving one per expected message, or per multiprocessor when there is padding.
+    Many: a sender stores to the links, and what else runs on its multiprocessor queues behind it, so there are as few
+    as fill the links: 0.6 per multiprocessor, 1 if they quantise; the rest receive.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -55,7 +54,8 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
     sms = multiprocessors(device)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         least = sms if config.row_alignment > 1 else 2 * ranks
-        return Launch(sms, 1 + min(2 * sms - 1, max(least, ranks * num_tokens)), maxnreg=80)
+        send = max(sms, min(num_tokens, 2 * sms - 1))
+        return Launch(send, 1 + min(3 * sms - send - 2, max(least, ranks * num_tokens)), maxnreg=80)
     send = sms if encodes else 3 * sms // 5
     return Launch(send, 3 * sms - send - 1, maxnreg=80)
 
@@ -63,7 +63,8 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
 def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> Launch:
     """Programs of a combine of ``num_tokens`` own tokens.
 
-    Five programs of 4 warps and 96 registers share a multiprocessor. Many tokens: four of them send, one sums.
+    Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, and of
+    a token. Many: four of five send, one sums.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -72,8 +73,10 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
         return Launch(max(1, 2 * config.num_sms // 3), max(1, config.num_sms // 3), num_warps=8, maxnreg=128)
     sms = multiprocessors(device)
     if config.max_tokens_per_rank <= FEW_TOKENS:
-        send = min(4 * sms, max(2 * ranks, ranks * num_tokens))
-        return Launch(send, min(4 * sms, max(8, 8 * num_tokens)), num_warps=4, maxnreg=96)
+        parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
+        spread = parts if messages * parts <= 4 * sms else 1
+        receive = min(4 * sms, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens))
+        return Launch(min(4 * sms, messages * spread), receive, num_warps=4, maxnreg=96, spread=spread)
     return Launch(4 * sms, sms, num_warps=4, maxnreg=96)
 
 

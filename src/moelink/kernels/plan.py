@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.signals import I64
+from moelink.kernels.signals import I64, own_block
 from moelink.kernels.swallow import wait_for_far
-from moelink.kernels.tagged import wait_tagged
+from moelink.kernels.tagged import value_at, wait_tagged
 from moelink.protocol import COUNT_HEADER, OVERFLOW
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -18,42 +18,81 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 
 
 @triton.jit
-def wait_for_counts(mine, me, call, num_local, limit, S: tl.constexpr):
-    """Wait for the counts of every source. Returns (arrived, source that is missing, header [WP, 8], rows [WP, LP])."""
+def wait_for_counts(control, me, call, num_local, limit, S: tl.constexpr):
+    """Wait for the counts of every source. Returns (arrived, source that is missing)."""
+    mine = own_block(control, S)
     r = tl.arange(0, S.WP)[:, None]
-    h = tl.arange(0, _HEADER)[None, :]
-    e = tl.arange(0, S.LP)[None, :]
-    row = (mine + S.O_COUNTS).to(I64) + r * S.CW
+    c = tl.arange(0, S.CP)[None, :]
+    words = (mine + S.O_COUNTS).to(I64) + r * S.CW + c
+    mask = (r < S.W) & (c < _HEADER + num_local)
+    poison = (mine + S.O_POISON).to(I64)
     if S.NODE < S.W:
         # Of what a network carries, a word alone says nothing, not even about its own bytes.
         ok, source, _ = wait_for_far(mine, S.O_COUNTS_FLAG, tl.arange(0, S.WP) >= 0, me, call, limit, S)
-        here = only(ok > 0, r < S.W)
-        arrived, missing, header, rows = wait_tagged(
-            row + h, here & (h >= 0), row + _HEADER + e, here & (e < num_local), call, (mine + S.O_POISON).to(I64),
-            limit, S.CLOCK,
-        )  # fmt: skip
-        return tl.minimum(arrived, ok), tl.where(ok > 0, missing, source), header, rows
+        arrived, missing = wait_tagged(words, only(ok > 0, mask), call, poison, limit, S.CLOCK)
+        return tl.minimum(arrived, ok), tl.where(ok > 0, missing, source)
     else:
-        return wait_tagged(
-            row + h, (r < S.W) & (h >= 0), row + _HEADER + e, (r < S.W) & (e < num_local), call,
-            (mine + S.O_POISON).to(I64), limit, S.CLOCK,
-        )  # fmt: skip
+        return wait_tagged(words, mask, call, poison, limit, S.CLOCK)
 
 
 @triton.jit
-def header_word(header, i, low, high):
-    """Word ``i`` [WP] of every source's ``header``, within [low, high] whatever came over the wire."""
-    word = tl.sum(tl.where(tl.arange(0, _HEADER)[None, :] == i, header, 0), 1)
-    return tl.minimum(tl.maximum(word, low), high)
+def header_word(control, source, i, low, high, S: tl.constexpr):
+    """Word ``i`` of the header of ``source`` (a rank, or a block of them; 0 from W on), within [low, high] whatever
+    came over the wire."""
+    words = (own_block(control, S) + S.O_COUNTS).to(I64) + source * S.CW + i
+    return tl.minimum(tl.maximum(value_at(words, source < S.W), low), high)
 
 
 @triton.jit
-def malformed(header, rows, S: tl.constexpr):
-    """[WP]: sources whose ``header`` or ``rows`` (as they came) cannot be."""
-    h = tl.arange(0, _HEADER)[None, :]
-    most = tl.where((h == 0), 1, tl.where(h == 3, S.SENDERS, tl.where(h < 5, S.T, 0x7FFFFFFF)))
-    bad = tl.max(((header < 0) | (header > most)).to(tl.int32), 1)
-    return (bad | tl.max(((rows < 0) | (rows > S.T * S.K)).to(tl.int32), 1)) != 0
+def all_rows(control, num_local, S: tl.constexpr):
+    """Rows of every source for each local expert [WP, LP], within [0, T x K] whatever came over the wire."""
+    r = tl.arange(0, S.WP)[:, None]
+    e = tl.arange(0, S.LP)[None, :]
+    words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + _HEADER + e
+    rows = value_at(words, (r < S.W) & (e < num_local))
+    return tl.minimum(tl.maximum(rows, 0), S.T * S.K)
+
+
+@triton.jit
+def sum_rows(control, source, num_local, S: tl.constexpr):
+    """Per local expert [LP]: rows of all sources, of those before ``source``, and of ``source``.
+
+    One load for each source, several of them under way at a time; nothing passes between threads.
+    """
+    step: tl.constexpr = S.WP if S.WP < 8 else 8
+    e = tl.arange(0, S.LP)
+    words = (own_block(control, S) + S.O_COUNTS).to(I64) + _HEADER + e
+    sizes = tl.zeros([S.LP], tl.int32)
+    before = tl.zeros([S.LP], tl.int32)
+    own = tl.zeros([S.LP], tl.int32)
+    for s0 in range(0, S.W, step):
+        for j in tl.static_range(step):
+            s = s0 + j
+            rows = value_at(words + s * S.CW, only(s < S.W, e < num_local))
+            rows = tl.minimum(tl.maximum(rows, 0), S.T * S.K)
+            sizes += rows
+            before += tl.where(s < source, rows, 0)
+            own += tl.where(s == source, rows, 0)
+    return sizes, before, own
+
+
+@triton.jit
+def columns_of(control, source, S: tl.constexpr):
+    """Of ``source``: messages, sending programs (0: one for each message), and the most messages of one of these."""
+    count = header_word(control, source, 1, 0, S.T, S)
+    return count, header_word(control, source, 3, 0, S.SENDERS, S), header_word(control, source, 4, 0, S.T, S)
+
+
+@triton.jit
+def malformed(control, num_local, S: tl.constexpr):
+    """[WP]: sources whose header or rows cannot be."""
+    r = tl.arange(0, S.WP)[:, None]
+    c = tl.arange(0, S.CP)[None, :]
+    words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + c
+    value = value_at(words, (r < S.W) & (c < _HEADER + num_local))
+    most = tl.where(c == 0, 1, tl.where(c == 3, S.SENDERS, tl.where(c < 5, S.T, 0x7FFFFFFF)))
+    most = tl.where(c < _HEADER, most, S.T * S.K)
+    return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0
 
 
 @triton.jit
@@ -101,12 +140,15 @@ def write_nothing(
 
 @triton.jit
 def write_plan(
-    control, rows, messages, tokens, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received,
-    rank, num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
+    control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local,
+    num_groups, shared, capacity, counts_stride, S: tl.constexpr,
 ):  # fmt: skip
     """Program 0: offsets, totals, and what combine needs to know of this call."""
     r = tl.arange(0, S.WP)
     e = tl.arange(0, S.LP)
+    rows = all_rows(control, num_local, S)
+    messages = header_word(control, r, 1, 0, S.T, S)
+    tokens = header_word(control, r, 2, 0, S.T, S)
     tl.store(row_offsets, 0)
     if S.RANK_LAYOUT:
         ends = tl.cumsum(messages, 0)

@@ -5,8 +5,8 @@ computes from the counts where rows go. Program 0 writes the offsets and totals.
 one source, whichever of its senders' next ones has arrived: wait for ``message_flag``, place the message. The waits are
 acquires (``signals``), so what a source stored before its signal is seen.
 
-The last program to finish knows that all have read what they wanted: it counts the call as received and publishes
-``dispatch_drained = call`` to every source, which may then overwrite. A source that is a call ahead waits for just
+The last program to finish knows that all have read what they wanted and counts the call as received; the next launch
+tells every source so, which may then overwrite (``kernels.drained``). A source that is a call ahead waits for just
 that, and one that is behind has not been answered yet: no call overtakes another.
 
 A row's place: start of its group (sizes rounded up to ALIGN) + rows that lower source ranks send to that expert +
@@ -22,13 +22,15 @@ the source's bit in the control word MALFORMED says so to the host.
 import triton
 import triton.language as tl
 
-from moelink.kernels.network import near_only, tell_far
+from moelink.kernels.network import tell_far
 from moelink.kernels.numeric import only
 from moelink.kernels.padding import load_scales, pad_rows, pad_tiles, store_scales
 from moelink.kernels.plan import (
+    columns_of,
     group_starts,
     header_word,
     malformed,
+    sum_rows,
     tile_bases,
     wait_for_counts,
     write_nothing,
@@ -38,12 +40,13 @@ from moelink.kernels.signals import (
     I32,
     I64,
     arrive,
+    count_arrival,
     fence,
     is_poisoned,
     note_malformed,
     note_refusal,
     odd_one_out,
-    publish,
+    own_block,
     settle,
     wait_any,
 )
@@ -51,7 +54,6 @@ from moelink.kernels.swallow import swallow_messages, wait_for_far
 from moelink.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
-    COUNT_HEADER,
     DISPATCH_RECEIVED,
     DONE,
     PHASE_DISPATCH,
@@ -60,7 +62,6 @@ from moelink.protocol import (
 )
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
-_HEADER = tl.constexpr(COUNT_HEADER)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _DONE = tl.constexpr(DONE)
 _REFUSED = tl.constexpr(CODE_ABORT)
@@ -197,52 +198,54 @@ def place_group(
 
 @triton.jit
 def place_messages(
-    table, record, control, mine, source, lane, lanes, rows, messages, programs, most, starts, bases, tokens_out,
-    scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local,
-    shared_begin, shared_end, capacity, scale_rows, call, limit, S: tl.constexpr,
+    table, record, control, mine, source, lane, lanes, before, own, count, programs, most, starts, bases, tokens_out,
+    scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin,
+    shared_end, capacity, scale_rows, call, limit, S: tl.constexpr,
 ):  # fmt: skip
-    """The ``lane``-th of ``lanes`` shares of the messages of ``source``: wait for them and place them.
+    """The ``lane``-th of ``lanes`` shares of the ``count`` messages of ``source``: wait for them and place them.
 
-    Messages come in ``columns``: one for each sending program, in which they arrive in order; columns do not wait for
-    one another. A lane follows GATHER cursors, places whatever has arrived at any of them, and moves these on. There
-    are C = lanes x GATHER cursors; with fewer columns than that several cursors share a column, each with every
-    ``shares``-th message of it; with more, a cursor takes its ``turns`` columns in turn.
+    A lane follows GATHER cursors, places whatever has arrived at any of them, and moves these on. There are C = lanes x
+    GATHER cursors. With ``programs`` = 0 (few tokens) messages arrive in any order, and each cursor takes every C-th.
+    Otherwise they come in columns: one for each sending program, in which they arrive in order; columns do not wait for
+    one another. With fewer columns than C several cursors share a column, each with every ``shares``-th message of it;
+    with more, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages at most.
+
+    ``before``, ``own`` [LP]: rows of the sources before this one, and its own, for each local expert.
 
     Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
     column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
     """
-    r = tl.arange(0, S.WP)
-    own = tl.sum(tl.where((r == source)[:, None], rows, 0), 0)
-    base = starts + tl.sum(tl.where((r < source)[:, None], rows, 0), 0)
+    base = starts + before
     if S.RANK_LAYOUT:
-        base = tl.sum(tl.where(r < source, messages, 0), 0)
-    count = tl.sum(tl.where(r == source, messages, 0), 0)
-    programs = tl.sum(tl.where(r == source, programs, 0), 0)
-    most = tl.sum(tl.where(r == source, most, 0), 0)
+        r = tl.arange(0, S.WP)
+        base = tl.sum(tl.where(r < source, header_word(control, r, 1, 0, S.T, S), 0), 0)
     firsts = (mine + S.O_FIRSTS).to(I32) + source * (S.SENDERS + 1)
-    columns = tl.where(programs > 0, programs, count)
-    most = tl.where(programs > 0, most, tl.minimum(count, 1))
-
     cursors = lanes * S.GATHER
-    turns = tl.maximum(tl.cdiv(columns, cursors), 1)
-    shares = tl.minimum(tl.maximum(cursors // tl.maximum(columns, 1), 1), tl.maximum(most, 1))
     cursor = lane + tl.arange(0, S.GATHER) * lanes
-    last = tl.cdiv(most, shares) * turns
-    at = tl.where(cursor < columns * shares, 0, last)
+    turns = tl.full([], 1, tl.int32)
+    shares = turns
+    if programs > 0:
+        # An acquire of a word that was stored after the firsts: whoever has it reads these, too.
+        word = tl.atomic_add((mine + S.O_COUNTS).to(I64) + source * S.CW + 4, 0, sem="acquire", scope="sys")
+        most = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.T)
+        tl.debug_barrier()
+        turns = tl.cdiv(programs, cursors)
+        shares = tl.minimum(tl.maximum(cursors // programs, 1), tl.maximum(most, 1))
+        last = tl.where(cursor < programs * shares, tl.cdiv(most, shares) * turns, 0)
+    else:
+        last = tl.cdiv(tl.maximum(count - cursor, 0), cursors)
+    at = tl.zeros([S.GATHER], tl.int32)
     ok = tl.full([], 1, tl.int32)
-    while (ok > 0) & (tl.min(at, 0) < last):
-        column = cursor // shares + at % turns * cursors
-        slot = at // turns * shares + cursor % shares
-        under_way = (at < last) & (column < columns)
-        end = tl.zeros([S.GATHER], tl.int32) + 1
+    while (ok > 0) & (tl.max(last - at, 0) > 0):
+        there = at < last
+        slot = cursor + at * cursors
         if programs > 0:
-            begin = tl.load(firsts + column, mask=under_way, other=0)
-            end = tl.load(firsts + column + 1, mask=under_way, other=0) - begin
-            slot_of_column = begin
-        else:
-            slot_of_column = column
-        there = under_way & (slot < end)
-        slot = slot_of_column + slot
+            column = cursor // shares + at % turns * cursors
+            there = there & (column < programs)
+            begin = tl.load(firsts + column, mask=there, other=0)
+            end = tl.load(firsts + column + 1, mask=there, other=0)
+            slot = begin + at // turns * shares + cursor % shares
+            there = there & (slot < end)
         inside = (slot >= 0) & (slot < count)
         note_malformed(control, source, there & (inside == 0))
         there = there & inside
@@ -272,18 +275,16 @@ def receive(
 ):  # fmt: skip
     """Program ``program`` of the receiver role."""
     call = tl.load(control + _ROLE) + 1
-    mine = tl.load(table + me)
+    mine = own_block(control, S)
     r = tl.arange(0, S.WP)
     mask = r < S.W
-    ok = -is_poisoned(table, record, control, me, S)
-    header = tl.zeros([S.WP, _HEADER], tl.int32)
-    rows = tl.zeros([S.WP, S.LP], tl.int32)
+    ok = -is_poisoned(record, control, S)
     if ok == 0:
         reads = status == 0
         if S.NODE < S.W:
             reads = status >= 0
         if reads:
-            ok, peer, header, rows = wait_for_counts(mine, me, call, num_local, limit, S)
+            ok, peer = wait_for_counts(control, me, call, num_local, limit, S)
             settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
         else:
             # A rank that refuses reads nothing, so it drains at once; each peer stores for one call after the other.
@@ -293,8 +294,8 @@ def receive(
         if S.NODE < S.W:
             if (ok > 0) & (program == 0):
                 ok = swallow_messages(
-                    table, record, control, me, header_word(header, 1, 0, S.T), header_word(header, 3, 0, S.SENDERS),
-                    call, limit, S,
+                    table, record, control, me, header_word(control, r, 1, 0, S.T, S),
+                    header_word(control, r, 3, 0, S.SENDERS, S), call, limit, S,
                 )  # fmt: skip
     elif ok <= 0:
         if program == 0:
@@ -303,14 +304,16 @@ def receive(
                 num_groups, counts_stride, S,
             )  # fmt: skip
     else:
-        refused = header_word(header, 0, 0, 1)
-        messages = header_word(header, 1, 0, S.T)
-        programs = header_word(header, 3, 0, S.SENDERS)
-        most = header_word(header, 4, 0, S.T)
-        strange = malformed(header, rows, S)
-        rows = tl.minimum(tl.maximum(rows, 0), S.T * S.K)
-        odd = odd_one_out(header_word(header, 5, 0, 0x7FFFFFFF), mask, S.OPTIONS, S.W)
-        if (tl.max(refused, 0) != 0) | (odd >= 0):
+        # All but the first place: one source for each where they suffice, its messages to its programs in turn.
+        others = tl.maximum(num_programs - 1, 1)
+        number = program - tl.minimum(num_programs - 1, 1)
+        source = tl.maximum(number, 0) % S.W
+        sizes, before, own = sum_rows(control, source, num_local, S)
+        count, programs, most = columns_of(control, source, S)
+        refused = header_word(control, r, 0, 0, 1, S)
+        options = header_word(control, r, 5, 0, 0x7FFFFFFF, S)
+        wrong = mask & ((refused != 0) | (options != S.OPTIONS))
+        if tl.max(wrong.to(tl.int32), 0) > 0:
             if program == 0:
                 write_nothing(
                     row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank,
@@ -320,39 +323,40 @@ def receive(
                 if peer < S.W:
                     note_refusal(record, me, peer, _PHASE, call, _REFUSED)
                 else:
+                    odd = odd_one_out(options, mask, S.OPTIONS, S.W)
                     note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
                 if S.NODE < S.W:
-                    ok = swallow_messages(table, record, control, me, messages, programs, call, limit, S)
+                    ok = swallow_messages(
+                        table, record, control, me, header_word(control, r, 1, 0, S.T, S),
+                        header_word(control, r, 3, 0, S.SENDERS, S), call, limit, S,
+                    )  # fmt: skip
         else:
             shared = shared_end - shared_begin
-            sizes = tl.sum(rows, 0)
             starts, aligned, shared_rows = group_starts(sizes, shared, S)
             bases = starts
             if S.SCALES == 2:
                 bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
             if program == 0:
-                note_malformed(control, r, strange)
+                note_malformed(control, r, malformed(control, num_local, S))
                 write_plan(
-                    control, rows, messages, header_word(header, 2, 0, S.T), row_offsets, expert_ids, scales_offsets,
-                    num_recv, overflow,
-                    counts_out, received, rank, num_local, num_groups, shared, capacity, counts_stride, S,
+                    control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank,
+                    num_local, num_groups, shared, capacity, counts_stride, S,
                 )  # fmt: skip
             if S.NODE < S.W:
-                ok, peer, got = wait_for_far(mine, S.O_FIRSTS_FLAG, programs > 0, me, call, limit, S)
+                cut = header_word(control, r, 3, 0, S.SENDERS, S)
+                ok, peer, got = wait_for_far(mine, S.O_FIRSTS_FLAG, cut > 0, me, call, limit, S)
                 settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
-            # The others place: one source for each program where they suffice, its messages to its programs in turn.
-            others = tl.maximum(num_programs - 1, 1)
-            number = program - tl.minimum(num_programs - 1, 1)
-            if number >= 0:
-                for source in range(number % S.W, S.W, others):
-                    if ok > 0:
-                        ok = place_messages(
-                            table, record, control, mine, source, number // S.W,
-                            tl.cdiv(tl.maximum(others - source, 1), S.W), rows, messages, programs, most, starts,
-                            bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message,
-                            message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows, call,
-                            limit, S,
-                        )  # fmt: skip
+            while (ok > 0) & (number >= 0) & (source < S.W):
+                ok = place_messages(
+                    table, record, control, mine, source, number // S.W,
+                    tl.cdiv(tl.maximum(others - source, 1), S.W), before, own, count, programs, most, starts, bases,
+                    tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me,
+                    rank, num_local, shared_begin, shared_end, capacity, scale_rows, call, limit, S,
+                )  # fmt: skip
+                source += others
+                if source < S.W:
+                    again, before, own = sum_rows(control, source, num_local, S)
+                    count, programs, most = columns_of(control, source, S)
             if S.ALIGN > 1:
                 pad_rows(
                     tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows,
@@ -364,11 +368,10 @@ def receive(
                     capacity, S,
                 )  # fmt: skip
     if ok > 0:
-        if arrive(control + _DONE + _ROLE, num_programs) > 0:
-            tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
-            base_of = tl.load(table + r, mask=mask, other=0)
-            words = (base_of + S.O_DRAINED).to(I64) + me
-            publish(words, near_only(mask, r, me, S), tl.zeros([S.WP], tl.int64) + call)
-            if S.NODE < S.W:
+        if S.NODE < S.W:
+            if arrive(control + _DONE + _ROLE, num_programs) > 0:
+                tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
                 fence(control)
-                tell_far(table, me, S.O_DRAINED, call, S)
+                tell_far(table, me, S.O_DRAINED + _PHASE * S.W * 8, call, S)
+        else:
+            count_arrival(control, _ROLE, call, num_programs)

@@ -5,9 +5,10 @@ exactly the rows of it: ``combine_flag`` of rank r and the token's message slot 
 sender) must have reached the call. The waits are acquires, so the rows are seen. Program 0 also waits for the
 ``combine_head`` of every rank, whether or not it sends rows.
 
-The last program to finish publishes ``combine_drained = call`` to every rank, which may then overwrite ``rows``: the
-next call cannot overtake this one. A rank that refused a call publishes it at once; as without sums other ranks may
-store the same rows in the next call, its peers, before they finish, wait for what they themselves sent to it.
+The last program to finish counts the call as received; the next launch tells every rank so, which may then overwrite
+``rows`` (``kernels.drained``): the next call cannot overtake this one. A rank that refused a call counts it at once; as
+without sums other ranks may store the same rows in the next call, its peers, before they finish, wait for what they
+themselves sent to it.
 
 Sums: accumulator +0 in fp32 (fp64 for fp64); sums of ranks ascending, or weighted rows in slot order; then the shared
 expert's row, ``shared=``, and the epilogue's tensor, in that order; one rounding.
@@ -29,11 +30,12 @@ from moelink.kernels.signals import (
     I64,
     U8,
     arrive,
+    count_arrival,
     fence,
     is_poisoned,
     note_refusal,
     odd_one_out,
-    publish,
+    own_block,
     settle,
     wait_all,
 )
@@ -55,9 +57,9 @@ def wait_until_sent(table, record, control, received, home, me, call, limit, S: 
 
     The senders are lower programs of this launch or of an earlier one, and wait for nothing of this call.
     """
-    mine = tl.load(table + me)
-    flags = (tl.load(table + home) + S.O_FLAG).to(I64) + me * S.T
-    count = tl.load(received + home * 2)
+    mine = own_block(control, S)
+    flags = (tl.load(table + home) + S.O_FLAG).to(I64) + me * S.T * S.PARTS
+    count = tl.load(received + home * 2) * S.PARTS
     i = tl.arange(0, _FLAGS)
     ok = tl.full([], 1, tl.int32)
     for c0 in range(0, count, _FLAGS):
@@ -72,7 +74,7 @@ def wait_for_heads(table, record, control, received, me, call, limit, S: tl.cons
     """Program 0: every rank is in this call. Notes who refused it, and waits until own rows have arrived there."""
     r = tl.arange(0, S.WP)
     mask = r < S.W
-    mine = tl.load(table + me)
+    mine = own_block(control, S)
     ok, peer, got = wait_all((mine + S.O_HEAD).to(I64) + r, mask, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     if ok > 0:
@@ -99,12 +101,19 @@ def wait_for_heads(table, record, control, received, me, call, limit, S: tl.cons
 
 
 @triton.jit
-def wait_for_all_arrivals(table, record, control, slots, me, call, limit, S: tl.constexpr):
-    """Wait for a token's rows: ``slots`` [WP] is its message slot at each rank, -1 for none."""
+def wait_for_all_arrivals(table, record, control, slots, part, parts, me, call, limit, S: tl.constexpr):
+    """Wait for a token's rows: ``slots`` [WP] is its message slot at each rank, -1 for none. Of rows in PARTS, for
+    ``part`` alone if home, too, sums in so many ``parts``; if it sums whole rows, for all of them."""
     r = tl.arange(0, S.WP)
-    mine = tl.load(table + me)
-    flags = (mine + S.O_FLAG).to(I64) + r * S.T + tl.minimum(tl.maximum(slots, 0), S.T - 1)
-    ok, peer, got = wait_all(flags, slots >= 0, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+    mine = own_block(control, S)
+    poison = (mine + S.O_POISON).to(I64)
+    flags = (mine + S.O_FLAG).to(I64) + (r * S.T + tl.minimum(tl.maximum(slots, 0), S.T - 1)) * S.PARTS
+    begin = tl.where(parts == S.PARTS, part, 0)
+    ok, peer, got = wait_all(flags + begin, slots >= 0, call, poison, limit, S.CLOCK)
+    if parts != S.PARTS:
+        for other in range(1, S.PARTS):
+            if ok > 0:
+                ok, peer, got = wait_all(flags + other, slots >= 0, call, poison, limit, S.CLOCK)
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     return ok
 
@@ -234,7 +243,7 @@ def gather_home(
     brought = tl.load(received + 2 * S.W) == 0
     if not S.ALLREDUCE:  # where no call is counted, either
         brought = brought & (is_refused(control, call, slot_begin) == 0)
-    ok = 1 - is_poisoned(table, record, control, me, S)
+    ok = 1 - is_poisoned(record, control, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought & (program == 0) & (status == 0):
             ok = wait_for_heads(table, record, control, received, me, call, limit, S)
@@ -255,7 +264,7 @@ def gather_home(
             if S.NODE < S.W and not S.SUMS and not S.BY_ROW:
                 slots = tl.where(choices, slots, -1)
             if not S.ALLREDUCE:
-                ok = wait_for_all_arrivals(table, record, control, slots, me, call, limit, S)
+                ok = wait_for_all_arrivals(table, record, control, slots, i % parts, parts, me, call, limit, S)
             if S.NODE < S.W and not S.SUMS:
                 if ok > 0:
                     ok = wait_for_far_rows(
@@ -269,11 +278,10 @@ def gather_home(
                 )  # fmt: skip
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
-            if arrive(control + _DONE + _ROLE, num_programs) > 0:
-                tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
-                base = tl.load(table + r, mask=mask, other=0)
-                words = (base + S.O_DRAINED).to(I64) + me
-                publish(words, near_only(mask, r, me, S), tl.zeros([S.WP], tl.int64) + call)
-                if S.NODE < S.W:
+            if S.NODE < S.W:
+                if arrive(control + _DONE + _ROLE, num_programs) > 0:
+                    tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
                     fence(control)
-                    tell_far(table, me, S.O_DRAINED, call, S)
+                    tell_far(table, me, S.O_DRAINED + _PHASE * S.W * 8, call, S)
+            else:
+                count_arrival(control, _ROLE, call, num_programs)

@@ -65,22 +65,53 @@ def count_pairs(expert, owner, N: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S: tl.constexpr):
-    """What tokens [begin, end) need: pairs per expert [EP], messages per rank [WP], and ids outside [-1, E).
+def _ids_at(ids, t, end, S: tl.constexpr):
+    """Ids [N, KP] of tokens ``t`` [N] as they are, int64; -1 from ``end`` on."""
+    k = tl.arange(0, S.KP)
+    mask = (t < end)[:, None] & (k < S.K)[None, :]
+    return tl.load(ids + t[:, None] * S.K + k[None, :], mask=mask, other=-1).to(tl.int64)
+
+
+@triton.jit
+def tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, TB: tl.constexpr, S: tl.constexpr):
+    """What tokens [begin, end) need: pairs per expert [EP], messages per rank [WP], and ids outside [-1, E). ``TB``
+    tokens are counted at a time.
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
     """
-    t = tl.arange(0, S.TB)
-    k = tl.arange(0, S.KP)
+    t = tl.arange(0, TB)
     pairs = tl.zeros([S.EP], tl.int32)
-    messages = tl.zeros([S.TB, S.WP], tl.int32)
-    invalid = tl.zeros([S.TB], tl.int32)
-    for t0 in range(begin, end, S.TB):
-        mask = (t0 + t < end)[:, None] & (k < S.K)[None, :]
-        raw = tl.load(ids + (t0 + t)[:, None] * S.K + k[None, :], mask=mask, other=-1).to(tl.int64)
+    messages = tl.zeros([TB, S.WP], tl.int32)
+    invalid = tl.zeros([TB], tl.int32)
+    raw = _ids_at(ids, begin + t, end, S)
+    for t0 in range(begin, end, TB):
+        following = _ids_at(ids, t0 + TB + t, end, S)
         expert = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
         owner = owner_of(expert, first, num_local, S)
-        pairs += count_pairs(expert, owner, S.TB * S.KP, S)
+        pairs += count_pairs(expert, owner, TB * S.KP, S)
         messages += ranks_of(owner, t0 + t, end, me, shared_begin, shared_end, S)
         invalid += tl.sum(((raw < -1) | (raw >= S.E)).to(tl.int32), 1)
+        raw = following
     return pairs, tl.sum(messages, 0), tl.sum(invalid, 0)
+
+
+@triton.jit
+def count_before(ids, token, expert, me, first, num_local, shared_begin, shared_end, S: tl.constexpr):
+    """What is before each slot of ``token``, whose ids are ``expert`` [KP]: earlier pairs (token, then slot) of the
+    same expert [KP], and messages of earlier tokens to each rank [WP].
+
+    Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]], token 1: pairs [0, 1], messages [1, 1].
+    """
+    t = tl.arange(0, S.TB)
+    k = tl.arange(0, S.KP)
+    same = tl.zeros([S.TB * S.KP, S.KP], tl.int32)
+    messages = tl.zeros([S.TB, S.WP], tl.int32)
+    for t0 in range(0, token, S.TB):
+        raw = _ids_at(ids, t0 + t, token, S)
+        other = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
+        same += (tl.reshape(other, (S.TB * S.KP,))[:, None] == expert[None, :]).to(tl.int32)
+        owner = owner_of(other, first, num_local, S)
+        messages += ranks_of(owner, t0 + t, token, me, shared_begin, shared_end, S)
+    twice = (expert[None, :] == expert[:, None]) & (k[None, :] < k[:, None])
+    before = tl.sum(same, 0) + tl.sum(twice.to(tl.int32), 1)
+    return tl.where(expert >= 0, before, 0), tl.sum(messages, 0)

@@ -5,6 +5,9 @@ Each program takes messages of one home rank that dispatch brought, in slot orde
 pre-reduction, each of them at (token, slot), and which of them there are in ``combine_kept``). Then it publishes
 ``combine_flag[slot] = call`` there: a release after the rows it speaks for.
 
+Where tokens are few a message's columns travel in PARTS, each with a flag of its own and, if programs suffice, by a
+program of its own: one that sums all columns takes the time of several memory latencies.
+
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 also stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
 refusal even when no rows were due to it. A refusing rank sends no rows but raises all flags. Where a combine takes
@@ -19,10 +22,10 @@ Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2:
 import triton
 import triton.language as tl
 
+from moelink.kernels.drained import glance, tell_drained, wait_until_drained
 from moelink.kernels.network import direct_or_staged, is_near, near_only, put, staged_at
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.send import wait_until_drained
-from moelink.kernels.signals import I64, U8, count_arrival, fence, is_poisoned, publish
+from moelink.kernels.signals import I64, U8, count_arrival, fence, is_poisoned, own_block, publish
 from moelink.protocol import COMBINE_BYTES, COMBINE_REFUSED, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -77,35 +80,43 @@ def put_kept(table, control, mine, kept, peer, slot, me, call, S: tl.constexpr):
 
 @triton.jit
 def send_message_back(
-    table, control, mine, home, peer, slot, y, y_rows, row_weights, rows, token, me, slot_begin, call, S: tl.constexpr
+    table, control, mine, home, peer, slot, begin, parts, valid, y, y_rows, row_weights, rows, token, me,
+    slot_begin, call, S: tl.constexpr,
 ):  # fmt: skip
-    """The rows of message ``slot`` to rank ``peer``, whose block is at address ``home``. Returns how many travel."""
-    moved = tl.full([], 1, tl.int32)
+    """``parts`` parts from ``begin`` of the rows of message ``slot`` to rank ``peer``, whose block is at address
+    ``home``; nothing unless ``valid``. Returns how many travel, as counted with part 0.
+
+    No branch for ``valid``: so loads of row numbers need not wait until it is known.
+    """
+    moved = (valid & (begin == 0)).to(tl.int32)
+    token = tl.where(valid, token, 0)
+    y_rows = tl.where(valid, y_rows, 0)
     if S.SUMS:
         address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
         address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
         to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-        for c0 in tl.static_range(0, S.H, S.BLOCK):
-            c = c0 + tl.arange(0, S.BLOCK)
-            total = weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S)
-            tl.store(to + c, round_to(total, S.DTYPE, S.NATIVE), mask=c < S.H)
+        for part in range(begin, begin + parts):
+            for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
+                c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
+                total = weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S)
+                tl.store(to + c, round_to(total, S.DTYPE, S.NATIVE), mask=only(valid, c < S.H))
         if S.NODE < S.W:
-            if is_near(peer, me, S) == 0:
+            if (is_near(peer, me, S) == 0) & valid:
                 word = mine + S.O_FLAG + tl.cast(me * S.T + slot, tl.int64) * 8
                 put_row(table, control, mine, address, me * S.T + token, word, call, peer, S)
     else:
         q = tl.arange(0, S.KP)
-        here = tl.load(rows + q, mask=q < S.K, other=_ABSENT)
+        here = tl.where(valid, tl.load(rows + q, mask=q < S.K, other=_ABSENT), _ABSENT)
         kept = (here >= 0) & (here < y_rows)
         kept_at = (home + S.O_KEPT).to(U8) + token * S.K
         if S.NODE < S.W:
             tl.store(kept_at + q, kept.to(tl.uint8), mask=near_only(here != _ABSENT, peer, me, S))
-            if is_near(peer, me, S) == 0:
+            if (is_near(peer, me, S) == 0) & valid:
                 comes = kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)
                 put_kept(table, control, mine, comes, peer, slot, me, call, S)
         else:
             tl.store(kept_at + q, kept.to(tl.uint8), mask=here != _ABSENT)
-        moved = tl.sum((kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)).to(tl.int32), 0)
+        moved *= tl.sum((kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)).to(tl.int32), 0)
         for k in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
             row = tl.load(rows + k)
             if (row >= 0) & (row < y_rows):
@@ -115,9 +126,11 @@ def send_message_back(
                 else:
                     address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
                 to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                for c0 in tl.static_range(0, S.H, S.BLOCK):
-                    c = c0 + tl.arange(0, S.BLOCK)
-                    tl.store(to + c, tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0), mask=c < S.H)
+                for part in range(begin, begin + parts):
+                    for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
+                        c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
+                        column = tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0)
+                        tl.store(to + c, column, mask=c < S.H)
                 if S.NODE < S.W:
                     if is_near(peer, me, S) == 0:
                         word = mine + S.O_ROW_FLAG + tl.cast((me * S.T + slot) * S.K + k, tl.int64) * 8
@@ -139,7 +152,7 @@ def status_at(base, table, rank, me, S: tl.constexpr):
 @triton.jit
 def put_heads(table, control, me, call, S: tl.constexpr):
     """Put ``combine_status``, which is stored, at the ranks of other nodes, and then its head."""
-    mine = tl.load(table + me)
+    mine = own_block(control, S)
     at = tl.cast(me, tl.int64) * 8
     fence(control)
     for d in range(S.W):
@@ -154,12 +167,12 @@ def raise_all_flags(table, control, me, call, S: tl.constexpr):
     i = tl.arange(0, S.BLOCK)
     for d in range(S.W):
         home = tl.load(table + d)
-        for c0 in range(0, S.T, S.BLOCK):
-            flags = (home + S.O_FLAG).to(I64) + me * S.T + c0 + i
-            publish(flags, near_only(c0 + i < S.T, d, me, S), tl.zeros([S.BLOCK], tl.int64) + call)
+        for c0 in range(0, S.T * S.PARTS, S.BLOCK):
+            flags = (home + S.O_FLAG).to(I64) + me * S.T * S.PARTS + c0 + i
+            publish(flags, near_only(c0 + i < S.T * S.PARTS, d, me, S), tl.zeros([S.BLOCK], tl.int64) + call)
         if S.NODE < S.W:
             if is_near(d, me, S) == 0:
-                mine = tl.load(table + me)
+                mine = own_block(control, S)
                 none = tl.zeros([S.KP], tl.int32)
                 for slot in range(S.T):
                     put_kept(table, control, mine, none, d, slot, me, call, S)
@@ -168,42 +181,59 @@ def raise_all_flags(table, control, me, call, S: tl.constexpr):
 @triton.jit
 def send_rows_home(
     table, control, y, row_weights, rows_of_message, message_token, received, me, home, lane, lanes, y_rows,
-    slot_begin, call, S: tl.constexpr,
+    slot_begin, spread, call, S: tl.constexpr,
 ):  # fmt: skip
-    """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so."""
+    """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so. If ``spread`` is
+    PARTS and not 1, every ``lanes``-th part of a message: so many programs share one."""
     block = tl.load(table + home)
-    mine = tl.load(table + me)
+    mine = own_block(control, S)
     moved = tl.full([], 0, tl.int32)
-    one = tl.arange(0, 1)
-    for slot in range(lane, tl.load(received + home * 2), lanes):
+    p = tl.arange(0, S.PP)
+    parts = S.PARTS // spread
+    item = lane
+    more = item < S.T * spread
+    while more:
+        slot = item // spread
+        begin = item % spread * parts
         at = home * S.T + slot
+        # The number of messages is read beside the message, not before it; a slot without one is only skipped.
+        count = tl.load(received + home * 2)
         token = tl.load(message_token + at)
-        if (token >= 0) & (token < S.T):
-            rows = rows_of_message + at.to(tl.int64) * S.SLOTS
-            moved += send_message_back(
-                table, control, mine, block, home, slot, y, y_rows, row_weights, rows, token, me, slot_begin, call, S
-            )  # fmt: skip
-        elif S.NODE < S.W:
-            if is_near(home, me, S) == 0:
+        rows = rows_of_message + at.to(tl.int64) * S.SLOTS
+        there = slot < count
+        valid = there & (token >= 0) & (token < S.T)
+        moved += send_message_back(
+            table, control, mine, block, home, slot, begin, parts, valid, y, y_rows, row_weights, rows, token,
+            me, slot_begin, call, S,
+        )  # fmt: skip
+        if S.NODE < S.W:
+            if (is_near(home, me, S) == 0) & there & (valid == 0):
                 put_kept(table, control, mine, tl.zeros([S.KP], tl.int32), home, slot, me, call, S)
-        flag = (block + S.O_FLAG).to(I64) + me * S.T + slot + one
-        publish(flag, near_only(one == 0, home, me, S), tl.zeros([1], tl.int64) + call)
+        flags = (block + S.O_FLAG).to(I64) + ((me * S.T + slot) * S.PARTS + begin) + p
+        publish(flags, near_only(only(there, p < parts), home, me, S), tl.zeros([S.PP], tl.int64) + call)
+        item += lanes
+        more = item < count * spread
     if (home != me) & (moved > 0):
         tl.atomic_add(control + _BYTES, moved.to(tl.int64) * S.ROW, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def send_tokens_back(
-    table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, status,
-    program, num_programs, limit, S: tl.constexpr,
+    table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, spread,
+    status, program, num_programs, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the expert role. ``received`` says whether the dispatch brought anything at all."""
     call = tl.load(control + _ROLE) + 1
+    drained = glance(control, _PHASE, call, S)
     r = tl.arange(0, S.WP)
     mask = r < S.W
     failed = tl.load(received + 2 * S.W) | is_refused(control, call, slot_begin)
-    if (is_poisoned(table, record, control, me, S) == 0) & (failed == 0):
-        ok = wait_until_drained(table, record, control, me, _PHASE, call, S.O_DRAINED, limit, S)
+    if drained < 0:
+        is_poisoned(record, control, S)
+    elif failed == 0:
+        if program == 0:
+            tell_drained(table, control, me, S)
+        ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
         if ok > 0:
             if program == 0:
                 base = tl.load(table + r, mask=mask, other=0)
@@ -223,6 +253,7 @@ def send_tokens_back(
                 for i in range(program % S.W, S.W, num_programs):
                     send_rows_home(
                         table, control, y, row_weights, rows_of_message, message_token, received, me, (i + me) % S.W,
-                        program // S.W, tl.cdiv(tl.maximum(num_programs - i, 1), S.W), y_rows, slot_begin, call, S,
+                        program // S.W, tl.cdiv(tl.maximum(num_programs - i, 1), S.W), y_rows, slot_begin,
+                        spread, call, S,
                     )  # fmt: skip
             count_arrival(control, _ROLE, call, num_programs)

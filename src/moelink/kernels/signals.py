@@ -12,6 +12,9 @@ fence          ``debug_barrier``; ``atomic_add(own word, 0, acq_rel, sys)``, its
                words that are their own signal (``kernels.tagged``) but speak for other stores too
 wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
+look           a volatile load, which no cache answers: for words whose value is all there is to know
+               (``kernels.tagged``), or after which there are only stores (``kernels.drained``). Every warp may load
+               for itself, at another moment, so what a program does after a look all of them must ``agree`` on
 arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
                what the others did happens before its own signals (a release is cumulative, and these programs share
                a device)
@@ -68,6 +71,22 @@ def clock(CLOCK: tl.constexpr):
 
 
 @triton.jit
+def own_block(control, S: tl.constexpr):
+    """Address of this rank's block, of which ``control`` is a part: nothing has to be loaded to know it."""
+    return control.to(tl.int64) - S.O_CONTROL
+
+
+@triton.jit
+def agree(value):
+    """The least of what the threads of this program hold in ``value``, an int32 scalar: then the same for all of them.
+
+    A scalar is each thread's own. Where warps have loaded a word that a peer changes, one may go where another does
+    not, and a barrier there would wait for ever. An atomic's result needs no agreement: it is made once for all.
+    """
+    return tl.min(tl.zeros([256], tl.int32) + value, 0)  # no launch has more threads
+
+
+@triton.jit
 def publish(words, mask, value):
     """Make all this program's stores visible to whoever sees ``value`` in ``words`` (a block of int64 pointers)."""
     tl.debug_barrier()
@@ -86,7 +105,7 @@ def fence(control):
 @triton.jit
 def patience(poison, start, limit, CLOCK: tl.constexpr):
     """What a wait without success becomes: -1 poisoned, 0 out of time, else 2, to go on."""
-    state = tl.where(clock(CLOCK) - start > limit, 0, 2)
+    state = agree(tl.where(clock(CLOCK) - start > limit, 0, 2))  # each warp reads the clock for itself
     return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, -1, state)
 
 
@@ -175,7 +194,7 @@ def give_up(table, record, control, poisons, me, peer, phase, call, expected, go
         tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
         publish((base + S.O_POISON).to(I64), mask, tl.zeros([S.WP], tl.int64) + me + 1)
         if S.NODE < S.W:
-            mine = tl.load(table + me)
+            mine = own_block(control, S)
             copy = mine + S.O_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, never changed again
             fence(control)
             for d in range(S.W):
@@ -197,14 +216,21 @@ def adopt(record, control, poison, poisons, S: tl.constexpr):
         tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
 
 
-@triton.jit
-def settle(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
-    """After a failed wait (``arrived`` 0 or -1): the error's record is written. Nothing happens when it is 1."""
-    mine = tl.load(table + me)
+@triton.jit(noinline=True)  # it stands behind every wait and hardly ever runs: instructions between those that do
+def write_error(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
+    """The error's record after a wait for which time ran out (``arrived`` 0), or during which poison came (-1)."""
+    mine = own_block(control, S)
     if arrived == 0:
         give_up(table, record, control, (mine + S.O_POISONS).to(I64), me, peer, phase, call, expected, got, S)
-    if arrived < 0:
+    else:
         adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64), S)
+
+
+@triton.jit
+def settle(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
+    """After a failed wait (``arrived`` 0 or -1) write the error's record. Nothing happens when it is 1."""
+    if arrived <= 0:
+        write_error(arrived, table, record, control, me, peer, phase, call, expected, got, S)
 
 
 @triton.jit
@@ -242,13 +268,18 @@ def odd_one_out(values, mask, mine, W: tl.constexpr):
 
 
 @triton.jit
-def is_poisoned(table, record, control, me, S: tl.constexpr):
+def has_poison(control, S: tl.constexpr):
+    """1 when a wait of this rank or a peer has expired, as this thread sees it, else 0."""
+    return (tl.load((own_block(control, S) + S.O_POISON).to(I64), volatile=True) != 0).to(tl.int32)
+
+
+@triton.jit
+def is_poisoned(record, control, S: tl.constexpr):
     """1 when an earlier wait here or at a peer expired (the error's record is then written), else 0. For the start."""
-    mine = tl.load(table + me)
-    poison = (mine + S.O_POISON).to(I64)
-    poisoned = (tl.load(poison) != 0).to(tl.int32)
+    poisoned = -agree(-has_poison(control, S))
     if poisoned > 0:
-        adopt(record, control, poison, (mine + S.O_POISONS).to(I64), S)
+        mine = own_block(control, S)
+        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64), S)
     return poisoned
 
 

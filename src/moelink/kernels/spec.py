@@ -21,8 +21,7 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
-from moelink.kernels.cut import FEW_TOKENS
-from moelink.protocol import MAX_SENDERS, OPTIONS_BY_ROW, OPTIONS_SUMS
+from moelink.protocol import COMBINE_BLOCK, FEW_TOKENS, MAX_SENDERS, OPTIONS_BY_ROW, OPTIONS_SUMS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -80,7 +79,7 @@ class CommonSpec:
     Attributes:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
         PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
-        TB: tokens that a program counts at a time.
+        TB, TC: tokens that a program counts at a time if there are no more, and otherwise.
         NODE: ranks of a node; NET: who carries to others (``kernels.network``), "" when there are none.
     """
 
@@ -96,6 +95,7 @@ class CommonSpec:
     LP: int
     T: int
     TB: int
+    TC: int
     ALLREDUCE: bool
     SHARED: int
     RANK_LAYOUT: bool
@@ -104,6 +104,7 @@ class CommonSpec:
     O_POISON: int
     O_POISONS: int
     O_CONTROL: int
+    O_DRAINED: int
     NODE: int
     NET: str
     O_IDLE: int
@@ -142,10 +143,13 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts)),
         PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
         L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
-        TB=max(1, 4096 // (power(cfg.topk) * power(ranks))) if device.type != "cpu" else 16,
+        TB=max(1, 256 // power(cfg.topk)) if device.type != "cpu" else 2,
+        TC=max(1, (1024 if cfg.max_tokens_per_rank <= FEW_TOKENS else 4096 // power(ranks)) // power(cfg.topk))
+        if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), CLOCK=clock_of(device), O_POISON=regions["poison"].offset,
-        O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset, NODE=workspace.node_size,
+        O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
+        O_DRAINED=regions["drained"].offset, NODE=workspace.node_size,
         NET="" if workspace.far_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
         O_IDLE=far_offset(workspace, "idle"),
     )  # fmt: skip
@@ -172,7 +176,7 @@ class DispatchSpec(CommonSpec):
             as a power of two.
         BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
             tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
-            AHEAD: up to so many tokens the counts need not go ahead of rows, as the links are not full.
+            CW, CP: words of a source's counts, and the next power of two.
     """
 
     SOURCE: int
@@ -203,7 +207,6 @@ class DispatchSpec(CommonSpec):
     GP: int
     BATCH: int
     GATHER: int
-    AHEAD: int
     SENDERS: int
     TR: int
     TALLY: int
@@ -214,10 +217,10 @@ class DispatchSpec(CommonSpec):
     M_POSITIONS: int
     M_WEIGHTS: int
     CW: int
+    CP: int
     O_TALLY_FLAG: int
     O_TALLIES: int
     O_MESSAGE_FLAG: int
-    O_DRAINED: int
     O_COUNTS: int
     O_FIRSTS: int
     O_MESSAGES: int
@@ -277,7 +280,7 @@ def dispatch_spec(
         ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
         GROUP=fmt.group, NG=groups, GB=group_block, PB=nbytes // groups,
         PIECES=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
-        word_bytes) // block), GATHER=gather, AHEAD=16 if device.type != "cpu" else 0,
+        word_bytes) // block), GATHER=gather,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, OPTIONS=1 + int(weights),
@@ -287,10 +290,10 @@ def dispatch_spec(
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
-        CW=regions["counts"].shape[1],
+        CW=regions["counts"].shape[1], CP=power(regions["counts"].shape[1]),
         O_TALLY_FLAG=regions["tally_flag"].offset, O_TALLIES=regions["tallies"].offset,
         O_MESSAGE_FLAG=regions["message_flag"].offset,
-        O_DRAINED=regions["dispatch_drained"].offset, O_COUNTS=regions["counts"].offset,
+        O_COUNTS=regions["counts"].offset,
         O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
         O_COUNTS_FLAG=far_offset(workspace, "counts_flag"), O_FIRSTS_FLAG=far_offset(workspace, "firsts_flag"),
         O_STAGED_COUNTS=far_offset(workspace, "staged_counts"), O_STAGED_FIRSTS=far_offset(workspace, "staged_firsts"),
@@ -310,11 +313,15 @@ class CombineSpec(CommonSpec):
         DTYPE: of rows; ACC: of sums; OUT: of the result. EPILOGUE: "", "bias" or "residual". HOOK: a Triton
         function that stores instead, or None.
         SLOTS: rows of a message: topk, or 1 for layout "rank".
+        PARTS: a message travels in so many parts of BLOCK columns, each with a flag; 1: all columns together. PP: as
+            a power of two.
         KB: bytes of a message's row in far_kept. BY_ROW: staged rows are numbered by the row, else by the message.
     """
 
     H: int
     BLOCK: int
+    PARTS: int
+    PP: int
     SUMS: bool
     REDUCE: bool
     OPTIONS: int
@@ -332,7 +339,6 @@ class CombineSpec(CommonSpec):
     ROW: int
     O_HEAD: int
     O_FLAG: int
-    O_DRAINED: int
     O_STATUS: int
     O_KEPT: int
     O_ROWS: int
@@ -357,7 +363,6 @@ def combine_spec(
     epilogue: str = "",
     hook: Any = None,
     raw_sums: bool = False,
-    max_block: int = 2048,
 ) -> CombineSpec:
     """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does.
     ``raw_sums``: the result is the sum before rounding."""
@@ -370,14 +375,16 @@ def combine_spec(
     # Staged by message there is one row for each token.
     copies = 1 if workspace.far_ranks and cfg.pre_reduce else regions["rows"].shape[0]
     return CombineSpec(
-        **common(workspace, device), H=cfg.hidden_size, BLOCK=min(triton.next_power_of_2(cfg.hidden_size), max_block),
+        **common(workspace, device), H=cfg.hidden_size, PARTS=workspace.combine_parts,
+        PP=triton.next_power_of_2(workspace.combine_parts),
+        BLOCK=min(triton.next_power_of_2(cfg.hidden_size), COMBINE_BLOCK),
         SUMS=sums, REDUCE=reduce, OPTIONS=OPTIONS_SUMS if sums else OPTIONS_BY_ROW, ROW_WEIGHTS=by_row,
         HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         COPIES=copies, ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,
         DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],
         OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
         ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
-        O_DRAINED=regions["combine_drained"].offset, O_STATUS=regions["combine_status"].offset,
+        O_STATUS=regions["combine_status"].offset,
         O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
         KB=regions["far_kept"].shape[2] if workspace.far_ranks else 0, BY_ROW=not cfg.pre_reduce,
         O_ROW_FLAG=far_offset(workspace, "row_flag"), O_FAR_KEPT=far_offset(workspace, "far_kept"),

@@ -14,7 +14,7 @@ from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels import combine as kernels
 from moelink.kernels.contract.buffers import COMBINE, EPBuffers
-from moelink.kernels.contract.launch import launch, or_dummy, relative_to
+from moelink.kernels.contract.launch import launch, or_dummy, relative_to, tell_drained
 from moelink.kernels.contract.tensors import (
     EPRouting,
     check_counters,
@@ -74,7 +74,7 @@ def ep_fused_combine(
     senders = given.senders
     launch(
         ep, kernels.ep_fused_combine_kernel, senders + ep.combine_kernel.n_reduce_sms, pointers, atomic_counters,
-        *given.rows, *given.messages, *given.ends, *given.sizes, 0, STATUS_OK, senders, ep.limit, S=given.spec,
+        *given.rows, *given.messages, *given.ends, *given.sizes, 0, 1, STATUS_OK, senders, ep.limit, S=given.spec,
         **_EXACT,
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def ep_combine_async(
     launch(
         ep, kernels.ep_combine_async_kernel, ep.combine_kernel.n_send_sms, pointers, atomic_counters, input_tokens,
         or_dummy(row_weights, pointers), routing.rows_of_message, routing.message_token, routing.received, ep.me,
-        len(input_tokens), 0, STATUS_OK, ep.limit, S=spec, **_EXACT,
+        len(input_tokens), 0, 1, STATUS_OK, ep.limit, S=spec, **_EXACT,
     )  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def ep_combine_wait(
         ep, kernels.ep_combine_wait_kernel, ep.combine_kernel.n_reduce_sms, pointers, atomic_counters, *given.rows,
         routing.received, *given.ends, *given.sizes, 0, STATUS_OK, ep.limit, S=given.spec, **_EXACT,
     )  # fmt: skip
+    tell_drained(ep, pointers, atomic_counters, given.spec)
 
 
 def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:

@@ -22,7 +22,7 @@ from torch import Tensor
 from moelink.errors import ArgumentError
 from moelink.kernels import dispatch as kernels
 from moelink.kernels.contract.buffers import DISPATCH, EPBuffers
-from moelink.kernels.contract.launch import launch, or_dummy, relative_to
+from moelink.kernels.contract.launch import launch, or_dummy, relative_to, tell_drained
 from moelink.kernels.contract.tensors import (
     EPRouting,
     TokenHandler,
@@ -132,6 +132,7 @@ def ep_dispatch_wait(
         *outputs.tensors, ep.me, ep.my_rank, ep.config.num_local_experts, ep.config.num_groups,
         *shared_bounds(ep.config, num_input_tokens), *outputs.extents, STATUS_OK, ep.limit, S=spec,
     )  # fmt: skip
+    tell_drained(ep, pointers, atomic_counters, spec)
 
 
 def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale: bool = False) -> DispatchSpec:

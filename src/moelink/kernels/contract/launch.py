@@ -13,6 +13,7 @@ from torch import Tensor
 from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.contract.buffers import RECV, EPBuffers
 from moelink.kernels.contract.layouts import NUM_WARPS
+from moelink.kernels.drained import ep_tell_drained_kernel
 
 
 @lru_cache(maxsize=256)
@@ -27,6 +28,13 @@ def relative_to(spec: Any, start: int) -> Any:
 def or_dummy(tensor: Tensor | None, dummy: Tensor) -> Tensor:
     """``tensor``, or in place of None some pointer that the kernel will not follow."""
     return dummy if tensor is None else tensor
+
+
+def tell_drained(ep: EPBuffers, pointers: Tensor, atomic_counters: Tensor, spec: Any) -> None:
+    """After a receiving half on CPUs, where the ranks of a process may run one after the other: say that it has read.
+    Elsewhere the next launch that sends says so (``kernels.drained``)."""
+    if ep.device.type == "cpu" and not spec.ALLREDUCE:
+        launch(ep, ep_tell_drained_kernel, 1, pointers, atomic_counters, ep.me, S=spec)
 
 
 def launch(

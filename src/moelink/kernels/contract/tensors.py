@@ -143,8 +143,11 @@ def check_pointers(ep: EPBuffers, name: str, pointers: Tensor) -> None:
 
 
 def check_counters(ep: EPBuffers, atomic_counters: Tensor) -> None:
-    """Raise ArgumentError unless these are counters as ``ep_init`` returned."""
+    """Raise ArgumentError unless these are the counters that ``ep_init`` returned: by them kernels know where this
+    rank's block is."""
     check_tensor(ep, "atomic_counters", atomic_counters, tuple(ep.atomic_counters[0].shape), torch.int64)
+    if atomic_counters.data_ptr() != ep.atomic_counters[0].data_ptr():
+        raise ArgumentError("atomic_counters", "the counters of these buffers (ep.atomic_counters)", "other ones")
 
 
 def check_ids(ep: EPBuffers, topk_ids: Tensor) -> int:

@@ -126,8 +126,9 @@ class Combine:
         """Launch the expert role: ``send_tokens_back``."""
         if self.travels:
             self.rank.launch(
-                kernels.ep_combine_async_kernel, self.recipe.launch.send, *self._back, slot_begin, STATUS_OK,
-                self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
+                kernels.ep_combine_async_kernel, self.recipe.launch.send, *self._back, slot_begin,
+                self.recipe.launch.spread, STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
+                options=self.recipe.options,
             )  # fmt: skip
 
     def receive(self, slot_begin: int) -> None:
@@ -136,13 +137,15 @@ class Combine:
             kernels.ep_combine_wait_kernel, self.recipe.launch.receive, *self._home, slot_begin, STATUS_OK,
             self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
         )  # fmt: skip
+        self.rank.tell_drained()
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
         senders = self.recipe.launch.send if self.travels else 0
         self.rank.launch(
             kernels.ep_fused_combine_kernel, senders + self.recipe.launch.receive, *self._fused, slot_begin,
-            STATUS_OK, senders, self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
+            self.recipe.launch.spread, STATUS_OK, senders, self.rank.limit, given=self._given, S=self.recipe.spec,
+            options=self.recipe.options,
         )  # fmt: skip
 
     def result(self) -> Tensor:
@@ -164,10 +167,11 @@ def refuse_combine(rank: Rank) -> None:
     options = {**combine_launch(rank.config, rank.device, 0).options, **_EXACT}
     dummy = rank.nothing
     rank.launch(
-        kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, 0, STATUS_ABORT, rank.limit, S=spec,
+        kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, 0, 1, STATUS_ABORT, rank.limit, S=spec,
         options=options,
     )  # fmt: skip
     rank.launch(
         kernels.ep_combine_wait_kernel, 1, *[dummy] * 10, (dummy,), rank.me, rank.first,
         rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit, S=spec, options=options,
     )  # fmt: skip
+    rank.tell_drained()

@@ -141,6 +141,7 @@ class Dispatch:
             STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
             options=self.recipe.launch.options,
         )  # fmt: skip
+        self.rank.tell_drained()
 
     def send_and_receive(self) -> None:
         """Launch both roles at once."""
@@ -195,3 +196,4 @@ def refuse_dispatch(rank: Rank) -> None:
         rank.config.num_groups, 0, 0, 0, 0, rank.config.world_size, STATUS_ABORT, rank.limit, S=spec,
         options=launch.options,
     )  # fmt: skip
+    rank.tell_drained()

@@ -14,7 +14,8 @@ from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
 from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.cut import multiprocessors
-from moelink.kernels.spec import clock_ticks
+from moelink.kernels.drained import ep_tell_drained_kernel
+from moelink.kernels.spec import clock_ticks, combine_spec
 from moelink.liveness import Failure
 from moelink.memory import SymmetricMemory, connect
 from moelink.protocol import (
@@ -156,6 +157,17 @@ class Rank:
         if not self._preparing:
             stream = torch.cuda.current_stream(self.device).cuda_stream
             compiled[(programs, 1, 1)](*fixed, *map(_address, args), S, stream=stream)
+
+    def tell_drained(self) -> None:
+        """On CPUs, after a receiving half: tell the other ranks that this one has read it.
+
+        The next call's sending half does so, too, but ranks of one process may run one after the other, and a sender
+        would wait for what comes later.
+        """
+        if self.device.type != "cpu" or self.config.mode == "allreduce":
+            return
+        spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
+        self.launch(ep_tell_drained_kernel, 1, self.me, S=spec, options={})
 
     def _guard(self) -> AbstractContextManager[None]:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""

@@ -1,0 +1,82 @@
+"""Dispatch, sender role, many tokens: a program sends ``tokens_per_program`` consecutive ones.
+
+Programs share what they count (``kernels.tallies``), so that none counts what is before its own tokens: it knows the
+number of its first message to each rank, and of its first pair for each expert, from the sums of the lower programs.
+Rows travel one by one, each read while the one before is stored; BATCH messages are published at a time, as the release
+waits until all stores before it have arrived.
+
+Example: the second program's two tokens have ids [[0, 3], [1, 0]], 4 experts on 2 ranks, and the first program has sent
+[1, 2] messages and [1, 0, 0, 2] pairs: slots are [1, 2] and [2, -], positions [1, 2] and [0, 2].
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.drained import wait_until_drained
+from moelink.kernels.message import flags_of, places_of, put_messages, store_headers
+from moelink.kernels.network import near_only
+from moelink.kernels.payload import load_piece, store_piece
+from moelink.kernels.routes import count_pairs, experts_at, owner_of, ranks_of, tally
+from moelink.kernels.signals import own_block, publish
+from moelink.kernels.tallies import publish_tally, sum_tallies
+from moelink.protocol import INVALID_IDS, PHASE_DISPATCH
+
+_PHASE = tl.constexpr(PHASE_DISPATCH)
+_INVALID = tl.constexpr(INVALID_IDS)
+
+
+@triton.jit
+def send_run(
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
+    tokens_per_program, shared_begin, shared_end, program, drained, call, limit, S: tl.constexpr,
+):  # fmt: skip
+    """Row program ``program``: send its tokens."""
+    begin = program * tokens_per_program
+    end = tl.minimum(begin + tokens_per_program, num_tokens)
+    r = tl.arange(0, S.WP)
+    k = tl.arange(0, S.KP)
+    i = tl.arange(0, S.BATCH * S.KP)
+    mask = r < S.W
+    mine = own_block(control, S)
+    base = tl.load(table + r, mask=mask, other=0)
+    row = load_piece(x, begin, 0, end, S)
+    pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TC, S)
+    publish_tally(mine, program, pairs, sent, call, S)
+    if invalid > 0:
+        tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+    ok, pairs, sent = sum_tallies(table, record, control, mine, me, program, call, limit, S)
+    if ok > 0:
+        ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
+    if ok > 0:
+        for t0 in range(begin, end, S.BATCH):
+            token = t0 + tl.arange(0, S.BATCH)
+            inside = (token < end)[:, None] & (k < S.K)[None, :]
+            expert = experts_at(ids, token[:, None] * S.K + k[None, :], inside, S)
+            owner = owner_of(expert, first, num_local, S)
+            goes = ranks_of(owner, token, end, me, shared_begin, shared_end, S)
+            slot = sent[None, :] + tl.cumsum(goes, 0) - goes
+
+            flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.BATCH * S.KP,))
+            earlier = (flat[None, :] == flat[:, None]) & (i[None, :] < i[:, None])
+            position = tl.gather(pairs, tl.maximum(flat, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
+            position = tl.reshape(tl.where(flat >= 0, position, 0), (S.BATCH, S.KP))
+
+            own = (goes > 0) & mask[None, :]
+            noted = (token < end)[:, None] & mask[None, :]
+            tl.store(slot_of + token[:, None] * S.W + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
+            places = places_of(base, own, slot, me, mine, S)
+            store_headers(expert, position, owner, token, places, weights, first, num_tokens, S.BATCH, S)
+            for t in range(t0, tl.minimum(t0 + S.BATCH, end)):
+                to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
+                for piece in tl.static_range(S.PIECES):
+                    following = load_piece(x, t + (piece + 1) // S.PIECES, (piece + 1) % S.PIECES, end, S)
+                    store_piece(row, piece, scales, t, to, input_scale, S)
+                    row = following
+            flags = flags_of(base, slot, me, S)
+            publish(flags, near_only(own, r[None, :], me, S), tl.zeros([S.BATCH, S.WP], tl.int64) + call)
+            if S.NODE < S.W:
+                put_messages(table, control, mine, me, own, slot, call, S.BATCH, S)
+            if t0 + S.BATCH < end:
+                sent += tl.sum(goes, 0)
+                pairs += count_pairs(expert, owner, S.BATCH * S.KP, S)
+    return ok
