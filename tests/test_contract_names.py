@@ -39,6 +39,7 @@ def test_layouts_in_worked_numbers() -> None:
     assert combine.recv_buf_layout(5, 2) == 602112
     assert dataclasses.replace(combine, pre_reduce=True).recv_buf_layout(5, 2) == 3741696
     assert combine.recv_count_layout(1, 3) == 1048
+    assert dataclasses.replace(combine, n_parts=4).recv_count_layout(1, 3, 2) == 4208
     dispatch = contract.EPDispatchKernel(**{**FACTS, "msg_bytes": 7552})
     assert dispatch.recv_buf_layout(1, 2) == 981760
     assert dispatch.recv_count_layout(1, 0) == 384
@@ -75,7 +76,8 @@ def test_layouts_of_a_deepseek_shape_match_the_workspace() -> None:
     dispatch, combine = (make(params, n_sms=132) for make in (dispatch_kernel, combine_kernel))
     assert dispatch.recv_buf_layout(7, 127) + 7552 == regions["messages"].nbytes
     assert combine.recv_buf_layout(127, 7) + 14336 == regions["rows"].nbytes
-    assert combine.recv_count_layout(7, 127) + 8 == regions["combine_flag"].nbytes
+    assert combine.n_parts == 4
+    assert combine.recv_count_layout(7, 127, 3) + 8 == regions["combine_flag"].nbytes
     assert dispatch.recv_count_layout(7, 31) + 8 == regions["counts"].nbytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,28 @@ def test_a_fit_to_one_number_of_ranks_leaves_out_what_it_cannot_tell() -> None:
         assert entry["floor_us"] == pytest.approx(TRUTH[phase].floor_us + 3 * TRUTH[phase].per_peer_us, rel=1e-3)
         assert entry["nvlink_gb_per_s"] < TRUTH[phase].nvlink_gb_per_s, "memory's part is in it"
     assert document["largest_error"] < 1e-4
+
+
+def test_a_fit_to_two_formats_tells_quantising_from_bytes() -> None:
+    """Half the bytes in the same time: what quantised rows save on the links their senders spend."""
+    empty = [
+        {"tokens": tokens, "format": name, "dispatch": 1.0, "combine": 1.0}
+        for name in ("fp8_block128", "bf16")
+        for tokens in (1, 128, 4096)
+    ]
+    truth = {phase: dataclasses.replace(TRUTH[phase], memory_gb_per_s=None) for phase in PHASES}
+    truth["dispatch"] = dataclasses.replace(truth["dispatch"], quantising_gb_per_s=600.0)
+    points = measured.points_of(bench_document(2, empty), "x", contender=SYMMETRIC)
+    times = [compared.predicted_us for compared in measured.compare(points, Constants(truth))]
+    for entry, (dispatch, combine) in zip(empty, zip(times[::2], times[1::2], strict=True), strict=True):
+        entry |= {"dispatch": dispatch, "combine": combine}
+    points = measured.points_of(bench_document(2, empty), "x", contender=SYMMETRIC)
+    document = fitting.fit(points, contender=SYMMETRIC)
+    assert document["phases"]["dispatch"]["quantising_gb_per_s"] == pytest.approx(600, rel=1e-3)
+    assert document["phases"]["combine"]["quantising_gb_per_s"] is None
+    assert document["largest_error"] < 1e-4
+    alone = fitting.fit([point for point in points if point.layer.dispatch_format != "bf16"], contender=SYMMETRIC)
+    assert alone["phases"]["dispatch"]["quantising_gb_per_s"] is None
 
 
 def test_least_squares_by_hand() -> None:

@@ -18,6 +18,7 @@ NAMES = {
     "nvlink_gb_per_s": "NVLink",
     "network_gb_per_s": "network",
     "memory_gb_per_s": "memory",
+    "quantising_gb_per_s": "quantising",
     "hop_us": "hop between nodes",
 }
 OPTIONS = {"floor_us": "--latency", "nvlink_gb_per_s": "--nvlink", "network_gb_per_s": "--net"}
@@ -25,7 +26,8 @@ OPTIONS = {"floor_us": "--latency", "nvlink_gb_per_s": "--nvlink", "network_gb_p
 LEGEND = """\
 bytes   of one call, expected, over the busier direction of the busiest rank's link; memory is one rank's
 symmetric / collective   block or staging of that transport, and the outputs of a dispatch and a combine
-limit   the largest part of the predicted time; time = latency + slower of NVLink and network + memory (docs/plan.md)"""
+limit   the largest part of the predicted time; time = latency + slower of NVLink and network + memory +
+        quantising (docs/plan.md)"""
 
 
 def us(value: float | None) -> str:

@@ -40,6 +40,7 @@ class PhaseConstants:
         per_peer_us: microseconds more for each rank that signals are exchanged with.
         nvlink_gb_per_s, network_gb_per_s: 10**9 bytes a second that one rank's link carries in one direction.
         memory_gb_per_s: that a rank reads and writes in its own memory; None leaves this part out of the model.
+        quantising_gb_per_s: of rows in bf16, that a sender brings into a format with scales; None leaves it out.
         hop_us: microseconds more when ranks are on several nodes.
     """
 
@@ -49,13 +50,14 @@ class PhaseConstants:
     network_gb_per_s: float | None = None
     memory_gb_per_s: float | None = None
     hop_us: float = 0.0
+    quantising_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("floor_us", "per_peer_us", "hop_us"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 <= value < math.inf):
                 raise ConfigError(name, "microseconds, at least 0", value)
-        for name in ("nvlink_gb_per_s", "network_gb_per_s", "memory_gb_per_s"):
+        for name in ("nvlink_gb_per_s", "network_gb_per_s", "memory_gb_per_s", "quantising_gb_per_s"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise ConfigError(name, "a positive number of GB/s", value)

@@ -1,13 +1,14 @@
 """Constants from measured times.
 
-The model is linear in what is unknown: with bytes L over NVLink and M in memory, and W ranks of one node,
+The model is linear in what is unknown: with bytes L over NVLink, M in memory, Q to quantise, and W ranks of one node,
 
-    time = floor + per_peer (W - 1) + L / NVLink rate + M / memory rate
+    time = floor + per_peer (W - 1) + L / NVLink rate + M / memory rate + Q / quantising rate
 
-so floor, per_peer and the two reciprocals are found by least squares, not below 0. Errors are weighted by 1 / measured
-time: one per cent counts the same at 10 us and at 1000. Results of one number of ranks cannot tell per_peer from floor,
-nor, with uniform routing, memory from NVLink; columns that say nothing new are then left out, the later ones first.
-NVLink is never left out, nor its part 0: without its rate no other size could be predicted.
+so floor, per_peer and the three reciprocals are found by least squares, not below 0. Errors are weighted by 1 /
+measured time: one per cent counts the same at 10 us and at 1000. Results of one number of ranks cannot tell per_peer
+from floor, nor, with uniform routing, memory from NVLink, nor those of one format quantising from either; columns that
+say nothing new are then left out, the later ones first. NVLink is never left out, nor its part 0: without its rate no
+other size could be predicted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moelink.plan.measured import Point, compare, largest_error
 from moelink.plan.routing import Floats
 from moelink.plan.traffic import PHASES
 
-COLUMNS = ("floor_us", "nvlink_gb_per_s", "memory_gb_per_s", "per_peer_us")
+COLUMNS = ("floor_us", "nvlink_gb_per_s", "quantising_gb_per_s", "memory_gb_per_s", "per_peer_us")
 RESOLUTION = 1e-6
 """Columns (scaled to length 1) that differ from a combination of earlier ones by less say nothing new."""
 
@@ -83,6 +84,7 @@ def fit_phase(points: Sequence[Point]) -> PhaseConstants:
     columns = [
         np.ones(len(points)),
         [link.nvlink / 1e3 for link in links],
+        [link.quantised / 1e3 for link in links],
         [link.memory / 1e3 for link in links],
         peers,
     ]
@@ -104,6 +106,7 @@ def fit_phase(points: Sequence[Point]) -> PhaseConstants:
         per_peer_us=found["per_peer_us"],
         nvlink_gb_per_s=1 / found["nvlink_gb_per_s"],
         memory_gb_per_s=1 / found["memory_gb_per_s"] if found["memory_gb_per_s"] else None,
+        quantising_gb_per_s=1 / found["quantising_gb_per_s"] if found["quantising_gb_per_s"] else None,
     )
 
 

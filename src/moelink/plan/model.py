@@ -2,7 +2,7 @@
 
     time = floor + per_peer x peers + hop (on several nodes)          what a call costs that moves nothing
          + max(NVLink bytes / NVLink rate, network bytes / network rate)
-         + memory bytes / memory rate
+         + memory bytes / memory rate + quantised bytes / quantising rate
 
 Where each part comes from:
 
@@ -17,6 +17,8 @@ Where each part comes from:
 * Links and memory are not overlapped: a rank places rows when they have arrived. That makes the prediction linear in
   the reciprocals of all rates, on which :mod:`~moelink.plan.fit` relies; where kernels do overlap them, the fitted
   rates come out higher than the hardware's.
+* In formats with scales a sender brings each row into the format once, however many ranks it goes to. That takes
+  instructions, not bytes, so it has a rate of its own: of the bytes that rows had before, bf16.
 
 It knows nothing of contention inside the network, of skew between ranks, or of kernels other than those it was fitted
 to.
@@ -31,7 +33,7 @@ from moelink.plan.constants import PhaseConstants
 from moelink.plan.traffic import Copies, LinkBytes
 
 Link = Literal["NVLink", "network"]
-Part = Literal["latency", "NVLink", "network", "memory", "nothing"]
+Part = Literal["latency", "NVLink", "network", "memory", "quantising", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Time:
     """The predicted time of one phase, microseconds.
 
     Attributes:
-        latency_us, nvlink_us, network_us, memory_us: the parts; of NVLink and network the larger one counts.
+        latency_us, nvlink_us, network_us, memory_us, quantising_us: the parts; of NVLink and network the larger one
+            counts.
         total_us: their combination; None when a constant is missing.
         busiest_link: the link that takes longest, or None when nothing travels or rates are missing.
         limit: the largest part of the total.
@@ -64,6 +67,7 @@ class Time:
     nvlink_us: float | None
     network_us: float | None
     memory_us: float
+    quantising_us: float
     total_us: float | None
     busiest_link: Link | None
     limit: Part | None
@@ -86,6 +90,8 @@ def predict(links: LinkBytes, constants: PhaseConstants, shape: Shape, copies: C
     nvlink = microseconds(links.nvlink, constants.nvlink_gb_per_s)
     network = microseconds(links.network, constants.network_gb_per_s)
     memory = 0.0 if constants.memory_gb_per_s is None else links.memory / constants.memory_gb_per_s / 1e3
+    rate = constants.quantising_gb_per_s
+    quantising = 0.0 if rate is None else links.quantised / rate / 1e3
     latency = None
     if constants.floor_us is not None:
         hop = constants.hop_us if shape.nodes > 1 else 0.0
@@ -93,11 +99,13 @@ def predict(links: LinkBytes, constants: PhaseConstants, shape: Shape, copies: C
     values = {"floor_us": latency, "nvlink_gb_per_s": nvlink, "network_gb_per_s": network}
     missing = tuple(name for name, value in values.items() if value is None)
     if nvlink is None or network is None:
-        return Time(latency, nvlink, network, memory, None, None, None, missing)
+        return Time(latency, nvlink, network, memory, quantising, None, None, None, missing)
     busiest: Link | None = None if nvlink == network == 0 else "NVLink" if nvlink >= network else "network"
     if latency is None:
-        return Time(latency, nvlink, network, memory, None, busiest, None, missing)
-    parts: dict[Part, float] = {"latency": latency, "NVLink": nvlink, "network": network, "memory": memory}
+        return Time(latency, nvlink, network, memory, quantising, None, busiest, None, missing)
+    parts: dict[Part, float] = {
+        "latency": latency, "NVLink": nvlink, "network": network, "memory": memory, "quantising": quantising
+    }  # fmt: skip
     limit = max(parts, key=parts.__getitem__)
-    total = latency + max(nvlink, network) + memory
-    return Time(latency, nvlink, network, memory, total, busiest, limit if total else "nothing")
+    total = latency + max(nvlink, network) + memory + quantising
+    return Time(latency, nvlink, network, memory, quantising, total, busiest, limit if total else "nothing")

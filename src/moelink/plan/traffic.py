@@ -57,6 +57,7 @@ class LinkBytes:
         nvlink, network: over the busier direction of the busiest rank's link.
         memory: read and written in its own memory by the rank that does so most.
         total_nvlink, total_network: sent by all ranks together.
+        quantised: of rows, before a sender brings them into a format with scales.
     """
 
     nvlink: float
@@ -64,6 +65,7 @@ class LinkBytes:
     memory: float
     total_nvlink: float
     total_network: float
+    quantised: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Units:
     Attributes:
         message, home: one dispatched message; one row on its way home, with what goes with it.
         activation, row, output: a token before dispatch (bf16), a dispatched row, an expert's output for it.
+        quantised: a token before dispatch if the format has scales, else 0.
     """
 
     message: int
@@ -80,6 +83,7 @@ class Units:
     activation: int
     row: int
     output: int
+    quantised: int = 0
 
     @classmethod
     def of(cls, layer: Layer, config: EPConfig) -> Units:
@@ -90,7 +94,9 @@ class Units:
         else:
             message, home = config.dispatch_message.nbytes, config.home_message_bytes
         row = config.format.bytes_per_token(config.hidden_size)
-        return cls(message, home, 2 * config.hidden_size, row, config.combine_row_bytes)
+        activation = 2 * config.hidden_size
+        quantised = 0 if config.format.scale_dtype is None else activation
+        return cls(message, home, activation, row, config.combine_row_bytes, quantised)
 
 
 def _sums_of_nodes(values: Floats, nodes: int) -> Floats:
@@ -131,4 +137,5 @@ def link_bytes(phase: Phase, copies: Copies, units: Units, statistics: Statistic
         memory=tokens * float(memory.max()),
         total_nvlink=tokens * each * float(nvlink_out.sum()),
         total_network=tokens * each * float(network_out.sum()),
+        quantised=float(tokens * units.quantised) if phase == "dispatch" else 0.0,
     )

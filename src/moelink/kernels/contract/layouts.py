@@ -152,9 +152,11 @@ class EPCombineKernel(_LaunchFacts):
 
     Attributes:
         pre_reduce: as in :class:`EPParams`.
+        n_parts: parts in which a message's row travels, each with a flag (``Workspace.combine_parts``).
     """
 
     pre_reduce: bool = False
+    n_parts: int = 1
 
     def send_buf_layout(self, row: int) -> int:
         """Row ``row`` of the expert outputs, which are sent from where they are; across nodes its copy that is put.
@@ -177,9 +179,13 @@ class EPCombineKernel(_LaunchFacts):
             at = token * self.top_k + _inside("copy", copy, self.top_k)
         return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
-    def recv_count_layout(self, sender: int, slot: int) -> int:
-        """The int64 flag of message ``slot`` of rank ``sender``. 128 tokens: (1, 3) is at (128 + 3) * 8 = 1048."""
-        return (_inside("sender", sender, self._copies) * self._tokens + _inside("slot", slot, self._tokens)) * 8
+    def recv_count_layout(self, sender: int, slot: int, part: int = 0) -> int:
+        """The int64 flag of part ``part`` of message ``slot`` of rank ``sender``.
+
+        128 tokens: (1, 3) is at (128 + 3) * 8 = 1048; in 4 parts (1, 3, 2) at ((128 + 3) * 4 + 2) * 8 = 4208.
+        """
+        message = _inside("sender", sender, self._copies) * self._tokens + _inside("slot", slot, self._tokens)
+        return (message * self.n_parts + _inside("part", part, self.n_parts)) * 8
 
 
 def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
@@ -200,4 +206,7 @@ def dispatch_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPD
 def combine_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPCombineKernel:
     """The facts of a combine with these parameters."""
     row = params.config(0).combine_row_bytes
-    return EPCombineKernel(**_facts(params, n_sms, warp_size), msg_bytes=row, pre_reduce=params.pre_reduce)
+    return EPCombineKernel(
+        **_facts(params, n_sms, warp_size), msg_bytes=row, pre_reduce=params.pre_reduce,
+        n_parts=params.workspace.combine_parts,
+    )  # fmt: skip
