@@ -105,7 +105,8 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
         f"{case['num_experts']} experts, uniform routing, bf16 home; tokens per rank. Medians of the slowest rank by "
         "CUDA-graph replay, or of calls made one by one where a contender synchronises with the host; first all "
         f"transports returned the same bits. moelink collective runs on NCCL. torch {versions['torch']}, triton "
-        f"{versions['triton']}, NCCL {versions['nccl']}, {head['date']}. {' '.join(leaving_out(chosen))} "
+        f"{versions['triton']}, NCCL {versions['nccl']}, commit {head['commit'][:7]}, {head['date']}. "
+        f"{' '.join(leaving_out(chosen))} "
         "[docs/results.md](docs/results.md) has percentiles, shares of the wire and the commands."
     )
     return "\n".join([compact_table(chosen), "", text])
@@ -141,8 +142,9 @@ def speed_table(document: dict[str, Any]) -> str:
     notes = [
         f"`{document['command']}`: {document['ranks']} × {document['devices'][0]}, hidden size {case['hidden_size']}, "
         f"top-{case['topk']} of {case['num_experts']} experts, bf16 home, torch {versions['torch']}, triton "
-        f"{versions['triton']}, {document['date']}. Median over samples of the slowest rank (20th – 80th percentile) "
-        "by CUDA-graph replay, after all transports returned the same bits. Share of the wire: time that the busiest "
+        f"{versions['triton']}, commit {document['commit'][:7]}, {document['date']}. "
+        "Median over samples of the slowest rank (20th – 80th percentile) by CUDA-graph replay, after all transports "
+        "returned the same bits. Share of the wire: time that the busiest "
         f"link needs at the all-to-all ceiling of the same run ({limit} out of each GPU) / time taken.",
         *leaving_out([document]),
     ]

@@ -110,8 +110,8 @@ def plan_notes(document: dict[str, Any]) -> Text:
     sizes = document["sizes"]
     if any(size["nodes"] > 1 for size in sizes):
         lines.append(
-            "Between nodes moelink moves rows with the collective transport (NCCL, gloo) today; its symmetric\n"
-            "transport works within one node."
+            "Between nodes moelink takes the collective transport (NCCL, gloo) unless told otherwise; its symmetric\n"
+            "one, over NVSHMEM (ranks_per_node), has run on one machine that played several."
         )
     idle = [size["ranks"] for size in sizes if size["idle_ranks"]]
     if idle:

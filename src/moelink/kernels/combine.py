@@ -1,8 +1,9 @@
 """Combine as one launch (``ep_fused_combine_kernel``) or two (``..._async_kernel``, ``..._wait_kernel``).
 
 Low program ids have the expert role (``kernels.send_back``), high ids the home role (``kernels.reduce``). As in
-dispatch, senders wait only for the previous call to be drained, so they finish whatever the peers do; the home role
-waits only for other ranks. Compile without fused multiply-add: products are rounded before they are added.
+dispatch, senders wait only for the previous call to be drained, which peers tell as they begin a call, and so finish
+whatever else the peers do; the home role waits only for other ranks. Compile without fused multiply-add: products are
+rounded before they are added.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Dispatch as one launch (``ep_fused_dispatch_kernel``) or two (``..._async_kernel``, ``..._wait_kernel``).
 
 Roles go by program id: the low ids send (``kernels.send``), the high ids receive (``kernels.receive``). A program waits
-only for other ranks' signals and for lower ids. Senders wait for nothing of this call from other ranks, so they finish
-on every rank, whatever order programs of a launch run in as long as lower ids start first: so the same kernel runs on
-a GPU, where ids start in order as multiprocessors become free, and in the interpreter, where they run one after the
-other.
+only for other ranks' signals and for lower ids. Senders wait for nothing that other ranks *receive* in this call, only
+for what their senders tell first thing, so they finish on every rank, whatever order programs of a launch run in as
+long as lower ids start first: so the same kernel runs on a GPU, where ids start in order as multiprocessors become
+free, and in the interpreter, where they run one after the other.
 
-Why the next call cannot overtake: a sender's first store of call n + 1 comes after ``dispatch_drained = n`` from every
-destination, which the destination's last receiver published after all its programs had read call n. Why it needs no
-host: call numbers are counted in device memory by the last program of each role, and a launch's arguments hold nothing
-that changes between two replays of a graph.
+Why the next call cannot overtake: a sender's first store of call n + 1 comes after every destination has told that it
+drained call n, which it does in its next launch, so after all programs of its receiver had read call n
+(``kernels.drained``). Why it needs no host: call numbers are counted in device memory by the last program of each role,
+and a launch's arguments hold nothing that changes between two replays of a graph.
 """
 
 from __future__ import annotations
