@@ -1,7 +1,7 @@
 """When what lies in a peer's block may be overwritten: who has read a call to its end, who says so and who asks.
 
 A rank has *drained* call n of a phase once all programs of its receiving role have read what call n brought. These
-count the call (``signals.count_arrival``) and tell nobody: a fence and a store at the end of a launch would delay
+count the call (:func:`count_drained`) and tell nobody: a fence and a store at the end of a launch would delay
 whatever comes after it. The next launch that sends, of either phase, tells all ranks of this node both counts as the
 first thing that its program 0 does (:func:`tell_drained`). Whoever stores for call n + 1 waits until all have told n.
 
@@ -22,11 +22,22 @@ to (3, 2), so that a fourth dispatch may store at once, and a third combine may,
 import triton
 import triton.language as tl
 
-from moelink.kernels.network import near_only
-from moelink.kernels.signals import I64, agree, has_poison, own_block, settle, wait_all
-from moelink.protocol import COMBINE_RECEIVED, DISPATCH_RECEIVED, PHASE_COMBINE, PHASE_DISPATCH
+from moelink.kernels.network import near_only, tell_far
+from moelink.kernels.signals import (
+    I64,
+    agree,
+    arrive,
+    count_arrival,
+    fence,
+    has_poison,
+    own_block,
+    settle,
+    wait_all,
+)
+from moelink.protocol import COMBINE_RECEIVED, DISPATCH_RECEIVED, DONE, PHASE_COMBINE, PHASE_DISPATCH
 
 _READ = tl.constexpr(DISPATCH_RECEIVED)
+_DONE = tl.constexpr(DONE)
 _NEXT = tl.constexpr((COMBINE_RECEIVED - DISPATCH_RECEIVED) // (PHASE_COMBINE - PHASE_DISPATCH))
 
 
@@ -52,6 +63,20 @@ def tell_drained(table, control, me, S: tl.constexpr):
 def ep_tell_drained_kernel(table, record, control, me, S: tl.constexpr):
     """One program that tells, for ranks that cannot wait for another one's next launch."""
     tell_drained(table, control, me, S)
+
+
+@triton.jit
+def count_drained(table, control, me, phase, call, num_programs, S: tl.constexpr):
+    """The last program of a receiving role to get here counts call ``call`` of ``phase`` as drained, and tells ranks of
+    other nodes, for which the order of ``signals.arrive`` is needed."""
+    role = _READ + phase * _NEXT
+    if S.NODE < S.W:
+        if arrive(control + _DONE + role, num_programs) > 0:
+            tl.atomic_xchg(control + role, call, sem="relaxed", scope="gpu")
+            fence(control)
+            tell_far(table, me, S.O_DRAINED + phase * S.W * 8, call, S)
+    else:
+        count_arrival(control, role, call, num_programs)
 
 
 @triton.jit

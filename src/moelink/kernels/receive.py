@@ -22,7 +22,7 @@ the source's bit in the control word MALFORMED says so to the host.
 import triton
 import triton.language as tl
 
-from moelink.kernels.network import tell_far
+from moelink.kernels.drained import count_drained
 from moelink.kernels.numeric import only
 from moelink.kernels.padding import load_scales, pad_rows, pad_tiles, store_scales
 from moelink.kernels.plan import (
@@ -39,9 +39,6 @@ from moelink.kernels.plan import (
 from moelink.kernels.signals import (
     I32,
     I64,
-    arrive,
-    count_arrival,
-    fence,
     is_poisoned,
     note_malformed,
     note_refusal,
@@ -55,7 +52,6 @@ from moelink.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
     DISPATCH_RECEIVED,
-    DONE,
     PHASE_DISPATCH,
     ROW_ABSENT,
     ROW_DROPPED,
@@ -63,7 +59,6 @@ from moelink.protocol import (
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
-_DONE = tl.constexpr(DONE)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
 _ABSENT = tl.constexpr(ROW_ABSENT)
@@ -368,10 +363,4 @@ def receive(
                     capacity, S,
                 )  # fmt: skip
     if ok > 0:
-        if S.NODE < S.W:
-            if arrive(control + _DONE + _ROLE, num_programs) > 0:
-                tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
-                fence(control)
-                tell_far(table, me, S.O_DRAINED + _PHASE * S.W * 8, call, S)
-        else:
-            count_arrival(control, _ROLE, call, num_programs)
+        count_drained(table, control, me, _PHASE, call, num_programs, S)

@@ -22,16 +22,14 @@ out = round(row(0, 5) + row(2, 5)).
 import triton
 import triton.language as tl
 
-from moelink.kernels.network import near_only, tell_far
+from moelink.kernels.drained import count_drained
+from moelink.kernels.network import near_only
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.routes import experts_at, owner_of
 from moelink.kernels.send_back import is_refused, weighted_sum
 from moelink.kernels.signals import (
     I64,
     U8,
-    arrive,
-    count_arrival,
-    fence,
     is_poisoned,
     note_refusal,
     odd_one_out,
@@ -40,11 +38,10 @@ from moelink.kernels.signals import (
     wait_all,
 )
 from moelink.kernels.swallow import swallow_rows, wait_for_choices
-from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, COMBINE_REFUSED, DONE, PHASE_COMBINE
+from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, COMBINE_REFUSED, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
-_DONE = tl.constexpr(DONE)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _REFUSED_CALL = tl.constexpr(COMBINE_REFUSED)
 _FLAGS = tl.constexpr(128)
@@ -55,7 +52,7 @@ _OPTIONS = tl.constexpr(CODE_OPTIONS)
 def wait_until_sent(table, record, control, received, home, me, call, limit, S: tl.constexpr):
     """Wait until all rows that this rank sends to ``home`` in this call are there. Returns 1; 0 or -1 after an error.
 
-    The senders are lower programs of this launch or of an earlier one, and wait for nothing of this call.
+    The senders are lower programs of this launch or of an earlier one, and wait only until peers begin this call.
     """
     mine = own_block(control, S)
     flags = (tl.load(table + home) + S.O_FLAG).to(I64) + me * S.T * S.PARTS
@@ -278,10 +275,4 @@ def gather_home(
                 )  # fmt: skip
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
-            if S.NODE < S.W:
-                if arrive(control + _DONE + _ROLE, num_programs) > 0:
-                    tl.atomic_xchg(control + _ROLE, call, sem="relaxed", scope="gpu")
-                    fence(control)
-                    tell_far(table, me, S.O_DRAINED + _PHASE * S.W * 8, call, S)
-            else:
-                count_arrival(control, _ROLE, call, num_programs)
+            count_drained(table, control, me, _PHASE, call, num_programs, S)
