@@ -18,6 +18,7 @@ POINTERS = {
     "expert_ids": "*i32",
     "src_info": "*i32", "scales_offsets": "*i32", "weights_out": "*fp32", "topk_ids_out": "*i32", "num_recv": "*i32",
     "overflow": "*i32", "counts_out": "*i32", "received": "*i32", "rows_of_message": "*i32", "message_token": "*i32",
+    "sent": "*i32", "routed": "*i32", "routed_counts": "*i32",
     "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "out": "*bf16", "shared": "*bf16",
     "epilogue": "*bf16", "limit": "i64", "epilogue_tensors": ("*i64",),
 }  # fmt: skip
@@ -75,7 +76,8 @@ def kernels(everything):
 
     import moelink
     from moelink.kernels import combine, dispatch
-    from moelink.kernels.spec import combine_spec, dispatch_spec
+    from moelink.kernels.combine_spec import combine_spec
+    from moelink.kernels.spec import dispatch_spec
     from moelink.workspace import Workspace
 
     device = torch.device("cuda")
@@ -90,6 +92,10 @@ def kernels(everything):
         yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if fmt == "fp8_block128":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
+        if everything and fmt != "bf16":
+            cached = dataclasses.replace(spec, CACHED=True, OPTIONS=spec.OPTIONS.value + 2)
+            yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x
+            yield f"dispatch_wait_cached-{fmt}", dispatch.ep_dispatch_wait_kernel, cached, x
     for pre_reduce in (True, False) if everything else (True,):
         workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce))
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)

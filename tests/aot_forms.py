@@ -7,6 +7,7 @@ line per form and exits with 1 when one fails.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from cases import FORMATS
 from matrix_configs import CONFIGS, Config
 from matrix_configs import Form as MatrixForm
 from moelink.kernels import combine, dispatch
-from moelink.kernels.spec import combine_spec, dispatch_spec
+from moelink.kernels.combine_spec import combine_spec
+from moelink.kernels.spec import dispatch_spec
 from moelink.workspace import Workspace
 
 Form = tuple[str, Any, Any, dict[str, str]]
@@ -70,11 +72,12 @@ def forms() -> Iterator[Form]:
         form = MatrixForm(fmt, layout, "alltoall", pre_reduce, shared)
         entry = next(config for config in CONFIGS if config.form == form)
         of_entry = list(forms_of(entry, NODES, world_size=2 * WORLD, ranks_per_node=WORLD))
-        yield from (of_entry[0], of_entry[-1])
+        yield from (of_entry[0], of_entry[1], of_entry[-1])
 
 
 def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
-    """Dispatch (of rows as they come, then of quantised ones) and combine of one configuration."""
+    """Dispatch (of rows as they come, the same over an earlier routing, then of quantised ones) and combine of one
+    configuration."""
     device = torch.device("cuda")
     config = moelink.EPConfig(**entry.fields, **ranks, rank=0)
     workspace = Workspace(config)
@@ -89,6 +92,9 @@ def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
         pointers = {"x": "*u8" if copied else NAMES[entry.input_dtype], "weights": weight, "weights_out": weight}
         name = f"{prefix}{entry.name} dispatch, quantized={quantized}"
         yield name, dispatch.ep_fused_dispatch_kernel, spec, pointers
+        if not quantized:
+            cached = dataclasses.replace(spec, CACHED=True, OPTIONS=spec.OPTIONS.value + 2)
+            yield f"{prefix}{entry.name} dispatch, cached", dispatch.ep_fused_dispatch_kernel, cached, pointers
     row, home = entry.weights == "dispatch", entry.weights == "combine"
     spec = combine_spec(
         workspace, device, row_weights=row, home_weights=home, shared=row,

@@ -19,7 +19,8 @@ import moelink
 from aot import MEMORY, compile_kernel, unguarded
 from moelink.errors import UnsupportedError
 from moelink.kernels import combine, dispatch
-from moelink.kernels.spec import combine_spec, dispatch_spec
+from moelink.kernels.combine_spec import combine_spec
+from moelink.kernels.spec import dispatch_spec
 from moelink.memory.network import NvshmemNetwork
 from moelink.workspace import Workspace
 
@@ -44,6 +45,8 @@ def kernels() -> Iterator[tuple[str, Any, Any]]:
     spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
     yield "dispatch_async", dispatch.ep_dispatch_async_kernel, spec
     yield "dispatch_wait", dispatch.ep_dispatch_wait_kernel, spec
+    cached = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True, cached=True)
+    yield "dispatch_async_cached", dispatch.ep_dispatch_async_kernel, cached
     for pre_reduce in (True, False):
         workspace = Workspace(moelink.EPConfig(**SHAPE, pre_reduce=pre_reduce))
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)

@@ -171,14 +171,16 @@ def run_rounds(pair: Sequence[moelink.Communicator], job: Job, rank: int, differ
         what = f"{config.name} seed {seed} ({name}): transports"
         with named(what):
             x, ids, weights = round_data(config, name, seed=seed, source=source, device=one.device)
-            call_both(pair, x, ids, weights, y, config.weights, what, differences)
+            recvs = call_both(pair, x, ids, weights, y, config.weights, what, differences)[0]
+            if number == 0:
+                call_again(pair, recvs, x.flip(0).contiguous(), weights, config.weights, what, differences)
 
 
 def call_both(
     pair: Sequence[moelink.Communicator], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor,
     weigh: str, what: str, differences: list[str],
-) -> tuple[moelink.DispatchOutput, torch.Tensor]:  # fmt: skip
-    """Dispatch and combine on both transports; what the symmetric one returned."""
+) -> tuple[list[moelink.DispatchOutput], torch.Tensor]:  # fmt: skip
+    """Dispatch and combine on both transports; what both dispatches returned, and the symmetric combine."""
     recvs = [ep.dispatch(x, ids, weights if weigh == "dispatch" else None) for ep in pair]
     with noting(differences):
         gpu_ranks.same_rows(what, *recvs)
@@ -186,7 +188,18 @@ def call_both(
     outs = [ep.combine(y, recv, home) for ep, recv in zip(pair, recvs, strict=True)]
     with noting(differences):
         same_bits(f"{what}: combine", *outs)
-    return recvs[0], outs[0]
+    return recvs, outs[0]
+
+
+def call_again(
+    pair: Sequence[moelink.Communicator], recvs: Sequence[moelink.DispatchOutput], x: torch.Tensor,
+    weights: torch.Tensor, weigh: str, what: str, differences: list[str],
+) -> None:  # fmt: skip
+    """Other rows over the routing of ``recvs`` on both transports, which on the symmetric one are other kernels."""
+    given = weights if weigh == "dispatch" else None
+    again = [ep.dispatch(x, None, given, routing=recv) for ep, recv in zip(pair, recvs, strict=True)]
+    with noting(differences):
+        gpu_ranks.same_rows(f"{what}, over the same routing", *again)
 
 
 def same_bits(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -233,7 +246,7 @@ def run_few(pair: Sequence[moelink.Communicator], case: FewTokens, rank: int, di
     x, ids, weights = (tensor.to(one.device) for tensor in (data.x, data.topk_ids, data.topk_weights))
     what = f"{case.name} seed {case.seed} ({case.scenario}): transports"
     with named(what):
-        recv, out = call_both(pair, x, ids, weights, y, case.weights, what, differences)
+        (recv, _), out = call_both(pair, x, ids, weights, y, case.weights, what, differences)
         cut = {name: Packed.of(cut_rows(one.config, name, getattr(recv, name), capacity)) for name in FIELDS}
         return Result(cut, Packed.of(out))
 

@@ -13,13 +13,13 @@ from cases import Case, Result, Setup, check_case, check_rows, unpack
 from interleaving import Scheduler
 from moelink import reference
 from moelink.memory import Courier, create_all, network
-from moelink.protocol import COMBINE_RECEIVED, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
+from moelink.protocol import CALL_SHIFT, COMBINE_RECEIVED, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
 from moelink.transports.symmetric import SymmetricTransport
 from moelink.workspace import Workspace
-from symmetric_ranks import combine_requests, dispatch_requests, poison_memory
+from symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
 
 SEEDS = range(20)
-GARBAGE = ("messages", "rows", "counts", "firsts", "tallies", "combine_kept")
+GARBAGE = ("messages", "rows", "tagged_rows", "counts", "firsts", "tallies", "combine_kept")
 FAR_GARBAGE = ("far_kept", "staged_counts", "staged_firsts", "staged_messages", "staged_kept", "staged_rows")
 SIGNALS = ("drained", "tally_flag", "message_flag", "combine_head", "combine_flag")
 FAR_SIGNALS = ("counts_flag", "firsts_flag", "row_flag")
@@ -106,7 +106,7 @@ def transports(
         for name in (*SIGNALS, *FAR_SIGNALS):
             if name in regions:
                 regions[name].fill_(calls)
-        regions["control"][[*ROLES]] = calls
+        regions["control"][[*ROLES]] = calls << CALL_SHIFT
 
     def courier(memory: Any, *, max_puts: int, seed: int, salt: int = seed) -> ScheduledCourier:
         return couriers(memory, max_puts=max_puts, seed=1000 * salt + seed)
@@ -124,14 +124,21 @@ def rank_main(
     fused: bool,
     combine: bool = True,
     one_dispatch: bool = False,
+    again: int = 0,
 ) -> Callable[[], None]:
-    """What a rank does: ``cases`` in order."""
+    """What a rank does: ``cases`` in order. ``again``: so many more dispatches over the routing of each, of which only
+    the last one has the case's rows."""
 
     def main() -> None:
         recv = None
         for case in cases:
             if recv is None or not one_dispatch:
-                (recv,) = transport.dispatch(dispatch_requests(case, [rank]), fused=fused).wait()
+                requests = dispatch_requests(case, [rank])
+                rows = [dataclasses.replace(r, x=r.x + again) for r in requests]
+                (recv,) = transport.dispatch(rows, fused=fused).wait()
+                for left in range(again - 1, -1, -1):
+                    rows = [dataclasses.replace(r, x=r.x + left) for r in requests]
+                    (recv,) = transport.dispatch(over([recv], rows), fused=fused).wait()
             out = torch.empty(0)
             if combine:
                 (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
@@ -191,6 +198,7 @@ def run(
     fused: bool = True,
     combine: bool = True,
     one_dispatch: bool = False,
+    again: int = 0,
     communicators: int = 1,
     calls: int = 0,
     world: int = 2,
@@ -200,7 +208,7 @@ def run(
     groups = [transports(cases[0].setup, world, calls=calls, seed=seed) for _ in range(communicators)]
     results: list[dict[int, dict[int, Result]]] = [{} for _ in groups]
     mains = [
-        rank_main(transport, rank, cases, result, fused=fused, combine=combine, one_dispatch=one_dispatch)
+        rank_main(transport, rank, cases, result, fused=fused, combine=combine, one_dispatch=one_dispatch, again=again)
         for group, result in zip(groups, results, strict=True)
         for rank, transport in enumerate(group)
     ]
@@ -235,6 +243,9 @@ def scenarios(setup: Setup) -> dict[str, dict[str, Any]]:
         "combines_in_a_row": dict(
             cases=[dataclasses.replace(one[0], salt=salt) for salt in range(2)], one_dispatch=True
         ),
+        "over_a_routing": dict(cases=two, again=2),
+        "over_a_routing_split": dict(cases=one, again=1, fused=False),
+        "over_routings_in_a_row": dict(cases=[*two, *one], again=1, combine=False),
         "two_communicators": dict(cases=[Small(setup, "uniform", seed=5, tokens=(2, 1))], communicators=2),
     }
 

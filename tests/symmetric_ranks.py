@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +29,14 @@ def dispatch_requests(case: Case, ranks: list[int], **options: Any) -> list[Disp
     return [
         DispatchRequest(d.x, d.topk_ids, d.topk_weights if case.weights == "dispatch" else None, **options)
         for d in datas
+    ]
+
+
+def over(recvs: Sequence[moelink.DispatchOutput], requests: Sequence[DispatchRequest]) -> list[DispatchRequest]:
+    """``requests`` over the routing of ``recvs``."""
+    return [
+        dataclasses.replace(request, routing=recv, topk_ids=recv.handle.topk_ids)
+        for request, recv in zip(requests, recvs, strict=True)
     ]
 
 

@@ -1,7 +1,9 @@
 """The parts of the bench, by hand-computed numbers and by contenders that only note how they are called."""
 
 import dataclasses
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from moelink.bench.timing import Captured, KernelTimes, kernel_times_of, short_n
 from moelink.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
 from moelink.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
 from moelink.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
@@ -330,3 +334,26 @@ def test_without_a_graph_the_reason_is_noted(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_compiled_ahead_can_be_called() -> None:
     with open_communicator(SMALL, transport="symmetric", capacity=16, device=CPU, timeout=30.0) as ep:
         compile_calls(ep)
+
+
+def test_counters_are_read_from_a_profiler_s_report() -> None:
+    """Of lines that look alike, those in the unit that is kept; numbers with thousands set apart."""
+    spec = importlib.util.spec_from_file_location("counters", ROOT / "benchmarks" / "counters.py")
+    assert spec is not None
+    assert spec.loader is not None
+    counters = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(counters)
+    report = """==PROF== Profiling "ep_x_kernel"
+  ep_x_kernel (132, 1, 1)x(256, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
+    Memory Throughput                 %        23.90
+    Duration                         us       148.22
+    Memory Throughput          Tbyte/s         1.15
+    Executed Instructions         inst   44,569,537
+  ep_y_kernel (7, 1, 1)x(128, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
+    Duration                         us         3.00
+"""
+    assert counters.parse(report) == [
+        {"kernel": "ep_x_kernel", "programs": 132, "threads": 256, "us": 148.22, "dram_tb_per_s": 1.15,
+         "instructions": 44569537},
+        {"kernel": "ep_y_kernel", "programs": 7, "threads": 128, "us": 3.0},
+    ]  # fmt: skip

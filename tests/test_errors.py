@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 import moelink
+import moelink.workspace as workspaces
 from fault_ranks import stop_for
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
 
@@ -246,6 +248,30 @@ def skipped(rank, world_size):
 
 def test_a_rank_that_makes_another_call_is_named():
     assert run_ranks(skipped, 3) == [True] * 3
+
+
+SUMS_OR_ROWS = {**SETUP, "transport": "symmetric", "timeout": 20}
+
+
+def sums_or_rows(rank, world_size, without, named, most):
+    """Ranks ``without`` combine without reduction; sums of a small call are words, or (``most`` 0) have flags."""
+    with mock.patch.object(workspaces, "TAGGED_BYTES", most), moelink.init(**SUMS_OR_ROWS) as ep:
+        d = data(rank)
+        for _ in range(2):
+            recv = ep.dispatch(d.x, d.topk_ids)
+            with pytest.raises(moelink.ProtocolError, match=f"rank {named} calls combine .* with other options"):
+                ep.combine(recv.tokens, recv, reduce=rank not in without)
+            for reduce in (False, True):
+                ep.combine(recv.tokens, recv, reduce=reduce)
+            round_trip(ep, rank)
+    return True
+
+
+@pytest.mark.parametrize("most", [1 << 19, 0], ids=["words", "flags"])
+@pytest.mark.parametrize("without", [(1,), (0, 2)], ids=str)
+def test_ranks_that_combine_with_and_without_sums_are_named(without, most):
+    """Rows that none awaits are waited for, those that none sends are not; what comes after is right."""
+    assert run_ranks(sums_or_rows, 3, without, 1, most) == [True] * 3
 
 
 def never_at_init(rank, world_size):

@@ -18,6 +18,7 @@ from fault_messages import run_messages
 from fault_schedules import WORLD, FaultScheduler, Oracle, run_schedule
 from moelink import watch
 from moelink.kernels import spec
+from moelink.kernels.combine_spec import combine_spec
 from protocol_runs import Small
 
 SETUP = Setup("bf16", (("max_tokens_per_rank", 3), ("hidden_size", 8)), num_experts=4, topk=2)
@@ -34,7 +35,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultScheduler]]:
     running: list[FaultScheduler] = []
     monkeypatch.setattr(spec, "host_clock", lambda: running[0].now)
     monkeypatch.setattr(watch, "probe_all", fault_schedules.probe_all)
-    kept = (spec.dispatch_spec, spec.combine_spec)
+    kept = (spec.dispatch_spec, combine_spec)
     for specs in kept:
         specs.cache_clear()
     yield running

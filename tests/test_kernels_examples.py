@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels import network, routes, signals, swallow, tagged
+from moelink.kernels import finish, network, padding, place, routes, signals, swallow, tagged, tagged_rows
 from moelink.kernels.cut import Cut
 from moelink.kernels.numeric import round_bf16
 from moelink.kernels.spec import dispatch_spec, host_clock
@@ -222,6 +223,128 @@ def test_rows_of_the_receive_example():
     assert recvs[0].handle.counts.tolist() == [[2, 1], [1, 0]]
     assert recvs[0].src_info[2].tolist() == [1, 0, 0]
     assert recvs[0].src_info[[3, 5, 6, 7]].eq(-1).all()
+
+
+@triton.jit
+def _stray(values, out, N: tl.constexpr):
+    r = tl.arange(0, N)
+    tl.store(out, signals.first_stray(tl.load(values + r), r < N - 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "blamed"),
+    [([3, 3, 5], 2), ([5, 6, 7], 1), ([5, 6, 6], 0), ([3, 5, 3], 1), ([0, 0, 0], 4), ([2**31 - 1, 2**31 - 1, 0], 2)],
+)
+def test_the_first_stray_is_the_same_for_all(values, blamed):
+    out = torch.zeros(1, dtype=torch.int32)
+    _stray[(1,)](torch.tensor([*values, 9], dtype=torch.int32), out, N=4)
+    assert out.item() == blamed
+
+
+@triton.jit
+def _noted(rows, sizes, starts, out, S: tl.constexpr):
+    i = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    e = tl.arange(0, 4)
+    found = place._noted_rows(rows + i, i >= 0, tl.load(sizes + e), tl.load(starts + e), tl.load(starts + e) * 2, 10, S)
+    for n in tl.static_range(4):
+        tl.store(out + n * 8 + i, found[n].to(tl.int32))
+
+
+def test_noted_rows_are_in_their_groups():
+    """Groups of 3, 0 and 5 rows that start at 2, 6 and 6; what is in no group, or past capacity 10, is no row."""
+    sizes, starts = (torch.tensor(v, dtype=torch.int32) for v in ([3, 0, 5, 0], [2, 6, 6, 12]))
+    rows = torch.tensor([[2, 4, 6, -1], [5, -2, 10, 1]], dtype=torch.int32)
+    out = torch.zeros(4, 2, 4, dtype=torch.int32)
+    _noted[(1,)](rows, sizes, starts, out, S=SimpleNamespace(SCALES=2, GATHER=2, RP=4))
+    _, keep, inner, block = out.tolist()
+    assert keep == [[1, 1, 1, 0], [0, 0, 0, 0]]
+    assert (inner[0][:3], block[0][:3]) == ([0, 2, 0], [4, 4, 12])
+
+
+def test_what_a_call_sent_is_noted_for_calls_over_its_routing():
+    """The example of ``kernels.send_again``, for rank 0 of 2, whose seventh call it is."""
+    transport = one_process(SMALL, 2)
+    ids = torch.tensor([[0, 3], [1, 0], [-1, 2]])
+    requests = [DispatchRequest(torch.ones(3, 8, dtype=torch.bfloat16), ids) for _ in range(2)]
+    for _ in range(7):
+        recv = transport.dispatch(requests).wait()[0]
+    transport.dispatch(requests).wait()
+    again = transport.dispatch([dataclasses.replace(r, routing=recv, topk_ids=ids) for r in requests]).wait()[0]
+    for plan in (recv.handle.plan, again.handle.plan):
+        assert plan.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
+        assert plan.sent.tolist() == [2, 2, 7]
+    words = Workspace(transport.ranks[0].config).regions["counts"].view(transport.ranks[1].memory.local)[0]
+    assert [int(word) >> 32 for word in words] == [9] * 8 + [9] * 2
+    assert [int(word) & 0xFFFFFFFF for word in words[:8]] == [0, 2, 3, 0, 0, 3, 7, 0]
+
+
+@triton.jit
+def _pack(columns, words, back, call, S: tl.constexpr):
+    i = tl.arange(0, 4)
+    packed = tagged_rows.words_of(tl.load(columns + i), call, S)
+    tl.store(words + tl.arange(0, packed.shape[0]), packed)
+    tl.store(back + i, tagged_rows.columns_of(packed, S))
+
+
+@pytest.mark.parametrize(("dtype", "words"), [
+    (torch.bfloat16, [0x00000005_40003F80, 0x00000005_7FC18000]),
+    (torch.float32, [0x00000005_3F800000, 0x00000005_40000000, 0x00000005_80000000, 0x00000005_7FC10000]),
+], ids=str)  # fmt: skip
+def test_a_word_holds_the_call_and_four_bytes(dtype, words):
+    """Of NaN, and of the sign of zero, too."""
+    nan = torch.tensor([0x7FC1], dtype=torch.int16).view(torch.bfloat16).to(dtype)
+    columns = torch.cat([torch.tensor([1.0, 2.0, -0.0], dtype=dtype), nan])
+    packed, back = torch.zeros(len(words), dtype=torch.int64), torch.zeros(4)
+    types = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    _pack[(1,)](columns, packed, back, 5 + 2**31, S=SimpleNamespace(DTYPE=types[dtype], ACC=tl.float32))
+    assert packed.tolist() == words
+    assert torch.equal(back.view(torch.int32), columns.float().view(torch.int32))
+
+
+@triton.jit
+def _who(out, num_programs, most, num_local, S: tl.constexpr):
+    pad, pads = padding.who_pads(tl.program_id(0), num_programs, most, num_local, S)
+    tl.store(out + 2 * tl.program_id(0), pad)
+    tl.store(out + 2 * tl.program_id(0) + 1, pads)
+
+
+def test_padding_is_for_programs_without_messages():
+    out = torch.zeros(133, 2, dtype=torch.int32)
+    _who[(133,)](out, 133, 32, 128, S=SimpleNamespace(W=2, SHARED=0))
+    assert out[:, 0].tolist() == [-1] * 65 + list(range(68))
+    assert set(out[:, 1].tolist()) == {68}
+    _who[(133,)](out, 133, 35, 128, S=SimpleNamespace(W=2, SHARED=0))
+    assert out.tolist() == [[program, 133] for program in range(133)]
+
+
+@triton.jit
+def _count(control, seen):
+    program = tl.program_id(0)
+    tl.store(seen + program, signals.calls_made(control, 1))
+    signals.count_arrival(control, 1, program, 3)
+
+
+def test_a_call_is_counted_by_all_its_programs():
+    control, seen = torch.tensor([0, 4 << 20]), torch.zeros(3, dtype=torch.int64)
+    _count[(3,)](control, seen)
+    assert seen.tolist() == [4, 4, 4]
+    assert control.tolist() == [0, 5 << 20]
+
+
+@triton.jit
+def _finish(y, out, shared, bias, S: tl.constexpr):
+    c = tl.arange(0, 2)
+    total = finish.copy_shared_expert_outputs(c * 0 + 1.5, y, 1, 3, c, 3, 4, S)
+    finish.finish(total, out, shared, bias, (bias,), 3, c, S)
+
+
+def test_a_result_is_its_rows_and_what_is_added():
+    y, out = torch.full((1, 2), 0.25), torch.zeros(4, 2)
+    spec = SimpleNamespace(
+        H=2, ACC=tl.float32, OUT=tl.float32, NATIVE=False, ADD_SHARED=True, EPILOGUE="bias", HOOK=None
+    )
+    _finish[(1,)](y, out, torch.full((4, 2), 2.0), torch.ones(2), S=spec)
+    assert out.tolist() == [[0.0, 0.0]] * 3 + [[4.75, 4.75]]
 
 
 def test_cut():

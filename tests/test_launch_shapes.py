@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import moelink
-import moelink.kernels.spec as specs
+import moelink.kernels.combine_spec as specs
 import moelink.workspace as workspaces
 from cases import Case, Result, Setup, check_case
 from moelink.kernels import combine, cut, dispatch
 from moelink.kernels.cut import Launch
 from moelink.transports.symmetric import combining, dispatching
-from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
+from symmetric_ranks import combine_requests, dispatch_requests, one_process, over, run_case
 
 WORLD = 3
 SHAPES = [  # programs that send and that receive; tokens and messages at a time
@@ -45,12 +45,15 @@ def test_equals_oracle(monkeypatch, shape, setup):
     transport = one_process(setup.fields, WORLD)
     for case in (Case(setup, "uniform", seed=3), Case(setup, "one_rank_empty", seed=5)):
         ranks = range(WORLD)
-        recvs = transport.dispatch(dispatch_requests(case, ranks)).wait()
-        outs = transport.combine(combine_requests(case, ranks, recvs)).wait()
-        check_case(case, WORLD, [
-            Result.of(recv, out)
-            for recv, out in zip(recvs, outs, strict=True)
-        ])  # fmt: skip
+        requests = dispatch_requests(case, ranks)
+        first = transport.dispatch(requests).wait()
+        again = transport.dispatch(over(first, [dataclasses.replace(r, x=-r.x) for r in requests])).wait()
+        for recvs in (first, transport.dispatch(over(again, requests)).wait()):
+            outs = transport.combine(combine_requests(case, ranks, recvs)).wait()
+            check_case(case, WORLD, [
+                Result.of(recv, out)
+                for recv, out in zip(recvs, outs, strict=True)
+            ])  # fmt: skip
     transport.check()
     transport.close()
 
@@ -69,6 +72,28 @@ def test_rows_in_parts_equal_oracle(monkeypatch, send, receive, spread, reduce):
     check_case(case, WORLD, run_case(transport, case, range(WORLD)))
     transport.check()
     transport.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("hidden", [36, 46, 47])
+def test_small_calls_equal_oracle_as_words_and_with_flags(monkeypatch, dtype, hidden):
+    """Of three ranks two have few enough tokens for words, so that both forms meet in one call."""
+    row = 128 * -(-hidden * dtype.itemsize // 128)
+    monkeypatch.setattr(workspaces, "TAGGED_BYTES", 2 * row * 4)
+    monkeypatch.setattr(specs, "COMBINE_BLOCK", 16)
+    monkeypatch.setattr(workspaces, "COMBINE_BLOCK", 16)
+    specs.combine_spec.cache_clear()
+    dispatch_format = "fp64" if dtype == torch.float64 else "bf16"
+    setup = Setup(dispatch_format, (("hidden_size", hidden), ("combine_dtype", dtype)))
+    words = dtype.itemsize < 8 and hidden * dtype.itemsize % 4 == 0
+    assert workspaces.Workspace(setup.config(WORLD)).tagged_tokens == (4 if words else 0)
+    transport = one_process(setup.fields, WORLD)
+    for seed in range(3):
+        case = Case(setup, "uniform", seed=seed)
+        check_case(case, WORLD, run_case(transport, case, range(WORLD)))
+    transport.check()
+    transport.close()
+    specs.combine_spec.cache_clear()
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_sms": 24}, {"dispatch_format": "nvfp4"}, {"mode": "allreduce"}], ids=str)
@@ -98,8 +123,8 @@ def test_numbers_that_change_are_not_specialised_on(kernel):
     pointers = {
         "table", "record", "control", "x", "scales", "input_scale", "ids", "weights", "slot_of", "tokens_out",
         "scales_out", "row_offsets", "expert_ids", "src_info", "scales_offsets", "weights_out", "topk_ids_out",
-        "num_recv", "overflow", "counts_out", "received", "rows_of_message", "message_token", "y", "row_weights",
-        "home_weights", "out", "shared", "epilogue", "epilogue_tensors",
+        "num_recv", "overflow", "counts_out", "received", "rows_of_message", "message_token", "sent", "routed",
+        "routed_counts", "y", "row_weights", "home_weights", "out", "shared", "epilogue", "epilogue_tensors",
     }  # fmt: skip
     numbers = set(inspect.signature(kernel.fn).parameters) - pointers - {"S"}
     assert numbers <= changing

@@ -3,6 +3,8 @@
 In the split form nobody waits for a launch that comes later on this device, so one GPU serves all ranks.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -23,21 +25,26 @@ pytestmark = [
 
 
 def check_on_one_device(cases: list[Case]) -> None:
+    """Each case, and once more over its routing."""
     setup = cases[0].setup
     configs = [moelink.EPConfig(**setup.fields, world_size=WORLD, rank=rank) for rank in range(WORLD)]
     memories = create_all(["cuda:0"] * WORLD, Workspace(configs[0]).nbytes)
     transport = SymmetricTransport(configs, memories, "test")
     for case in cases:
         data = [case.data(rank) for rank in range(WORLD)]
-        recvs = transport.dispatch(
-            [DispatchRequest(d.x.cuda(), d.topk_ids.cuda(), d.topk_weights.cuda()) for d in data]
-        ).wait()
-        ys = [case.expert_rows(rank, len(recv.tokens)).cuda() for rank, recv in enumerate(recvs)]
-        outs = transport.combine([CombineRequest(y, recv) for y, recv in zip(ys, recvs, strict=True)]).wait()
-        check_case(case, WORLD, [
-            Result.of(recv, out)
-            for recv, out in zip(recvs, outs, strict=True)
-        ])  # fmt: skip
+        requests = [DispatchRequest(d.x.cuda(), d.topk_ids.cuda(), d.topk_weights.cuda()) for d in data]
+        recvs = transport.dispatch(requests).wait()
+        again = transport.dispatch([
+            dataclasses.replace(request, routing=recv)
+            for request, recv in zip(requests, recvs, strict=True)
+        ]).wait()  # fmt: skip
+        for each in (recvs, again):
+            ys = [case.expert_rows(rank, len(recv.tokens)).cuda() for rank, recv in enumerate(each)]
+            outs = transport.combine([CombineRequest(y, recv) for y, recv in zip(ys, each, strict=True)]).wait()
+            check_case(case, WORLD, [
+                Result.of(recv, out)
+                for recv, out in zip(each, outs, strict=True)
+            ])  # fmt: skip
     transport.check()
     transport.close()
 

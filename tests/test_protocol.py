@@ -12,10 +12,25 @@ import triton
 import triton.language as tl
 
 import moelink
+import moelink.workspace as workspaces
 from cases import FIELDS, Packed, Result, Setup, check_case
 from interleaving import Deadlock, Scheduler
-from moelink.kernels import counts, drained, receive, reduce, send, send_back, send_one, send_run, signals
-from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
+from moelink.kernels import (
+    counts,
+    drained,
+    receive,
+    reduce,
+    send,
+    send_again,
+    send_back,
+    send_one,
+    send_run,
+    signals,
+    tagged_rows,
+)
+from moelink.kernels.combine_spec import combine_spec
+from moelink.protocol import CALL_SHIFT
+from protocol_runs import FORMAT, ROLES, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
 WORLD = 2
@@ -23,14 +38,24 @@ WORLD = 2
 ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
 
 
+@pytest.fixture(params=["words", "flags"])
+def form(request, monkeypatch):
+    """Sums go home as words that carry the call, as those of small calls do, or with flags behind them."""
+    if request.param == "flags":
+        monkeypatch.setattr(workspaces, "TAGGED_BYTES", 0)
+    combine_spec.cache_clear()
+    yield request.param
+    combine_spec.cache_clear()
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario_under_every_schedule(name):
-    for seed in SEEDS:
+def test_scenario_under_every_schedule(name, form):
+    for seed in SEEDS[form == "flags" :: 2]:
         run(seed, **SCENARIOS[name])
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_the_next_call_waits_for_the_slowest_reader(phase):
+def test_the_next_call_waits_for_the_slowest_reader(phase, form):
     """One program of rank 0 reads long after all others have ended, and reads nothing of the call after."""
     slow = {"dispatch": "rank0:ep_fused_dispatch_kernel[4]", "combine": "rank0:ep_fused_combine_kernel[3]"}[phase]
     calls = {
@@ -45,6 +70,23 @@ def test_call_numbers_of_more_than_31_bits():
     """Counts carry 31 bits of the call: 2**31 - 1, 0 and 1 here, few tokens and many in turn."""
     for seed in range(3):
         run(seed, [*TWO, *ONE], combine=False, calls=2**31 - 2)
+
+
+def test_words_of_calls_long_ago_are_cleared():
+    """Sums go home with flags in every 2**30th call, the second one here; words that nobody stored since are gone."""
+    for seed in range(3):
+        run(seed, [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)], one_dispatch=True, calls=2**30 - 2)
+    transport = one_process(FORMAT.fields, WORLD)
+    words = [rank.workspace.regions["tagged_rows"].view(rank.memory.local) for rank in transport.ranks]
+    for block in words:
+        block[:, -1] = (5 << 32) + 7  # of call 5; too few tokens for anybody to store there
+    for rank in transport.ranks:
+        rank.control[[*ROLES]] = 2**30 - 2 << CALL_SHIFT
+        rank.workspace.regions["drained"].view(rank.memory.local).fill_(2**30 - 2)
+    for salt in range(3):
+        case = Small(FORMAT, "uniform", seed=1, salt=salt)
+        check_case(case, WORLD, run_case(transport, case, range(WORLD)))
+        assert all(bool((block[:, -1] == 0).all()) == (salt > 0) for block in words)
 
 
 def test_a_row_that_does_not_fit_is_not_the_one_of_the_call_before():
@@ -150,15 +192,22 @@ def wait_for_the_call_after(words, mask, target, poison, limit, CLOCK: tl.conste
     return signals.wait_any(words, mask, target + 1, poison, limit, CLOCK)
 
 
+@pytest.mark.parametrize("form", ["flags"], indirect=True)
 @pytest.mark.parametrize("modules", [(send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
-def test_missing_release_is_caught(monkeypatch, modules):
+def test_missing_release_is_caught(monkeypatch, modules, form):
     for module in modules:
         monkeypatch.setattr(module, "publish", publish_without_release)
     assert caught(ONE, drain=0.01, speed=slow_senders) is not None
 
 
+def test_missing_release_over_a_routing_is_caught(monkeypatch):
+    monkeypatch.setattr(send_again, "publish", publish_without_release)
+    assert caught(ONE, again=1, drain=0.01, speed=slow_senders) is not None
+
+
+@pytest.mark.parametrize("form", ["flags"], indirect=True)
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_wrong_wait_is_caught(monkeypatch, phase):
+def test_wrong_wait_is_caught(monkeypatch, phase, form):
     if phase == "dispatch":
         monkeypatch.setattr(receive, "wait_any", wait_any_of_the_call_before)
     else:
@@ -166,8 +215,19 @@ def test_wrong_wait_is_caught(monkeypatch, phase):
     assert caught(ONE, drain=0.01, speed=slow_senders) is not None
 
 
+@triton.jit
+def sum_what_is_there(mine, slots, token, first, call, limit, S: tl.constexpr):
+    _, peer, total = tagged_rows.sum_words(mine, slots, token, first, call, 0, S)
+    return tl.full([], 1, tl.int32), peer, total
+
+
+def test_words_of_another_call_are_caught(monkeypatch):
+    monkeypatch.setattr(reduce, "sum_words", sum_what_is_there)
+    assert caught(ONE, drain=0.01, speed=slow_senders) is not None
+
+
 @pytest.mark.parametrize("modules", [(counts, send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
-def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules):
+def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules, form):
     for module in modules:
         monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
     # One phase alone: a call of the other in between holds fast ranks back. Many dispatches, as a rank waits for the
@@ -179,6 +239,12 @@ def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules):
     assert found is not None
 
 
+def test_reuse_of_a_buffer_over_a_routing_is_caught(monkeypatch):
+    monkeypatch.setattr(send_again, "wait_until_drained", wait_for_nobody)
+    dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(2)]
+    assert caught(dispatches, combine=False, again=4) is not None
+
+
 @triton.jit
 def tell_what_is_not_read(table, control, me, S: tl.constexpr):
     """As tell_drained, but one call too many of each phase."""
@@ -186,7 +252,7 @@ def tell_what_is_not_read(table, control, me, S: tl.constexpr):
     base = tl.load(table + r, mask=r < S.W, other=0)
     for phase in tl.static_range(2):
         words = drained.drained_at(base, phase, me, S)
-        read = tl.zeros([S.WP], tl.int64) + tl.load(control + 1 + 2 * phase) + 1
+        read = tl.zeros([S.WP], tl.int64) + signals.calls_made(control, 1 + 2 * phase) + 1
         tl.atomic_max(words, read, mask=r < S.W, sem="relaxed", scope="sys")
 
 
@@ -195,20 +261,26 @@ def tell_nobody(table, control, me, S: tl.constexpr):
     pass
 
 
-@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("module", [send, send_again, send_back], ids=["dispatch", "over a routing", "combine"])
 def test_telling_too_early_is_caught(monkeypatch, module):
     monkeypatch.setattr(module, "tell_drained", tell_what_is_not_read)
     dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(8)]
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
-    assert (caught(dispatches, combine=False) if module is send else caught(combines, one_dispatch=True)) is not None
+    found = {
+        send: lambda: caught(dispatches, combine=False),
+        send_again: lambda: caught(dispatches[:2], combine=False, again=4),
+        send_back: lambda: caught(combines, one_dispatch=True),
+    }
+    assert found[module]() is not None
 
 
-@pytest.mark.parametrize("module", [send, send_back], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("module", [send, send_again, send_back], ids=["dispatch", "over a routing", "combine"])
 def test_telling_nobody_is_caught(monkeypatch, module):
     monkeypatch.setattr(module, "tell_drained", tell_nobody)
     dispatches = [Small(FORMAT, "uniform", seed=seed) for seed in range(2)]
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(2)]
     calls = dict(cases=dispatches, combine=False) if module is send else dict(cases=combines, one_dispatch=True)
+    calls |= dict(cases=dispatches, combine=False, one_dispatch=False, again=3) if module is send_again else {}
     with pytest.raises((Deadlock, moelink.PeerTimeoutError)) as caught_error:
         run(0, **calls)
     assert "wait_until_drained" in str(caught_error.value) or "wait_all" in str(caught_error.value)

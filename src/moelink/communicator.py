@@ -158,8 +158,8 @@ class Communicator:
             topk_weights: [num_tokens, topk] router weights that travel with the rows, a Hook, or None.
             scales: [num_tokens, scale_width] row-major scales; ``x`` is then already quantised (payload rows).
             input_scale: fp32, one element (or a Hook): the global scale of format nvfp4.
-            routing: an earlier output whose routing is used again: its ids, and on the collective transport its counts,
-                which then need not be exchanged. The symmetric one counts within its launch anyway.
+            routing: an earlier output whose routing is used again: its ids and its counts, which are neither counted
+                nor exchanged then. All ranks give one of the same earlier call, or none does.
             host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
             out: an earlier output whose tensors are overwritten.
 

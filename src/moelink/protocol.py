@@ -6,9 +6,9 @@ POISON_WORDS = 8
 CONTROL_WORDS = 24
 """int64 words of the control block, in this order:"""
 DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED = 0, 1, 2, 3
-"""calls completed by each role of each phase"""
+"""calls completed by each role of each phase, times ``1 << CALL_SHIFT``; a call's programs add that much together"""
 DONE = 4
-"""+ role: programs of that role that arrived in this call"""
+"""+ role: programs of that role that arrived in this call, where the last one has something to do"""
 CLAIM = 8
 """1 once a program has claimed the error record"""
 INVALID_IDS, OVERFLOW, DISPATCH_BYTES, COMBINE_BYTES = 9, 10, 11, 12
@@ -25,10 +25,13 @@ RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""
 ABORT_RECORD = 8
 
+CALL_SHIFT = 20
+"""bits of a role's word that count the programs of a call under way; a launch has fewer programs than these count"""
+
 PHASE_DISPATCH, PHASE_COMBINE = 0, 1
 PHASES = ("dispatch", "combine")
 
-CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS = 1, 2, 3
+CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS, CODE_ROUTING = 1, 2, 3, 4
 
 STATUS_OK, STATUS_ABORT = 0, 1
 
@@ -38,13 +41,18 @@ high half is the number of messages."""
 
 COUNT_HEADER = 8
 """Words before the counts of a counts row: status, messages, tokens, sending programs (0: one token each), most
-messages of one of them, options, (unused). Each word carries the call beside its value (``kernels.tagged``)."""
+messages of one of them, options, the call whose routing this one uses again, (unused). Each word carries the call
+beside its value (``kernels.tagged``)."""
 
 MAX_SENDERS = 512
 """Most programs that cut a rank's tokens into runs, so that what each of them counted has a place."""
 
 FEW_TOKENS = 256
 """Communicators of up to so many tokens per rank are built for latency, others for throughput."""
+
+TAGGED_BYTES = 1 << 19
+"""A call's rows go home as words that carry the call (``kernels.tagged_rows``), twice the bytes and no fence, if its
+tokens' rows for all peers are no more bytes than this: what a link moves in half the time of a fence."""
 
 COMBINE_BLOCK = 2048
 """Most columns of a row that a program of combine sums at a time."""

@@ -25,6 +25,8 @@ combine_status       [W] int64             expert rank r: options, and whether i
 combine_kept         [T, K] uint8          the expert's rank: 1 if the row of (token, slot) travels (no pre_reduce)
 rows                 [W, T, row] or        expert rank r: sums of its rows per token (pre_reduce), or every row
                      [T, K, row] uint8
+tagged_rows          [W, G, words] int64   expert rank r: the same sums in a call of up to G tokens, 4 bytes and the
+                                           call in each word (``kernels.tagged_rows``); only where G > 0
 ===================  ====================  ===============================================================
 
 Across nodes, with ``N`` ranks a node, also what is put there, and the signals behind it (``kernels.network``):
@@ -43,11 +45,11 @@ staged_kept          [W - N, T, 16 n]
 staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
 ===================  ====================  ===============================================================
 
-Size: T x (W x message + (W or K) x row) bytes and a few flags: what DESIGN allows. Nothing is double buffered.
-Send buffers are there across nodes only.
+Size: T x (W x message + (W or K) x row) bytes, up to 2 MiB of tagged rows, and a few flags: what DESIGN allows.
+Nothing is double buffered. Send buffers are there across nodes only.
 
 Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
-8 x 128 x 14336 bytes = 14 MiB, everything else 0.6 MiB.
+8 x 128 x 14336 bytes = 14 MiB, tagged rows 8 x 5 x 28672 bytes = 1.1 MiB, everything else 0.6 MiB.
 """
 
 from __future__ import annotations
@@ -61,7 +63,15 @@ import torch
 
 from moelink.arith import align_up, ceil_div
 from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
-from moelink.protocol import COMBINE_BLOCK, CONTROL_WORDS, COUNT_HEADER, FEW_TOKENS, MAX_SENDERS, POISON_WORDS
+from moelink.protocol import (
+    COMBINE_BLOCK,
+    CONTROL_WORDS,
+    COUNT_HEADER,
+    FEW_TOKENS,
+    MAX_SENDERS,
+    POISON_WORDS,
+    TAGGED_BYTES,
+)
 
 if TYPE_CHECKING:
     from moelink.config import EPConfig
@@ -141,11 +151,11 @@ class Workspace:
 
     def note_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the int32 tensors in which a dispatch of ``num_tokens`` own tokens notes where rows are:
-        ``slot_of``, ``rows_of_message``, ``message_token``, ``received``
+        ``slot_of``, ``rows_of_message``, ``message_token``, ``received``, ``sent``
         (:class:`~moelink.transports.symmetric.plan.SymmetricPlan`)."""
         cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
         slots = 1 if cfg.layout == "rank" else cfg.topk
-        return (num_tokens, ranks), (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2)
+        return (num_tokens, ranks), (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2), (ranks + 1,)
 
     def note_words(self, num_tokens: int) -> int:
         """int32 words of those tensors."""
@@ -158,6 +168,17 @@ class Workspace:
         cfg = self.config
         few = cfg.max_tokens_per_rank <= FEW_TOKENS and not self.far_ranks
         return ceil_div(cfg.hidden_size, COMBINE_BLOCK) if few else 1
+
+    @property
+    def tagged_tokens(self) -> int:
+        """Most tokens of a call whose sums go home as words that carry the call; 0 where none do: across nodes, without
+        sums, where tokens are many, and where a row is not cut into words of 4 bytes."""
+        cfg = self.config
+        whole = cfg.combine_dtype.itemsize in (2, 4) and cfg.combine_row_bytes % 4 == 0
+        if self.far_ranks or cfg.mode == "allreduce" or not cfg.pre_reduce or not whole:
+            return 0
+        most = TAGGED_BYTES // (max(1, self.world_size - 1) * self.row_bytes)
+        return min(cfg.max_tokens_per_rank, most) if cfg.max_tokens_per_rank <= FEW_TOKENS else 0
 
     @property
     def regions(self) -> RegionTable:
@@ -182,6 +203,7 @@ class Workspace:
             ("combine_status", i64, (ranks,)),
             ("combine_kept", u8, (tokens, cfg.topk)),
             ("rows", u8, (copies, tokens, self.row_bytes)),
+            *((("tagged_rows", i64, (ranks, self.tagged_tokens, self.row_bytes // 4)),) if self.tagged_tokens else ()),
             *(self._network_regions(tokens) if self.far_ranks else ()),
         )
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from moelink.kernels.drained import wait_until_drained
 from moelink.kernels.network import direct_or_staged, is_near, put, staged_at
+from moelink.kernels.numeric import only
 from moelink.kernels.routes import first_of, owner_of, tally
 from moelink.kernels.signals import I64, fence, own_block
 from moelink.kernels.tagged import tagged
@@ -34,6 +35,18 @@ def counts_at(base, mine, rank, me, word, S: tl.constexpr):
         return direct_or_staged(row, mine, rank, me, S.O_STAGED_COUNTS, 1, 0, S.CW * 8, S).to(I64) + word
     else:
         return (base + S.O_COUNTS).to(I64) + (me * S.CW + word)
+
+
+@triton.jit
+def store_expert_counts(table, mine, me, first, num_local, pairs, call, S: tl.constexpr):
+    """Store ``pairs`` [EP], each expert's at its owner. Experts that get nothing are told so, too."""
+    e = tl.arange(0, S.EP)
+    owner = owner_of(tl.where(e < S.E, e, -1), first, num_local, S)
+    known = owner >= 0
+    to = tl.load(table + tl.where(known, owner, 0), mask=known, other=0)
+    local = e - first_of(owner, first, S)
+    words = counts_at(to, mine, tl.where(known, owner, me), me, _HEADER, S) + local
+    tl.atomic_xchg(words, tagged(call, pairs), mask=known, sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -58,10 +71,11 @@ def put_counts(table, control, mine, me, few, movers, call, S: tl.constexpr):
 
 @triton.jit
 def send_counts(
-    table, record, control, ids, me, first, num_local, num_tokens, tokens_per_program, shared_begin, shared_end, status,
-    movers, drained, call, limit, S: tl.constexpr,
+    table, record, control, ids, sent, me, first, num_local, num_tokens, tokens_per_program, shared_begin, shared_end,
+    status, movers, drained, call, limit, S: tl.constexpr,
 ):  # fmt: skip
-    """The counting program: tell every rank how many rows and messages come, and that they do."""
+    """The counting program: tell every rank how many rows and messages come, and that they do. ``sent`` notes it for
+    dispatches over the same routing (``kernels.send_again``)."""
     r = tl.arange(0, S.WP)
     mask = r < S.W
     mine = own_block(control, S)
@@ -102,14 +116,9 @@ def send_counts(
         tl.atomic_xchg(
             row[:, None] + h, tagged(call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
         )  # fmt: skip
-        # Expert e's count goes to its owner. Experts that get nothing are told so, too.
-        e = tl.arange(0, S.EP)
-        owner = owner_of(tl.where(e < S.E, e, -1), first, num_local, S)
-        known = owner >= 0
-        to = tl.load(table + tl.where(known, owner, 0), mask=known, other=0)
-        local = e - first_of(owner, first, S)
-        words = counts_at(to, mine, tl.where(known, owner, me), me, _HEADER, S) + local
-        tl.atomic_xchg(words, tagged(call, pairs), mask=known, sem="relaxed", scope="sys")
+        store_expert_counts(table, mine, me, first, num_local, pairs, call, S)
         if S.NODE < S.W:
             put_counts(table, control, mine, me, few, movers, call, S)
+        tl.store(sent + r, messages, mask=only(status == 0, mask))
+        tl.store(sent + S.W, (call & 0x7FFFFFFF).to(tl.int32), mask=status == 0)
     return ok

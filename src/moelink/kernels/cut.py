@@ -22,7 +22,7 @@ class Launch:
         receive: programs that place rows (dispatch) or sum them (combine).
         num_warps: warps of a program.
         maxnreg: most registers of a thread, so that all programs are on the device together. None on a CPU.
-        spread: programs that share a message of combine: 1, or as many as it has parts.
+        spread: programs that share a message of combine, a divisor of its parts.
     """
 
     send: int
@@ -63,8 +63,8 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
 def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> Launch:
     """Programs of a combine of ``num_tokens`` own tokens.
 
-    Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, and of
-    a token. Many: four of five send, one sums.
+    Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, or a
+    few, and of a token. Many: four of five send, one sums.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -74,7 +74,8 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
     sms = multiprocessors(device)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
-        spread = parts if messages * parts <= 4 * sms else 1
+        shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
+        spread = max(shares, default=1)
         receive = min(4 * sms, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens))
         return Launch(min(4 * sms, messages * spread), receive, num_warps=4, maxnreg=96, spread=spread)
     return Launch(4 * sms, sms, num_warps=4, maxnreg=96)

@@ -6,6 +6,10 @@ for what their senders tell first thing, so they finish on every rank, whatever 
 long as lower ids start first: so the same kernel runs on a GPU, where ids start in order as multiprocessors become
 free, and in the interpreter, where they run one after the other.
 
+A dispatch over the routing of an earlier one (``S.CACHED``) is the same launches with other roles: ``sent``, ``routed``
+(its ``received``) and ``routed_counts`` (its ``counts_out``), and what else it noted, say what would be counted
+(``kernels.send_again``). Otherwise ``sent`` is filled in, and the two are not read.
+
 Why the next call cannot overtake: a sender's first store of call n + 1 comes after every destination has told that it
 drained call n, which it does in its next launch, so after all programs of its receiver had read call n
 (``kernels.drained``). Why it needs no host: call numbers are counted in device memory by the last program of each role,
@@ -28,51 +32,52 @@ _CHANGING = (
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_fused_dispatch_kernel(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, tokens_out, scales_out, row_offsets,
-    expert_ids, src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received,
-    rows_of_message, message_token, me, rank, first, num_local, num_groups, num_tokens, tokens_per_program, split,
-    shared_begin, shared_end, capacity, scale_rows, counts_stride, status, senders, limit, S: tl.constexpr,
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, tokens_out, scales_out,
+    row_offsets, expert_ids, src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out,
+    received, rows_of_message, message_token, routed, routed_counts, me, rank, first, num_local, num_groups,
+    num_tokens, tokens_per_program, split, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
+    senders, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, senders) send, the others receive."""
     program = tl.program_id(0)
     if program < senders:
         send(
-            table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-            tokens_per_program, split, shared_begin, shared_end, status, program, senders, limit, S,
+            table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
+            num_tokens, tokens_per_program, split, shared_begin, shared_end, status, program, senders, limit, S,
         )  # fmt: skip
     else:
         receive(
             table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets,
-            weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me,
-            rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
-            program - senders, tl.num_programs(0) - senders, limit, S,
+            weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed,
+            routed_counts, me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows,
+            counts_stride, status, program - senders, tl.num_programs(0) - senders, limit, S,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_dispatch_async_kernel(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-    tokens_per_program, split, shared_begin, shared_end, status, limit, S: tl.constexpr,
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
+    num_tokens, tokens_per_program, split, shared_begin, shared_end, status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """The sender role alone."""
     send(
-        table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-        tokens_per_program, split, shared_begin, shared_end, status, tl.program_id(0), tl.num_programs(0),
-        limit, S,
+        table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
+        num_tokens, tokens_per_program, split, shared_begin, shared_end, status, tl.program_id(0),
+        tl.num_programs(0), limit, S,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_dispatch_wait_kernel(
     table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
-    topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank,
-    num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit,
+    topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed, routed_counts, me,
+    rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit,
     S: tl.constexpr,
 ):  # fmt: skip
     """The receiver role alone."""
     receive(
         table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
-        topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, me, rank, num_local,
-        num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, tl.program_id(0),
-        tl.num_programs(0), limit, S,
+        topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed, routed_counts,
+        me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
+        tl.program_id(0), tl.num_programs(0), limit, S,
     )  # fmt: skip

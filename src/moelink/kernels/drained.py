@@ -27,6 +27,7 @@ from moelink.kernels.signals import (
     I64,
     agree,
     arrive,
+    calls_made,
     count_arrival,
     fence,
     has_poison,
@@ -34,10 +35,11 @@ from moelink.kernels.signals import (
     settle,
     wait_all,
 )
-from moelink.protocol import COMBINE_RECEIVED, DISPATCH_RECEIVED, DONE, PHASE_COMBINE, PHASE_DISPATCH
+from moelink.protocol import CALL_SHIFT, COMBINE_RECEIVED, DISPATCH_RECEIVED, DONE, PHASE_COMBINE, PHASE_DISPATCH
 
 _READ = tl.constexpr(DISPATCH_RECEIVED)
 _DONE = tl.constexpr(DONE)
+_SHIFT = tl.constexpr(CALL_SHIFT)
 _NEXT = tl.constexpr((COMBINE_RECEIVED - DISPATCH_RECEIVED) // (PHASE_COMBINE - PHASE_DISPATCH))
 
 
@@ -54,7 +56,7 @@ def tell_drained(table, control, me, S: tl.constexpr):
     near = near_only(r < S.W, r, me, S)
     base = tl.load(table + r, mask=r < S.W, other=0)
     for phase in tl.static_range(2):
-        read = tl.load(control + (_READ + phase * _NEXT))
+        read = calls_made(control, _READ + phase * _NEXT)
         words = drained_at(base, phase, me, S)
         tl.atomic_max(words, tl.zeros([S.WP], tl.int64) + read, mask=near, sem="relaxed", scope="sys")
 
@@ -66,28 +68,29 @@ def ep_tell_drained_kernel(table, record, control, me, S: tl.constexpr):
 
 
 @triton.jit
-def count_drained(table, control, me, phase, call, num_programs, S: tl.constexpr):
-    """The last program of a receiving role to get here counts call ``call`` of ``phase`` as drained, and tells ranks of
-    other nodes, for which the order of ``signals.arrive`` is needed."""
+def count_drained(table, control, me, phase, call, program, num_programs, S: tl.constexpr):
+    """Program ``program`` of a receiving role has read what call ``call`` of ``phase`` brought: all of them together
+    count it as drained. The last one tells ranks of other nodes, for which the order of ``signals.arrive`` is needed.
+    """
     role = _READ + phase * _NEXT
     if S.NODE < S.W:
         if arrive(control + _DONE + role, num_programs) > 0:
-            tl.atomic_xchg(control + role, call, sem="relaxed", scope="gpu")
+            tl.atomic_xchg(control + role, call << _SHIFT, sem="relaxed", scope="gpu")
             fence(control)
             tell_far(table, me, S.O_DRAINED + phase * S.W * 8, call, S)
     else:
-        count_arrival(control, role, call, num_programs)
+        count_arrival(control, role, program, num_programs)
 
 
 @triton.jit
 def glance(control, phase, call, S: tl.constexpr):
     """How a sender finds things: -1 when this rank is poisoned, 1 when every rank has already drained the call before
-    ``call``, else 0. One look at both, to be begun early."""
+    ``call``, else 0. One look at both, to be begun early; each thread's own until :func:`wait_until_drained`."""
     r = tl.arange(0, S.WP)
     words = drained_at(own_block(control, S), phase, r, S)
     told = tl.load(words, mask=r < S.W, other=call, volatile=True)
     state = tl.min((told >= call - 1).to(tl.int32), 0)
-    return agree(tl.where(has_poison(control, S) > 0, -1, state))
+    return tl.where(has_poison(control, S) > 0, -1, state)
 
 
 @triton.jit
@@ -96,8 +99,10 @@ def wait_until_drained(looked, table, record, control, me, phase, call, limit, S
 
     Returns 1, or 0 or -1 after an error.
     """
-    ok = tl.full([], 1, tl.int32)
-    if looked == 0:
+    ok = agree(looked)
+    if ok < 0:
+        settle(ok, table, record, control, me, me, phase, call, call, call, S)
+    elif ok == 0:
         r = tl.arange(0, S.WP)
         mine = own_block(control, S)
         words = drained_at(mine, phase, r, S)

@@ -31,30 +31,40 @@ def flags_of(base, slot, me, S: tl.constexpr):
 
 
 @triton.jit
-def store_headers(
-    ids_of, position, owner, token, places, weights, first, num_tokens, N: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
+def load_weights(weights, token, num_tokens, S: tl.constexpr):
+    """Router weights [N, KP] of tokens ``token`` [N]; zeros where they do not travel."""
+    k = tl.arange(0, S.KP)
+    if S.WEIGHTS:
+        inside = (token < num_tokens)[:, None] & (k < S.K)[None, :]
+        return tl.load(weights + token[:, None] * S.K + k[None, :], mask=inside, other=0.0)
+    else:
+        return tl.zeros([token.shape[0], S.KP], tl.float32)
+
+
+@triton.jit
+def store_headers(ids_of, position, owner, token, places, w, first, N: tl.constexpr, S: tl.constexpr):
     """What is small in a message: token, local ids, positions and weights, of a block of tokens at once.
 
-    ``ids_of``, ``position``, ``owner``: [N, KP]; ``token`` [N]; ``places`` [N, WP] addresses, 0 for none.
+    ``ids_of``, ``position``, ``owner``, ``w``: [N, KP]; ``token`` [N]; ``places`` [N, WP] addresses, 0 for none.
+    CACHED: no positions, and local ids only where they are an output (layout "rank"), as receivers know the rows.
     """
     r = tl.arange(0, S.WP)
     k = tl.arange(0, S.KP)
     goes = places != 0
     tl.store((places + S.M_TOKEN).to(I32), tl.broadcast_to(token[:, None], (N, S.WP)), mask=goes)
     named = goes[:, :, None] & (k < S.K)[None, None, :]
-    local = tl.where(
-        owner[:, None, :] == r[None, :, None], ids_of[:, None, :] - first_of(r, first, S)[None, :, None], -1
-    )
     shape: tl.constexpr = (N, S.WP, S.KP)
-    tl.store((places + S.M_IDS).to(I32)[:, :, None] + k[None, None, :], local, mask=named)
-    tl.store(
-        (places + S.M_POSITIONS).to(I32)[:, :, None] + k[None, None, :],
-        tl.broadcast_to(position[:, None, :], shape), mask=named,
-    )  # fmt: skip
+    if S.RANK_LAYOUT or not S.CACHED:
+        local = tl.where(
+            owner[:, None, :] == r[None, :, None], ids_of[:, None, :] - first_of(r, first, S)[None, :, None], -1
+        )
+        tl.store((places + S.M_IDS).to(I32)[:, :, None] + k[None, None, :], local, mask=named)
+    if not S.CACHED:
+        tl.store(
+            (places + S.M_POSITIONS).to(I32)[:, :, None] + k[None, None, :],
+            tl.broadcast_to(position[:, None, :], shape), mask=named,
+        )  # fmt: skip
     if S.WEIGHTS:
-        inside = (token < num_tokens)[:, None] & (k < S.K)[None, :]
-        w = tl.load(weights + token[:, None] * S.K + k[None, :], mask=inside, other=0.0)
         to = (places + S.M_WEIGHTS).to(S.WEIGHT_P)
         tl.store(to[:, :, None] + k[None, None, :], tl.broadcast_to(w[:, None, :], shape), mask=named)
 

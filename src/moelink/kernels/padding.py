@@ -12,7 +12,7 @@ from moelink.kernels.signals import I32
 
 @triton.jit
 def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
-    """Element offsets of the scales of rows (columns of a [n, 1] block) at scale columns c ([1, m])."""
+    """Element offsets of the scales of a row at scale columns c [m], or of rows [n, 1] at c [1, m]."""
     if S.SCALES == 1:
         return c.to(tl.int64) * scale_rows + row
     elif S.SCALES == 2:
@@ -76,34 +76,51 @@ def group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S:
 
 
 @triton.jit
+def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
+    """Which of how many programs that write padding ``program`` is, -1 for none of them: those that have no message to
+    place, as no source has more than ``most`` of them, or all where these are less than half as many as groups.
+
+    Example: 133 programs, 2 ranks with up to 32 messages, 128 groups: programs 65 to 132, 68 of them.
+    """
+    busy = 1 + S.W * most
+    idle = num_programs - busy
+    enough = 2 * idle >= num_local + S.SHARED
+    first = tl.where(enough, busy, 0)
+    return tl.maximum(program - first, -1), num_programs - first
+
+
+@triton.jit
 def pad_rows(
     tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows, bases, num_local,
     program, num_programs, capacity, scale_rows, S: tl.constexpr,
 ):  # fmt: skip
-    """Zero the padding rows of all groups: at most ALIGN - 1 behind each group's real rows."""
-    q = tl.arange(0, S.RP)
-    for i in range(program, (num_local + S.SHARED) * (S.ALIGN - 1), num_programs):
-        g = i // (S.ALIGN - 1) - S.SHARED
-        start, size, rows, _ = group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S)
-        inner = size + i % (S.ALIGN - 1)
-        if inner < rows:
-            row = start + inner + q
-            first = q == 0
-            to = tokens_out.to(S.WORD_P, bitcast=True) + row.to(tl.int64)[:, None] * S.NWORDS
+    """Zero the padding rows of all groups: at most ALIGN - 1 behind each group's real rows.
+
+    A group for each program, or several programs for a group. Nothing is waited for: it is done while messages are on
+    their way.
+    """
+    groups = num_local + S.SHARED
+    shares = tl.maximum(num_programs // groups, 1)
+    j = tl.arange(0, 4)
+    for i in range(program, groups * shares, num_programs):
+        start, size, rows, _ = group_at(
+            i % groups - S.SHARED, sizes, starts, aligned, bases, shared, shared_rows, capacity, S
+        )  # fmt: skip
+        for inner in range(size + i // groups, rows, shares):
+            row = start + inner
+            to = tokens_out.to(S.WORD_P, bitcast=True) + row.to(tl.int64) * S.NWORDS
             for c0 in tl.static_range(0, S.NWORDS, S.BLOCK):
                 c = c0 + tl.arange(0, S.BLOCK)
-                zero = tl.zeros([S.RP, S.BLOCK], tl.int32).to(S.WORD_P.element_ty)
-                tl.store(to + c[None, :], zero, mask=first[:, None] & (c < S.NWORDS)[None, :])
-            for j in tl.static_range(3):
-                tl.store(src_info + row * 3 + j, q * 0 - 1, mask=first)
+                tl.store(to + c, tl.zeros([S.BLOCK], tl.int32).to(S.WORD_P.element_ty), mask=c < S.NWORDS)
+            tl.store(src_info + row * 3 + j, j * 0 - 1, mask=j < 3)
             if S.WEIGHTS:
-                tl.store(weights_out + row, (q * 0).to(S.WEIGHT_P.element_ty), mask=first)
+                tl.store(weights_out + row + j, (j * 0).to(S.WEIGHT_P.element_ty), mask=j < 1)
             if S.SCALES == 0 or S.SCALES == 1:
                 c = tl.arange(0, S.SWP)
-                place = scale_places(row[:, None], row[:, None], row[:, None], c[None, :], scale_rows, S)
+                place = scale_places(row, row, row, c, scale_rows, S)
                 tl.store(
-                    scales_out.to(S.SCALE_P, bitcast=True) + place, tl.zeros([S.RP, S.SWP], tl.int32).to(S.SCALE),
-                    mask=first[:, None] & (c < S.SW)[None, :],
+                    scales_out.to(S.SCALE_P, bitcast=True) + place, tl.zeros([S.SWP], tl.int32).to(S.SCALE),
+                    mask=c < S.SW,
                 )  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """Dispatch, receiver role: where rows go, from the counts of all sources, and the outputs that say so.
 
+CACHED: from what the call whose routing it is found out: ``noted`` is a column of its counts, ``routed`` its
+``received``. Of what comes over the wire only the header is waited for, and compared with that.
+
 Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], ALIGN 4: group sizes [3, 1], row_offsets
 [0, 4, 8], handle.counts [[2, 1], [1, 0]].
 """
@@ -19,12 +22,12 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 
 @triton.jit
 def wait_for_counts(control, me, call, num_local, limit, S: tl.constexpr):
-    """Wait for the counts of every source. Returns (arrived, source that is missing)."""
+    """Wait for the counts of every source; CACHED: for their headers. Returns (arrived, source that is missing)."""
     mine = own_block(control, S)
     r = tl.arange(0, S.WP)[:, None]
-    c = tl.arange(0, S.CP)[None, :]
+    c = tl.arange(0, _HEADER if S.CACHED else S.CP)[None, :]
     words = (mine + S.O_COUNTS).to(I64) + r * S.CW + c
-    mask = (r < S.W) & (c < _HEADER + num_local)
+    mask = (r < S.W) & (c < _HEADER + (0 if S.CACHED else num_local))
     poison = (mine + S.O_POISON).to(I64)
     if S.NODE < S.W:
         # Of what a network carries, a word alone says nothing, not even about its own bytes.
@@ -44,17 +47,20 @@ def header_word(control, source, i, low, high, S: tl.constexpr):
 
 
 @triton.jit
-def all_rows(control, num_local, S: tl.constexpr):
+def all_rows(control, noted, stride, num_local, S: tl.constexpr):
     """Rows of every source for each local expert [WP, LP], within [0, T x K] whatever came over the wire."""
     r = tl.arange(0, S.WP)[:, None]
     e = tl.arange(0, S.LP)[None, :]
-    words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + _HEADER + e
-    rows = value_at(words, (r < S.W) & (e < num_local))
+    if S.CACHED:
+        rows = tl.load(noted + e * stride + r, mask=(r < S.W) & (e < num_local), other=0)
+    else:
+        words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + _HEADER + e
+        rows = value_at(words, (r < S.W) & (e < num_local))
     return tl.minimum(tl.maximum(rows, 0), S.T * S.K)
 
 
 @triton.jit
-def sum_rows(control, source, num_local, S: tl.constexpr):
+def sum_rows(control, noted, stride, source, num_local, S: tl.constexpr):
     """Per local expert [LP]: rows of all sources, of those before ``source``, and of ``source``.
 
     One load for each source, several of them under way at a time; nothing passes between threads.
@@ -68,7 +74,10 @@ def sum_rows(control, source, num_local, S: tl.constexpr):
     for s0 in range(0, S.W, step):
         for j in tl.static_range(step):
             s = s0 + j
-            rows = value_at(words + s * S.CW, only(s < S.W, e < num_local))
+            if S.CACHED:
+                rows = tl.load(noted + e * stride + s, mask=only(s < S.W, e < num_local), other=0)
+            else:
+                rows = value_at(words + s * S.CW, only(s < S.W, e < num_local))
             rows = tl.minimum(tl.maximum(rows, 0), S.T * S.K)
             sizes += rows
             before += tl.where(s < source, rows, 0)
@@ -77,22 +86,29 @@ def sum_rows(control, source, num_local, S: tl.constexpr):
 
 
 @triton.jit
-def columns_of(control, source, S: tl.constexpr):
+def columns_of(control, routed, source, S: tl.constexpr):
     """Of ``source``: messages, sending programs (0: one for each message), and the most messages of one of these."""
     count = header_word(control, source, 1, 0, S.T, S)
+    if S.CACHED:
+        count = tl.minimum(count, tl.load(routed + source * 2))
     return count, header_word(control, source, 3, 0, S.SENDERS, S), header_word(control, source, 4, 0, S.T, S)
 
 
 @triton.jit
-def malformed(control, num_local, S: tl.constexpr):
+def malformed(control, routed, num_local, S: tl.constexpr):
     """[WP]: sources whose header or rows cannot be."""
     r = tl.arange(0, S.WP)[:, None]
-    c = tl.arange(0, S.CP)[None, :]
+    c = tl.arange(0, _HEADER if S.CACHED else S.CP)[None, :]
     words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + c
-    value = value_at(words, (r < S.W) & (c < _HEADER + num_local))
-    most = tl.where(c == 0, 1, tl.where(c == 3, S.SENDERS, tl.where(c < 5, S.T, 0x7FFFFFFF)))
-    most = tl.where(c < _HEADER, most, S.T * S.K)
-    return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0
+    if S.CACHED:
+        value = value_at(words, (r < S.W) & (c < 5))
+        expected = tl.load(routed + r * 2 + c - 1, mask=(r < S.W) & (c > 0) & (c < 3), other=0)
+        return tl.max((value != expected).to(tl.int32), 1) != 0
+    else:
+        value = value_at(words, (r < S.W) & (c < _HEADER + num_local))
+        most = tl.where(c == 0, 1, tl.where(c == 3, S.SENDERS, tl.where(c < 5, S.T, 0x7FFFFFFF)))
+        most = tl.where(c < _HEADER, most, S.T * S.K)
+        return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0
 
 
 @triton.jit
@@ -140,15 +156,19 @@ def write_nothing(
 
 @triton.jit
 def write_plan(
-    control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local,
-    num_groups, shared, capacity, counts_stride, S: tl.constexpr,
+    control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, noted, routed, rank,
+    num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
 ):  # fmt: skip
     """Program 0: offsets, totals, and what combine needs to know of this call."""
     r = tl.arange(0, S.WP)
     e = tl.arange(0, S.LP)
-    rows = all_rows(control, num_local, S)
-    messages = header_word(control, r, 1, 0, S.T, S)
-    tokens = header_word(control, r, 2, 0, S.T, S)
+    rows = all_rows(control, noted, counts_stride, num_local, S)
+    if S.CACHED:
+        messages = tl.load(routed + r * 2, mask=r < S.W, other=0)
+        tokens = tl.load(routed + r * 2 + 1, mask=r < S.W, other=0)
+    else:
+        messages = header_word(control, r, 1, 0, S.T, S)
+        tokens = header_word(control, r, 2, 0, S.T, S)
     tl.store(row_offsets, 0)
     if S.RANK_LAYOUT:
         ends = tl.cumsum(messages, 0)

@@ -5,8 +5,9 @@ exactly the rows of it: ``combine_flag`` of rank r and the token's message slot 
 sender) must have reached the call. The waits are acquires, so the rows are seen. Program 0 also waits for the
 ``combine_head`` of every rank, whether or not it sends rows.
 
-The last program to finish counts the call as received; the next launch tells every rank so, which may then overwrite
-``rows`` (``kernels.drained``): the next call cannot overtake this one. A rank that refused a call counts it at once; as
+Once all programs are done the call is counted as received; the next launch tells every rank so, which may then
+overwrite ``rows`` (``kernels.drained``): the next call cannot overtake this one. A rank that refused a call counts it
+at once; as
 without sums other ranks may store the same rows in the next call, its peers, before they finish, wait for what they
 themselves sent to it.
 
@@ -23,13 +24,15 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.drained import count_drained
+from moelink.kernels.finish import copy_shared_expert_outputs, finish
 from moelink.kernels.network import near_only
-from moelink.kernels.numeric import only, round_to
+from moelink.kernels.numeric import only
 from moelink.kernels.routes import experts_at, owner_of
 from moelink.kernels.send_back import is_refused, weighted_sum
 from moelink.kernels.signals import (
     I64,
     U8,
+    calls_made,
     is_poisoned,
     note_refusal,
     odd_one_out,
@@ -38,6 +41,7 @@ from moelink.kernels.signals import (
     wait_all,
 )
 from moelink.kernels.swallow import swallow_rows, wait_for_choices
+from moelink.kernels.tagged_rows import clear_old_words, is_small, is_tagged, stand_in, sum_words
 from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, COMBINE_REFUSED, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -57,6 +61,8 @@ def wait_until_sent(table, record, control, received, home, me, call, limit, S: 
     mine = own_block(control, S)
     flags = (tl.load(table + home) + S.O_FLAG).to(I64) + me * S.T * S.PARTS
     count = tl.load(received + home * 2) * S.PARTS
+    if S.TAGGED > 0:  # tagged words need no wait: nobody but this rank stores there
+        count = tl.where(is_tagged(tl.load(received + home * 2 + 1), call, S), 0, count)
     i = tl.arange(0, _FLAGS)
     ok = tl.full([], 1, tl.int32)
     for c0 in range(0, count, _FLAGS):
@@ -67,7 +73,39 @@ def wait_until_sent(table, record, control, received, home, me, call, limit, S: 
 
 
 @triton.jit
-def wait_for_heads(table, record, control, received, me, call, limit, S: tl.constexpr):
+def end_other_waits(
+    table, record, control, slot_of, refused, other, num_tokens, me, call, limit, S: tl.constexpr
+):  # fmt: skip
+    """Program 0 of a small call that ranks ``refused`` [WP], or make with ``other`` options [WP], with sums or without:
+    what the programs of this role wait for may never come, so it is stored here. Returns as a wait does.
+
+    Where sums are awaited rows of ``other`` come with flags, which are waited for here: in the next call other ranks
+    may store those rows. Where rows are awaited the others send words, and raise no flag.
+    """
+    r = tl.arange(0, S.WP)
+    mine = own_block(control, S)
+    ok = tl.full([], 1, tl.int32)
+    if S.SUMS:
+        for token in range(num_tokens):
+            if ok > 0:
+                slots = tl.load(slot_of + token * S.W + r, mask=other, other=-1)
+                ok = wait_for_all_arrivals(table, record, control, slots, 0, 1, me, call, limit, S)
+        stand_in(mine, refused | other, num_tokens, call, S)
+    else:
+        i = tl.arange(0, _FLAGS)
+        for rank in range(S.W):
+            sends_words = tl.max((other & (r == rank)).to(tl.int32), 0) > 0
+            for c0 in range(0, S.T * S.PARTS, _FLAGS):
+                flags = (mine + S.O_FLAG).to(I64) + rank * S.T * S.PARTS + c0 + i
+                tl.store(flags, call + i * 0, mask=only(sends_words, c0 + i < S.T * S.PARTS))
+    tl.debug_barrier()
+    return ok
+
+
+@triton.jit
+def wait_for_heads(
+    table, record, control, received, slot_of, num_tokens, me, call, limit, S: tl.constexpr
+):  # fmt: skip
     """Program 0: every rank is in this call. Notes who refused it, and waits until own rows have arrived there."""
     r = tl.arange(0, S.WP)
     mask = r < S.W
@@ -91,6 +129,12 @@ def wait_for_heads(table, record, control, received, me, call, limit, S: tl.cons
                         ok = wait_until_sent(table, record, control, received, home, me, call, limit, S)
         elif odd >= 0:
             note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
+        if S.TAGGED > 0:
+            other = mask & (refused == S.W) & (status // 2 != S.OPTIONS)
+            if (ok > 0) & ((peer < S.W) | (odd >= 0)) & is_small(num_tokens, call, S):
+                ok = end_other_waits(
+                    table, record, control, slot_of, refused < S.W, other, num_tokens, me, call, limit, S
+                )  # fmt: skip
         if S.NODE < S.W:
             if (ok > 0) & ((peer < S.W) | (odd >= 0)):
                 ok = swallow_rows(table, record, control, me, call, limit, S)
@@ -142,31 +186,6 @@ def wait_for_far_rows(
     peer = tl.max(tl.where(k == lane, owner, -1), 0)
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     return ok
-
-
-@triton.jit
-def copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_end, S: tl.constexpr):
-    """Add the fused shared expert's row of this token: row token - shared_begin of the own expert outputs."""
-    row = token - shared_begin
-    keep = (row >= 0) & (token < shared_end) & (row < y_rows)
-    return total + tl.load(y + row.to(tl.int64) * S.H + c, mask=only(keep, c < S.H), other=0.0).to(S.ACC)
-
-
-@triton.jit
-def finish(total, out, shared, epilogue, epilogue_tensors, token, c, S: tl.constexpr):
-    """Add what belongs before the rounding, and store row ``token`` (or let the epilogue do it)."""
-    at = tl.cast(token, tl.int64) * S.H + c
-    if S.ADD_SHARED:
-        total += tl.load(shared + at, mask=c < S.H, other=0.0).to(S.ACC)
-    if S.EPILOGUE == "bias":
-        total += tl.load(epilogue + c, mask=c < S.H, other=0.0).to(S.ACC)
-    elif S.EPILOGUE == "residual":
-        total += tl.load(epilogue + at, mask=c < S.H, other=0.0).to(S.ACC)
-    if S.HOOK is not None:
-        rows = tl.full([1, 1], 0, tl.int64) + token
-        S.HOOK(epilogue_tensors, rows, c.to(tl.int64)[None, :], total[None, :], (c < S.H)[None, :])
-    else:
-        tl.store(out + at, round_to(total, S.OUT, S.NATIVE), mask=c < S.H)
 
 
 @triton.jit
@@ -228,22 +247,90 @@ def reduce_and_copy_to_output(
 
 
 @triton.jit
+def wait_and_reduce(
+    table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
+    epilogue_tensors, me, first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin, call,
+    limit, S: tl.constexpr,
+):  # fmt: skip
+    """Wait for a token's rows and store its result, as :func:`gather_token`."""
+    ok = tl.full([], 1, tl.int32)
+    if not S.ALLREDUCE:
+        ok = wait_for_all_arrivals(table, record, control, slots, part, parts, me, call, limit, S)
+    if S.NODE < S.W and not S.SUMS:
+        if ok > 0:
+            ok = wait_for_far_rows(table, record, control, ids, slots, token, me, first, num_local, call, limit, S)
+    if ok > 0:
+        reduce_and_copy_to_output(
+            table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue, epilogue_tensors,
+            me, first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin, S,
+        )  # fmt: skip
+    return ok
+
+
+@triton.jit
+def sum_tagged_words(
+    table, record, control, y, slots, out, shared, epilogue, epilogue_tensors, me, y_rows, token, part, parts,
+    shared_begin, shared_end, call, limit, S: tl.constexpr,
+):  # fmt: skip
+    """The same where rows are tagged words, which are waited for while they are summed."""
+    mine = own_block(control, S)
+    ok = tl.full([], 1, tl.int32)
+    for c0 in range(part * S.BLOCK, S.H, parts * S.BLOCK):
+        if ok > 0:
+            ok, peer, total = sum_words(mine, slots, token, c0, call, limit, S)
+            settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
+            if ok > 0:
+                c = c0 + tl.arange(0, S.BLOCK)
+                if S.SHARED:
+                    total = copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_end, S)
+                finish(total, out, shared, epilogue, epilogue_tensors, token, c, S)
+    return ok
+
+
+@triton.jit
+def gather_token(
+    table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
+    epilogue_tensors, me, first, num_local, num_tokens, y_rows, token, part, parts, shared_begin, shared_end,
+    slot_begin, call, limit, S: tl.constexpr,
+):  # fmt: skip
+    """A token's result, in the form that a call of ``num_tokens`` has: every ``parts``-th block of columns from
+    ``part``. Returns as a wait does."""
+    ok = tl.full([], 1, tl.int32)
+    small = is_tagged(num_tokens, call, S)
+    if S.SUMS and S.TAGGED > 0:
+        if small:
+            ok = sum_tagged_words(
+                table, record, control, y, slots, out, shared, epilogue, epilogue_tensors, me, y_rows, token, part,
+                parts, shared_begin, shared_end, call, limit, S,
+            )  # fmt: skip
+    if small == 0:
+        ok = wait_and_reduce(
+            table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
+            epilogue_tensors, me, first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin,
+            call, limit, S,
+        )  # fmt: skip
+    return ok
+
+
+@triton.jit
 def gather_home(
     table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
     epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
     status, program, num_programs, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the home role."""
-    call = tl.load(control + _ROLE) + 1
+    call = calls_made(control, _ROLE) + 1
     r = tl.arange(0, S.WP)
     mask = r < S.W
     brought = tl.load(received + 2 * S.W) == 0
     if not S.ALLREDUCE:  # where no call is counted, either
         brought = brought & (is_refused(control, call, slot_begin) == 0)
     ok = 1 - is_poisoned(record, control, S)
+    if S.TAGGED > 0:
+        clear_old_words(own_block(control, S), call, program, num_programs, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought & (program == 0) & (status == 0):
-            ok = wait_for_heads(table, record, control, received, me, call, limit, S)
+            ok = wait_for_heads(table, record, control, received, slot_of, num_tokens, me, call, limit, S)
         if S.NODE < S.W:
             if (ok > 0) & brought & (program == 0) & (status != 0):
                 ok = swallow_rows(table, record, control, me, call, limit, S)
@@ -260,19 +347,11 @@ def gather_home(
             slots = tl.where(brought, slots, -1)
             if S.NODE < S.W and not S.SUMS and not S.BY_ROW:
                 slots = tl.where(choices, slots, -1)
-            if not S.ALLREDUCE:
-                ok = wait_for_all_arrivals(table, record, control, slots, i % parts, parts, me, call, limit, S)
-            if S.NODE < S.W and not S.SUMS:
-                if ok > 0:
-                    ok = wait_for_far_rows(
-                        table, record, control, ids, slots, token, me, first, num_local, call, limit, S
-                    )  # fmt: skip
-            if ok > 0:
-                reduce_and_copy_to_output(
-                    table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
-                    epilogue_tensors, me, first, num_local, y_rows, token, i % parts, parts, shared_begin, shared_end,
-                    slot_begin, S,
-                )  # fmt: skip
+            ok = gather_token(
+                table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared,
+                epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, token, i % parts, parts,
+                shared_begin, shared_end, slot_begin, call, limit, S,
+            )  # fmt: skip
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
-            count_drained(table, control, me, _PHASE, call, num_programs, S)
+            count_drained(table, control, me, _PHASE, call, program, num_programs, S)

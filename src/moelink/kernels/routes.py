@@ -106,12 +106,14 @@ def count_before(ids, token, expert, me, first, num_local, shared_begin, shared_
     k = tl.arange(0, S.KP)
     same = tl.zeros([S.TB * S.KP, S.KP], tl.int32)
     messages = tl.zeros([S.TB, S.WP], tl.int32)
+    raw = _ids_at(ids, t, token, S)
     for t0 in range(0, token, S.TB):
-        raw = _ids_at(ids, t0 + t, token, S)
+        following = _ids_at(ids, t0 + S.TB + t, token, S)
         other = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
         same += (tl.reshape(other, (S.TB * S.KP,))[:, None] == expert[None, :]).to(tl.int32)
         owner = owner_of(other, first, num_local, S)
         messages += ranks_of(owner, t0 + t, token, me, shared_begin, shared_end, S)
+        raw = following
     twice = (expert[None, :] == expert[:, None]) & (k[None, :] < k[:, None])
     before = tl.sum(same, 0) + tl.sum(twice.to(tl.int32), 1)
     return tl.where(expert >= 0, before, 0), tl.sum(messages, 0)

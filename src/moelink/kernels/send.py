@@ -15,8 +15,10 @@ Who writes what, at destination d, in row ``me`` of each region:
 * the counting program: with many tokens ``firsts`` and a fence; then ``counts``, words that are their own signal
   (``kernels.tagged``): status, totals, rows per local expert of d.
 
-``message_flag`` is a release after the stores it speaks for (``signals.publish``). The last program to finish counts
-the call as sent; a later call of this rank starts after it in stream order.
+``message_flag`` is a release after the stores it speaks for (``signals.publish``). All programs together
+count the call as sent; a later call of this rank starts after it in stream order.
+
+A dispatch over an earlier one's routing counts nothing: ``kernels.send_again``.
 
 Order without a sort: a message's slot at d is the number of earlier tokens of this rank with any id on d, and a pair's
 *position* the number of earlier pairs (token, then slot) of this rank with the same expert.
@@ -32,9 +34,10 @@ import triton.language as tl
 
 from moelink.kernels.counts import send_counts
 from moelink.kernels.drained import glance, tell_drained
+from moelink.kernels.send_again import send_again
 from moelink.kernels.send_one import send_one
 from moelink.kernels.send_run import send_run
-from moelink.kernels.signals import count_arrival, is_poisoned
+from moelink.kernels.signals import calls_made, count_arrival
 from moelink.protocol import DISPATCH_SENT, PHASE_DISPATCH
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
@@ -43,34 +46,49 @@ _ROLE = tl.constexpr(DISPATCH_SENT)
 
 @triton.jit
 def send(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-    tokens_per_program, split, shared_begin, shared_end, status, program, num_programs, limit, S: tl.constexpr,
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
+    num_tokens, tokens_per_program, split, shared_begin, shared_end, status, program, num_programs, limit,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the sender role."""
-    call = tl.load(control + _ROLE) + 1
+    if S.CACHED:
+        send_again(
+            table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
+            num_tokens, tokens_per_program, split, program, num_programs, limit, S,
+        )  # fmt: skip
+    else:
+        _send_anew(
+            table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, me, first, num_local,
+            num_tokens, tokens_per_program, split, shared_begin, shared_end, status, program, num_programs, limit, S,
+        )  # fmt: skip
+
+
+@triton.jit
+def _send_anew(
+    table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, me, first, num_local, num_tokens,
+    tokens_per_program, split, shared_begin, shared_end, status, program, num_programs, limit, S: tl.constexpr,
+):  # fmt: skip
+    call = calls_made(control, _ROLE) + 1
     drained = glance(control, _PHASE, call, S)
     # The counting program's number; with few tokens it is the first one.
     few = tokens_per_program <= 1
     counting = tl.where(few, 0, num_programs - 1)
-    if drained < 0:
-        is_poisoned(record, control, S)
+    if program == 0:
+        tell_drained(table, control, me, S)
+    if program == counting:
+        ok = send_counts(
+            table, record, control, ids, sent, me, first, num_local, num_tokens, tokens_per_program, shared_begin,
+            shared_end, status, num_programs - 1, drained, call, limit, S,
+        )  # fmt: skip
+    elif few:
+        ok = send_one(
+            table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
+            split, shared_begin, shared_end, program - 1, drained, call, limit, S,
+        )  # fmt: skip
     else:
-        if program == 0:
-            tell_drained(table, control, me, S)
-        if program == counting:
-            ok = send_counts(
-                table, record, control, ids, me, first, num_local, num_tokens, tokens_per_program, shared_begin,
-                shared_end, status, num_programs - 1, drained, call, limit, S,
-            )  # fmt: skip
-        elif few:
-            ok = send_one(
-                table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local,
-                num_tokens, split, shared_begin, shared_end, program - 1, drained, call, limit, S,
-            )  # fmt: skip
-        else:
-            ok = send_run(
-                table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local,
-                num_tokens, tokens_per_program, shared_begin, shared_end, program, drained, call, limit, S,
-            )  # fmt: skip
-        if ok > 0:
-            count_arrival(control, _ROLE, call, num_programs)
+        ok = send_run(
+            table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
+            tokens_per_program, shared_begin, shared_end, program, drained, call, limit, S,
+        )  # fmt: skip
+    if ok > 0:
+        count_arrival(control, _ROLE, program, num_programs)

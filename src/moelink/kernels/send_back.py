@@ -5,8 +5,10 @@ Each program takes messages of one home rank that dispatch brought, in slot orde
 pre-reduction, each of them at (token, slot), and which of them there are in ``combine_kept``). Then it publishes
 ``combine_flag[slot] = call`` there: a release after the rows it speaks for.
 
-Where tokens are few a message's columns travel in PARTS, each with a flag of its own and, if programs suffice, by a
-program of its own: one that sums all columns takes the time of several memory latencies.
+Where tokens are few a message's columns travel in PARTS, each with a flag of its own and, as far as programs suffice,
+by a program of its own: one that sums all columns takes the time of several memory latencies.
+
+To a home rank of few tokens sums go as tagged words, and no flag behind them (``kernels.tagged_rows``).
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 also stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
@@ -25,7 +27,8 @@ import triton.language as tl
 from moelink.kernels.drained import glance, tell_drained, wait_until_drained
 from moelink.kernels.network import direct_or_staged, is_near, near_only, put, staged_at
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.signals import I64, U8, count_arrival, fence, is_poisoned, own_block, publish
+from moelink.kernels.signals import I64, U8, calls_made, count_arrival, fence, own_block, publish
+from moelink.kernels.tagged_rows import is_tagged, store_words, words_at
 from moelink.protocol import COMBINE_BYTES, COMBINE_REFUSED, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -79,27 +82,47 @@ def put_kept(table, control, mine, kept, peer, slot, me, call, S: tl.constexpr):
 
 
 @triton.jit
+def send_columns(to, words, tagged, part, valid, y, y_rows, row_weights, rows, call, S: tl.constexpr):
+    """Part ``part`` of the sum of a message's rows, to the row at ``to`` or, if ``tagged``, to its words at ``words``;
+    nothing unless ``valid``."""
+    for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
+        c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
+        row = round_to(weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S), S.DTYPE, S.NATIVE)
+        if S.TAGGED > 0:
+            tl.store(to + c, row, mask=only(valid & (tagged == 0), c < S.H))
+            store_words(row, words, c0 + part * S.BLOCK, valid & tagged, call, S)
+        else:
+            tl.store(to + c, row, mask=only(valid, c < S.H))
+
+
+@triton.jit
+def copy_columns(to, part, y, row, S: tl.constexpr):
+    """Part ``part`` of row ``row`` to the row at ``to``."""
+    for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
+        c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
+        column = tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0)
+        tl.store(to + c, column, mask=c < S.H)
+
+
+@triton.jit
 def send_message_back(
-    table, control, mine, home, peer, slot, begin, parts, valid, y, y_rows, row_weights, rows, token, me,
+    table, control, mine, home, peer, slot, begin, parts, valid, tagged, y, y_rows, row_weights, rows, token, me,
     slot_begin, call, S: tl.constexpr,
 ):  # fmt: skip
     """``parts`` parts from ``begin`` of the rows of message ``slot`` to rank ``peer``, whose block is at address
     ``home``; nothing unless ``valid``. Returns how many travel, as counted with part 0.
-
-    No branch for ``valid``: so loads of row numbers need not wait until it is known.
     """
     moved = (valid & (begin == 0)).to(tl.int32)
-    token = tl.where(valid, token, 0)
-    y_rows = tl.where(valid, y_rows, 0)
     if S.SUMS:
         address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
         address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
         to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-        for part in range(begin, begin + parts):
-            for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
-                c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
-                total = weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S)
-                tl.store(to + c, round_to(total, S.DTYPE, S.NATIVE), mask=only(valid, c < S.H))
+        words = words_at(home, me, token, S)
+        if S.PARTS == 1:
+            send_columns(to, words, tagged, 0, valid, y, y_rows, row_weights, rows, call, S)
+        else:
+            for part in range(begin, begin + parts):
+                send_columns(to, words, tagged, part, valid, y, y_rows, row_weights, rows, call, S)
         if S.NODE < S.W:
             if (is_near(peer, me, S) == 0) & valid:
                 word = mine + S.O_FLAG + tl.cast(me * S.T + slot, tl.int64) * 8
@@ -126,11 +149,11 @@ def send_message_back(
                 else:
                     address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
                 to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                for part in range(begin, begin + parts):
-                    for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
-                        c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
-                        column = tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0)
-                        tl.store(to + c, column, mask=c < S.H)
+                if S.PARTS == 1:
+                    copy_columns(to, 0, y, row, S)
+                else:
+                    for part in range(begin, begin + parts):
+                        copy_columns(to, part, y, row, S)
                 if S.NODE < S.W:
                     if is_near(peer, me, S) == 0:
                         word = mine + S.O_ROW_FLAG + tl.cast((me * S.T + slot) * S.K + k, tl.int64) * 8
@@ -183,36 +206,56 @@ def send_rows_home(
     table, control, y, row_weights, rows_of_message, message_token, received, me, home, lane, lanes, y_rows,
     slot_begin, spread, call, S: tl.constexpr,
 ):  # fmt: skip
-    """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so. If ``spread`` is
-    PARTS and not 1, every ``lanes``-th part of a message: so many programs share one."""
+    """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so.
+
+    Messages in PARTS: every ``lanes``-th share of one; ``spread``, a divisor of PARTS, programs share a message.
+    """
     block = tl.load(table + home)
     mine = own_block(control, S)
     moved = tl.full([], 0, tl.int32)
     p = tl.arange(0, S.PP)
-    parts = S.PARTS // spread
-    item = lane
-    more = item < S.T * spread
-    while more:
-        slot = item // spread
-        begin = item % spread * parts
-        at = home * S.T + slot
-        # The number of messages is read beside the message, not before it; a slot without one is only skipped.
-        count = tl.load(received + home * 2)
-        token = tl.load(message_token + at)
-        rows = rows_of_message + at.to(tl.int64) * S.SLOTS
-        there = slot < count
-        valid = there & (token >= 0) & (token < S.T)
-        moved += send_message_back(
-            table, control, mine, block, home, slot, begin, parts, valid, y, y_rows, row_weights, rows, token,
-            me, slot_begin, call, S,
-        )  # fmt: skip
-        if S.NODE < S.W:
-            if (is_near(home, me, S) == 0) & there & (valid == 0):
-                put_kept(table, control, mine, tl.zeros([S.KP], tl.int32), home, slot, me, call, S)
-        flags = (block + S.O_FLAG).to(I64) + ((me * S.T + slot) * S.PARTS + begin) + p
-        publish(flags, near_only(only(there, p < parts), home, me, S), tl.zeros([S.PP], tl.int64) + call)
-        item += lanes
-        more = item < count * spread
+    flags = (block + S.O_FLAG).to(I64) + me * S.T * S.PARTS
+    tagged = is_tagged(tl.load(received + home * 2 + 1), call, S)
+    if S.PARTS == 1:
+        for slot in range(lane, tl.load(received + home * 2), lanes):
+            at = home * S.T + slot
+            token = tl.load(message_token + at)
+            valid = (token >= 0) & (token < S.T)
+            if valid:
+                rows = rows_of_message + at.to(tl.int64) * S.SLOTS
+                moved += send_message_back(
+                    table, control, mine, block, home, slot, 0, 1, valid, tagged, y, y_rows, row_weights, rows, token,
+                    me, slot_begin, call, S,
+                )  # fmt: skip
+            elif S.NODE < S.W:
+                if is_near(home, me, S) == 0:
+                    put_kept(table, control, mine, tl.zeros([S.KP], tl.int32), home, slot, me, call, S)
+            if tagged == 0:
+                publish(flags + slot + p, near_only(p < 1, home, me, S), tl.zeros([S.PP], tl.int64) + call)
+    else:
+        parts = S.PARTS // spread
+        item = lane
+        more = item < S.T * spread
+        while more:
+            slot = item // spread
+            begin = item % spread * parts
+            at = home * S.T + slot
+            # The number of messages is read beside the message, not before it, and there is no branch for a slot
+            # without one: so the loads of row numbers wait for nothing.
+            count = tl.load(received + home * 2)
+            token = tl.load(message_token + at)
+            rows = rows_of_message + at.to(tl.int64) * S.SLOTS
+            there = slot < count
+            valid = there & (token >= 0) & (token < S.T)
+            moved += send_message_back(
+                table, control, mine, block, home, slot, begin, parts, valid, tagged, y, tl.where(valid, y_rows, 0),
+                row_weights, rows, tl.where(valid, token, 0), me, slot_begin, call, S,
+            )  # fmt: skip
+            if tagged == 0:
+                shared = only(there, p < parts)
+                publish(flags + (slot * S.PARTS + begin) + p, shared, tl.zeros([S.PP], tl.int64) + call)
+            item += lanes
+            more = item < count * spread
     if (home != me) & (moved > 0):
         tl.atomic_add(control + _BYTES, moved.to(tl.int64) * S.ROW, sem="relaxed", scope="gpu")
 
@@ -223,14 +266,12 @@ def send_tokens_back(
     status, program, num_programs, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the expert role. ``received`` says whether the dispatch brought anything at all."""
-    call = tl.load(control + _ROLE) + 1
+    call = calls_made(control, _ROLE) + 1
     drained = glance(control, _PHASE, call, S)
     r = tl.arange(0, S.WP)
     mask = r < S.W
     failed = tl.load(received + 2 * S.W) | is_refused(control, call, slot_begin)
-    if drained < 0:
-        is_poisoned(record, control, S)
-    elif failed == 0:
+    if failed == 0:
         if program == 0:
             tell_drained(table, control, me, S)
         ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
@@ -256,4 +297,4 @@ def send_tokens_back(
                         program // S.W, tl.cdiv(tl.maximum(num_programs - i, 1), S.W), y_rows, slot_begin,
                         spread, call, S,
                     )  # fmt: skip
-            count_arrival(control, _ROLE, call, num_programs)
+            count_arrival(control, _ROLE, program, num_programs)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.drained import wait_until_drained
-from moelink.kernels.message import flags_of, places_of, put_messages, store_headers
+from moelink.kernels.message import flags_of, load_weights, places_of, put_messages, store_headers
 from moelink.kernels.network import near_only
 from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import count_before, experts_at, owner_of, ranks_of
@@ -33,12 +33,16 @@ def send_one(
     k = tl.arange(0, S.KP)
     mine = own_block(control, S)
     base = tl.load(table + r, mask=r < S.W, other=0)
+    token = t + tl.arange(0, 1)
     row = load_piece(x, t, 0, num_tokens, S)
+    following = row
+    if S.PIECES > 1:
+        following = load_piece(x, t, 1, num_tokens, S)
+    w = load_weights(weights, token, num_tokens, S)
     expert = experts_at(ids, t * S.K + k, k < S.K, S)
     owner = owner_of(expert, first, num_local, S)
     position, sent = count_before(ids, t, expert, me, first, num_local, shared_begin, shared_end, S)
 
-    token = t + tl.arange(0, 1)
     goes = ranks_of(owner[None, :], token, num_tokens, me, shared_begin, shared_end, S)
     slot = sent[None, :]
     served = ((r < S.W) & (r % split == program % split))[None, :]
@@ -47,16 +51,15 @@ def send_one(
     ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
     if ok > 0:
         places = places_of(base, own, slot, me, mine, S)
-        store_headers(
-            expert[None, :], position[None, :], owner[None, :], token, places, weights, first, num_tokens, 1, S
-        )  # fmt: skip
+        store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, first, 1, S)
         to = tl.sum(places, 0)
         for piece in tl.static_range(S.PIECES):
-            following = row
-            if piece + 1 < S.PIECES:
-                following = load_piece(x, t, piece + 1, num_tokens, S)
+            behind = following
+            if piece + 2 < S.PIECES:
+                behind = load_piece(x, t, piece + 2, num_tokens, S)
             store_piece(row, piece, scales, t, to, input_scale, S)
             row = following
+            following = behind
         flags = flags_of(base, slot, me, S)
         publish(flags, near_only(own, r[None, :], me, S), tl.zeros([1, S.WP], tl.int64) + call)
         if S.NODE < S.W:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.drained import wait_until_drained
-from moelink.kernels.message import flags_of, places_of, put_messages, store_headers
+from moelink.kernels.message import flags_of, load_weights, places_of, put_messages, store_headers
 from moelink.kernels.network import near_only
 from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import count_pairs, experts_at, owner_of, ranks_of, tally
@@ -65,7 +65,8 @@ def send_run(
             noted = (token < end)[:, None] & mask[None, :]
             tl.store(slot_of + token[:, None] * S.W + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
             places = places_of(base, own, slot, me, mine, S)
-            store_headers(expert, position, owner, token, places, weights, first, num_tokens, S.BATCH, S)
+            w = load_weights(weights, token, num_tokens, S)
+            store_headers(expert, position, owner, token, places, w, first, S.BATCH, S)
             for t in range(t0, tl.minimum(t0 + S.BATCH, end)):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
                 for piece in tl.static_range(S.PIECES):

@@ -18,7 +18,8 @@ look           a volatile load, which no cache answers: for words whose value is
 arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
                what the others did happens before its own signals (a release is cumulative, and these programs share
                a device)
-count_arrival  the same without an order, for a role after which nobody is told anything
+count_arrival  ``debug_barrier``; ``atomic_add(role's word, share, relaxed, gpu)``, whose result nobody waits for: a
+               call is counted once all its programs have added their shares
 =============  ==================================================================================================
 
 Every wait is bounded by a clock: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host
@@ -35,9 +36,9 @@ import triton.language as tl
 from moelink.kernels.network import I64, is_near, near_only, put
 from moelink.protocol import (
     ABORT_RECORD,
+    CALL_SHIFT,
     CLAIM,
     CODE_TIMEOUT,
-    DONE,
     FENCE,
     MALFORMED,
     MALFORMED_RANKS,
@@ -50,7 +51,8 @@ _CLAIM = tl.constexpr(CLAIM)
 _TIMEOUT = tl.constexpr(CODE_TIMEOUT)
 _ABORT_RECORD = tl.constexpr(ABORT_RECORD)
 _RECORD = tl.constexpr(POISON_WORDS)
-_DONE = tl.constexpr(DONE)
+_SHIFT = tl.constexpr(CALL_SHIFT)
+_CALL = tl.constexpr(1 << CALL_SHIFT)
 _FENCE = tl.constexpr(FENCE)
 _MALFORMED = tl.constexpr(MALFORMED)
 _MALFORMED_RANKS = tl.constexpr(MALFORMED_RANKS)
@@ -268,6 +270,21 @@ def odd_one_out(values, mask, mine, W: tl.constexpr):
 
 
 @triton.jit
+def first_stray(values, mask):
+    """The first rank whose value of ``values`` [N], under ``mask``, is not the most common one (of several such: the
+    one of the lowest rank), or N. Every rank finds the same one, however many values there are.
+
+    Example: values 3, 3, 5 blame rank 2; 3, 5 blame rank 1; 5, 6, 7, 6 blame rank 0.
+    """
+    r = tl.arange(0, values.shape[0])
+    same = (values[:, None] == values[None, :]) & mask[None, :]
+    votes = tl.sum(same.to(tl.int32), 1) * values.shape[0] + values.shape[0] - 1 - r
+    usual = values.shape[0] - 1 - tl.max(tl.where(mask, votes, -1), 0) % values.shape[0]
+    value = tl.sum(tl.where(r == usual, values, 0), 0)
+    return tl.min(tl.where(mask & (values != value), r, values.shape[0]), 0)
+
+
+@triton.jit
 def has_poison(control, S: tl.constexpr):
     """1 when a wait of this rank or a peer has expired, as this thread sees it, else 0."""
     return (tl.load((own_block(control, S) + S.O_POISON).to(I64), volatile=True) != 0).to(tl.int32)
@@ -295,12 +312,22 @@ def arrive(done, num_programs):
 
 
 @triton.jit
-def count_arrival(control, role, call, num_programs):
-    """The last of ``num_programs`` programs to get here counts call ``call`` of ``role`` as made.
+def calls_made(control, role):
+    """How many calls of ``role`` this rank has made, int64: those that all programs have counted."""
+    return tl.load(control + role) >> _SHIFT
 
-    Every program has read the call number, and passed a barrier since, when it gets here; the next launch reads the new
-    one in stream order. So the order of a relaxed counter is enough.
+
+@triton.jit
+def count_arrival(control, role, program, num_programs):
+    """Program ``program`` of ``num_programs`` has done its part of a call of ``role``; all of them together count it.
+
+    Each adds 1, and the first one what is missing to ``1 << CALL_SHIFT``. Whoever reads the word earlier, say a program
+    of this launch that starts late, finds the calls before this one, as what has been added is less than a call. Nobody
+    waits for the sum, and the order of a relaxed counter is enough: the next launch reads it in stream order, and at
+    the barrier all that this program's threads read is in registers.
+
+    Example: three programs add 2**20 - 2, 1 and 1. After two of them the word, shifted, has not changed.
     """
-    if tl.atomic_add(control + _DONE + role, 1, sem="relaxed", scope="gpu") == num_programs - 1:
-        tl.atomic_xchg(control + _DONE + role, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(control + role, call, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
+    share = tl.where(program == 0, _CALL - num_programs + 1, 1)
+    tl.atomic_add(control + role, share.to(tl.int64), sem="relaxed", scope="gpu")

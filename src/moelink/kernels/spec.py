@@ -21,7 +21,7 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
-from moelink.protocol import COMBINE_BLOCK, FEW_TOKENS, MAX_SENDERS, OPTIONS_BY_ROW, OPTIONS_SUMS
+from moelink.protocol import FEW_TOKENS, MAX_SENDERS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -171,9 +171,9 @@ class DispatchSpec(CommonSpec):
         DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE: elements per group, groups per row and
             at a time, payload bytes per group. PIECES: of a row that are read and stored at a time.
         SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
-        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. OPTIONS: what
-            every rank must choose alike. ROWS, RP: rows of a message, and the next power of two. GP: group offsets,
-            as a power of two.
+        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. CACHED: an earlier call's
+            routing is used again. OPTIONS: what every rank must choose alike. ROWS, RP: rows of a message, and the
+            next power of two. GP: group offsets, as a power of two.
         BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
             tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
             CW, CP: words of a source's counts, and the next power of two.
@@ -200,6 +200,7 @@ class DispatchSpec(CommonSpec):
     SCALES: int
     ALIGN: int
     WEIGHTS: bool
+    CACHED: bool
     OPTIONS: int
     WEIGHT_P: Any
     ROWS: int
@@ -246,9 +247,11 @@ def dispatch_spec(
     quantized: bool,
     weights: bool,
     input_scale: bool = False,
+    cached: bool = False,
     max_block: int = 4096,
 ) -> DispatchSpec:
-    """The spec of a dispatch of rows of ``input_dtype`` (``quantized``: of the format itself, scales beside them)."""
+    """The spec of a dispatch of rows of ``input_dtype`` (``quantized``: of the format itself, scales beside them);
+    ``cached``: over the routing of an earlier one."""
     cfg, regions, message = workspace.config, workspace.regions, workspace.message
     fmt, hidden, power = cfg.format, cfg.hidden_size, triton.next_power_of_2
     source = _source(fmt, input_dtype, quantized)
@@ -283,7 +286,7 @@ def dispatch_spec(
         word_bytes) // block), GATHER=gather,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
-        ALIGN=cfg.row_alignment, WEIGHTS=weights, OPTIONS=1 + int(weights),
+        ALIGN=cfg.row_alignment, WEIGHTS=weights, CACHED=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS=rows, RP=power(rows), BATCH=batch, SENDERS=MAX_SENDERS,
         TR=power(max(1, 4096 // workspace.tally_width)), TALLY=workspace.tally_width,
@@ -298,96 +301,4 @@ def dispatch_spec(
         O_COUNTS_FLAG=far_offset(workspace, "counts_flag"), O_FIRSTS_FLAG=far_offset(workspace, "firsts_flag"),
         O_STAGED_COUNTS=far_offset(workspace, "staged_counts"), O_STAGED_FIRSTS=far_offset(workspace, "staged_firsts"),
         O_STAGED_MESSAGES=far_offset(workspace, "staged_messages"),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class CombineSpec(CommonSpec):
-    """Combine: how rows travel home, and what becomes of them.
-
-    Attributes:
-        SUMS: sums travel, one row per (token, rank); else every row does. REDUCE: home sums.
-            OPTIONS: what every rank must choose alike.
-        ROW_WEIGHTS, HOME_WEIGHTS: the expert's rank, or home, multiplies by router weights.
-        COPIES: rows that the workspace holds per token.
-        DTYPE: of rows; ACC: of sums; OUT: of the result. EPILOGUE: "", "bias" or "residual". HOOK: a Triton
-        function that stores instead, or None.
-        SLOTS: rows of a message: topk, or 1 for layout "rank".
-        PARTS: a message travels in so many parts of BLOCK columns, each with a flag; 1: all columns together. PP: as
-            a power of two.
-        KB: bytes of a message's row in far_kept. BY_ROW: staged rows are numbered by the row, else by the message.
-    """
-
-    H: int
-    BLOCK: int
-    PARTS: int
-    PP: int
-    SUMS: bool
-    REDUCE: bool
-    OPTIONS: int
-    ROW_WEIGHTS: bool
-    HOME_WEIGHTS: bool
-    COPIES: int
-    ADD_SHARED: bool
-    SLOTS: int
-    DTYPE: Any
-    DTYPE_P: Any
-    ACC: Any
-    OUT: Any
-    EPILOGUE: str
-    HOOK: Any
-    ROW: int
-    O_HEAD: int
-    O_FLAG: int
-    O_STATUS: int
-    O_KEPT: int
-    O_ROWS: int
-    KB: int
-    BY_ROW: bool
-    O_ROW_FLAG: int
-    O_FAR_KEPT: int
-    O_STAGED_STATUS: int
-    O_STAGED_KEPT: int
-    O_STAGED_ROWS: int
-
-
-@lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
-def combine_spec(
-    workspace: Workspace,
-    device: torch.device,
-    *,
-    row_weights: bool,
-    home_weights: bool,
-    reduce: bool = True,
-    shared: bool = False,
-    epilogue: str = "",
-    hook: Any = None,
-    raw_sums: bool = False,
-) -> CombineSpec:
-    """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does.
-    ``raw_sums``: the result is the sum before rounding."""
-    cfg, regions = workspace.config, workspace.regions
-    rank_layout = cfg.layout == "rank"
-    local = cfg.mode == "allreduce"
-    sums = (cfg.pre_reduce or local) and reduce
-    by_row = sums and row_weights and not rank_layout
-    dtype = TRITON_DTYPES[cfg.combine_dtype]
-    # Staged by message there is one row for each token.
-    copies = 1 if workspace.far_ranks and cfg.pre_reduce else regions["rows"].shape[0]
-    return CombineSpec(
-        **common(workspace, device), H=cfg.hidden_size, PARTS=workspace.combine_parts,
-        PP=triton.next_power_of_2(workspace.combine_parts),
-        BLOCK=min(triton.next_power_of_2(cfg.hidden_size), COMBINE_BLOCK),
-        SUMS=sums, REDUCE=reduce, OPTIONS=OPTIONS_SUMS if sums else OPTIONS_BY_ROW, ROW_WEIGHTS=by_row,
-        HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
-        COPIES=copies, ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,
-        DTYPE_P=tl.pointer_type(dtype), ACC=TRITON_DTYPES[cfg.accumulate_dtype],
-        OUT=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
-        ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
-        O_STATUS=regions["combine_status"].offset,
-        O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
-        KB=regions["far_kept"].shape[2] if workspace.far_ranks else 0, BY_ROW=not cfg.pre_reduce,
-        O_ROW_FLAG=far_offset(workspace, "row_flag"), O_FAR_KEPT=far_offset(workspace, "far_kept"),
-        O_STAGED_STATUS=far_offset(workspace, "staged_status"), O_STAGED_KEPT=far_offset(workspace, "staged_kept"),
-        O_STAGED_ROWS=far_offset(workspace, "staged_rows"),
     )  # fmt: skip

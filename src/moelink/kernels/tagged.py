@@ -17,8 +17,8 @@ from moelink.kernels.signals import agree, clock, patience
 
 @triton.jit
 def tagged(call, value):
-    """Words [N] of call ``call`` that hold ``value`` [N] (int32, not negative)."""
-    return ((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32) | value.to(tl.int64)
+    """Words [N] of call ``call`` that hold the 32 bits of ``value`` [N]."""
+    return ((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.group import World
 from moelink.ops.lanes import Lanes
-from moelink.ops.record import MAX_PARTS, PackedPlan, allocate, count_parts, pack, unpack
+from moelink.ops.record import MAX_PARTS, PackedPlan, allocate, count_parts, own_parts, pack, unpack
 from moelink.ops.registry import REGISTRY
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.session import PendingOperation, Session
@@ -56,7 +56,7 @@ class Traits:
         tiled: there are ``scales_offsets``.
         num_groups, topk: as in the configuration.
         weight_dtype, combine_dtype, accumulate_dtype: as in the configuration.
-        parts: tensors of a plan.
+        parts: tensors of a plan. own: which of them are a call's own even if it reuses a routing.
     """
 
     owner: str
@@ -71,6 +71,7 @@ class Traits:
     combine_dtype: torch.dtype
     accumulate_dtype: torch.dtype
     parts: int
+    own: tuple[int, ...]
 
     @classmethod
     def of(cls, session: Session) -> Traits:
@@ -91,13 +92,21 @@ class Traits:
             combine_dtype=config.combine_dtype,
             accumulate_dtype=config.accumulate_dtype,
             parts=count_parts(config, transport=transport),
+            own=own_parts(transport=transport),
         )
+
+    def merge(self, plan: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The parts ``plan`` of a reused routing, with this call's own ones, from what its operator returned."""
+        return [outputs[PLAN + i] if i in self.own else part for i, part in enumerate(plan)]
 
 
 def record_of(outputs: Sequence[Tensor], routing: Sequence[Tensor], traits: Traits) -> list[Tensor]:
     """The record of a dispatch from what its operator returned and, if it reused a routing, that routing's record."""
     place = [outputs[FIELDS.index(name)] for name in PLACE]
-    return [*place, *(routing[len(PLACE) :] or (outputs[COUNTS], *outputs[PLAN : PLAN + traits.parts]))]
+    if not routing:
+        return [*place, outputs[COUNTS], *outputs[PLAN : PLAN + traits.parts]]
+    counts, *plan = routing[len(PLACE) :]
+    return [*place, counts, *traits.merge(plan, outputs)]
 
 
 class Endpoint:
@@ -139,10 +148,16 @@ class Endpoint:
         return self._started.pop(phase, None)
 
     def flatten(self, output: DispatchOutput, *, with_plan: bool) -> tuple[Tensor, ...]:
-        """``output`` as :data:`NUM_OUTPUTS` tensors, an empty one for each that is None."""
+        """``output`` as :data:`NUM_OUTPUTS` tensors, an empty one for each that is None.
+
+        Without ``with_plan`` (a routing is reused) counts are left out, and of the plan all but the call's own parts.
+        """
         fields = [getattr(output, name) for name in FIELDS]
         counts = output.handle.counts if with_plan else None
-        plan = pack(output.handle.plan, self.config) if with_plan else ()
+        plan: list[Tensor | None] = []
+        if with_plan or self.traits.own:
+            parts = pack(output.handle.plan, self.config)
+            plan += [part if with_plan or i in self.traits.own else None for i, part in enumerate(parts)]
         return self._padded(output, [*fields, counts, self._carrier(output), *plan])
 
     def allocate(
@@ -197,11 +212,19 @@ class Endpoint:
             topk_ids=topk_ids,
             topk_weights=None if topk_weights is None else topk_weights.detach().to(traits.weight_dtype),
             counts=flat[COUNTS] if routing is None else routing.handle.counts,
-            plan=PackedPlan(tuple(flat[PLAN : PLAN + traits.parts])) if routing is None else routing.handle.plan,
+            plan=self._plan(flat, routing),
             carrier=flat[CARRIER] if traits.quantised else None,
         )
         ids = None if traits.ranked else torch.arange(traits.num_groups, dtype=torch.int32, device=topk_ids.device)
         return DispatchOutput(expert_ids=ids, handle=handle, **fields)
+
+    def _plan(self, flat: Sequence[Tensor], routing: DispatchOutput | None) -> Any:
+        traits = self.traits
+        if routing is None:
+            return PackedPlan(tuple(flat[PLAN : PLAN + traits.parts]))
+        if not traits.own:
+            return routing.handle.plan
+        return PackedPlan(tuple(traits.merge(pack(routing.handle.plan, self.config), flat)))
 
     def record(self, recv: DispatchOutput) -> list[Tensor]:
         """The record (see :data:`PLACE`) of ``recv``."""

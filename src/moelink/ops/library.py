@@ -69,7 +69,8 @@ def _dispatch(
     host_counts: bool,
     communicator: str,
 ) -> tuple[Tensor, ...]:
-    """The fields of a DispatchOutput; counts and plan are empty with ``routing``, whose own are used again."""
+    """The fields of a DispatchOutput; with ``routing`` counts and plan are empty but for what is this call's own: those
+    of the routing are used again."""
     endpoint = REGISTRY.find(communicator, "dispatch")
     operation = endpoint.started("dispatch")
     if operation is None:

@@ -71,6 +71,16 @@ def count_parts(config: EPConfig, *, transport: str) -> int:
     return parts
 
 
+def own_parts(*, transport: str) -> tuple[int, ...]:
+    """Which of them a dispatch over an earlier one's routing fills in for itself; the others are the earlier one's."""
+    if transport == "collective":
+        return ()
+    from moelink.transports.symmetric.plan import SymmetricPlan
+
+    names = [field.name for field in dataclasses.fields(SymmetricPlan)]
+    return tuple(names.index(name) for name in SymmetricPlan.OWN)
+
+
 _HEADER = 5
 
 

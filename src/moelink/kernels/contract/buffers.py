@@ -64,7 +64,8 @@ class EPBuffers:
         record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
         memory: the blocks; closing them is the caller's.
         n_sms: multiprocessors that launches are cut for.
-        spare: [G] int32, where group numbers go that nobody wants.
+        spare: [G or W + 1] int32, where numbers go that nobody wants: of groups, and of messages, for dispatches over
+            the same routing.
         config: the parameters under this package's names.
         workspace: regions of a block.
         starts: first byte of each group's recv buffer in a block.
@@ -207,7 +208,9 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         record=torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda"),
         memory=memory,
         n_sms=n_sms,
-        spare=torch.empty(params.config(rank).num_groups, dtype=torch.int32, device=device),
+        spare=torch.empty(
+            max(params.config(rank).num_groups, workspace.world_size + 1), dtype=torch.int32, device=device
+        ),
         config=params.config(rank),
         workspace=workspace,
         starts=(workspace.regions[REGIONS[DISPATCH][0]].offset, workspace.regions[REGIONS[COMBINE][0]].offset),

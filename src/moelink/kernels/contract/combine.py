@@ -13,6 +13,7 @@ from torch import Tensor
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels import combine as kernels
+from moelink.kernels.combine_spec import CombineSpec, combine_spec
 from moelink.kernels.contract.buffers import COMBINE, EPBuffers
 from moelink.kernels.contract.launch import launch, or_dummy, relative_to, tell_drained
 from moelink.kernels.contract.tensors import (
@@ -24,7 +25,6 @@ from moelink.kernels.contract.tensors import (
     describe,
 )
 from moelink.kernels.cut import shared_bounds
-from moelink.kernels.spec import CombineSpec, combine_spec
 from moelink.protocol import STATUS_OK
 
 _EXACT = {"enable_fp_fusion": False}
@@ -133,7 +133,10 @@ def ep_combine_wait(
 
 
 def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
-    spec = combine_spec(ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options)
+    # Rows with flags, however few: then the buffers hold what ``layouts`` says.
+    spec = combine_spec(
+        ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, tagged=False, **options
+    )  # fmt: skip
     return cast(CombineSpec, relative_to(spec, ep.starts[COMBINE]))
 
 

@@ -100,8 +100,9 @@ def ep_dispatch_async(
     """The first half of :func:`ep_fused_dispatch`: start the transfers. Inputs stay unmodified until the other half."""
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
     launch(
-        ep, kernels.ep_dispatch_async_kernel, given.senders, pointers, atomic_counters, *given.tensors, ep.me,
-        ep.first_expert, ep.config.num_local_experts, *given.cut, *given.shared, STATUS_OK, ep.limit, S=given.spec,
+        ep, kernels.ep_dispatch_async_kernel, given.senders, pointers, atomic_counters, *given.tensors,
+        routing.received, ep.me, ep.first_expert, ep.config.num_local_experts, *given.cut, *given.shared, STATUS_OK,
+        ep.limit, S=given.spec,
     )  # fmt: skip
 
 
@@ -172,7 +173,8 @@ class _Given:
         self.spec = _spec(ep, input_tokens.dtype, weights=self._weighted, input_scale=input_scales is not None)
         x = input_tokens.view(torch.uint8) if self.spec.SOURCE == COPY else input_tokens
         self.tensors = (
-            x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers), routing.slot_of
+            x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers),
+            routing.slot_of, ep.spare,
         )  # fmt: skip
         movers = ep.dispatch_kernel.n_send_sms
         cut = Cut.of(count, programs=movers, world_size=ep.workspace.world_size)
@@ -212,7 +214,7 @@ class _Outputs:
             token_handler.output_tokens.view(torch.uint8), dummy if scales is None else scales.view(torch.uint8),
             row_offsets, or_dummy(expert_ids, ep.spare), src_info, or_dummy(token_handler.scales_offsets, dummy),
             or_dummy(token_handler.weights, dummy), dummy, routing.num_recv_tokens, routing.overflow, routing.counts,
-            routing.received, routing.rows_of_message, routing.message_token,
+            routing.received, routing.rows_of_message, routing.message_token, routing.received, routing.counts,
         )  # fmt: skip
         scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
         self.extents = (rows, scale_rows, ep.config.world_size)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels import combine as kernels
+from moelink.kernels.combine_spec import CombineSpec, combine_spec
 from moelink.kernels.cut import Launch, combine_launch, shared_bounds
-from moelink.kernels.spec import CombineSpec, combine_spec
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import CombineRequest
 from moelink.transports.symmetric.plan import SymmetricPlan

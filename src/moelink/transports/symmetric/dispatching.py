@@ -39,17 +39,12 @@ class Recipe:
     sending: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, rank: Rank, num_tokens: int, *, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool
-    ) -> Recipe:
-        """The recipe of ``rank`` for ``num_tokens`` rows of ``dtype``."""
+    def of(cls, rank: Rank, num_tokens: int, *, dtype: torch.dtype, **kind: bool) -> Recipe:
+        """The recipe of ``rank`` for ``num_tokens`` rows of ``dtype``; ``kind`` as in :func:`dispatch_spec`."""
 
         def make() -> Recipe:
             config, device = rank.config, rank.device
-            spec = dispatch_spec(
-                rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights,
-                input_scale=input_scale,
-            )  # fmt: skip
+            spec = dispatch_spec(rank.workspace, device, input_dtype=dtype, **kind)
             launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
             cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
             shared = shared_bounds(config, num_tokens)
@@ -58,7 +53,7 @@ class Recipe:
             )  # fmt: skip
             return cls(spec, launch, 1 + cut.programs, shared, sending)
 
-        return rank.once((cls, num_tokens, dtype, quantized, weights, input_scale), make)
+        return rank.once((cls, num_tokens, dtype, *kind.values()), make)
 
 
 class Dispatch:
@@ -78,10 +73,10 @@ class Dispatch:
         input_scale = None if request.input_scale is None else evaluate_input_scale(request.input_scale)
         self.recipe = Recipe.of(
             rank, num_tokens, dtype=request.x.dtype, quantized=request.scales is not None, weights=weights is not None,
-            input_scale=input_scale is not None,
+            input_scale=input_scale is not None, cached=request.routing is not None,
         )  # fmt: skip
-        plan = SymmetricPlan.allocate(rank.workspace, num_tokens=num_tokens, device=device)
         counts = torch.empty(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
+        plan = self._plan(num_tokens, counts)
         handle = DispatchHandle(
             owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
             counts=counts, plan=plan,
@@ -97,9 +92,21 @@ class Dispatch:
             x = x.view(torch.uint8)
         self._rows = (
             x, rank.optional(None if scales is None else scales.view(torch.uint8)), rank.optional(input_scale),
-            request.topk_ids, rank.optional(weights), plan.slot_of,
+            request.topk_ids, rank.optional(weights), plan.slot_of, plan.sent,
         )  # fmt: skip
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
+
+    def _plan(self, num_tokens: int, counts: Tensor) -> SymmetricPlan:
+        """What this call notes. Over an earlier call's routing: in which that one's notes stand, which are only read.
+        Its ``received`` and ``counts`` are read beside this call's own, as this one may fail where that one did not."""
+        routing = self.request.routing
+        if routing is None:
+            plan = SymmetricPlan.allocate(self.rank.workspace, num_tokens=num_tokens, device=self.rank.device)
+            self._routed = (plan.received, counts)  # not read
+            return plan
+        noted: SymmetricPlan = routing.handle.plan
+        self._routed = (noted.received, routing.handle.counts)
+        return noted.again()
 
     def _outputs(self) -> tuple[Tensor, ...]:
         out, rank = self.output, self.rank
@@ -109,7 +116,7 @@ class Dispatch:
             out.tokens.view(torch.uint8), rank.optional(None if out.scales is None else out.scales.view(torch.uint8)),
             out.row_offsets, rank.optional(out.expert_ids), out.src_info, rank.optional(out.scales_offsets),
             rank.optional(routed), rank.optional(out.topk_ids), out.num_recv_tokens, out.overflow, out.handle.counts,
-            plan.received, plan.rows_of_message, plan.message_token,
+            plan.received, plan.rows_of_message, plan.message_token, *self._routed,
         )  # fmt: skip
 
     def _receiving(self) -> tuple[int, ...]:
@@ -126,6 +133,7 @@ class Dispatch:
             kernels.ep_dispatch_async_kernel,
             self.recipe.senders,
             *self._rows,
+            self._routed[0],
             *self.recipe.sending,
             STATUS_OK,
             self.rank.limit,
@@ -180,19 +188,22 @@ class Dispatch:
 
 
 def refuse_dispatch(rank: Rank) -> None:
-    """Take part in a dispatch with nothing but the word that this rank refused it."""
+    """Take part in a dispatch with nothing but the word that this rank refused it.
+
+    A call over an earlier one's routing is refused alike: all that its peers wait for, and more, is in the words of one
+    that counts.
+    """
     spec = dispatch_spec(
         rank.workspace, rank.device, input_dtype=rank.config.format.payload_dtype, quantized=True, weights=False
     )
     launch = dispatch_launch(rank.config, rank.device, 0, encodes=False)
     dummy = rank.nothing
     rank.launch(
-        kernels.ep_dispatch_async_kernel, 1, dummy, dummy, dummy, dummy, dummy, dummy, rank.me, rank.first,
-        rank.config.num_local_experts, 0, 1, 1, 0, 0, STATUS_ABORT, rank.limit, S=spec,
-        options=launch.options,
+        kernels.ep_dispatch_async_kernel, 1, *[dummy] * 8, rank.me, rank.first, rank.config.num_local_experts,
+        0, 1, 1, 0, 0, STATUS_ABORT, rank.limit, S=spec, options=launch.options,
     )  # fmt: skip
     rank.launch(
-        kernels.ep_dispatch_wait_kernel, 1, *[dummy] * 14, rank.me, rank.config.rank, rank.config.num_local_experts,
+        kernels.ep_dispatch_wait_kernel, 1, *[dummy] * 16, rank.me, rank.config.rank, rank.config.num_local_experts,
         rank.config.num_groups, 0, 0, 0, 0, rank.config.world_size, STATUS_ABORT, rank.limit, S=spec,
         options=launch.options,
     )  # fmt: skip

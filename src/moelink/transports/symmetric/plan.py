@@ -1,8 +1,10 @@
-"""What a dispatch notes for combine: the caller owns it with the rows."""
+"""What a dispatch notes for combine, and for dispatches over the same routing: the caller owns it with the rows."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,15 +22,25 @@ class SymmetricPlan:
             -1 where it is not for this rank, -2 where it did not fit. Undefined past a source's messages.
         message_token: [W, T] int32, source token of each (source, slot).
         received: [W + 1, 2] int32: messages and tokens of each source; then 1 if the call was refused or failed.
+        sent: [W + 1] int32: messages that went to each rank; then the number of the call that found all this out, of
+            which 31 bits are kept. By it ranks notice that they use the routings of different calls again.
     """
+
+    OWN: ClassVar[tuple[str, ...]] = ("received",)
+    """Tensors that a call over an earlier one's routing fills in for itself; it shares the others, and only reads."""
 
     slot_of: Tensor
     rows_of_message: Tensor
     message_token: Tensor
     received: Tensor
+    sent: Tensor
 
     @classmethod
     def allocate(cls, workspace: Workspace, *, num_tokens: int, device: torch.device) -> SymmetricPlan:
         """Uninitialised tensors for a call with ``num_tokens`` own tokens."""
         shapes = workspace.note_shapes(num_tokens)
         return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+
+    def again(self) -> SymmetricPlan:
+        """The plan of another call over this routing: the same tensors, but for uninitialised ones in place of OWN."""
+        return dataclasses.replace(self, **{name: torch.empty_like(getattr(self, name)) for name in self.OWN})

@@ -13,14 +13,17 @@ from moelink.config import EPConfig
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
 from moelink.kernels.cache_keys import settle_cache_key
+from moelink.kernels.combine_spec import combine_spec
 from moelink.kernels.cut import multiprocessors
 from moelink.kernels.drained import ep_tell_drained_kernel
-from moelink.kernels.spec import clock_ticks, combine_spec
+from moelink.kernels.spec import clock_ticks
 from moelink.liveness import Failure
 from moelink.memory import SymmetricMemory, connect
 from moelink.protocol import (
     ABORT_RECORD,
+    CALL_SHIFT,
     CODE_OPTIONS,
+    CODE_ROUTING,
     DISPATCH_RECEIVED,
     INVALID_IDS,
     MALFORMED,
@@ -224,10 +227,14 @@ class Rank:
         if words[ABORT_RECORD]:
             self.record[ABORT_RECORD:] = 0
             _, peer, phase, call = words[ABORT_RECORD + 1 : ABORT_RECORD + 5]
-            if words[ABORT_RECORD] == CODE_OPTIONS:
+            differences = {
+                CODE_OPTIONS: "with other options than most ranks (weights, routing, reduce: on some ranks only)",
+                CODE_ROUTING: "over the routing of another call than most ranks",
+            }
+            if words[ABORT_RECORD] in differences:
                 return ProtocolError(
-                    f"rank {self.config.rank}: rank {peer} calls {PHASES[phase]} (call {call}) with other options than "
-                    "most ranks (weights or reduce passed on some ranks only)",
+                    f"rank {self.config.rank}: rank {peer} calls {PHASES[phase]} (call {call}) "
+                    f"{differences[words[ABORT_RECORD]]}",
                     rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call,
                 )  # fmt: skip
             return PeerAbortedError(rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call)
@@ -239,7 +246,7 @@ class Rank:
         if bits == 0:
             return None
         peer = (bits & -bits).bit_length() - 1
-        call = max(int(self.control[DISPATCH_RECEIVED]), 0)
+        call = max(int(self.control[DISPATCH_RECEIVED]) >> CALL_SHIFT, 0)
         return ProtocolError(
             f"rank {self.config.rank}: rank {peer} sent counts or indices that cannot be, by call {call} of dispatch; "
             "they were ignored, and so were their rows",

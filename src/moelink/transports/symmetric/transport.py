@@ -181,6 +181,11 @@ class SymmetricTransport:
                 call()
             for pass_ in (combine.send_and_receive, combine.send, combine.receive):
                 pass_(combine.passes[0])
+            if config.combine_dtype in config.format.input_dtypes and config.format.scale_dtype is None:
+                # Gradients of combine's result travel like that, over the routing of the forward call.
+                grad = x.to(config.combine_dtype)
+                request = DispatchRequest(x=grad, topk_ids=ids, topk_weights=given, routing=dispatch.output)
+                Dispatch(rank, request, self._identity).send_and_receive()
 
     def check(self) -> None:
         """Synchronise; raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""
