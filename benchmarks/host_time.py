@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 
 import provenance
+from moelink.bench.provenance import command_line
 
 SIZES = {"num_experts": 64, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 128}
 FORMAT = "fp8_block128"
@@ -91,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Host time of an eager dispatch and combine.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", help="where the result goes instead of benchmarks/results/host_time_DEVICE.json")
+    parser.add_argument("--commit", help="commit to record, where there is no repository")
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     launches = device.type == "cuda"
@@ -103,13 +105,14 @@ def main() -> None:
     document = {
         "schema_version": 1,
         "benchmark": "host_time",
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line("python benchmarks/host_time.py", sys.argv[1:]),
         "date": date.today().isoformat(),
         **provenance.collect(),
         "device": args.device,
         "devices": [torch.cuda.get_device_name(device) if launches else "CPU"],
         "launches": launches,
         "case": {**SIZES, "dispatch_format": FORMAT, "num_tokens": TOKENS, "capacity": CAPACITY},
+        **({"commit": args.commit, "dirty": None} if args.commit else {}),
         "unit": "microseconds of the host's processor time per call",
         "settings": {"batches": BATCHES, "calls": CALLS, "warmup": WARMUP},
         **result,

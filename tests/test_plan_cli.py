@@ -56,7 +56,16 @@ def results(folder: Path, ranks: int = 4, factor: float = 1.0) -> Path:
     return path
 
 
-def test_the_plan_of_the_issue() -> None:
+def test_the_package_s_constants_are_used_and_named() -> None:
+    said = run("--ranks", "2..4").stdout
+    for words in ("measured: moelink/plan/constants.json", "measured on NVIDIA H200", "decode_2xh200.json"):
+        assert words in said
+    assert "extrapolated" not in said
+    assert "extrapolated: the constants were fitted to 2, 4 ranks" in run("--ranks", "8").stdout
+
+
+def test_the_plan_of_the_issue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moelink.cli.plan.packaged_constants", commands_constants)
     document = document_of(
         "--experts", "256", "--topk", "8", "--hidden", "7168", "--tokens", "128", "--ranks", "8..2048",
         "--ranks-per-node", "8", *ASSUMED, "--routing", "uniform",
@@ -84,7 +93,7 @@ def test_the_plan_of_the_issue() -> None:
 
 def test_text_says_that_times_rest_on_assumptions() -> None:
     said = run("--ranks", "8..16", *ASSUMED).stdout
-    for words in ("Times rest on assumptions given on the command line", "assumed: --net 45", "not built", "86.25 MB"):
+    for words in ("Times rest on assumptions given on the command line", "assumed: --net 45", "not built", "87.40 MB"):
         assert words in said
     assert said.isascii()
 
