@@ -2,16 +2,20 @@
 
 Compile-time branches that no interpreted test takes fail here: names bound to other types in two branches, shapes that
 do not broadcast, functions the compiler does not know. Run without TRITON_INTERPRET: ``python aot_forms.py`` prints one
-line per form and exits with 1 when one fails.
+line per form and exits with 1 when one fails; ``python aot_forms.py 0 3`` takes every third from the first.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from triton._C.libtriton import ir
@@ -19,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
 import moelink
+import moelink.workspace as workspaces
 from aot import source_of
 from cases import FORMATS
 from matrix_configs import CONFIGS, Config
@@ -61,10 +66,26 @@ def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> Lowered:
     return Lowered(source.make_ir(TARGET, options, codegen, modules, context), backend, options, context)
 
 
+def narrow_looks(text: str, threads: int) -> list[str]:
+    """Volatile loads of fewer elements than a program has threads, in a kernel's ``text`` and in the functions that use
+    what they load: of these warps hold copies of their own (``kernels.signals``)."""
+    found, function = [], ""
+    for line in text.splitlines():
+        named = re.search(r'tt\.func .*?@"?([\w.]+)', line)
+        function = named.group(1) if named else function
+        users = ("tagged_messages.look", "tagged_messages.payload_words", "tagged_rows.sum_words")
+        if any(user in function for user in users) and "tt.load" in line and "isVolatile = true" in line:
+            shape = re.findall(r"tensor<([\dx]+)x!tt\.ptr", line)
+            if not shape or math.prod(map(int, shape[0].split("x"))) < threads:
+                found.append(line.strip())
+    return found
+
+
 def forms() -> Iterator[Form]:
     """Every form of ranks in one node; each format once, and each layout and reduction, of ranks in two nodes."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
+    yield from short_rows()
     places = [config.form for config in CONFIGS if config.form.mode == "alltoall"]
     kinds = list(dict.fromkeys((form.layout, form.pre_reduce, form.fused_shared_expert) for form in places))
     for i, fmt in enumerate(FORMATS):
@@ -75,8 +96,22 @@ def forms() -> Iterator[Form]:
         yield from (of_entry[0], of_entry[1], of_entry[-1])
 
 
+def short_rows() -> Iterator[Form]:
+    """Rows of fewer words than a program has threads."""
+    device = torch.device("cuda")
+    with mock.patch.object(workspaces, "TAGGED_MESSAGE_BYTES", 1 << 19):
+        workspace = Workspace(
+            moelink.EPConfig(num_experts=8, topk=2, hidden_size=64, max_tokens_per_rank=4, world_size=WORLD, rank=0)
+        )
+        spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=False)
+    yield "short rows dispatch, as words", dispatch.ep_fused_dispatch_kernel, spec, {"x": "*u8"}
+    spec = combine_spec(workspace, device, row_weights=False, home_weights=False)
+    yield "short rows combine, as words", combine.ep_fused_combine_kernel, spec, {}
+
+
 def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
-    """Dispatch (of rows as they come, the same over an earlier routing, then of quantised ones) and combine of one
+    """Dispatch (of rows as they come, the same over an earlier routing, then of quantised ones, and where
+    tokens are few with messages as words) and combine of one
     configuration."""
     device = torch.device("cuda")
     config = moelink.EPConfig(**entry.fields, **ranks, rank=0)
@@ -95,6 +130,11 @@ def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
         if not quantized:
             cached = dataclasses.replace(spec, CACHED=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"{prefix}{entry.name} dispatch, cached", dispatch.ep_fused_dispatch_kernel, cached, pointers
+        with mock.patch.object(workspaces, "TAGGED_MESSAGE_BYTES", 1 << 19):
+            tokens = Workspace(config).tagged_messages
+        if tokens:
+            words = dataclasses.replace(spec, TAGGED=tokens, O_TAGGED=128)
+            yield f"{name}, as words", dispatch.ep_fused_dispatch_kernel, words, pointers
     row, home = entry.weights == "dispatch", entry.weights == "combine"
     spec = combine_spec(
         workspace, device, row_weights=row, home_weights=home, shared=row,
@@ -105,19 +145,26 @@ def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
     yield f"{prefix}{entry.name} combine", combine.ep_fused_combine_kernel, spec, pointers
 
 
-def main() -> int:
-    """Lower all of them."""
+def main(part: int = 0, parts: int = 1) -> int:
+    """Lower every ``parts``-th of them from ``part``."""
     failed = 0
-    for name, kernel, spec, pointers in forms():
+    for name, kernel, spec, pointers in itertools.islice(forms(), part, None, parts):
         try:
-            lower(kernel, spec, pointers)
+            module = lower(kernel, spec, pointers).module
+            wrong = []
+            if name.endswith("as words"):
+                text = str(module)  # which takes longer than the rest
+                wrong = narrow_looks(text, spec.THREADS.value)
+                if not narrow_looks(text, 1 << 62):
+                    wrong = ["no words are looked at"]
         except Exception as error:  # noqa: BLE001 - the compiler raises many kinds
             failed += 1
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
         else:
-            print(f"{name}: fine", flush=True)
+            failed += bool(wrong)
+            print(f"{name}: {wrong[0] if wrong else 'fine'}", flush=True)
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,23 +1,35 @@
 """Triton kernels of the symmetric transport: one protocol step a file, the same source compiled and interpreted.
 
-===========  ============================================================================================
-signals      publish, wait, give up: the memory order of every signal
-routes       who owns an expert; what the tokens before a given one need
-numeric      rounding
-send         dispatch, sender role: count, quantise, one message per (token, destination rank)
-receive      dispatch, receiver role: wait, place rows
-plan         ... where they go
-padding      ... and the zeros behind each group
-dispatch     the two roles as one launch or two
-send_back    combine, expert role: ``send_tokens_back``
-reduce       combine, home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
-combine      the two roles as one launch or two
-spec         what is fixed when a kernel is compiled
-cache_keys   so that every process finds what another one has compiled
-activation   SiLU and quantise between the two grouped matmuls
-epilogues    Triton halves of the ready epilogues
-contract     the launchers over caller-owned buffers, under the contract's names; exported here
-===========  ============================================================================================
+======================  =================================================================================
+dispatch                the two roles of dispatch as one launch or two
+send                    its sender role: which program does what; send_again: over an earlier call's routing
+routes, counts          who owns an expert, what comes before a token; the program that tells how much comes
+send_one, send_run      a program that sends one token, or a run of them, whose counts tallies shares
+message, payload        a message: its place, what is small in it, its row
+receive                 its receiver role: wait, place rows
+plan                    where rows go, from the counts of all sources
+place, place_words      messages to their rows: those with flags, those of words
+padding                 the zeros behind each group
+combine                 the two roles of combine as one launch or two
+send_back               its expert role: ``send_tokens_back``
+reduce, finish          its home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``; the last steps
+======================  =================================================================================
+
+What they are built of:
+
+======================  =================================================================================
+signals                 publish, wait, give up: the memory order of every signal
+tagged, small_calls     words that are their own signal; which calls travel in them, and where they lie
+tagged_messages         dispatch's messages in such words; tagged_rows: combine's sums
+drained                 when what lies in a peer's block may be overwritten
+network, swallow        ranks of other nodes; what a rank that refused a call waits for there
+numeric                 rounding
+spec, combine_spec      what is fixed when a kernel is compiled
+cut                     how a launch is cut into programs
+cache_keys              so that every process finds what another one has compiled
+activation, epilogues   SiLU and quantise between the two grouped matmuls; Triton halves of ready epilogues
+contract                the launchers over caller-owned buffers, under the contract's names; exported here
+======================  =================================================================================
 
 Importing this package does not import triton; its modules do, and so does taking one of the contract's names from it.
 """

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moelink.kernels.spec import TRITON_DTYPES, CommonSpec, common, far_offset
+from moelink.kernels.spec import TRITON_DTYPES, CommonSpec, common, far_offset, threads_of
 from moelink.protocol import COMBINE_BLOCK, OPTIONS_BY_ROW, OPTIONS_SUMS
 from moelink.workspace import Workspace
 
@@ -93,12 +93,14 @@ def combine_spec(
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     most_tagged = workspace.tagged_tokens if tagged else 0
+    # A block of words has an element for each thread, at least (``kernels.signals``).
+    least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_tagged else 1
     # Staged by message there is one row for each token.
     copies = 1 if workspace.far_ranks and cfg.pre_reduce else regions["rows"].shape[0]
     return CombineSpec(
         **common(workspace, device), H=cfg.hidden_size, PARTS=workspace.combine_parts,
         PP=triton.next_power_of_2(workspace.combine_parts),
-        BLOCK=min(triton.next_power_of_2(cfg.hidden_size), COMBINE_BLOCK),
+        BLOCK=min(max(triton.next_power_of_2(cfg.hidden_size), least), COMBINE_BLOCK),
         SUMS=sums, REDUCE=reduce, OPTIONS=OPTIONS_SUMS if sums else OPTIONS_BY_ROW, ROW_WEIGHTS=by_row,
         HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         COPIES=copies, ADD_SHARED=shared, SLOTS=1 if rank_layout else cfg.topk, DTYPE=dtype,

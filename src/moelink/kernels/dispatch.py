@@ -12,7 +12,7 @@ A dispatch over the routing of an earlier one (``S.CACHED``) is the same launche
 
 Why the next call cannot overtake: a sender's first store of call n + 1 comes after every destination has told that it
 drained call n, which it does in its next launch, so after all programs of its receiver had read call n
-(``kernels.drained``). Why it needs no host: call numbers are counted in device memory by the last program of each role,
+(``kernels.drained``). Why it needs no host: call numbers are counted in device memory by the programs of each role,
 and a launch's arguments hold nothing that changes between two replays of a graph.
 """
 

@@ -31,48 +31,59 @@ def load_piece(x, token, piece, end, S: tl.constexpr):
 
 
 @triton.jit
-def _place(places, d):
+def in_format(row, input_scale, S: tl.constexpr):
+    """A piece, as :func:`load_piece` gives it, in the message's format, flat; and the scales of its groups, as integers
+    of their size (whatever comes ready, or has none: the piece again)."""
+    if S.SOURCE == 2:
+        factor = tl.load(input_scale) if S.INPUT_SCALE else 1.0
+        payload, scale = S.ENCODE_FN(row.to(tl.float32), factor, S.NATIVE)
+        return tl.reshape(payload, (S.GB * S.PB,)), scale.to(S.SCALE, bitcast=True)
+    elif S.SOURCE == 1:
+        rounded = round_to(row.to(tl.float64 if S.DTYPE == tl.float64 else tl.float32), S.DTYPE, S.NATIVE)
+        return rounded, rounded
+    else:
+        return row, row
+
+
+@triton.jit
+def place_at(places, d):
     """Element d of ``places`` [WP], as a scalar."""
     return tl.sum(tl.where(tl.arange(0, places.shape[0]) == d, places, 0), 0)
 
 
 @triton.jit
-def _store_ready_scales(scales, token, places, S: tl.constexpr):
-    """Scales of a row that came quantised."""
+def ready_scales(scales, token, S: tl.constexpr):
+    """Scales [SWP] of a row that came quantised."""
     c = tl.arange(0, S.SWP)
-    ready = scales.to(S.SCALE_P, bitcast=True) + tl.cast(token, tl.int64) * S.SW
-    mine = tl.load(ready + c, mask=c < S.SW, other=0)
-    for d in tl.static_range(S.W):
-        place = _place(places, d)
-        tl.store((place + S.M_SCALES).to(S.SCALE_P) + c, mine, mask=only(place != 0, c < S.SW))
+    return tl.load(scales.to(S.SCALE_P, bitcast=True) + tl.cast(token, tl.int64) * S.SW + c, mask=c < S.SW, other=0)
 
 
 @triton.jit
 def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr):
     """Piece ``piece`` of row ``token`` to the messages at ``places`` [WP] (int64 addresses, 0 where it does not go)."""
+    payload, scale = in_format(row, input_scale, S)
     if S.SOURCE == 2:
-        factor = tl.load(input_scale) if S.INPUT_SCALE else 1.0
-        payload, scale = S.ENCODE_FN(row.to(tl.float32), factor, S.NATIVE)
-        payload = tl.reshape(payload, (S.GB * S.PB,))
-        scale = scale.to(S.SCALE, bitcast=True)
         g = piece * S.GB + tl.arange(0, S.GB)
         b = piece * (S.GB * S.PB) + tl.arange(0, S.GB * S.PB)
         for d in tl.static_range(S.W):
-            place = _place(places, d)
+            place = place_at(places, d)
             goes = place != 0
             tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < S.NG * S.PB))
             tl.store((place + S.M_SCALES).to(S.SCALE_P) + g, scale, mask=only(goes, g < S.NG))
     elif S.SOURCE == 1:
         c = piece * S.BLOCK + tl.arange(0, S.BLOCK)
-        rounded = round_to(row.to(tl.float64 if S.DTYPE == tl.float64 else tl.float32), S.DTYPE, S.NATIVE)
         for d in tl.static_range(S.W):
-            place = _place(places, d)
-            tl.store(tl.multiple_of(place.to(S.DTYPE_P), 16) + c, rounded, mask=only(place != 0, c < S.H))
+            place = place_at(places, d)
+            tl.store(tl.multiple_of(place.to(S.DTYPE_P), 16) + c, payload, mask=only(place != 0, c < S.H))
     else:
         c = piece * S.BLOCK + tl.arange(0, S.BLOCK)
         for d in tl.static_range(S.W):
-            place = _place(places, d)
-            tl.store(tl.multiple_of(place.to(S.WORD_P), 16) + c, row, mask=only(place != 0, c < S.NWORDS))
+            place = place_at(places, d)
+            tl.store(tl.multiple_of(place.to(S.WORD_P), 16) + c, payload, mask=only(place != 0, c < S.NWORDS))
         if S.SW > 0:
             if piece == 0:
-                _store_ready_scales(scales, token, places, S)
+                ready = ready_scales(scales, token, S)
+                g = tl.arange(0, S.SWP)
+                for d in tl.static_range(S.W):
+                    place = place_at(places, d)
+                    tl.store((place + S.M_SCALES).to(S.SCALE_P) + g, ready, mask=only(place != 0, g < S.SW))

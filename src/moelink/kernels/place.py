@@ -41,7 +41,7 @@ def _load_words(mine, at, block, S: tl.constexpr):
 
 @triton.jit
 def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
-    """Rows noted at ``places`` [GATHER, RP], which of them are within ``capacity``, and for tiles of scales how far
+    """Rows noted at ``places`` [N, RP], which of them are within ``capacity``, and for tiles of scales how far
     they are into their group and the group's first block.
 
     The group is the last one that starts at or before the row. What was never noted (a peer's nonsense, in the earlier
@@ -55,11 +55,110 @@ def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
     block = row
     if S.SCALES == 2:
         group = tl.sum((starts[None, None, :] <= row[:, :, None]).to(tl.int32), 2) - 1
-        group = tl.reshape(tl.maximum(group, 0), (S.GATHER * S.RP,))
+        group = tl.reshape(tl.maximum(group, 0), (places.shape[0] * S.RP,))
         inner = row - tl.reshape(tl.gather(starts, group, 0), row.shape)
         block = tl.reshape(tl.gather(bases, group, 0), row.shape)
         keep = keep & (inner >= 0) & (inner < tl.reshape(tl.gather(sizes, group, 0), row.shape))
     return row, keep, inner, block
+
+
+@triton.jit
+def place_headers(
+    control, source, at, valid, token, local, position, w, base, sizes, starts, bases, src_info, weights_out,
+    topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity,
+    S: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of messages go that are numbered ``at`` [N], those that are ``valid``; what is small in them goes
+    there, and is noted for combine.
+
+    ``token`` [N]; ``local``, ``w`` [N, KP or RP] and ``position`` [N, RP] are local ids (-1: none), router weights and
+    positions as they came. ``base``, ``sizes``: as in :func:`place_group`. Returns the rows [N, RP], -1 for none, and
+    for tiles of scales how far each is into its group and the group's first block.
+    """
+    label = rank if S.ALLREDUCE else source
+    q = tl.arange(0, S.RP)
+    every = valid[:, None] & (q >= 0)[None, :]
+    if S.CACHED:
+        strange = token != tl.load(message_token + at, mask=valid, other=0)
+    else:
+        strange = (token < 0) | (token >= S.T)
+    shape: tl.constexpr = (valid.shape[0], S.RP)
+    if S.RANK_LAYOUT:
+        k = tl.arange(0, S.KP)
+        if S.CACHED:
+            start = tl.load(rows_of_message + at, mask=valid & (strange == 0), other=_ABSENT)
+            fits = (start >= 0) & (start < capacity)
+            row = start[:, None] + q[None, :]
+            keep = every & fits[:, None]
+        else:
+            start = base + at - source * S.T
+            row = start[:, None] + q[None, :]
+            keep = every & (row < capacity)
+            tl.store(rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
+        info = src_info + row * 3
+        tl.store(info + 2, tl.zeros(shape, tl.int32) - 1, mask=keep)
+        named = valid[:, None] & (k < S.K)[None, :]
+        known = (local >= -1) & (local < num_local)
+        note_malformed(control, source, named & (strange[:, None] | (known == 0)))
+        local = tl.where(known, local, -1)
+        here = named & (fits if S.CACHED else start < capacity)[:, None]
+        cell = start.to(tl.int64)[:, None] * S.K + k[None, :]
+        tl.store(topk_ids_out + cell, local, mask=here)
+        if S.WEIGHTS:
+            tl.store(weights_out + cell, tl.where(local >= 0, w, 0.0), mask=here)
+        inner = row
+        block = row
+    else:
+        mask = valid[:, None] & (q < S.K)[None, :]
+        if S.CACHED:
+            note_malformed(control, source, valid & strange)
+            valid = valid & (strange == 0)
+            row, keep, inner, block = _noted_rows(
+                rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :], mask & valid[:, None], sizes, starts,
+                bases, capacity, S,
+            )  # fmt: skip
+        else:
+            named = (local >= 0) & (local < num_local)
+            e = tl.reshape(tl.where(named, local, 0), (valid.shape[0] * S.RP,))
+            row = tl.reshape(tl.gather(base, e, 0), shape) + position
+            placed = named & (position >= 0) & (position < tl.reshape(tl.gather(sizes, e, 0), shape))
+            known = placed | (local == -1)
+            note_malformed(control, source, mask & (strange[:, None] | (known == 0)))
+            keep = placed & (row < capacity)
+            tl.store(
+                rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :],
+                tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)), mask=mask,
+            )  # fmt: skip
+            inner = row - tl.reshape(tl.gather(starts, e, 0), shape)
+            block = tl.reshape(tl.gather(bases, e, 0), shape)
+        if S.SHARED:
+            own = valid & (token >= shared_begin) & (token < shared_end)
+            own = own[:, None] & (q == S.K)[None, :] & (tl.zeros(shape, tl.int32) + source == me)
+            number_own = tl.broadcast_to((token - shared_begin)[:, None], shape)
+            row = tl.where(own, number_own, row)
+            keep = keep | (own & (row < capacity))
+            inner = tl.where(own, row, inner)
+            block = tl.where(own, 0, block)
+        info = src_info + row * 3
+        tl.store(info + 2, tl.broadcast_to(tl.where(q < S.K, q, -1)[None, :], shape), mask=keep)
+        if S.WEIGHTS:
+            tl.store(weights_out + row, w, mask=keep)
+    tl.store(info, tl.zeros(shape, tl.int32) + label, mask=keep)
+    tl.store(info + 1, tl.broadcast_to(token[:, None], shape), mask=keep)
+    if not S.CACHED:
+        tl.store(message_token + at, token, mask=valid)
+    return tl.where(keep, row, -1), inner, block
+
+
+@triton.jit
+def store_rows(words, c, places, tokens_out, S: tl.constexpr):
+    """Words ``c`` of a row, which are ``words``, to the rows ``places`` [RP], -1 for none."""
+    present = (places >= 0).to(tl.int32)
+    nth = tl.cumsum(present, 0) - present
+    for n in range(0, tl.sum(present, 0)):  # of a message's rows few are here: its other experts are elsewhere
+        place = tl.max(tl.where((present > 0) & (nth == n), places, 0), 0)
+        to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
+        tl.store(to + c, words, mask=c < S.NWORDS)
 
 
 @triton.jit
@@ -84,85 +183,21 @@ def place_group(
         scales = load_scales(mine, _element(number, 0), S)
     message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
     token = tl.load((message + S.M_TOKEN).to(I32), mask=valid, other=0)
-    label = rank if S.ALLREDUCE else source
-    q = tl.arange(0, S.RP)
-    every = valid[:, None] & (q >= 0)[None, :]
-    if S.CACHED:
-        strange = token != tl.load(message_token + at, mask=valid, other=0)
-    else:
-        strange = (token < 0) | (token >= S.T)
-    shape: tl.constexpr = (S.GATHER, S.RP)
-    if S.RANK_LAYOUT:
-        k = tl.arange(0, S.KP)
-        if S.CACHED:
-            start = tl.load(rows_of_message + at, mask=valid & (strange == 0), other=_ABSENT)
-            fits = (start >= 0) & (start < capacity)
-            row = start[:, None] + q[None, :]
-            keep = every & fits[:, None]
-        else:
-            start = base + slot
-            row = start[:, None] + q[None, :]
-            keep = every & (row < capacity)
-            tl.store(rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
-        info = src_info + row * 3
-        tl.store(info + 2, tl.zeros(shape, tl.int32) - 1, mask=keep)
-        named = valid[:, None] & (k < S.K)[None, :]
-        local = tl.load((message + S.M_IDS).to(I32)[:, None] + k[None, :], mask=named, other=-1)
-        known = (local >= -1) & (local < num_local)
-        note_malformed(control, source, named & (strange[:, None] | (known == 0)))
-        local = tl.where(known, local, -1)
-        here = named & (fits if S.CACHED else start < capacity)[:, None]
-        cell = start.to(tl.int64)[:, None] * S.K + k[None, :]
-        tl.store(topk_ids_out + cell, local, mask=here)
-        if S.WEIGHTS:
-            w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + k[None, :], mask=named, other=0.0)
-            tl.store(weights_out + cell, tl.where(local >= 0, w, 0.0), mask=here)
-        inner = row
-        block = row
-    else:
-        mask = valid[:, None] & (q < S.K)[None, :]
-        if S.CACHED:
-            note_malformed(control, source, valid & strange)
-            valid = valid & (strange == 0)
-            row, keep, inner, block = _noted_rows(
-                rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :], mask & valid[:, None], sizes, starts,
-                bases, capacity, S,
-            )  # fmt: skip
-        else:
-            expert = tl.load((message + S.M_IDS).to(I32)[:, None] + q[None, :], mask=mask, other=-1)
-            position = tl.load((message + S.M_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask, other=0)
-            named = (expert >= 0) & (expert < num_local)
-            e = tl.reshape(tl.where(named, expert, 0), (S.GATHER * S.RP,))
-            row = tl.reshape(tl.gather(base, e, 0), shape) + position
-            placed = named & (position >= 0) & (position < tl.reshape(tl.gather(sizes, e, 0), shape))
-            known = placed | (expert == -1)
-            note_malformed(control, source, mask & (strange[:, None] | (known == 0)))
-            keep = placed & (row < capacity)
-            tl.store(
-                rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :],
-                tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)), mask=mask,
-            )  # fmt: skip
-            inner = row - tl.reshape(tl.gather(starts, e, 0), shape)
-            block = tl.reshape(tl.gather(bases, e, 0), shape)
-        if S.SHARED:
-            own = valid & (token >= shared_begin) & (token < shared_end)
-            own = own[:, None] & (q == S.K)[None, :] & (tl.zeros(shape, tl.int32) + source == me)
-            number_own = tl.broadcast_to((token - shared_begin)[:, None], shape)
-            row = tl.where(own, number_own, row)
-            keep = keep | (own & (row < capacity))
-            inner = tl.where(own, row, inner)
-            block = tl.where(own, 0, block)
-        info = src_info + row * 3
-        tl.store(info + 2, tl.broadcast_to(tl.where(q < S.K, q, -1)[None, :], shape), mask=keep)
-        if S.WEIGHTS:
-            w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + q[None, :], mask=mask, other=1.0)
-            tl.store(weights_out + row, w, mask=keep)
-    tl.store(info, tl.zeros(shape, tl.int32) + label, mask=keep)
-    tl.store(info + 1, tl.broadcast_to(token[:, None], shape), mask=keep)
-    if not S.CACHED:
-        tl.store(message_token + at, token, mask=valid)
-
-    to_rows = tl.where(keep, row, -1)
+    q = tl.arange(0, S.KP if S.RANK_LAYOUT else S.RP)
+    mask = valid[:, None] & (q < S.K)[None, :]
+    local = tl.zeros(mask.shape, tl.int32)
+    position = local
+    w = local
+    if S.RANK_LAYOUT or not S.CACHED:
+        local = tl.load((message + S.M_IDS).to(I32)[:, None] + q[None, :], mask=mask, other=-1)
+    if not (S.RANK_LAYOUT or S.CACHED):
+        position = tl.load((message + S.M_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask, other=0)
+    if S.WEIGHTS:  # the fused shared expert's row counts whole
+        w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + q[None, :], mask=mask, other=1.0)
+    to_rows, inner, block = place_headers(
+        control, source, at, valid, token, local, position, w, base, sizes, starts, bases, src_info, weights_out,
+        topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, S,
+    )  # fmt: skip
     blocks: tl.constexpr = (S.NWORDS + S.BLOCK - 1) // S.BLOCK
     for j in tl.static_range(S.GATHER * blocks):
         following = words
@@ -174,12 +209,7 @@ def place_group(
                 following_scales = load_scales(mine, behind, S)
         c = j % blocks * S.BLOCK + tl.arange(0, S.BLOCK)
         places = _row(to_rows, j // blocks)
-        present = (places >= 0).to(tl.int32)
-        nth = tl.cumsum(present, 0) - present
-        for n in range(0, tl.sum(present, 0)):  # of a message's rows few are here: its other experts are elsewhere
-            place = tl.max(tl.where((present > 0) & (nth == n), places, 0), 0)
-            to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
-            tl.store(to + c, words, mask=c < S.NWORDS)
+        store_rows(words, c, places, tokens_out, S)
         if S.SW > 0 and j % blocks == 0:
             store_scales(
                 scales, places, _row(inner, j // blocks), _row(block, j // blocks), scales_out, scale_rows, S

@@ -40,8 +40,9 @@ from moelink.kernels.signals import (
     settle,
     wait_all,
 )
+from moelink.kernels.small_calls import clear_old_words, is_small
 from moelink.kernels.swallow import swallow_rows, wait_for_choices
-from moelink.kernels.tagged_rows import clear_old_words, is_small, is_tagged, stand_in, sum_words
+from moelink.kernels.tagged_rows import is_tagged, stand_in, sum_words
 from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, COMBINE_REFUSED, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)

@@ -28,7 +28,8 @@ from moelink.kernels.drained import glance, tell_drained, wait_until_drained
 from moelink.kernels.network import direct_or_staged, is_near, near_only, put, staged_at
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.signals import I64, U8, calls_made, count_arrival, fence, own_block, publish
-from moelink.kernels.tagged_rows import is_tagged, store_words, words_at
+from moelink.kernels.small_calls import words_at
+from moelink.kernels.tagged_rows import is_tagged, store_words
 from moelink.protocol import COMBINE_BYTES, COMBINE_REFUSED, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)

@@ -14,7 +14,9 @@ wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the 
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
 look           a volatile load, which no cache answers: for words whose value is all there is to know
                (``kernels.tagged``), or after which there are only stores (``kernels.drained``). Every warp may load
-               for itself, at another moment, so what a program does after a look all of them must ``agree`` on
+               for itself, at another moment, so what a program does after a look all of them must ``agree`` on.
+               Who uses *what* a look saw looks at blocks of S.THREADS elements or more: of a smaller one warps hold
+               copies, and Triton may load it twice, and of these copies only some are looked at
 arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
                what the others did happens before its own signals (a release is cumulative, and these programs share
                a device)
@@ -42,6 +44,7 @@ from moelink.protocol import (
     FENCE,
     MALFORMED,
     MALFORMED_RANKS,
+    MOST_THREADS,
     POISON_WORDS,
 )
 
@@ -56,6 +59,7 @@ _CALL = tl.constexpr(1 << CALL_SHIFT)
 _FENCE = tl.constexpr(FENCE)
 _MALFORMED = tl.constexpr(MALFORMED)
 _MALFORMED_RANKS = tl.constexpr(MALFORMED_RANKS)
+_THREADS = tl.constexpr(MOST_THREADS)
 _FAR = tl.constexpr(2**62)
 
 
@@ -85,7 +89,7 @@ def agree(value):
     A scalar is each thread's own. Where warps have loaded a word that a peer changes, one may go where another does
     not, and a barrier there would wait for ever. An atomic's result needs no agreement: it is made once for all.
     """
-    return tl.min(tl.zeros([256], tl.int32) + value, 0)  # no launch has more threads
+    return tl.min(tl.zeros([_THREADS], tl.int32) + value, 0)
 
 
 @triton.jit

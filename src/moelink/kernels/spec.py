@@ -21,7 +21,7 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
-from moelink.protocol import FEW_TOKENS, MAX_SENDERS
+from moelink.protocol import FEW_TOKENS, MAX_SENDERS, MOST_THREADS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -62,6 +62,11 @@ def clock_of(device: torch.device) -> Any:
     return "gcn" if torch.version.hip else "ptx"
 
 
+def threads_of(device: torch.device) -> int:
+    """Most threads of a program on ``device``; 1 on a CPU."""
+    return 1 if device.type == "cpu" else MOST_THREADS if torch.version.hip else MOST_THREADS // 2
+
+
 def clock_ticks(seconds: float, device: torch.device) -> int:
     """Ticks of that clock in ``seconds``."""
     return int(seconds * (1e8 if device.type != "cpu" and torch.version.hip else 1e9))
@@ -80,6 +85,7 @@ class CommonSpec:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
         PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
         TB, TC: tokens that a program counts at a time if there are no more, and otherwise.
+        THREADS: most threads of a program; 1 where it is interpreted.
         NODE: ranks of a node; NET: who carries to others (``kernels.network``), "" when there are none.
     """
 
@@ -100,6 +106,7 @@ class CommonSpec:
     SHARED: int
     RANK_LAYOUT: bool
     NATIVE: bool
+    THREADS: int
     CLOCK: Any
     O_POISON: int
     O_POISONS: int
@@ -147,8 +154,8 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         TC=max(1, (1024 if cfg.max_tokens_per_rank <= FEW_TOKENS else 4096 // power(ranks)) // power(cfg.topk))
         if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
-        NATIVE=has_native_casts(device), CLOCK=clock_of(device), O_POISON=regions["poison"].offset,
-        O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
+        NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
+        O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
         O_DRAINED=regions["drained"].offset, NODE=workspace.node_size,
         NET="" if workspace.far_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
         O_IDLE=far_offset(workspace, "idle"),
@@ -177,6 +184,7 @@ class DispatchSpec(CommonSpec):
         BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
             tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
             CW, CP: words of a source's counts, and the next power of two.
+        TAGGED: most tokens of a rank whose messages travel as tagged words, TW to a message; 0: they never do.
     """
 
     SOURCE: int
@@ -225,6 +233,9 @@ class DispatchSpec(CommonSpec):
     O_COUNTS: int
     O_FIRSTS: int
     O_MESSAGES: int
+    TAGGED: int
+    TW: int
+    O_TAGGED: int
     O_COUNTS_FLAG: int
     O_FIRSTS_FLAG: int
     O_STAGED_COUNTS: int
@@ -248,10 +259,11 @@ def dispatch_spec(
     weights: bool,
     input_scale: bool = False,
     cached: bool = False,
+    tagged: bool = True,
     max_block: int = 4096,
 ) -> DispatchSpec:
     """The spec of a dispatch of rows of ``input_dtype`` (``quantized``: of the format itself, scales beside them);
-    ``cached``: over the routing of an earlier one."""
+    ``cached``: over the routing of an earlier one; ``tagged``: small calls send tagged words, alike on all ranks."""
     cfg, regions, message = workspace.config, workspace.regions, workspace.message
     fmt, hidden, power = cfg.format, cfg.hidden_size, triton.next_power_of_2
     source = _source(fmt, input_dtype, quantized)
@@ -271,6 +283,7 @@ def dispatch_spec(
     # Few tokens are a program's only one; many come in numbers that hide the latency of one another.
     few = cfg.max_tokens_per_rank <= FEW_TOKENS
     batch, gather = (2, 2) if device.type == "cpu" else (1, 1) if few else (4, 4)
+    most_tagged = workspace.tagged_messages if tagged else 0
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -298,6 +311,8 @@ def dispatch_spec(
         O_MESSAGE_FLAG=regions["message_flag"].offset,
         O_COUNTS=regions["counts"].offset,
         O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
+        TAGGED=most_tagged, TW=workspace.message_bytes // 4,
+        O_TAGGED=regions["tagged_messages"].offset if most_tagged else 0,
         O_COUNTS_FLAG=far_offset(workspace, "counts_flag"), O_FIRSTS_FLAG=far_offset(workspace, "firsts_flag"),
         O_STAGED_COUNTS=far_offset(workspace, "staged_counts"), O_STAGED_FIRSTS=far_offset(workspace, "staged_firsts"),
         O_STAGED_MESSAGES=far_offset(workspace, "staged_messages"),

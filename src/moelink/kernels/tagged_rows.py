@@ -1,21 +1,10 @@
-"""Combine: rows of a small call as words that are their own signal (``kernels.tagged``).
+"""Combine: sums of a small call go home as words that are their own signal (``kernels.small_calls``).
 
-A row that travels with a flag costs a fence between the two: the sender waits until the row has arrived before it may
-say so, a round trip between two GPUs. With few tokens that is most of a call. So a call whose rows are few bytes sends
-each 4 bytes of a row in a word of 8 that also holds the call: whoever finds the call in a word has what was stored with
-it. Twice the bytes, and no order between any two words matters.
+Expert rank r stores row (r, token) of ``tagged_rows`` at home; home waits for every word of the ranks that its token
+went to. Home had ``num_tokens`` tokens, which dispatch told the expert's rank, and :func:`is_tagged` says which form
+the call has; without sums it always has the other one.
 
-Who writes: expert rank r stores row (r, token) of ``tagged_rows`` at home, and nobody else ever does. So a word of an
-earlier call, even one that was refused, is there before that of a later one. Who waits: home, for every word of the
-ranks that its token went to. Why the next call cannot overtake: a rank stores only once home has drained the call
-before (``kernels.drained``). How both sides know which form a call has: home had ``num_tokens`` tokens, which dispatch
-told the expert's rank, and :func:`is_tagged` says it; without sums a call always has the other form.
-
-A word may be left alone for any number of calls, and holds 31 bits of the call. So every 2**30th call has the other
-form at all ranks, and clears what is older (:func:`clear_old_words`): no word ever seems to be of a call that it is not
-of.
-
-Example: call 5 and bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000): the word 0x00000005_40003f80.
+Example: a bf16 row of 6 columns in a call of 2 tokens is 3 words, which hold columns 0 and 1, 2 and 3, 4 and 5.
 """
 
 import triton
@@ -23,15 +12,8 @@ import triton.language as tl
 
 from moelink.kernels.numeric import only
 from moelink.kernels.signals import I64, agree, clock, patience
-from moelink.kernels.tagged import tagged
-
-_OLD = tl.constexpr(2**30 - 1)
-
-
-@triton.jit
-def is_small(num_tokens, call, S: tl.constexpr):
-    """Whether sums, if a rank sends any, go as tagged words to a home of so many tokens in call ``call``."""
-    return (num_tokens <= S.TAGGED) & (num_tokens > 0) & ((call & _OLD) != 0)
+from moelink.kernels.small_calls import is_small, words_at
+from moelink.kernels.tagged import tagged, words_of
 
 
 @triton.jit
@@ -41,31 +23,6 @@ def is_tagged(num_tokens, call, S: tl.constexpr):
         return is_small(num_tokens, call, S)
     else:
         return num_tokens < 0
-
-
-@triton.jit
-def clear_old_words(mine, call, program, num_programs, S: tl.constexpr):
-    """Every 2**30th call: the programs of the home role set all words to zero, which no call has.
-
-    Nobody stores words of this call. One of the call before may still arrive if that was refused; it is not old.
-    """
-    if (call & _OLD) == 0:
-        i = tl.arange(0, S.BLOCK)
-        words = words_at(mine, 0, 0, S)
-        count = S.W * S.TAGGED * S.TW
-        for c0 in range(program * S.BLOCK, count, num_programs * S.BLOCK):
-            tl.store(words + c0 + i, tl.zeros([S.BLOCK], tl.int64), mask=c0 + i < count)
-
-
-@triton.jit
-def words_of(row, call, S: tl.constexpr):
-    """Words of columns ``row`` [N], of a dtype of 2 bytes ([N / 2] words) or of 4."""
-    if S.DTYPE.primitive_bitwidth == 16:
-        pairs = tl.reshape(row.to(tl.int16, bitcast=True), (row.shape[0] // 2, 2))
-        low, high = tl.split(pairs)
-        return tagged(call, (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16))
-    else:
-        return tagged(call, row.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -82,13 +39,6 @@ def columns_of(words, S: tl.constexpr):
 
 
 @triton.jit
-def words_at(block, rank, token, S: tl.constexpr):
-    """Address of the words of row (``rank``, ``token``) in the block at address ``block``."""
-    row = block + S.O_TAGGED + tl.cast(rank * S.TAGGED + token, tl.int64) * (S.TW * 8)
-    return tl.multiple_of(row.to(I64), 16)
-
-
-@triton.jit
 def word_numbers(first, S: tl.constexpr):
     """Numbers of the words that hold columns [first, first + BLOCK) of a row."""
     each: tl.constexpr = 32 // S.DTYPE.primitive_bitwidth
@@ -99,7 +49,7 @@ def word_numbers(first, S: tl.constexpr):
 def store_words(row, words, first, valid, call, S: tl.constexpr):
     """Columns ``row`` [BLOCK] of a row from column ``first`` to the row whose words are at ``words``."""
     n = word_numbers(first, S)
-    tl.store(words + n, words_of(row, call, S), mask=only(valid, n < S.H * S.DTYPE.primitive_bitwidth // 32))
+    tl.store(words + n, words_of(row, call), mask=only(valid, n < S.H * S.DTYPE.primitive_bitwidth // 32))
 
 
 @triton.jit
