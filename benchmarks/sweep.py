@@ -2,31 +2,42 @@
 
     torchrun --nproc-per-node 4 benchmarks/sweep.py --tokens 512 4096 --format bf16 -- 80,316,8,80 132,264,8,80
 
+    torchrun --nproc-per-node 2 benchmarks/sweep.py --tokens 1 8 32 --most 128 --words 0 524288 --format fp8_block128 \
+        -- 132,133,8,80
+
 Event time per call in microseconds over replays of a graph of 20 calls, median of the slowest rank, for each setting
 and number of tokens; ``--out`` writes a document with the head of all results here. ``moelink bench`` measures what
 users get; this looks for it. Communicators for all numbers of tokens are of ``--most`` tokens: one compiled kernel.
+``--words`` are values of ``protocol.TAGGED_MESSAGE_BYTES``, each of which is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import moelink
+from moelink import workspace
 from moelink.bench import Settings, provenance
 from moelink.bench.stats import slowest_rank
 from moelink.bench.timing import CudaClock, capture
 from moelink.bench.together import everyone
 from moelink.kernels.cut import Launch
+from moelink.kernels.spec import dispatch_spec
+from moelink.protocol import TAGGED_MESSAGE_BYTES
 from moelink.transports.symmetric import combining, dispatching
 
 SETTINGS = Settings(samples=10)
@@ -36,10 +47,33 @@ METHOD = (
 )
 
 
-def setting(text: str) -> Launch:
-    """``senders,receivers,warps,registers``; 0 registers for no limit."""
-    send, receive, warps, registers = map(int, text.split(","))
-    return Launch(send, receive, num_warps=warps, maxnreg=registers or None)
+@dataclass(frozen=True)
+class Setting:
+    """A launch, and how much of a row a program of dispatch moves at a time (``dispatch_spec``'s ``max_block``)."""
+
+    launch: Launch
+    block: int
+
+
+def setting(text: str) -> Setting:
+    """``senders,receivers,warps,registers`` and, if it is not 4096, ``,block``; 0 registers for no limit."""
+    send, receive, warps, registers, *block = map(int, text.split(","))
+    return Setting(Launch(send, receive, num_warps=warps, maxnreg=registers or None), *block or [4096])
+
+
+@contextmanager
+def in_force(chosen: Setting, words: int) -> Iterator[None]:
+    """Communicators that are made here have these settings."""
+    spec = functools.partial(dispatching.dispatch_spec, max_block=chosen.block)
+    with (
+        mock.patch.object(dispatching, "dispatch_launch", return_value=chosen.launch),
+        mock.patch.object(combining, "combine_launch", return_value=chosen.launch),
+        mock.patch.object(dispatching, "dispatch_spec", spec),
+        mock.patch.object(workspace, "TAGGED_MESSAGE_BYTES", words),
+    ):
+        dispatch_spec.cache_clear()
+        yield
+    dispatch_spec.cache_clear()
 
 
 def microseconds(call: Callable[[int], Any], clock: CudaClock) -> float:
@@ -80,7 +114,11 @@ def measure(args: Any, tokens: int, data: list[tuple[torch.Tensor, ...]], clock:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="+", type=setting, help="senders,receivers,warps,registers")
+    parser.add_argument("settings", nargs="+", type=setting, help="senders,receivers,warps,registers[,block]")
+    parser.add_argument(
+        "--words", type=int, nargs="+", default=[TAGGED_MESSAGE_BYTES],
+        help="most bytes of messages to peers that travel as words that carry the call; several are compared",
+    )  # fmt: skip
     parser.add_argument("--phase", choices=("dispatch", "combine"), default="dispatch")
     parser.add_argument("--format", default="bf16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
@@ -98,11 +136,13 @@ def main() -> None:
     rows = []
     for tokens in args.tokens:
         data = [inputs(rank, copy, tokens, args, device) for copy in range(2 if tokens > 512 else SETTINGS.calls)]
-        for launch in args.settings:
-            dispatching.dispatch_launch = lambda *a, launch=launch, **k: launch  # type: ignore[misc,assignment]
-            combining.combine_launch = lambda *a, launch=launch: launch  # type: ignore[misc,assignment]
-            took = measure(args, tokens, data, clock)
-            rows.append({"phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(launch)})
+        for chosen, words in itertools.product(args.settings, args.words):
+            with in_force(chosen, words):
+                took = measure(args, tokens, data, clock)
+            rows.append({
+                "phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(chosen.launch),
+                "block": chosen.block, "words": words,
+            })  # fmt: skip
             if rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
     if rank == 0 and args.out:
