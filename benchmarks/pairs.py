@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch.distributed as dist
 
 import moelink
 import sweep
-from moelink.bench import provenance
 from moelink.bench.timing import CudaClock
 
 COPIES_OF_ROWS = 4
@@ -75,14 +73,7 @@ def main() -> None:
         if rank == 0:
             print(json.dumps(rows[-1]), flush=True)
     if rank == 0 and args.out:
-        head = {
-            "schema_version": 1, "benchmark": "pairs",
-            "command": provenance.command_line("torchrun benchmarks/pairs.py", sys.argv[1:]),
-            **provenance.collect(args.commit), "devices": [torch.cuda.get_device_name(device)] * dist.get_world_size(),
-            "ranks": dist.get_world_size(), "method": sweep.METHOD, "hidden_size": args.hidden,
-            "num_experts": args.experts, "topk": args.topk,
-        }  # fmt: skip
-        args.out.write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
+        sweep.write(args, "pairs", "pairs.py", rows, device)
     dist.destroy_process_group()
 
 

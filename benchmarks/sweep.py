@@ -112,6 +112,20 @@ def measure(args: Any, tokens: int, data: list[tuple[torch.Tensor, ...]], clock:
         return took
 
 
+def write(
+    args: Any, benchmark: str, script: str, rows: list[dict[str, Any]], device: torch.device, **more: Any
+) -> None:
+    """Write ``rows`` to ``args.out`` behind the head of all results."""
+    head = {
+        "schema_version": 1, "benchmark": benchmark,
+        "command": provenance.command_line(f"torchrun benchmarks/{script}", sys.argv[1:]),
+        **provenance.collect(args.commit), "devices": [torch.cuda.get_device_name(device)] * dist.get_world_size(),
+        "ranks": dist.get_world_size(), "method": METHOD, **more, "hidden_size": args.hidden,
+        "num_experts": args.experts, "topk": args.topk,
+    }  # fmt: skip
+    args.out.write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", type=setting, help="senders,receivers,warps,registers[,block]")
@@ -146,14 +160,7 @@ def main() -> None:
             if rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
     if rank == 0 and args.out:
-        head = {
-            "schema_version": 1, "benchmark": "launch settings",
-            "command": provenance.command_line("torchrun benchmarks/sweep.py", sys.argv[1:]),
-            **provenance.collect(args.commit), "devices": [torch.cuda.get_device_name(device)] * dist.get_world_size(),
-            "ranks": dist.get_world_size(), "method": METHOD, "most_tokens": args.most, "hidden_size": args.hidden,
-            "num_experts": args.experts, "topk": args.topk,
-        }  # fmt: skip
-        args.out.write_text(json.dumps({**head, "rows": rows}, indent=2) + "\n")
+        write(args, "launch settings", "sweep.py", rows, device, most_tokens=args.most)
     dist.destroy_process_group()
 
 

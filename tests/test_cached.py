@@ -77,19 +77,8 @@ def assert_alike(config, got, expected):
             assert_bitwise_equal(a[name].contiguous(), b[name].contiguous())
 
 
-@pytest.fixture
-def poisoned():
-    """Outputs start as nonsense, so what a call does not write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_equals_a_dispatch_that_counts(fmt, poisoned):
+def test_equals_a_dispatch_that_counts(fmt, filled_memory):
     """Each format with every option, bit for bit; other rows and weights, and a routing that is itself a reuse."""
     for index, options in enumerate(OPTIONS):
         scenario = SCENARIOS[(index + FORMATS.index(fmt)) % len(SCENARIOS)]
@@ -119,7 +108,7 @@ def test_equals_a_dispatch_that_counts(fmt, poisoned):
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_nothing_is_counted(layout, poisoned):
+def test_nothing_is_counted(layout, filled_memory):
     """What counting would read, and what it would exchange, is nonsense; the rows are right."""
     setup = Setup("mxfp8", (("layout", layout),))
     case, ranks = Case(setup, "uniform", small=True), range(3)
@@ -144,7 +133,7 @@ def test_nothing_is_counted(layout, poisoned):
         assert_alike(setup.config(3, rank), got[rank], expected[rank])
 
 
-def test_what_is_noted_is_shared_and_not_written_again(poisoned):
+def test_what_is_noted_is_shared_and_not_written_again(filled_memory):
     case = Case(BF16, "uniform")
     transport = one_process(BF16.fields, 2)
     first = transport.dispatch(dispatch_requests(case, [0, 1])).wait()

@@ -61,17 +61,6 @@ def test_debug_mode_where_nothing_travels(monkeypatch):
     check_all([Case(Setup("bf16", (("mode", "allreduce"),)), "uniform", small=True)], 2)
 
 
-@pytest.fixture
-def filled_memory():
-    """What is not written shows: torch fills new tensors with NaN, or with the largest integer."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
 @pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "fp8_block128"])
 def test_padding_of_more_than_a_tile_is_zero(fmt, filled_memory):
     """A group of 1 to 5 rows is followed by up to 256 rows of padding; 128-row tiles of scales end behind those."""
