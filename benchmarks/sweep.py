@@ -2,20 +2,15 @@
 
     torchrun --nproc-per-node 4 benchmarks/sweep.py --tokens 512 4096 --format bf16 -- 80,316,8,80 132,264,8,80
 
-    torchrun --nproc-per-node 2 benchmarks/sweep.py --tokens 1 8 32 --most 128 --words 0 524288 --format fp8_block128 \
-        -- 132,133,8,80
-
 Event time per call in microseconds over replays of a graph of 20 calls, median of the slowest rank, for each setting
 and number of tokens; ``--out`` writes a document with the head of all results here. ``moelink bench`` measures what
 users get; this looks for it. Communicators for all numbers of tokens are of ``--most`` tokens: one compiled kernel.
-``--words`` are values of ``protocol.TAGGED_MESSAGE_BYTES``, each of which is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import sys
@@ -30,14 +25,12 @@ import torch
 import torch.distributed as dist
 
 import moelink
-from moelink import workspace
 from moelink.bench import Settings, provenance
 from moelink.bench.stats import slowest_rank
 from moelink.bench.timing import CudaClock, capture
 from moelink.bench.together import everyone
 from moelink.kernels.cut import Launch
 from moelink.kernels.spec import dispatch_spec
-from moelink.protocol import TAGGED_MESSAGE_BYTES
 from moelink.transports.symmetric import combining, dispatching
 
 SETTINGS = Settings(samples=10)
@@ -62,14 +55,13 @@ def setting(text: str) -> Setting:
 
 
 @contextmanager
-def in_force(chosen: Setting, words: int) -> Iterator[None]:
+def in_force(chosen: Setting) -> Iterator[None]:
     """Communicators that are made here have these settings."""
     spec = functools.partial(dispatching.dispatch_spec, max_block=chosen.block)
     with (
         mock.patch.object(dispatching, "dispatch_launch", return_value=chosen.launch),
         mock.patch.object(combining, "combine_launch", return_value=chosen.launch),
         mock.patch.object(dispatching, "dispatch_spec", spec),
-        mock.patch.object(workspace, "TAGGED_MESSAGE_BYTES", words),
     ):
         dispatch_spec.cache_clear()
         yield
@@ -129,10 +121,6 @@ def write(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", type=setting, help="senders,receivers,warps,registers[,block]")
-    parser.add_argument(
-        "--words", type=int, nargs="+", default=[TAGGED_MESSAGE_BYTES],
-        help="most bytes of messages to peers that travel as words that carry the call; several are compared",
-    )  # fmt: skip
     parser.add_argument("--phase", choices=("dispatch", "combine"), default="dispatch")
     parser.add_argument("--format", default="bf16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
@@ -150,12 +138,12 @@ def main() -> None:
     rows = []
     for tokens in args.tokens:
         data = [inputs(rank, copy, tokens, args, device) for copy in range(2 if tokens > 512 else SETTINGS.calls)]
-        for chosen, words in itertools.product(args.settings, args.words):
-            with in_force(chosen, words):
+        for chosen in args.settings:
+            with in_force(chosen):
                 took = measure(args, tokens, data, clock)
             rows.append({
                 "phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(chosen.launch),
-                "block": chosen.block, "words": words,
+                "block": chosen.block,
             })  # fmt: skip
             if rank == 0:
                 print(json.dumps(rows[-1]), flush=True)

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from triton._C.libtriton import ir
@@ -23,13 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
 import moelink
-import moelink.workspace as workspaces
 from aot import source_of
 from cases import FORMATS
 from matrix_configs import CONFIGS, Config
 from matrix_configs import Form as MatrixForm
 from moelink.kernels import combine, dispatch
-from moelink.kernels.combine_spec import combine_spec
+from moelink.kernels.combine_spec import CombineSpec, combine_spec
 from moelink.kernels.spec import dispatch_spec
 from moelink.workspace import Workspace
 
@@ -67,14 +65,13 @@ def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> Lowered:
 
 
 def narrow_looks(text: str, threads: int) -> list[str]:
-    """Volatile loads of fewer elements than a program has threads, in a kernel's ``text`` and in the functions that use
+    """Volatile loads of fewer elements than a program has threads, in a kernel's ``text`` and in the function that uses
     what they load: of these warps hold copies of their own (``kernels.signals``)."""
     found, function = [], ""
     for line in text.splitlines():
         named = re.search(r'tt\.func .*?@"?([\w.]+)', line)
         function = named.group(1) if named else function
-        users = ("tagged_messages.look", "tagged_messages.payload_words", "tagged_rows.sum_words")
-        if any(user in function for user in users) and "tt.load" in line and "isVolatile = true" in line:
+        if "tagged_rows.sum_words" in function and "tt.load" in line and "isVolatile = true" in line:
             shape = re.findall(r"tensor<([\dx]+)x!tt\.ptr", line)
             if not shape or math.prod(map(int, shape[0].split("x"))) < threads:
                 found.append(line.strip())
@@ -85,7 +82,7 @@ def forms() -> Iterator[Form]:
     """Every form of ranks in one node; each format once, and each layout and reduction, of ranks in two nodes."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
-    yield from short_rows()
+    yield short_rows()
     places = [config.form for config in CONFIGS if config.form.mode == "alltoall"]
     kinds = list(dict.fromkeys((form.layout, form.pre_reduce, form.fused_shared_expert) for form in places))
     for i, fmt in enumerate(FORMATS):
@@ -96,22 +93,15 @@ def forms() -> Iterator[Form]:
         yield from (of_entry[0], of_entry[1], of_entry[-1])
 
 
-def short_rows() -> Iterator[Form]:
-    """Rows of fewer words than a program has threads."""
-    device = torch.device("cuda")
-    with mock.patch.object(workspaces, "TAGGED_MESSAGE_BYTES", 1 << 19):
-        workspace = Workspace(
-            moelink.EPConfig(num_experts=8, topk=2, hidden_size=64, max_tokens_per_rank=4, world_size=WORLD, rank=0)
-        )
-        spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=False)
-    yield "short rows dispatch, as words", dispatch.ep_fused_dispatch_kernel, spec, {"x": "*u8"}
-    spec = combine_spec(workspace, device, row_weights=False, home_weights=False)
-    yield "short rows combine, as words", combine.ep_fused_combine_kernel, spec, {}
+def short_rows() -> Form:
+    """Combine of rows of fewer words than a program has threads."""
+    config = moelink.EPConfig(num_experts=8, topk=2, hidden_size=64, max_tokens_per_rank=4, world_size=WORLD, rank=0)
+    spec = combine_spec(Workspace(config), torch.device("cuda"), row_weights=False, home_weights=False)
+    return "short rows combine", combine.ep_fused_combine_kernel, spec, {}
 
 
 def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
-    """Dispatch (of rows as they come, the same over an earlier routing, then of quantised ones, and where
-    tokens are few with messages as words) and combine of one
+    """Dispatch (of rows as they come, the same over an earlier routing, then of quantised ones) and combine of one
     configuration."""
     device = torch.device("cuda")
     config = moelink.EPConfig(**entry.fields, **ranks, rank=0)
@@ -130,11 +120,6 @@ def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
         if not quantized:
             cached = dataclasses.replace(spec, CACHED=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"{prefix}{entry.name} dispatch, cached", dispatch.ep_fused_dispatch_kernel, cached, pointers
-        with mock.patch.object(workspaces, "TAGGED_MESSAGE_BYTES", 1 << 19):
-            tokens = Workspace(config).tagged_messages
-        if tokens:
-            words = dataclasses.replace(spec, TAGGED=tokens, O_TAGGED=128)
-            yield f"{name}, as words", dispatch.ep_fused_dispatch_kernel, words, pointers
     row, home = entry.weights == "dispatch", entry.weights == "combine"
     spec = combine_spec(
         workspace, device, row_weights=row, home_weights=home, shared=row,
@@ -152,7 +137,7 @@ def main(part: int = 0, parts: int = 1) -> int:
         try:
             module = lower(kernel, spec, pointers).module
             wrong = []
-            if name.endswith("as words"):
+            if isinstance(spec, CombineSpec) and spec.TAGGED.value:
                 text = str(module)  # which takes longer than the rest
                 wrong = narrow_looks(text, spec.THREADS.value)
                 if not narrow_looks(text, 1 << 62):

@@ -12,20 +12,18 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import moelink
-import moelink.workspace as workspaces
 from cases import Case, Setup, check_rows
 from moelink import reference
 from moelink.errors import ProtocolError
 from moelink.group import World, decode_fields, encode_fields
 from moelink.handshake import _Said
-from moelink.kernels.spec import dispatch_spec, is_interpreted
+from moelink.kernels.spec import is_interpreted
 from moelink.liveness import GONE, NO_ANSWER, Address, Beacon, probe, read_proposal
 from moelink.memory import create_all
 from moelink.protocol import COUNT_HEADER
@@ -135,11 +133,7 @@ def spoil(victim: Victim, what: str, choice: random.Random) -> None:
             overwrite(victim.region("counts")[1], 6, value)
         elif what in ("ids", "positions", "token"):
             field = victim.field(what)[1]
-            slot, number = choice.randrange(2), choice.randrange(field.shape[-1])
-            field[slot].view(-1)[number] = value
-            if victim.workspace.tagged_messages:
-                words = victim.region("tagged_messages")[1, slot]
-                overwrite(words, victim.workspace.message[what].offset // 4 + number, value)
+            field[choice.randrange(2)].view(-1)[choice.randrange(field.shape[-1])] = value
         elif what == "firsts":
             words = victim.region("counts")[1]  # with few tokens nothing reads them, so say that there are many
             overwrite(words, 3, 2)
@@ -153,34 +147,9 @@ def spoil(victim: Victim, what: str, choice: random.Random) -> None:
             flags[1, choice.randrange(flags.shape[1])] = value
 
 
-@pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Messages of up to four tokens are words."""
-    monkeypatch.setattr(workspaces, "TAGGED_MESSAGE_BYTES", 1 << 10)
-    dispatch_spec.cache_clear()
-    yield
-    dispatch_spec.cache_clear()
-
-
 @pytest.mark.parametrize("what", ["header", "counts", "ids", "positions", "token", "firsts", "flags", "poison"])
 def test_corrupted_dispatches_are_errors_and_stay_in_bounds(what: str) -> None:
     corrupted_dispatches(what)
-
-
-@pytest.mark.parametrize("what", ["header", "counts", "ids", "positions", "token"])
-def test_corrupted_dispatches_of_words_are_errors_and_stay_in_bounds(what: str, words: None) -> None:
-    corrupted_dispatches(what)
-
-
-def test_more_messages_than_words_are_there_for_are_noticed(words: None) -> None:
-    """A peer of two tokens says that it sent seven messages: those that cannot be there are not looked for."""
-    victim = Victim(SETUPS[0], 0)
-    assert 0 < victim.workspace.tagged_messages < 7
-    overwrite(victim.region("counts")[1], 1, 7)
-    victim.region("tagged_messages")[1] |= 1 << 32
-    victim.receive()
-    with pytest.raises(moelink.PeerError, match="rank 1"):
-        victim.ranks[0].check()
 
 
 def corrupted_dispatches(what: str, whole: tuple[str, ...] = READ, *, cached: bool = False) -> None:
@@ -226,9 +195,9 @@ def test_what_is_noted_and_what_is_counted_may_be_nonsense_over_a_routing() -> N
             continue
 
 
-def test_random_bytes_in_every_region_that_peers_write(words: None) -> None:
+def test_random_bytes_in_every_region_that_peers_write() -> None:
     regions = ("counts", "firsts", "messages", "message_flag", "poisons", "combine_head", "combine_flag",
-               "combine_status", "combine_kept", "drained", "rows", "tagged_rows", "tagged_messages")  # fmt: skip
+               "combine_status", "combine_kept", "drained", "rows", "tagged_rows")  # fmt: skip
     for seed in range(12):
         choice = random.Random(seed)
         victim = Victim(SETUPS[seed % len(SETUPS)], seed)

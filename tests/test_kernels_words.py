@@ -9,24 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-import moelink.workspace as workspaces
 from moelink.kernels import small_calls, tagged, tagged_rows
-from moelink.kernels.spec import dispatch_spec
-from moelink.transports.base import DispatchRequest
-from symmetric_ranks import one_process
-
-SMALL = dict(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=4)
-
-
-@triton.jit
-def _pack_bytes(row, words, call):
-    tl.store(words + tl.arange(0, 2), tagged.words_of(tl.load(row + tl.arange(0, 8)), call))
-
-
-def test_bytes_are_in_a_word_as_they_are_in_memory():
-    words = torch.zeros(2, dtype=torch.int64)
-    _pack_bytes[(1,)](torch.tensor([1, 2, 3, 0xF4, 0, 0xFF, 0, 5], dtype=torch.uint8), words, 7)
-    assert [f"{word:016x}" for word in words.tolist()] == ["00000007f4030201", "000000070500ff00"]
 
 
 @triton.jit
@@ -39,27 +22,6 @@ def test_rows_of_small_calls_lie_side_by_side():
     out = torch.zeros(1, dtype=torch.int64)
     _address[(1,)](torch.tensor([1024, 2]), out, S=SimpleNamespace(O_TAGGED=640, TAGGED=4, TW=32))
     assert out.item() - 1024 - 640 == 8 * 32 * (2 * 4 + 1)
-
-
-def test_a_message_of_words(monkeypatch):
-    """The examples of ``kernels.tagged_messages`` and ``kernels.place_words``."""
-    monkeypatch.setattr(workspaces, "TAGGED_MESSAGE_BYTES", 1 << 12)
-    dispatch_spec.cache_clear()
-    transport = one_process(SMALL, 2)
-    x = torch.arange(8, dtype=torch.bfloat16)[None]
-    ids = [torch.tensor([[3, -1]]), torch.zeros(0, 2, dtype=torch.int64)]
-    for _ in range(3):
-        recv = transport.dispatch([DispatchRequest(x[: len(i)], i) for i in ids]).wait()[1]
-    dispatch_spec.cache_clear()
-    words = transport.ranks[1].workspace.regions["tagged_messages"].view(transport.ranks[1].memory.local)[0, 0]
-    assert torch.equal((words[:4] & 0xFFFFFFFF).to(torch.int32), x.view(torch.int32)[0])
-    text = [f"{word:016x}" for word in words.tolist()]
-    assert {word[:8] for word in text[:4]} == {"00000003"}
-    assert [text[i] for i in (4, 8, 9, 12, 13)] == [
-        "0000000300000000", "0000000300000001", "00000003ffffffff", "0000000300000000", "0000000300000000",
-    ]  # fmt: skip
-    assert torch.equal(recv.tokens[:1], x)
-    assert recv.src_info[0].tolist() == [0, 0, 0]
 
 
 @triton.jit

@@ -7,15 +7,13 @@ import inspect
 
 import pytest
 import torch
-import triton.language as tl
 
 import moelink
 import moelink.kernels.combine_spec as specs
 import moelink.workspace as workspaces
 from cases import Case, Result, Setup, check_case
-from moelink.kernels import combine, cut, dispatch, place_words, tagged_messages
+from moelink.kernels import combine, cut, dispatch
 from moelink.kernels.cut import Launch
-from moelink.kernels.spec import dispatch_spec
 from moelink.transports.symmetric import combining, dispatching
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, over, run_case
 
@@ -96,57 +94,6 @@ def test_small_calls_equal_oracle_as_words_and_with_flags(monkeypatch, dtype, hi
     transport.check()
     transport.close()
     specs.combine_spec.cache_clear()
-
-
-SMALL_CALLS = [
-    Setup("bf16", (("pre_reduce", False), ("fused_shared_expert", True))),
-    Setup("fp32", (("layout", "rank"),)),
-    Setup("fp8_block128", (("expert_alignment", 3),)),
-    Setup("mxfp8", (("hidden_size", 128),)),
-    Setup("mxfp4", (("hidden_size", 128), ("layout", "rank"))),
-    Setup("nvfp4", (("hidden_size", 64), ("fused_shared_expert", True))),
-]
-
-
-@pytest.fixture
-def two_tokens(request, monkeypatch):
-    """Messages of up to two tokens travel as words; more than these have flags behind them."""
-    setup = request.param
-    message = workspaces.Workspace(setup.config(WORLD)).message_bytes
-    monkeypatch.setattr(workspaces, "TAGGED_MESSAGE_BYTES", 2 * message * 2)
-    for module in (tagged_messages, place_words):
-        monkeypatch.setattr(module, "WORDS_BLOCK", tl.constexpr(16))
-    assert workspaces.Workspace(setup.config(WORLD)).tagged_messages == 2
-    dispatch_spec.cache_clear()
-    yield setup
-    dispatch_spec.cache_clear()
-
-
-@pytest.mark.parametrize("two_tokens", SMALL_CALLS, ids=lambda setup: setup.dispatch_format, indirect=True)
-def test_small_dispatches_equal_oracle_as_words_and_with_flags(monkeypatch, two_tokens):
-    """Ranks have 1, 2 and 3 tokens, so that both forms meet in one call; then rows that come quantised."""
-    receive = SMALL_CALLS.index(two_tokens) + 2  # one program for all sources, one for each, several
-    monkeypatch.setattr(dispatching, "dispatch_launch", lambda *args, **options: Launch(7, receive))
-    transport = one_process(two_tokens.fields, WORLD)
-    words = [rank.workspace.regions["tagged_messages"].view(rank.memory.local) for rank in transport.ranks]
-    scenarios = {"uniform": {0, 1}, "one_rank_empty": {1, 2}, "holes": {0, 1}}
-    for call, (scenario, sources) in enumerate(scenarios.items(), 1):
-        case = Case(two_tokens, scenario, weights="none" if call == 2 else "dispatch", small=True)
-        check_case(case, WORLD, run_case(transport, case, range(WORLD)))
-        of_call = [source for block in words for source in range(WORLD) if (block[source] >> 32 == call).any()]
-        assert set(of_call) == sources, "ranks with one or two tokens"
-    config = two_tokens.config(WORLD)
-    if config.format.scale_dtype is not None:
-        requests = dispatch_requests(case, range(WORLD))
-        rows = [config.format.quantize(request.x) for request in requests]
-        recvs = transport.dispatch([
-            dataclasses.replace(request, x=row.payload, scales=row.scales)
-            for request, row in zip(requests, rows, strict=True)
-        ]).wait()  # fmt: skip
-        outs = transport.combine(combine_requests(case, range(WORLD), recvs)).wait()
-        check_case(case, WORLD, [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)])
-    transport.check()
-    transport.close()
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_sms": 24}, {"dispatch_format": "nvfp4"}, {"mode": "allreduce"}], ids=str)

@@ -29,7 +29,6 @@ from moelink.kernels import (
     tagged_rows,
 )
 from moelink.kernels.combine_spec import combine_spec
-from moelink.kernels.spec import dispatch_spec
 from moelink.protocol import CALL_SHIFT
 from protocol_runs import FORMAT, ROLES, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
@@ -41,15 +40,12 @@ ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
 
 @pytest.fixture(params=["words", "flags"])
 def form(request, monkeypatch):
-    """Messages and sums travel as words that carry the call, as those of small calls do, or with flags behind them."""
-    size = 0 if request.param == "flags" else 1 << 19
-    for name in ("TAGGED_BYTES", "TAGGED_MESSAGE_BYTES"):
-        monkeypatch.setattr(workspaces, name, size)
-    for specs in (combine_spec, dispatch_spec):
-        specs.cache_clear()
+    """Sums go home as words that carry the call, as those of small calls do, or with flags behind them."""
+    if request.param == "flags":
+        monkeypatch.setattr(workspaces, "TAGGED_BYTES", 0)
+    combine_spec.cache_clear()
     yield request.param
-    for specs in (combine_spec, dispatch_spec):
-        specs.cache_clear()
+    combine_spec.cache_clear()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -76,18 +72,12 @@ def test_call_numbers_of_more_than_31_bits():
         run(seed, [*TWO, *ONE], combine=False, calls=2**31 - 2)
 
 
-@pytest.mark.parametrize("form", ["words"], indirect=True)
-def test_words_of_calls_long_ago_are_cleared(form):
-    """Nothing travels as words in every 2**30th call, the second one here; words that nobody stored since are gone."""
+def test_words_of_calls_long_ago_are_cleared():
+    """Sums go home with flags in every 2**30th call, the second one here; words that nobody stored since are gone."""
     for seed in range(3):
         run(seed, [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)], one_dispatch=True, calls=2**30 - 2)
-        run(seed, [*TWO, *ONE], combine=False, calls=2**30 - 2)
     transport = one_process(FORMAT.fields, WORLD)
-    words = [
-        rank.workspace.regions[name].view(rank.memory.local)
-        for rank in transport.ranks
-        for name in ("tagged_rows", "tagged_messages")
-    ]
+    words = [rank.workspace.regions["tagged_rows"].view(rank.memory.local) for rank in transport.ranks]
     for block in words:
         block[:, -1] = (5 << 32) + 7  # of call 5; too few tokens for anybody to store there
     for rank in transport.ranks:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moelink
-from cases import FORMATS, Case, Setup, by_setup, check_case, features, matrix
+from cases import FORMATS, Case, Result, Setup, by_setup, check_case, features, matrix
 from memory_ranks import run_ranks
 from moelink.hooks import Hook
 from moelink.memory import PosixMemory, create_all
@@ -293,3 +293,22 @@ def test_quantised_rows_travel_unchanged():
         n = int(b.row_offsets[-1])
         assert torch.equal(a.tokens[:n].view(torch.uint8), b.tokens[:n].view(torch.uint8))
         assert torch.equal(a.scales[:, :n], b.scales[:, :n])
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block128"])
+def test_rows_may_begin_anywhere(fmt):
+    """A view that begins in the middle of a word is read as well as one that begins at its start."""
+    setup = Setup(fmt)
+    case = Case(setup, "uniform", seed=3)
+    requests = dispatch_requests(case, range(2))
+    moved = []
+    for request in requests:
+        room = torch.empty(request.x.numel() + 1, dtype=request.x.dtype)
+        room[1:] = request.x.flatten()
+        moved.append(dataclasses.replace(request, x=room[1:].view(request.x.shape)))
+        assert moved[-1].x.data_ptr() % 4 == 2
+    transport = one_process(setup.fields, 2)
+    recvs = transport.dispatch(moved).wait()
+    outs = transport.combine(combine_requests(case, range(2), recvs)).wait()
+    check_case(case, 2, [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)])
+    transport.close()

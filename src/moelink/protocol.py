@@ -54,9 +54,6 @@ TAGGED_BYTES = 1 << 19
 """A call's rows go home as words that carry the call (``kernels.small_calls``), twice the bytes and no fence, if its
 tokens' rows for all peers are no more bytes than this: what a link moves in half the time of a fence."""
 
-TAGGED_MESSAGE_BYTES = 0
-"""The same of a dispatch's messages (``kernels.tagged_messages``). None do: it has not been compared on GPUs yet."""
-
 MOST_THREADS = 512
 """Most threads of a program of any launch: 8 warps, which have 64 threads on AMD."""
 

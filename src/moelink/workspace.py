@@ -25,10 +25,8 @@ combine_status       [W] int64             expert rank r: options, and whether i
 combine_kept         [T, K] uint8          the expert's rank: 1 if the row of (token, slot) travels (no pre_reduce)
 rows                 [W, T, row] or        expert rank r: sums of its rows per token (pre_reduce), or every row
                      [T, K, row] uint8
-tagged_messages      [W, M, words] int64   source s: the same messages in a call of up to M tokens, 4 bytes and the
-                                           call in each word (``kernels.small_calls``); only where M > 0
 tagged_rows          [W, G, words] int64   expert rank r: the same sums in a call of up to G tokens, 4 bytes and the
-                                           call in each word; only where G > 0
+                                           call in each word (``kernels.small_calls``); only where G > 0
 ===================  ====================  ===============================================================
 
 Across nodes, with ``N`` ranks a node, also what is put there, and the signals behind it (``kernels.network``):
@@ -47,8 +45,7 @@ staged_kept          [W - N, T, 16 n]
 staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
 ===================  ====================  ===============================================================
 
-Size: T x (W x message + (W or K) x row) bytes, up to 2 MiB of tagged rows, 4 x TAGGED_MESSAGE_BYTES of tagged messages,
-and a few flags: what DESIGN allows.
+Size: T x (W x message + (W or K) x row) bytes, up to 2 MiB of tagged rows, and a few flags: what DESIGN allows.
 Nothing is double buffered. Send buffers are there across nodes only.
 
 Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
@@ -74,7 +71,6 @@ from moelink.protocol import (
     MAX_SENDERS,
     POISON_WORDS,
     TAGGED_BYTES,
-    TAGGED_MESSAGE_BYTES,
 )
 
 if TYPE_CHECKING:
@@ -185,22 +181,6 @@ class Workspace:
         return min(cfg.max_tokens_per_rank, most) if cfg.max_tokens_per_rank <= FEW_TOKENS else 0
 
     @property
-    def tagged_messages(self) -> int:
-        """Most tokens of a call whose messages travel as words that carry the call; 0 where none do: across nodes, in
-        allreduce mode, where tokens are many, and where a part of a message is not cut into words of 4 bytes."""
-        cfg = self.config
-        fmt, few = cfg.format, cfg.max_tokens_per_rank <= FEW_TOKENS
-        payload = max(1, fmt.payload_dtype.itemsize)
-        whole = payload <= 4 and fmt.payload_bytes(cfg.hidden_size) % 4 == 0 and cfg.weight_dtype.itemsize == 4
-        if self.far_ranks or cfg.mode == "allreduce" or not few or not whole:
-            return 0
-        scale = 4 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
-        if fmt.scale_bytes(cfg.hidden_size) % 4 or (scale < 4 and fmt.group > 1024):  # no whole words in a piece
-            return 0
-        most = TAGGED_MESSAGE_BYTES // (max(1, self.world_size - 1) * self.message_bytes)
-        return min(cfg.max_tokens_per_rank, most)
-
-    @property
     def regions(self) -> RegionTable:
         """All regions of a block."""
         cfg, ranks = self.config, self.world_size
@@ -223,15 +203,9 @@ class Workspace:
             ("combine_status", i64, (ranks,)),
             ("combine_kept", u8, (tokens, cfg.topk)),
             ("rows", u8, (copies, tokens, self.row_bytes)),
-            *self._tagged_regions(),
+            *((("tagged_rows", i64, (ranks, self.tagged_tokens, self.row_bytes // 4)),) if self.tagged_tokens else ()),
             *(self._network_regions(tokens) if self.far_ranks else ()),
         )
-
-    def _tagged_regions(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        if self.tagged_messages:
-            yield "tagged_messages", torch.int64, (self.world_size, self.tagged_messages, self.message_bytes // 4)
-        if self.tagged_tokens:
-            yield "tagged_rows", torch.int64, (self.world_size, self.tagged_tokens, self.row_bytes // 4)
 
     def _network_regions(self, tokens: int) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         cfg, ranks, far = self.config, self.world_size, self.far_ranks

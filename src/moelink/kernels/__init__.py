@@ -8,8 +8,8 @@ send_one, send_run      a program that sends one token, or a run of them, whose 
 message, payload        a message: its place, what is small in it, its row
 receive                 its receiver role: wait, place rows
 plan                    where rows go, from the counts of all sources
-place, place_words      messages to their rows: those with flags, those of words
-padding                 the zeros behind each group
+place                   messages to their rows
+padding, scale_layout   the zeros behind each group; scales of many tokens, in a launch of their own
 combine                 the two roles of combine as one launch or two
 send_back               its expert role: ``send_tokens_back``
 reduce, finish          its home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``; the last steps
@@ -20,7 +20,7 @@ What they are built of:
 ======================  =================================================================================
 signals                 publish, wait, give up: the memory order of every signal
 tagged, small_calls     words that are their own signal; which calls travel in them, and where they lie
-tagged_messages         dispatch's messages in such words; tagged_rows: combine's sums
+tagged_rows             combine's sums in such words
 drained                 when what lies in a peer's block may be overwritten
 network, swallow        ranks of other nodes; what a rank that refused a call waits for there
 numeric                 rounding

@@ -81,6 +81,13 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
     return Launch(4 * sms, sms, num_warps=4, maxnreg=96)
 
 
+def layout_programs(config: EPConfig, device: torch.device) -> int:
+    """Programs that bring the scales of a dispatch into their layout."""
+    if device.type == "cpu":
+        return 2
+    return config.num_sms or 5 * multiprocessors(device)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How dispatch's senders share the tokens. Few: one token a program, served by ``split`` programs, each for every

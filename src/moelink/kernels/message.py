@@ -32,11 +32,11 @@ def flags_of(base, slot, me, S: tl.constexpr):
 
 @triton.jit
 def load_weights(weights, token, num_tokens, S: tl.constexpr):
-    """Router weights [N, KP] of tokens ``token`` [N]; zeros where they do not travel."""
+    """Router weights [N, KP] of tokens ``token`` [N], anything behind the last; zeros where they do not travel."""
     k = tl.arange(0, S.KP)
     if S.WEIGHTS:
         inside = (token < num_tokens)[:, None] & (k < S.K)[None, :]
-        return tl.load(weights + token[:, None] * S.K + k[None, :], mask=inside, other=0.0)
+        return tl.load(weights + token[:, None] * S.K + k[None, :], mask=inside)
     else:
         return tl.zeros([token.shape[0], S.KP], tl.float32)
 

@@ -31,17 +31,18 @@ def tile_words(inner, block, w, S: tl.constexpr):
 
 @triton.jit
 def load_scales(mine, at, S: tl.constexpr):
-    """Scales of the message numbered ``at``; anything for -1. In tiles as words of four, zeros behind the last."""
+    """Scales of the message numbered ``at``; anything for -1, and behind the last. In tiles as words of four, zeros
+    behind the last in its word."""
     message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE + S.M_SCALES
     if S.SCALES == 2:
         w = tl.arange(0, S.SWP // 4)
-        word = tl.load(message.to(I32) + w, mask=only(at >= 0, w < (S.SW + 3) // 4), other=0)
+        word = tl.load(message.to(I32) + w, mask=only(at >= 0, w < (S.SW + 3) // 4))
         if S.SW % 4:
             word = tl.where(w == S.SW // 4, word & ((1 << (S.SW % 4 * 8)) - 1), word)
         return word
     else:
         c = tl.arange(0, S.SWP)
-        return tl.load(message.to(S.SCALE_P) + c, mask=only(at >= 0, c < S.SW), other=0)
+        return tl.load(message.to(S.SCALE_P) + c, mask=only(at >= 0, c < S.SW))
 
 
 @triton.jit
@@ -58,6 +59,13 @@ def store_scales(scales, row, inner, block, scales_out, scale_rows, S: tl.conste
     tl.store(
         to, tl.broadcast_to(scales[None, :], (S.RP, scales.shape[0])), mask=(row >= 0)[:, None] & (c < width)[None, :]
     )
+
+
+@triton.jit
+def note_messages(message_of_row, row, at, S: tl.constexpr):
+    """LATER: rows ``row`` [N, RP], -1 for none, came with messages ``at`` [N] (``kernels.scale_layout``)."""
+    number = tl.broadcast_to(at[:, None], row.shape)
+    tl.store(message_of_row.to(I32, bitcast=True) + row, number, mask=row >= 0)
 
 
 @triton.jit
@@ -115,7 +123,9 @@ def pad_rows(
             tl.store(src_info + row * 3 + j, j * 0 - 1, mask=j < 3)
             if S.WEIGHTS:
                 tl.store(weights_out + row + j, (j * 0).to(S.WEIGHT_P.element_ty), mask=j < 1)
-            if S.SCALES == 0 or S.SCALES == 1:
+            if S.LATER:
+                tl.store(scales_out.to(I32, bitcast=True) + row + j, j * 0 - 1, mask=j < 1)
+            elif S.SCALES == 0 or S.SCALES == 1:
                 c = tl.arange(0, S.SWP)
                 place = scale_places(row, row, row, c, scale_rows, S)
                 tl.store(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.padding import load_scales, store_scales
+from moelink.kernels.padding import load_scales, note_messages, store_scales
 from moelink.kernels.signals import I32, note_malformed
 from moelink.protocol import ROW_ABSENT, ROW_DROPPED
 
@@ -33,10 +33,10 @@ def _element(values, q):
 
 @triton.jit
 def _load_words(mine, at, block, S: tl.constexpr):
-    """Words of block ``block`` of the message numbered ``at``; nothing for -1."""
+    """Words of block ``block`` of the message numbered ``at``; anything for -1, and behind the row's end."""
     c = block * S.BLOCK + tl.arange(0, S.BLOCK)
     message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
-    return tl.load(tl.multiple_of(message.to(S.WORD_P), 16) + c, mask=only(at >= 0, c < S.NWORDS), other=0)
+    return tl.load(tl.multiple_of(message.to(S.WORD_P), 16) + c, mask=only(at >= 0, c < S.NWORDS))
 
 
 @triton.jit
@@ -173,31 +173,36 @@ def place_group(
     ``base`` [LP]: first row of this source in each expert's group; ``sizes`` [LP]: its rows there. Layout "rank":
     ``base`` is the first row of this source. CACHED: ``base`` is not used, ``sizes`` are all sources' rows, and what is
     noted is read. What is small is read for all of them at once, and each one's payload and scales while the one before
-    is stored.
+    is stored: what loads leave out stays undefined, as anything that was moved in would wait for them.
     """
     at = source * S.T + slot
     number = tl.where(valid, at, -1)
     words = _load_words(mine, _element(number, 0), 0, S)
     scales = number
-    if S.SW > 0:
+    stores_scales: tl.constexpr = S.SW > 0 and not S.LATER
+    if stores_scales:
         scales = load_scales(mine, _element(number, 0), S)
     message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
-    token = tl.load((message + S.M_TOKEN).to(I32), mask=valid, other=0)
+    token = tl.load((message + S.M_TOKEN).to(I32), mask=valid)
     q = tl.arange(0, S.KP if S.RANK_LAYOUT else S.RP)
     mask = valid[:, None] & (q < S.K)[None, :]
     local = tl.zeros(mask.shape, tl.int32)
     position = local
     w = local
     if S.RANK_LAYOUT or not S.CACHED:
-        local = tl.load((message + S.M_IDS).to(I32)[:, None] + q[None, :], mask=mask, other=-1)
+        local = tl.load((message + S.M_IDS).to(I32)[:, None] + q[None, :], mask=mask)
     if not (S.RANK_LAYOUT or S.CACHED):
-        position = tl.load((message + S.M_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask, other=0)
+        position = tl.load((message + S.M_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
     if S.WEIGHTS:  # the fused shared expert's row counts whole
-        w = tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + q[None, :], mask=mask, other=1.0)
+        w = tl.where(mask, tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + q[None, :], mask=mask), 1.0)
+    if not (S.RANK_LAYOUT or S.CACHED):
+        local = tl.where(mask, local, -1)
     to_rows, inner, block = place_headers(
         control, source, at, valid, token, local, position, w, base, sizes, starts, bases, src_info, weights_out,
         topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, S,
     )  # fmt: skip
+    if S.LATER:
+        note_messages(scales_out, to_rows, at, S)
     blocks: tl.constexpr = (S.NWORDS + S.BLOCK - 1) // S.BLOCK
     for j in tl.static_range(S.GATHER * blocks):
         following = words
@@ -205,12 +210,12 @@ def place_group(
         if j + 1 < S.GATHER * blocks:
             behind = _element(number, (j + 1) // blocks)
             following = _load_words(mine, behind, (j + 1) % blocks, S)
-            if S.SW > 0 and (j + 1) % blocks == 0:
+            if stores_scales and (j + 1) % blocks == 0:
                 following_scales = load_scales(mine, behind, S)
         c = j % blocks * S.BLOCK + tl.arange(0, S.BLOCK)
         places = _row(to_rows, j // blocks)
         store_rows(words, c, places, tokens_out, S)
-        if S.SW > 0 and j % blocks == 0:
+        if stores_scales and j % blocks == 0:
             store_scales(
                 scales, places, _row(inner, j // blocks), _row(block, j // blocks), scales_out, scale_rows, S
             )  # fmt: skip

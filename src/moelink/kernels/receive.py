@@ -3,8 +3,7 @@
 Every program waits for the ``counts`` of every source (all alike, so none waits for another of this launch), and
 computes from the counts where rows go. Program 0 writes the offsets and totals. Each other program takes messages of
 one source, whichever of its senders' next ones has arrived: wait for ``message_flag``, place the message. The waits are
-acquires (``signals``), so what a source stored before its signal is seen. A small call's messages are words that
-are their own signal (``kernels.place_words``).
+acquires (``signals``), so what a source stored before its signal is seen.
 
 CACHED: only the headers are waited for. They must name the call whose routing this is, the same one on every rank;
 where rows go was found out there (``kernels.plan``, ``kernels.place``). If that call brought nothing, this one is none.
@@ -29,7 +28,6 @@ import triton.language as tl
 from moelink.kernels.drained import count_drained
 from moelink.kernels.padding import pad_rows, pad_tiles, who_pads
 from moelink.kernels.place import place_group
-from moelink.kernels.place_words import place_words
 from moelink.kernels.plan import (
     columns_of,
     group_starts,
@@ -54,9 +52,7 @@ from moelink.kernels.signals import (
     settle,
     wait_any,
 )
-from moelink.kernels.small_calls import clear_old_words, is_small
 from moelink.kernels.swallow import swallow_messages, wait_for_far
-from moelink.kernels.tagged_messages import look
 from moelink.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
@@ -70,16 +66,6 @@ _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
 _ROUTING = tl.constexpr(CODE_ROUTING)
-
-
-@triton.jit
-def first_row(control, source, starts, before, S: tl.constexpr):
-    """First row of ``source`` in each expert's group [LP], which begin at ``starts``; layout "rank": of its own."""
-    if S.RANK_LAYOUT and not S.CACHED:
-        r = tl.arange(0, S.WP)
-        return tl.sum(tl.where(r < source, header_word(control, r, 1, 0, S.T, S), 0), 0)
-    else:
-        return starts + before
 
 
 @triton.jit
@@ -102,9 +88,12 @@ def place_messages(
     Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
     column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
     """
-    base = first_row(control, source, starts, before, S)
+    base = starts + before
     if S.CACHED:
         programs = programs * 0
+    elif S.RANK_LAYOUT:
+        r = tl.arange(0, S.WP)
+        base = tl.sum(tl.where(r < source, header_word(control, r, 1, 0, S.T, S), 0), 0)
     firsts = (mine + S.O_FIRSTS).to(I32) + source * (S.SENDERS + 1)
     cursors = lanes * S.GATHER
     cursor = lane + tl.arange(0, S.GATHER) * lanes
@@ -169,8 +158,6 @@ def receive(
     ok = -is_poisoned(record, control, S)
     if S.CACHED:
         ok = tl.where(tl.load(routed + 2 * S.W) != 0, -1, ok)
-    if S.TAGGED > 0:
-        clear_old_words(mine, call, program, num_programs, S)
     if ok == 0:
         reads = status == 0
         if S.NODE < S.W:
@@ -201,10 +188,6 @@ def receive(
         number = program - tl.minimum(num_programs - 1, 1)
         source = tl.maximum(number, 0) % S.W
         lane = number // S.W
-        if S.TAGGED > 0 and not S.CACHED:
-            header, named, scales, scaled, words, there = look(
-                mine, source, tl.maximum(lane, 0), (number >= 0) & (lane < S.TAGGED), S
-            )  # fmt: skip
         sizes, before, own = sum_rows(control, noted, counts_stride, source, num_local, S)
         if S.CACHED:
             own = sizes
@@ -263,33 +246,20 @@ def receive(
                         tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows,
                         bases, num_local, pad, pads, capacity, scale_rows, S,
                     )  # fmt: skip
-                if S.SCALES == 2:
+                if S.SCALES == 2 and not S.LATER:
                     pad_tiles(
                         scales_out, sizes, starts, aligned, shared, shared_rows, bases, num_local, pad, pads, capacity,
                         S,
                     )  # fmt: skip
             while (ok > 0) & (number >= 0) & (source < S.W):
                 lanes = tl.cdiv(tl.maximum(others - source, 1), S.W)
-                if S.TAGGED > 0 and not S.CACHED:
-                    small = is_small(header_word(control, source, 2, 0, S.T, S), call, S) & (programs == 0)
-                    words_ok = place_words(
-                        table, record, control, mine, source, lane, lanes, tl.where(small, count, 0), header, named,
-                        scales, scaled, words, there, first_row(control, source, starts, before, S), own, starts, bases,
-                        tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me,
-                        rank, num_local, shared_begin, shared_end, capacity, scale_rows, call, limit, S,
-                    )  # fmt: skip
-                    count = tl.where(small, 0, count)
                 ok = place_messages(
                     table, record, control, mine, source, lane, lanes, before, own, count, programs, most, starts,
                     bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token,
                     me, rank, num_local, shared_begin, shared_end, capacity, scale_rows, call, limit, S,
                 )  # fmt: skip
-                if S.TAGGED > 0 and not S.CACHED:
-                    ok = tl.minimum(ok, words_ok)
                 source += others
                 if source < S.W:
-                    if S.TAGGED > 0 and not S.CACHED:
-                        header, named, scales, scaled, words, there = look(mine, source, lane, lane < S.TAGGED, S)
                     if not S.CACHED:
                         again, before, own = sum_rows(control, noted, counts_stride, source, num_local, S)
                     count, programs, most = columns_of(control, routed, source, S)

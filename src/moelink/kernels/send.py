@@ -11,8 +11,7 @@ consecutive tokens each (``kernels.send_run``), which share their counts, so the
 Who writes what, at destination d, in row ``me`` of each region:
 
 * a row program, for every token that goes to d: the message in the token's slot, then ``message_flag[slot] = call``,
-  a few tokens at a time; or, in a small call, words of the message that are their own signal
-  (``kernels.tagged_messages``).
+  a few tokens at a time.
 * the counting program: with many tokens ``firsts`` and a fence; then ``counts``, words that are their own signal
   (``kernels.tagged``): status, totals, rows per local expert of d.
 

@@ -2,8 +2,7 @@
 
 What is before its token a program counts by itself, and only what it needs: the pairs of the token's own experts, and
 the messages to each rank. All that can be read early is read first, and the look at what peers have drained is begun
-there, too: with one token the time of a dispatch is a chain of latencies, and this is most of it. In a small call the
-message travels as words that are their own signal (``kernels.small_calls``), else with a flag behind it.
+there, too: with one token the time of a dispatch is a chain of latencies, and this is most of it.
 
 Example: 4 experts on 2 ranks, ids [[0, 3], [1, 0], [-1, 2]]. Before token 1 there are a message to each rank, no pair
 of expert 1 and one of expert 0: it has slot 1 at rank 0 and positions [0, 1].
@@ -15,11 +14,9 @@ import triton.language as tl
 from moelink.kernels.drained import wait_until_drained
 from moelink.kernels.message import flags_of, load_weights, places_of, put_messages, store_headers
 from moelink.kernels.network import near_only
-from moelink.kernels.payload import in_format, load_piece, store_piece
+from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import count_before, experts_at, owner_of, ranks_of
 from moelink.kernels.signals import own_block, publish
-from moelink.kernels.small_calls import is_small
-from moelink.kernels.tagged_messages import rows_at, store_header_words, store_piece_words
 from moelink.protocol import PHASE_DISPATCH
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
@@ -53,62 +50,18 @@ def send_one(
     tl.store(slot_of + token[:, None] * S.W + r[None, :], tl.where(goes > 0, slot, -1), mask=served)
     ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
     if ok > 0:
-        if S.TAGGED > 0:
-            if is_small(num_tokens, call, S):
-                _store_as_words(
-                    base, own, sent, row, following, x, scales, input_scale, t, expert, position, owner, w, me, first,
-                    num_tokens, call, S,
-                )  # fmt: skip
-            else:
-                _store_and_publish(
-                    table, control, mine, base, own, slot, row, following, x, scales, input_scale, token, expert,
-                    position, owner, w, me, first, num_tokens, call, S,
-                )  # fmt: skip
-        else:
-            _store_and_publish(
-                table, control, mine, base, own, slot, row, following, x, scales, input_scale, token, expert, position,
-                owner, w, me, first, num_tokens, call, S,
-            )  # fmt: skip
+        places = places_of(base, own, slot, me, mine, S)
+        store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, first, 1, S)
+        to = tl.sum(places, 0)
+        for piece in tl.static_range(S.PIECES):
+            behind = following
+            if piece + 2 < S.PIECES:
+                behind = load_piece(x, t, piece + 2, num_tokens, S)
+            store_piece(row, piece, scales, t, to, input_scale, S)
+            row = following
+            following = behind
+        flags = flags_of(base, slot, me, S)
+        publish(flags, near_only(own, r[None, :], me, S), tl.zeros([1, S.WP], tl.int64) + call)
+        if S.NODE < S.W:
+            put_messages(table, control, mine, me, own, slot, call, 1, S)
     return ok
-
-
-@triton.jit
-def _store_and_publish(
-    table, control, mine, base, own, slot, row, following, x, scales, input_scale, token, expert, position, owner, w,
-    me, first, num_tokens, call, S: tl.constexpr,
-):  # fmt: skip
-    """The message of ``token`` [1], to the ranks ``own`` [1, WP], and the flags behind it."""
-    r = tl.arange(0, S.WP)
-    t = tl.max(token, 0)
-    places = places_of(base, own, slot, me, mine, S)
-    store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, first, 1, S)
-    to = tl.sum(places, 0)
-    for piece in tl.static_range(S.PIECES):
-        behind = following
-        if piece + 2 < S.PIECES:
-            behind = load_piece(x, t, piece + 2, num_tokens, S)
-        store_piece(row, piece, scales, t, to, input_scale, S)
-        row = following
-        following = behind
-    flags = flags_of(base, slot, me, S)
-    publish(flags, near_only(own, r[None, :], me, S), tl.zeros([1, S.WP], tl.int64) + call)
-    if S.NODE < S.W:
-        put_messages(table, control, mine, me, own, slot, call, 1, S)
-
-
-@triton.jit
-def _store_as_words(
-    base, own, sent, row, following, x, scales, input_scale, t, expert, position, owner, w, me, first, num_tokens, call,
-    S: tl.constexpr,
-):  # fmt: skip
-    """The same as words that are their own signal."""
-    rows = rows_at(base, tl.max(own.to(tl.int32), 0) > 0, sent, me, S)
-    store_header_words(rows, t, expert, position, owner, tl.max(w, 0), first, call, S)
-    for piece in tl.static_range(S.PIECES):
-        behind = following
-        if piece + 2 < S.PIECES:
-            behind = load_piece(x, t, piece + 2, num_tokens, S)
-        payload, scale = in_format(row, input_scale, S)
-        store_piece_words(payload, scale, piece, scales, t, rows, call, S)
-        row = following
-        following = behind

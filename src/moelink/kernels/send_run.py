@@ -40,7 +40,7 @@ def send_run(
     mine = own_block(control, S)
     base = tl.load(table + r, mask=mask, other=0)
     row = load_piece(x, begin, 0, end, S)
-    pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TC, S)
+    pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TB, S)
     publish_tally(mine, program, pairs, sent, call, S)
     if invalid > 0:
         tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")

@@ -3,8 +3,8 @@
 A row that travels with a flag costs a fence between the two: the sender waits until the row has arrived before it may
 say so, a round trip between two GPUs. With few tokens that is most of a call. So a call whose rows are few bytes sends
 each 4 bytes of a row in a word of 8 that also holds the call: whoever finds the call in a word has what was stored with
-it. Twice the bytes, and no order between any two words matters. Combine's rows are in ``kernels.tagged_rows``,
-dispatch's messages in ``kernels.tagged_messages``.
+it. Twice the bytes, and no order between any two words matters. Combine's sums do (``kernels.tagged_rows``); a
+dispatch's messages were tried so, and took longer than with flags (docs/performance.md).
 
 Who writes: rank r stores row (r, number) of a region at a peer, and no other peer ever does. So a word of an earlier
 call, even one that was refused, is there before that of a later one. Why the next call cannot overtake: a rank stores

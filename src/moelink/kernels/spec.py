@@ -84,7 +84,7 @@ class CommonSpec:
     Attributes:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
         PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
-        TB, TC: tokens that a program counts at a time if there are no more, and otherwise.
+        TB: tokens that a program counts at a time; TC: that one does which counts those of all programs, if more.
         THREADS: most threads of a program; 1 where it is interpreted.
         NODE: ranks of a node; NET: who carries to others (``kernels.network``), "" when there are none.
     """
@@ -151,8 +151,7 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
         L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
         TB=max(1, 256 // power(cfg.topk)) if device.type != "cpu" else 2,
-        TC=max(1, (1024 if cfg.max_tokens_per_rank <= FEW_TOKENS else 4096 // power(ranks)) // power(cfg.topk))
-        if device.type != "cpu" else 16,
+        TC=max(1, 1024 // power(cfg.topk)) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
@@ -175,22 +174,24 @@ class DispatchSpec(CommonSpec):
         SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT to another float
             dtype, or ENCODE with the format's device functions.
         WORD_P, NWORDS, BLOCK: payload words: pointer type, number per row, moved at a time.
-        DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE: elements per group, groups per row and
-            at a time, payload bytes per group. PIECES: of a row that are read and stored at a time.
-        SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output.
+        INPUT: dtype of the rows' elements. DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE:
+            elements per group, groups per row and at a time, payload bytes per group. PIECES: of a row that are read
+            and stored at a time.
+        SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output;
+            LATER: they are brought into it by a launch of their own.
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. CACHED: an earlier call's
             routing is used again. OPTIONS: what every rank must choose alike. ROWS, RP: rows of a message, and the
             next power of two. GP: group offsets, as a power of two.
         BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
             tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
             CW, CP: words of a source's counts, and the next power of two.
-        TAGGED: most tokens of a rank whose messages travel as tagged words, TW to a message; 0: they never do.
     """
 
     SOURCE: int
     WORD_P: Any
     NWORDS: int
     BLOCK: int
+    INPUT: Any
     DTYPE: Any
     DTYPE_P: Any
     H: int
@@ -206,6 +207,7 @@ class DispatchSpec(CommonSpec):
     SCALE: Any
     SCALE_P: Any
     SCALES: int
+    LATER: bool
     ALIGN: int
     WEIGHTS: bool
     CACHED: bool
@@ -233,9 +235,6 @@ class DispatchSpec(CommonSpec):
     O_COUNTS: int
     O_FIRSTS: int
     O_MESSAGES: int
-    TAGGED: int
-    TW: int
-    O_TAGGED: int
     O_COUNTS_FLAG: int
     O_FIRSTS_FLAG: int
     O_STAGED_COUNTS: int
@@ -259,11 +258,11 @@ def dispatch_spec(
     weights: bool,
     input_scale: bool = False,
     cached: bool = False,
-    tagged: bool = True,
+    later: bool = True,
     max_block: int = 4096,
 ) -> DispatchSpec:
     """The spec of a dispatch of rows of ``input_dtype`` (``quantized``: of the format itself, scales beside them);
-    ``cached``: over the routing of an earlier one; ``tagged``: small calls send tagged words, alike on all ranks."""
+    ``cached``: over the routing of an earlier one; ``later``: another launch may bring scales into their layout."""
     cfg, regions, message = workspace.config, workspace.regions, workspace.message
     fmt, hidden, power = cfg.format, cfg.hidden_size, triton.next_power_of_2
     source = _source(fmt, input_dtype, quantized)
@@ -283,7 +282,7 @@ def dispatch_spec(
     # Few tokens are a program's only one; many come in numbers that hide the latency of one another.
     few = cfg.max_tokens_per_rank <= FEW_TOKENS
     batch, gather = (2, 2) if device.type == "cpu" else (1, 1) if few else (4, 4)
-    most_tagged = workspace.tagged_messages if tagged else 0
+    fewest_later = 4 if device.type == "cpu" else FEW_TOKENS
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -292,17 +291,18 @@ def dispatch_spec(
         **common(workspace, device),
         SOURCE=source, WORD_P=tl.pointer_type(word), NWORDS=nbytes // word_bytes,
         BLOCK=block,
-        DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
+        INPUT=TRITON_DTYPES.get(input_dtype, tl.uint8), DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
         ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
         GROUP=fmt.group, NG=groups, GB=group_block, PB=nbytes // groups,
         PIECES=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
         word_bytes) // block), GATHER=gather,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
+        LATER=later and layout in (TRANSPOSED, TILES) and cfg.max_tokens_per_rank > fewest_later,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, CACHED=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS=rows, RP=power(rows), BATCH=batch, SENDERS=MAX_SENDERS,
-        TR=power(max(1, 4096 // workspace.tally_width)), TALLY=workspace.tally_width,
+        TR=power(max(1, 8192 // workspace.tally_width)), TALLY=workspace.tally_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
@@ -311,8 +311,6 @@ def dispatch_spec(
         O_MESSAGE_FLAG=regions["message_flag"].offset,
         O_COUNTS=regions["counts"].offset,
         O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
-        TAGGED=most_tagged, TW=workspace.message_bytes // 4,
-        O_TAGGED=regions["tagged_messages"].offset if most_tagged else 0,
         O_COUNTS_FLAG=far_offset(workspace, "counts_flag"), O_FIRSTS_FLAG=far_offset(workspace, "firsts_flag"),
         O_STAGED_COUNTS=far_offset(workspace, "staged_counts"), O_STAGED_FIRSTS=far_offset(workspace, "staged_firsts"),
         O_STAGED_MESSAGES=far_offset(workspace, "staged_messages"),

@@ -24,14 +24,8 @@ def tagged(call, value):
 
 @triton.jit
 def words_of(row, call):
-    """Words of call ``call`` that hold the bytes of ``row`` [N], four in each; elements have up to four."""
-    if row.dtype.primitive_bitwidth == 8:
-        pairs = tl.reshape(row.to(tl.uint8, bitcast=True).to(tl.int32), (row.shape[0] // 4, 2, 2))
-        even, odd = tl.split(pairs)
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        return tagged(call, first | (second << 8) | (third << 16) | (fourth << 24))
-    elif row.dtype.primitive_bitwidth == 16:
+    """Words of call ``call`` that hold the bytes of ``row`` [N], four in each; elements have two or four."""
+    if row.dtype.primitive_bitwidth == 16:
         pairs = tl.reshape(row.to(tl.int16, bitcast=True), (row.shape[0] // 2, 2))
         low, high = tl.split(pairs)
         return tagged(call, (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16))

@@ -139,7 +139,7 @@ def ep_dispatch_wait(
 def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale: bool = False) -> DispatchSpec:
     spec = dispatch_spec(
         ep.workspace, ep.device, input_dtype=input_dtype, quantized=False, weights=weights, input_scale=input_scale,
-        tagged=False,
+        later=False,
     )  # fmt: skip
     return cast(DispatchSpec, relative_to(spec, ep.starts[DISPATCH]))
 

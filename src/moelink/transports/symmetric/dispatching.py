@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels import dispatch as kernels
-from moelink.kernels.cut import Cut, Launch, dispatch_launch, shared_bounds
+from moelink.kernels.cut import Cut, Launch, dispatch_launch, layout_programs, shared_bounds
+from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
 from moelink.kernels.spec import COPY, ENCODE, DispatchSpec, dispatch_spec
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.protocol import STATUS_ABORT, STATUS_OK
@@ -88,6 +89,8 @@ class Dispatch:
         else:
             self.output = dataclasses.replace(request.out, handle=handle)
         x, scales = request.x, request.scales
+        if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
+            x = x.clone()
         if self.recipe.spec.SOURCE == COPY:
             x = x.view(torch.uint8)
         self._rows = (
@@ -112,8 +115,9 @@ class Dispatch:
         out, rank = self.output, self.rank
         plan: SymmetricPlan = out.handle.plan
         routed = out.weights if self.rank.config.layout == "expert" else out.topk_weights
+        scales = rank.message_of_row if self.recipe.spec.LATER else out.scales
         return (
-            out.tokens.view(torch.uint8), rank.optional(None if out.scales is None else out.scales.view(torch.uint8)),
+            out.tokens.view(torch.uint8), rank.optional(None if scales is None else scales.view(torch.uint8)),
             out.row_offsets, rank.optional(out.expert_ids), out.src_info, rank.optional(out.scales_offsets),
             rank.optional(routed), rank.optional(out.topk_ids), out.num_recv_tokens, out.overflow, out.handle.counts,
             plan.received, plan.rows_of_message, plan.message_token, *self._routed,
@@ -149,6 +153,7 @@ class Dispatch:
             STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
             options=self.recipe.launch.options,
         )  # fmt: skip
+        self._lay_out_scales()
         self.rank.tell_drained()
 
     def send_and_receive(self) -> None:
@@ -161,6 +166,19 @@ class Dispatch:
             me, rank.config.rank, rank.first, num_local, num_groups, *recipe.sending[3:6], shared_begin, shared_end,
             capacity, scale_rows, stride, STATUS_OK, recipe.senders, rank.limit, given=self._given, S=recipe.spec,
             options=recipe.launch.options,
+        )  # fmt: skip
+        self._lay_out_scales()
+
+    def _lay_out_scales(self) -> None:
+        """Where the receiver only noted which message a row came with: bring the scales into their layout."""
+        rank, out, recipe = self.rank, self.output, self.recipe
+        if not recipe.spec.LATER:
+            return
+        assert out.scales is not None
+        *_, num_groups, _, _, _, scale_rows, _ = self._receiving()
+        rank.launch(
+            ep_lay_out_scales_kernel, layout_programs(rank.config, rank.device), out.row_offsets, rank.message_of_row,
+            out.scales.view(torch.uint8), num_groups, scale_rows, S=recipe.spec, options={},
         )  # fmt: skip
 
     def result(self) -> DispatchOutput:

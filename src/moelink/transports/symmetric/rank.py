@@ -69,6 +69,8 @@ class Rank:
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._words = self.record.numpy()
+        # Of the latest dispatch, whose rows' scales are laid out before the next one begins (``kernels.scale_layout``).
+        self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
         self.limit = clock_ticks(config.timeout, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
