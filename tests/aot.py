@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ POINTERS = {
     "expert_ids": "*i32",
     "src_info": "*i32", "scales_offsets": "*i32", "weights_out": "*fp32", "topk_ids_out": "*i32", "num_recv": "*i32",
     "overflow": "*i32", "counts_out": "*i32", "received": "*i32", "rows_of_message": "*i32", "message_token": "*i32",
+    "message_of_row": "*i32",
     "sent": "*i32", "routed": "*i32", "routed_counts": "*i32",
     "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "out": "*bf16", "shared": "*bf16",
     "epilogue": "*bf16", "limit": "i64", "epilogue_tensors": ("*i64",),
@@ -71,12 +73,20 @@ def barriers_between_rows(ops):
     return sum(between) - max(between, default=0)
 
 
+def bare_loads(ttir):
+    """Masked loads of rows (of 1024 elements and more) without a value for what they leave out."""
+    loads = re.findall(r"= tt\.load ([^:]*?)(?: \{.*?\})? : tensor<([\dx]+)x", ttir)
+    sizes = [math.prod(map(int, shape.split("x"))) for operands, shape in loads if operands.count("%") == 2]
+    return sum(size >= 1024 for size in sizes)
+
+
 def kernels(everything):
     import torch
 
     import moelink
     from moelink.kernels import combine, dispatch
     from moelink.kernels.combine_spec import combine_spec
+    from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
     from moelink.kernels.spec import dispatch_spec
     from moelink.workspace import Workspace
 
@@ -92,6 +102,8 @@ def kernels(everything):
         yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if fmt == "fp8_block128":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
+        if everything and spec.LATER:
+            yield f"scale_layout-{fmt}", ep_lay_out_scales_kernel, spec, x
         if everything and fmt != "bf16":
             cached = dataclasses.replace(spec, CACHED=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x
@@ -117,6 +129,7 @@ def main(target):
             "masked_histograms": sum(
                 line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line
             ),
+            "bare_loads": bare_loads(binary.asm["ttir"]),
             "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
         }), flush=True)  # fmt: skip
 

@@ -3,7 +3,9 @@
 import dataclasses
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -336,13 +338,39 @@ def test_what_is_compiled_ahead_can_be_called() -> None:
         compile_calls(ep)
 
 
-def test_counters_are_read_from_a_profiler_s_report() -> None:
-    """Of lines that look alike, those in the unit that is kept; numbers with thousands set apart."""
-    spec = importlib.util.spec_from_file_location("counters", ROOT / "benchmarks" / "counters.py")
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script of ``benchmarks`` as a module; those it imports lie beside it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    counters = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(counters)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_samples_are_condensed_to_the_hottest_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    stalls = script("stalls", monkeypatch)
+    add, load, cold = (
+        stalls.Instruction(at, text, samples)
+        for at, text, samples in (
+            (16, "IADD", {"long_scoreboard": 3, "wait": 1}), (0, "LDG", {"wait": 2}), (32, "EXIT", {"barrier": 1})
+        )
+    )  # fmt: skip
+    assert stalls.condense([add, cold, load], hottest=2) == {
+        "samples": 7,
+        "reasons": {"long_scoreboard": 42.9, "wait": 42.9, "barrier": 14.3},
+        "hottest": [
+            {"at": 0, "text": "LDG", "percent": 28.57, "reason": "wait"},
+            {"at": 16, "text": "IADD", "percent": 57.14, "reason": "long_scoreboard"},
+        ],
+    }
+
+
+def test_counters_are_read_from_a_profiler_s_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lines that look alike, those in the unit that is kept; numbers with thousands set apart."""
+    counters = script("counters", monkeypatch)
     report = """==PROF== Profiling "ep_x_kernel"
   ep_x_kernel (132, 1, 1)x(256, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
     Memory Throughput                 %        23.90

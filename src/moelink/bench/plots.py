@@ -17,6 +17,8 @@ from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS, new_figure
 
 COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
 MORE_COLORS = ("#7a9e7e", "#8d7bb0", "#b56576")
+LABEL_STEP = 1.28
+"""Ratio of heights, on a logarithmic axis, at which two labels do not touch."""
 STYLES = ("-", "--", "-.", ":")
 
 
@@ -122,7 +124,7 @@ def _token_axis(axes: Any, points: Sequence[Point]) -> None:
     tokens = sorted({point.tokens for point in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [short(count) for count in tokens])
-    axes.tick_params(axis="x", labelsize=7.5)
+    axes.tick_params(axis="x", labelsize=6.5)
     axes.minorticks_off()
 
 
@@ -209,11 +211,13 @@ def _scaling(axes: Any, points: Sequence[Point]) -> None:
     for point in sorted(chosen, key=lambda point: (point.tokens, point.ranks)):
         lines.setdefault((point.tokens, point.format), []).append(point)
     formats = {fmt for _, fmt in lines}
+    height = 0.0
     for index, ((tokens, fmt), line) in enumerate(lines.items()):
         shade = 0.25 + 0.75 * (index + 1) / len(lines)
-        label = f"{tokens} tokens" + ("" if len(formats) == 1 else f", {fmt}")
+        label = f"{tokens} token{'s' * (tokens != 1)}" + ("" if len(formats) == 1 else f", {fmt}")
         axes.plot([p.ranks for p in line], [p.median for p in line], marker="o", markersize=4, color=OURS, alpha=shade)
-        axes.annotate(label, (line[-1].ranks, line[-1].median), (7, -3), textcoords="offset points", size=8, color=INK)
+        height = max(line[-1].median, LABEL_STEP * height)
+        axes.annotate(label, (line[-1].ranks, height), (7, -3), textcoords="offset points", size=8, color=INK)
     ranks = sorted({point.ranks for point in chosen})
     axes.set_xlim(min(ranks) - 0.4, max(ranks) + 0.6 + 0.22 * (max(ranks) - min(ranks)))  # room for the labels
     _frame(axes, "Both, over the number of ranks", "ranks", "microseconds")
