@@ -33,7 +33,7 @@ class MemoryReport:
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
         block: the symmetric transport's block in place of ``wire_send`` and ``wire_recv``
             (:class:`moelink.workspace.Workspace`).
-        notes: what one of its dispatches notes for combine, beside ``outputs``.
+        notes: what one of its dispatches notes for combine, beside ``outputs``, and which message each row came with.
     """
 
     wire_send: int
@@ -246,7 +246,7 @@ class EPConfig:
         workspace = Workspace(self)
         return MemoryReport(
             wire_send=max(send, back) * travels, wire_recv=max(recv, home) * travels, outputs=outputs,
-            block=workspace.nbytes, notes=workspace.note_words(self.max_tokens_per_rank) * 4,
+            block=workspace.nbytes, notes=(workspace.note_words(self.max_tokens_per_rank) + self.row_capacity) * 4,
         )  # fmt: skip
 
     def shared_fields(self) -> dict[str, str]:
