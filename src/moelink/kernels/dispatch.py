@@ -10,6 +10,9 @@ A dispatch over the routing of an earlier one (``S.CACHED``) is the same launche
 (its ``received``) and ``routed_counts`` (its ``counts_out``), and what else it noted, say what would be counted
 (``kernels.send_again``). Otherwise ``sent`` is filled in, and the two are not read.
 
+Where another launch lays scales out (``S.LATER``, ``kernels.scale_layout``), ``scales_out`` gets the number of the
+message that each row came with.
+
 Why the next call cannot overtake: a sender's first store of call n + 1 comes after every destination has told that it
 drained call n, which it does in its next launch, so after all programs of its receiver had read call n
 (``kernels.drained``). Why it needs no host: call numbers are counted in device memory by the programs of each role,
