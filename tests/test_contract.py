@@ -268,10 +268,12 @@ def test_arguments_are_refused_before_anything_is_launched() -> None:
         "routing": own.routing,
     }
     many = params.max_token_per_rank + 1
+    moved = torch.zeros(data.x.numel() + 1, dtype=data.x.dtype)[1:].view(data.x.shape)  # begins within a word
     bad = [
         ("row_offsets", own.row_offsets.long()),
         ("src_info", own.src_info[:, :2]),
         ("input_tokens", data.x[:, :128]),
+        ("input_tokens", moved),
         ("topk_ids", torch.zeros(many, params.top_k, dtype=torch.int32)),
         ("topk_ids", data.topk_ids.float()),
         ("pointers", ep.pointers[0, :2]),

@@ -63,7 +63,7 @@ def ep_fused_dispatch(
         expert_ids: [G] int32, filled with 0 .. G - 1, which never changes; None once that is done.
         src_info: [rows, 3] int32, filled: source rank, source token, top-k slot.
         atomic_counters: ``ep.atomic_counters[0]``.
-        input_tokens: [T, hidden_size] bf16, fp16 or fp32 (fp64 for format fp64).
+        input_tokens: [T, hidden_size] bf16, fp16 or fp32 (fp64 for format fp64), from a multiple of 4 bytes on.
         topk_ids: [T, top_k] int32 or int64, -1 where not routed. Combine reads it again.
         pointers: ``ep.pointers[0]``: [3, W] send, recv and recv_count of every rank.
         routing: filled, for combine.
@@ -163,6 +163,9 @@ class _Given:
         check_counters(ep, atomic_counters)
         count = check_ids(ep, topk_ids)
         check_tensor(ep, "input_tokens", input_tokens, (count, config.hidden_size), *config.format.input_dtypes)
+        if input_tokens.data_ptr() % 4:
+            start = f"{input_tokens.data_ptr() % 4} bytes behind one"
+            raise ArgumentError("input_tokens", "a tensor that begins at a multiple of 4 bytes", start)
         routing.check(ep)
         if router_weights is not None:
             check_tensor(ep, "router_weights", router_weights, (count, config.topk), config.weight_dtype)
