@@ -64,20 +64,13 @@ def test_only_scattered_scales_of_many_tokens_wait(fmt, tokens, layout, expected
 def lay_out(fmt, scales, message_of_row, row_offsets):
     """What the kernel makes of ``scales`` [messages, bytes] uint8."""
     rows = int(row_offsets[-1])
-    config = moelink.EPConfig(
-        num_experts=2, topk=1, hidden_size=2048, max_tokens_per_rank=len(scales), dispatch_format=fmt, world_size=1,
-        rank=0,
-    )  # fmt: skip
-    transport = one_process(
-        {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in ("world_size", "rank")}, 1
-    )  # fmt: skip
+    sizes = dict(num_experts=2, topk=1, hidden_size=2048, max_tokens_per_rank=len(scales))
+    transport = one_process({**sizes, "dispatch_format": fmt}, 1)
     rank = transport.ranks[0]
     part = rank.workspace.message["scales"]
     messages = rank.workspace.regions["messages"].view(rank.memory.local)[0]
     messages[:, part.offset : part.offset + scales.shape[1]] = scales
-    spec = dispatch_spec(
-        rank.workspace, rank.device, input_dtype=torch.bfloat16, quantized=False, weights=False
-    )  # fmt: skip
+    spec = dispatch_spec(rank.workspace, rank.device, input_dtype=torch.bfloat16, quantized=False, weights=False)
     out = torch.full((rows * 1024,), 0xAA, dtype=torch.uint8)
     rank.launch(
         ep_lay_out_scales_kernel, 2, torch.tensor(row_offsets, dtype=torch.int32),

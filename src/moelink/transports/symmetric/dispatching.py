@@ -124,12 +124,16 @@ class Dispatch:
         )  # fmt: skip
 
     def _receiving(self) -> tuple[int, ...]:
-        config, rank, scales = self.rank.config, self.rank, self.output.scales
-        scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
+        config, rank = self.rank.config, self.rank
         return (
             rank.me, config.rank, config.num_local_experts, config.num_groups, *self.recipe.shared,
-            self.output.tokens.shape[0], scale_rows, config.world_size,
+            self.output.tokens.shape[0], self._scale_rows(), config.world_size,
         )  # fmt: skip
+
+    def _scale_rows(self) -> int:
+        """Rows of a column of scales, where they are in columns."""
+        scales = self.output.scales
+        return scales.shape[1] if scales is not None and scales.dim() == 2 else 0
 
     def send(self) -> None:
         """Launch the sender role."""
@@ -175,10 +179,9 @@ class Dispatch:
         if not recipe.spec.LATER:
             return
         assert out.scales is not None
-        *_, num_groups, _, _, _, scale_rows, _ = self._receiving()
         rank.launch(
             ep_lay_out_scales_kernel, layout_programs(rank.config, rank.device), out.row_offsets, rank.message_of_row,
-            out.scales.view(torch.uint8), num_groups, scale_rows, S=recipe.spec, options={},
+            out.scales.view(torch.uint8), rank.config.num_groups, self._scale_rows(), S=recipe.spec, options={},
         )  # fmt: skip
 
     def result(self) -> DispatchOutput:
