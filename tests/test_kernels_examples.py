@@ -122,7 +122,7 @@ def _tally(ids, pairs, messages, S: tl.constexpr):
 
 
 def test_tally_counts_pairs_and_messages():
-    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TB=1)
+    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TC=1)
     pairs, messages = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     _tally[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
     assert pairs.tolist() == [2, 1, 0, 1]
@@ -130,6 +130,44 @@ def test_tally_counts_pairs_and_messages():
     _tally[(1,)](torch.tensor([[0, 4], [-1, -2]]), pairs, messages, S=spec)
     assert pairs.tolist() == [1, 0, 0, 0]
     assert messages.tolist() == [1, 0, 2]
+
+
+@triton.jit
+def _tally_all(ids, pairs, messages, end, S: tl.constexpr):
+    p, m, invalid = routes.tally_all(ids, end, 1, 0, 0, 1, 2, 2, S)
+    tl.store(pairs + tl.arange(0, 4), p)
+    tl.store(messages + tl.arange(0, S.WP), m, mask=tl.arange(0, S.WP) < 2)
+    tl.store(messages + 2, invalid)
+
+
+@pytest.mark.parametrize("ranks, shared", [(2, 0), (2, 1), (64, 0), (64, 1)])
+def test_counting_all_tokens_is_the_tally_of_all(ranks, shared):
+    """Also where ranks are more than an integer has bits, and where rank 1's token 1 is its own shared expert's."""
+    spec = SimpleNamespace(
+        ALLREDUCE=False, SHARED=shared, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=ranks, WP=ranks, TB=1
+    )  # fmt: skip
+    pairs, messages = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    _tally_all[(1,)](torch.tensor([[0, 3], [1, 0], [2, 2]]), pairs, messages, 2, S=spec)
+    assert pairs.tolist() == [2, 1, 0, 1]
+    assert messages.tolist() == [2, 1 + shared, 0]
+    _tally_all[(1,)](torch.tensor([[0, 4], [-1, -2], [2, 9]]), pairs, messages, 3, S=spec)
+    assert pairs.tolist() == [1, 0, 1, 0]
+    assert messages.tolist() == [1, 1 + shared, 3]
+
+
+@triton.jit
+def _sums_before(out, SCAN: tl.constexpr):
+    i = tl.arange(0, 4)
+    goes = ((i == 0) | (i == 1))[:, None] & (tl.arange(0, 2) == 0)[None, :]
+    goes = goes | (((i == 1) | (i == 2))[:, None] & (tl.arange(0, 2) == 1)[None, :])
+    tl.store(out + 2 * i[:, None] + tl.arange(0, 2)[None, :], routes.sums_before(goes.to(tl.int32), SCAN))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_sums_of_the_rows_before(scan):
+    out = torch.zeros(4, 2, dtype=torch.int32)
+    _sums_before[(1,)](out, SCAN=scan)
+    assert out.tolist() == [[0, 0], [1, 0], [2, 1], [2, 2]]
 
 
 @triton.jit
@@ -165,7 +203,7 @@ def _count_before(ids, pairs, messages, S: tl.constexpr):
 
 
 def test_a_token_counts_what_is_before_it():
-    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TB=1)
+    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TC=1)
     pairs, messages = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     _count_before[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
     assert (pairs.tolist(), messages.tolist()) == ([0, 1], [1, 1])

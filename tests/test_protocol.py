@@ -241,7 +241,7 @@ def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules, form):
 
 def test_reuse_of_a_buffer_over_a_routing_is_caught(monkeypatch):
     monkeypatch.setattr(send_again, "wait_until_drained", wait_for_nobody)
-    dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(2)]
+    dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(4)]
     assert caught(dispatches, combine=False, again=4) is not None
 
 

@@ -12,7 +12,7 @@ from cases import Case, Result, Setup, check_case
 from moelink.kernels import cut
 from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
 from moelink.kernels.spec import dispatch_spec
-from moelink.protocol import FEW_TOKENS
+from moelink.protocol import MANY_TOKENS
 from moelink.transports.symmetric import dispatching
 from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, one_process
@@ -43,9 +43,9 @@ def test_at_once_equals_oracle(monkeypatch, fmt, options, filled_memory):
 @pytest.mark.parametrize(
     "fmt, tokens, layout, expected",
     [
-        ("fp8_block128", FEW_TOKENS + 1, "expert", True), ("nvfp4", FEW_TOKENS + 1, "expert", True),
-        ("fp8_block128", FEW_TOKENS, "expert", False), ("bf16", FEW_TOKENS + 1, "expert", False),
-        ("fp8_block128", FEW_TOKENS + 1, "rank", False),
+        ("fp8_block128", MANY_TOKENS + 1, "expert", True), ("nvfp4", MANY_TOKENS + 1, "expert", True),
+        ("fp8_block128", MANY_TOKENS, "expert", False), ("bf16", MANY_TOKENS + 1, "expert", False),
+        ("fp8_block128", MANY_TOKENS + 1, "rank", False),
     ],
 )  # fmt: skip
 def test_only_scattered_scales_of_many_tokens_wait(fmt, tokens, layout, expected):

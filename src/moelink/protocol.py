@@ -47,8 +47,13 @@ beside its value (``kernels.tagged``)."""
 MAX_SENDERS = 512
 """Most programs that cut a rank's tokens into runs, so that what each of them counted has a place."""
 
-FEW_TOKENS = 256
-"""Communicators of up to so many tokens per rank are built for latency, others for throughput."""
+COUNTED_ALONE = 512
+"""Of so many tokens, or fewer, every sending program counts for itself what is before its own, unless its communicator
+is for more than MANY_TOKENS."""
+
+FEW_TOKENS, MANY_TOKENS = 256, 1024
+"""Communicators of up to FEW_TOKENS per rank are built for latency, of more than MANY_TOKENS for throughput, others for
+something in between."""
 
 TAGGED_BYTES = 1 << 19
 """A call's rows go home as words that carry the call (``kernels.small_calls``), twice the bytes and no fence, if its

@@ -15,7 +15,7 @@ import triton.language as tl
 from moelink.kernels.drained import wait_until_drained
 from moelink.kernels.network import direct_or_staged, is_near, put, staged_at
 from moelink.kernels.numeric import only
-from moelink.kernels.routes import first_of, owner_of, tally
+from moelink.kernels.routes import first_of, owner_of, tally_all
 from moelink.kernels.signals import I64, fence, own_block
 from moelink.kernels.tagged import tagged
 from moelink.kernels.tallies import send_firsts, sum_tallies
@@ -25,6 +25,12 @@ _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _INVALID = tl.constexpr(INVALID_IDS)
 _BYTES = tl.constexpr(DISPATCH_BYTES)
+
+
+@triton.jit
+def counts_alone(num_tokens, tokens_per_program, S: tl.constexpr):
+    """Whether programs of a call of so many tokens count each for itself: they do if they have one token each."""
+    return (tokens_per_program <= 1) | (num_tokens <= S.ALONE)
 
 
 @triton.jit
@@ -50,14 +56,14 @@ def store_expert_counts(table, mine, me, first, num_local, pairs, call, S: tl.co
 
 
 @triton.jit
-def put_counts(table, control, mine, me, few, movers, call, S: tl.constexpr):
+def put_counts(table, control, mine, me, alone, movers, call, S: tl.constexpr):
     """Put the counts, and ``firsts`` where there are any, at the ranks of other nodes."""
     fence(control)
     at = tl.cast(me, tl.int64)
     firsts: tl.constexpr = (S.SENDERS + 1) * 4
     for d in range(S.W):
         if is_near(d, me, S) == 0:
-            if not few:
+            if not alone:
                 put(
                     table, mine + S.O_FIRSTS + at * firsts, staged_at(mine, d, me, S.O_STAGED_FIRSTS, 1, 0, firsts, S),
                     (movers + 1) * 4, mine + S.O_FIRSTS_FLAG + at * 8, call, d, S,
@@ -79,16 +85,16 @@ def send_counts(
     r = tl.arange(0, S.WP)
     mask = r < S.W
     mine = own_block(control, S)
-    few = tokens_per_program <= 1
+    alone = counts_alone(num_tokens, tokens_per_program, S)
     ok = tl.full([], 1, tl.int32)
-    if few:
+    if alone:
         if num_tokens <= S.TB:
-            pairs, messages, invalid = tally(
-                ids, 0, num_tokens, me, first, num_local, shared_begin, shared_end, S.TB, S
+            pairs, messages, invalid = tally_all(
+                ids, num_tokens, me, first, num_local, shared_begin, shared_end, S.TB, S
             )  # fmt: skip
         else:
-            pairs, messages, invalid = tally(
-                ids, 0, num_tokens, me, first, num_local, shared_begin, shared_end, S.TC, S
+            pairs, messages, invalid = tally_all(
+                ids, num_tokens, me, first, num_local, shared_begin, shared_end, S.TC, S
             )  # fmt: skip
         if invalid > 0:
             tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
@@ -99,13 +105,13 @@ def send_counts(
     if ok > 0:
         most = tl.full([S.WP], 1, tl.int32)
         programs = tl.zeros([S.WP], tl.int32)
-        if not few:
+        if not alone:
             programs += movers
             most = send_firsts(table, mine, me, movers, S)
         away = tl.sum(tl.where(r == me, 0, messages), 0).to(tl.int64)
         tl.atomic_add(control + _BYTES, away * S.MESSAGE, sem="relaxed", scope="gpu")
         # What precedes the counts must be seen by who sees them; without it nothing has to be waited for.
-        if not few:
+        if not alone:
             fence(control)
         base = tl.load(table + r, mask=mask, other=0)
         row = counts_at(base, mine, r, me, 0, S)
@@ -118,7 +124,7 @@ def send_counts(
         )  # fmt: skip
         store_expert_counts(table, mine, me, first, num_local, pairs, call, S)
         if S.NODE < S.W:
-            put_counts(table, control, mine, me, few, movers, call, S)
+            put_counts(table, control, mine, me, alone, movers, call, S)
         tl.store(sent + r, messages, mask=only(status == 0, mask))
         tl.store(sent + S.W, (call & 0x7FFFFFFF).to(tl.int32), mask=status == 0)
     return ok

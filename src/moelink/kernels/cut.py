@@ -41,9 +41,9 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
     """Programs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
 
     Measured, see docs/performance.md. Three programs of 8 warps and 80 registers share a multiprocessor. Few tokens:
-    a sending program per token, and a receiving one per expected message, or per multiprocessor when there is padding.
-    Many: a sender stores to the links, and what else runs on its multiprocessor queues behind it, so there are as few
-    as fill the links: 0.6 per multiprocessor, 1 if they quantise; the rest receive.
+    a sending program per multiprocessor, and a receiving one per expected message, or also per multiprocessor when
+    there is padding. Many: a sender stores to the links, and what else runs on its multiprocessor queues behind it, so
+    there are as few as fill the links: 0.6 per multiprocessor, 1 if they quantise; the rest receive.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -54,8 +54,7 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
     sms = multiprocessors(device)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         least = sms if config.row_alignment > 1 else 2 * ranks
-        send = max(sms, min(num_tokens, 2 * sms - 1))
-        return Launch(send, 1 + min(3 * sms - send - 2, max(least, ranks * num_tokens)), maxnreg=80)
+        return Launch(sms, 1 + min(2 * sms - 2, max(least, ranks * num_tokens)), maxnreg=80)
     send = sms if encodes else 3 * sms // 5
     return Launch(send, 3 * sms - send - 1, maxnreg=80)
 

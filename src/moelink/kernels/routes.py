@@ -54,6 +54,43 @@ def ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
 
 
 @triton.jit
+def sums_before(counts, SCAN: tl.constexpr):
+    """For each row of ``counts`` [N, M] the sum of the rows before it. With SCAN by a scan, which is faster; but for
+    some layouts that it chooses for so few rows Triton 3.6 has none.
+
+    Example: [[1, 0], [1, 1], [0, 1]]: [[0, 0], [1, 0], [2, 1]].
+    """
+    if SCAN:
+        return tl.cumsum(counts, 0) - counts
+    else:
+        i = tl.arange(0, counts.shape[0])
+        sums = counts * 0
+        for j in tl.static_range(counts.shape[0] - 1):
+            row = tl.sum(tl.where((i == j)[:, None], counts, 0), 0)
+            sums += tl.where((i > j)[:, None], row[None, :], 0)
+        return sums
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _many_ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
+    """:func:`ranks_of` for many tokens: a bit for each rank, as long as an integer has so many, which takes the same
+    time for two ranks and for eight."""
+    if S.W <= 32:
+        bits = tl.reduce(tl.where(owner >= 0, 1 << owner, 0), 1, _either)
+        if S.SHARED:
+            own = (t >= shared_begin) & (t < tl.minimum(shared_end, end))
+            bits |= own.to(tl.int32) << me
+        return (bits[:, None] >> tl.arange(0, S.WP)[None, :]) & 1
+    else:
+        return ranks_of(owner, t, end, me, shared_begin, shared_end, S)
+
+
+@triton.jit
 def count_pairs(expert, owner, N: tl.constexpr, S: tl.constexpr):
     """Pairs per expert [EP] among N slots: ``expert`` and ``owner`` of any shape; an owner of -1 counts nowhere.
 
@@ -96,24 +133,51 @@ def tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, TB: t
 
 
 @triton.jit
+def tally_all(ids, end, me, first, num_local, shared_begin, shared_end, TB: tl.constexpr, S: tl.constexpr):
+    """:func:`tally` of all the tokens [0, end), for programs that count others' tokens: ids are taken in one row, as
+    rearranging them takes longer than counting, but in the loop of a sender its own tally's form is faster.
+
+    Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
+    """
+    i = tl.arange(0, TB * S.KP)
+    t = tl.arange(0, TB)
+    pairs = tl.zeros([S.EP], tl.int32)
+    nowhere = tl.zeros([TB * S.KP], tl.int32)
+    invalid = tl.zeros([TB * S.KP], tl.int32)
+    messages = tl.zeros([TB, S.WP], tl.int32)
+    for t0 in range(0, end, TB):
+        token, k = t0 + i // S.KP, i % S.KP
+        raw = tl.load(ids + token * S.K + k, mask=(token < end) & (k < S.K), other=-1).to(tl.int64)
+        expert = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
+        owner = owner_of(expert, first, num_local, S)
+        pairs += tl.histogram(tl.where(owner >= 0, expert, 0), S.EP)
+        nowhere += (owner < 0).to(tl.int32)
+        invalid += ((raw < -1) | (raw >= S.E)).to(tl.int32)
+        goes = _many_ranks_of(tl.reshape(owner, (TB, S.KP)), t0 + t, end, me, shared_begin, shared_end, S)
+        messages += goes
+    # A histogram has no mask (see count_pairs): what is nowhere was counted as expert 0.
+    pairs -= tl.where(tl.arange(0, S.EP) == 0, tl.sum(nowhere, 0), 0)
+    return pairs, tl.sum(messages, 0), tl.sum(invalid, 0)
+
+
+@triton.jit
 def count_before(ids, token, expert, me, first, num_local, shared_begin, shared_end, S: tl.constexpr):
     """What is before each slot of ``token``, whose ids are ``expert`` [KP]: earlier pairs (token, then slot) of the
     same expert [KP], and messages of earlier tokens to each rank [WP].
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]], token 1: pairs [0, 1], messages [1, 1].
     """
-    t = tl.arange(0, S.TB)
+    N: tl.constexpr = S.TC
+    t = tl.arange(0, N)
     k = tl.arange(0, S.KP)
-    same = tl.zeros([S.TB * S.KP, S.KP], tl.int32)
-    messages = tl.zeros([S.TB, S.WP], tl.int32)
-    raw = _ids_at(ids, t, token, S)
-    for t0 in range(0, token, S.TB):
-        following = _ids_at(ids, t0 + S.TB + t, token, S)
+    same = tl.zeros([N * S.KP, S.KP], tl.int32)
+    messages = tl.zeros([N, S.WP], tl.int32)
+    for t0 in range(0, token, N):
+        raw = _ids_at(ids, t0 + t, token, S)
         other = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
-        same += (tl.reshape(other, (S.TB * S.KP,))[:, None] == expert[None, :]).to(tl.int32)
+        same += (tl.reshape(other, (N * S.KP,))[:, None] == expert[None, :]).to(tl.int32)
         owner = owner_of(other, first, num_local, S)
-        messages += ranks_of(owner, t0 + t, token, me, shared_begin, shared_end, S)
-        raw = following
+        messages += _many_ranks_of(owner, t0 + t, token, me, shared_begin, shared_end, S)
     twice = (expert[None, :] == expert[:, None]) & (k[None, :] < k[:, None])
     before = tl.sum(same, 0) + tl.sum(twice.to(tl.int32), 1)
     return tl.where(expert >= 0, before, 0), tl.sum(messages, 0)

@@ -26,18 +26,21 @@ _COLUMNS = tl.constexpr(32)
 
 
 @triton.jit
-def tile_of(row_offsets, num_groups, i, S: tl.constexpr):
-    """Of tile ``i`` over all groups: its group's first row and rows, and its number in the group; and how many tiles
-    there are."""
+def groups_of(row_offsets, num_groups, S: tl.constexpr):
+    """Of each group: first row, rows, and number of the first tile behind it."""
     g = tl.arange(0, S.GP)
     begins = tl.load(row_offsets + g, mask=g < num_groups, other=0)
     rows = tl.load(row_offsets + 1 + g, mask=g < num_groups, other=0) - begins
-    tiles = tl.cdiv(rows, _ROWS)
-    ends = tl.cumsum(tiles, 0)
-    here = g == tl.sum((ends <= i).to(tl.int32), 0)
+    return begins, rows, tl.cumsum(tl.cdiv(rows, _ROWS), 0)
+
+
+@triton.jit
+def tile_of(begins, rows, ends, i):
+    """Of tile ``i`` over all groups: its group's first row and rows, and its number in the group."""
+    here = tl.arange(0, ends.shape[0]) == tl.sum((ends <= i).to(tl.int32), 0)
     begin = tl.sum(tl.where(here, begins, 0), 0)
-    tile = i - tl.sum(tl.where(here, ends - tiles, 0), 0)
-    return begin, tl.sum(tl.where(here, rows, 0), 0), tile, tl.sum(tiles, 0)
+    tile = i - tl.sum(tl.where(here, ends - tl.cdiv(rows, _ROWS), 0), 0)
+    return begin, tl.sum(tl.where(here, rows, 0), 0), tile
 
 
 @triton.jit(do_not_specialize=("num_groups", "scale_rows"))
@@ -51,9 +54,10 @@ def ep_lay_out_scales_kernel(
     rest: tl.constexpr = S.SW * S.SCALE.primitive_bitwidth // 8 % 4
     blocks: tl.constexpr = (words + _COLUMNS - 1) // _COLUMNS
     j = tl.arange(0, _ROWS)
+    begins, sizes, ends = groups_of(row_offsets, num_groups, S)
     i = tl.program_id(0)
-    begin, rows, tile, tiles = tile_of(row_offsets, num_groups, i // blocks, S)
-    while i < tiles * blocks:
+    while i < tl.max(ends, 0) * blocks:
+        begin, rows, tile = tile_of(begins, sizes, ends, i // blocks)
         # Along j addresses ascend, in either layout.
         inner = tile * _ROWS + (j % 4 * 32 + j // 4 if S.SCALES == 2 else j)
         row = begin + inner
@@ -72,4 +76,3 @@ def ep_lay_out_scales_kernel(
             to = out + c.to(tl.int64)[None, :] * scale_rows + row[:, None]
             tl.store(to, word, mask=(inner < rows)[:, None] & (c < words)[None, :])
         i += tl.num_programs(0)
-        begin, rows, tile, tiles = tile_of(row_offsets, num_groups, i // blocks, S)

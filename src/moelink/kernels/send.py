@@ -32,7 +32,7 @@ rank 1.
 import triton
 import triton.language as tl
 
-from moelink.kernels.counts import send_counts
+from moelink.kernels.counts import counts_alone, send_counts
 from moelink.kernels.drained import glance, tell_drained
 from moelink.kernels.send_again import send_again
 from moelink.kernels.send_one import send_one
@@ -70,9 +70,10 @@ def _send_anew(
 ):  # fmt: skip
     call = calls_made(control, _ROLE) + 1
     drained = glance(control, _PHASE, call, S)
-    # The counting program's number; with few tokens it is the first one.
     few = tokens_per_program <= 1
-    counting = tl.where(few, 0, num_programs - 1)
+    # The counting program is the first one, but where it waits for what the others count.
+    alone = counts_alone(num_tokens, tokens_per_program, S)
+    counting = tl.where(alone, 0, num_programs - 1)
     if program == 0:
         tell_drained(table, control, me, S)
     if program == counting:
@@ -88,7 +89,7 @@ def _send_anew(
     else:
         ok = send_run(
             table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-            tokens_per_program, shared_begin, shared_end, program, drained, call, limit, S,
+            tokens_per_program, shared_begin, shared_end, program - alone.to(tl.int32), drained, call, limit, S,
         )  # fmt: skip
     if ok > 0:
         count_arrival(control, _ROLE, program, num_programs)

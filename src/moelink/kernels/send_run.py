@@ -1,9 +1,9 @@
 """Dispatch, sender role, many tokens: a program sends ``tokens_per_program`` consecutive ones.
 
-Programs share what they count (``kernels.tallies``), so that none counts what is before its own tokens: it knows the
-number of its first message to each rank, and of its first pair for each expert, from the sums of the lower programs.
-Rows travel one by one, each read while the one before is stored; BATCH messages are published at a time, as the release
-waits until all stores before it have arrived.
+A program needs the number of its first message to each rank, and of its first pair for each expert. Of up to S.ALONE
+tokens it counts all that are before its own; of more, that would take longer than to share what programs count
+(``kernels.tallies``) and to wait for the sums of the lower ones. Rows travel one by one, each read while the one before
+is stored; BATCH messages are published at a time, as the release waits until all stores before it have arrived.
 
 Example: the second program's two tokens have ids [[0, 3], [1, 0]], 4 experts on 2 ranks, and the first program has sent
 [1, 2] messages and [1, 0, 0, 2] pairs: slots are [1, 2] and [2, -], positions [1, 2] and [0, 2].
@@ -16,13 +16,26 @@ from moelink.kernels.drained import wait_until_drained
 from moelink.kernels.message import flags_of, load_weights, places_of, put_messages, store_headers
 from moelink.kernels.network import near_only
 from moelink.kernels.payload import load_piece, store_piece
-from moelink.kernels.routes import count_pairs, experts_at, owner_of, ranks_of, tally
+from moelink.kernels.routes import count_pairs, experts_at, owner_of, ranks_of, sums_before, tally, tally_all
 from moelink.kernels.signals import own_block, publish
 from moelink.kernels.tallies import publish_tally, sum_tallies
 from moelink.protocol import INVALID_IDS, PHASE_DISPATCH
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _INVALID = tl.constexpr(INVALID_IDS)
+
+
+@triton.jit
+def tally_together(
+    table, record, control, mine, ids, begin, end, me, first, num_local, shared_begin, shared_end, program, call, limit,
+    S: tl.constexpr,
+):  # fmt: skip
+    """Tell what tokens [begin, end) of ``program`` need, and wait for what those of the lower programs do."""
+    pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TB, S)
+    publish_tally(mine, program, pairs, sent, call, S)
+    if invalid > 0:
+        tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+    return sum_tallies(table, record, control, mine, me, program, call, limit, S)
 
 
 @triton.jit
@@ -40,11 +53,20 @@ def send_run(
     mine = own_block(control, S)
     base = tl.load(table + r, mask=mask, other=0)
     row = load_piece(x, begin, 0, end, S)
-    pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TB, S)
-    publish_tally(mine, program, pairs, sent, call, S)
-    if invalid > 0:
-        tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
-    ok, pairs, sent = sum_tallies(table, record, control, mine, me, program, call, limit, S)
+    if S.ALONE > 0:
+        if num_tokens <= S.ALONE:
+            ok = tl.full([], 1, tl.int32)
+            pairs, sent, _ = tally_all(ids, begin, me, first, num_local, shared_begin, shared_end, S.TC, S)
+        else:
+            ok, pairs, sent = tally_together(
+                table, record, control, mine, ids, begin, end, me, first, num_local, shared_begin, shared_end, program,
+                call, limit, S,
+            )  # fmt: skip
+    else:
+        ok, pairs, sent = tally_together(
+            table, record, control, mine, ids, begin, end, me, first, num_local, shared_begin, shared_end, program,
+            call, limit, S,
+        )  # fmt: skip
     if ok > 0:
         ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
     if ok > 0:
@@ -54,7 +76,7 @@ def send_run(
             expert = experts_at(ids, token[:, None] * S.K + k[None, :], inside, S)
             owner = owner_of(expert, first, num_local, S)
             goes = ranks_of(owner, token, end, me, shared_begin, shared_end, S)
-            slot = sent[None, :] + tl.cumsum(goes, 0) - goes
+            slot = sent[None, :] + sums_before(goes, S.ALONE == 0)
 
             flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.BATCH * S.KP,))
             earlier = (flat[None, :] == flat[:, None]) & (i[None, :] < i[:, None])

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
-from moelink.protocol import FEW_TOKENS, MAX_SENDERS, MOST_THREADS
+from moelink.protocol import COUNTED_ALONE, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -84,7 +84,8 @@ class CommonSpec:
     Attributes:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
         PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
-        TB: tokens that a program counts at a time; TC: that one does which counts those of all programs, if more.
+        TB: tokens that a program counts at a time; TC: if they are more than its own. ALONE: most tokens of a call of
+            which programs count each for itself.
         THREADS: most threads of a program; 1 where it is interpreted.
         NODE: ranks of a node; NET: who carries to others (``kernels.network``), "" when there are none.
     """
@@ -102,6 +103,7 @@ class CommonSpec:
     T: int
     TB: int
     TC: int
+    ALONE: int
     ALLREDUCE: bool
     SHARED: int
     RANK_LAYOUT: bool
@@ -151,7 +153,8 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
         L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
         TB=max(1, 256 // power(cfg.topk)) if device.type != "cpu" else 2,
-        TC=max(1, 1024 // power(cfg.topk)) if device.type != "cpu" else 16,
+        TC=min(max(1, 1024 // power(cfg.topk)), power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16,
+        ALONE=8 if device.type == "cpu" else COUNTED_ALONE if cfg.max_tokens_per_rank <= MANY_TOKENS else 0,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
@@ -280,9 +283,12 @@ def dispatch_spec(
     scale = _WORDS.get(scale_bytes, tl.uint8)
     rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
     # Few tokens are a program's only one; many come in numbers that hide the latency of one another.
-    few = cfg.max_tokens_per_rank <= FEW_TOKENS
-    batch, gather = (2, 2) if device.type == "cpu" else (1, 1) if few else (4, 4)
-    fewest_later = 4 if device.type == "cpu" else FEW_TOKENS
+    most = cfg.max_tokens_per_rank
+    if device.type == "cpu":
+        batch, gather, many = 2, 2, most > 4
+    else:
+        many = most > MANY_TOKENS
+        batch, gather = min(4, power(max(1, most // 128))), 4 if many else 1
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -298,7 +304,7 @@ def dispatch_spec(
         word_bytes) // block), GATHER=gather,
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
-        LATER=later and layout in (TRANSPOSED, TILES) and cfg.max_tokens_per_rank > fewest_later,
+        LATER=later and layout in (TRANSPOSED, TILES) and many,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, CACHED=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS=rows, RP=power(rows), BATCH=batch, SENDERS=MAX_SENDERS,
