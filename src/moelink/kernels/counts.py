@@ -1,9 +1,9 @@
 """Dispatch, sender role: the program that counts, and tells every rank what comes.
 
-With one token a program (few tokens) it counts all of them by itself; it is the first program, as nothing can be
-placed without what it says. With runs of tokens (many) it is the last, sums what the others counted
-(``kernels.tallies``) and sends ``firsts``, the first message of each of them, and after a fence the counts. These are
-words that are their own signal (``kernels.tagged``): status, totals, rows per local expert.
+Where programs count alone (one token each, or up to S.ALONE tokens in all) it counts all tokens by itself; it is the
+first program, as nothing can be placed without what it says. Of more tokens it is the last, sums what the others
+counted (``kernels.tallies``) and sends ``firsts``, the first message of each of them, and after a fence the counts.
+These are words that are their own signal (``kernels.tagged``): status, totals, rows per local expert.
 
 Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Rank 0 is told 2 messages and rows [2, 1], rank 1
 2 messages and rows [1, 1].

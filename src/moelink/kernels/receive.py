@@ -77,10 +77,11 @@ def place_messages(
     """The ``lane``-th of ``lanes`` shares of the ``count`` messages of ``source``: wait for them and place them.
 
     A lane follows GATHER cursors, places whatever has arrived at any of them, and moves these on. There are C = lanes x
-    GATHER cursors. With ``programs`` = 0 (few tokens, and CACHED) messages arrive in any order, and each cursor takes
-    every C-th. Otherwise they come in columns: one for each sending program, in which they arrive in order; columns do
-    not wait for one another. With fewer columns than C several cursors share a column, each with every ``shares``-th
-    message of it; with more, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages at most.
+    GATHER cursors. With ``programs`` = 0 (each counted alone, and CACHED) messages arrive in any order, and each cursor
+    takes every C-th. Otherwise they come in columns: one for each sending program, in which they arrive in order;
+    columns do not wait for one another. With fewer columns than C several cursors share a column, each with every
+    ``shares``-th message of it; with more, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages
+    at most.
 
     ``before``, ``own`` [LP]: rows of the sources before this one, and its own, for each local expert; CACHED: ``own``
     is that of all sources.

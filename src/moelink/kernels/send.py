@@ -5,14 +5,15 @@ another rank: they wait only until every destination has *drained the previous c
 its staging may be overwritten, and for lower programs. That is why any sequence of calls is safe with one buffer.
 
 Tokens are cut in one of two ways. Few of them: one token a program (``kernels.send_one``), or several programs a token,
-each of which serves every ``split``-th rank; the counting program is the first one. Many: ``tokens_per_program``
-consecutive tokens each (``kernels.send_run``), which share their counts, so the counting program is the last one.
+each of which serves every ``split``-th rank. Many: ``tokens_per_program`` consecutive tokens each
+(``kernels.send_run``). Where each counts what is before its tokens the counting program is the first one; where they
+share what they counted it is the last one, as a program waits for lower ones only.
 
 Who writes what, at destination d, in row ``me`` of each region:
 
 * a row program, for every token that goes to d: the message in the token's slot, then ``message_flag[slot] = call``,
   a few tokens at a time.
-* the counting program: with many tokens ``firsts`` and a fence; then ``counts``, words that are their own signal
+* the counting program: if counts were shared ``firsts`` and a fence; then ``counts``, words that are their own signal
   (``kernels.tagged``): status, totals, rows per local expert of d.
 
 ``message_flag`` is a release after the stores it speaks for (``signals.publish``). All programs together
@@ -71,7 +72,7 @@ def _send_anew(
     call = calls_made(control, _ROLE) + 1
     drained = glance(control, _PHASE, call, S)
     few = tokens_per_program <= 1
-    # The counting program is the first one, but where it waits for what the others count.
+    # The counting program is the first one, unless it waits for what the others count.
     alone = counts_alone(num_tokens, tokens_per_program, S)
     counting = tl.where(alone, 0, num_programs - 1)
     if program == 0:

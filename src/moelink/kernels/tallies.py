@@ -1,4 +1,4 @@
-"""Dispatch, sender role: how the programs of one rank share their counting when each of them has many tokens.
+"""Dispatch, sender role: how the programs of one rank share their counting when tokens are many.
 
 Program p counts its own tokens, stores the result in row p of ``tallies`` and publishes ``tally_flag[p] = call``. Who
 needs the sum of the first n programs waits for their flags. Programs wait only for lower ones, which start earlier and
