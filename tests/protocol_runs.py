@@ -29,7 +29,7 @@ FORMAT = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_exp
 
 @dataclasses.dataclass(frozen=True)
 class Small(Case):
-    """At most four tokens."""
+    """As few tokens as ``tokens`` says."""
 
     tokens: tuple[int, ...] = (3, 2)
     salt: int = 0
@@ -234,6 +234,8 @@ def two_calls(setup: Setup) -> list[Small]:
 def scenarios(setup: Setup) -> dict[str, dict[str, Any]]:
     """Arguments of :func:`run` by the scenario's name, for two ranks."""
     one, two = one_call(setup), two_calls(setup)
+    # Where there is room for more than four tokens programs on CPUs count alone up to three of them.
+    roomy = dataclasses.replace(setup, options=(*setup.options, ("max_tokens_per_rank", 10)))
     return {
         "fused_pair": dict(cases=one),
         "split_pair": dict(cases=one, fused=False),
@@ -246,6 +248,10 @@ def scenarios(setup: Setup) -> dict[str, dict[str, Any]]:
         "over_a_routing": dict(cases=two, again=2),
         "over_a_routing_split": dict(cases=one, again=1, fused=False),
         "over_routings_in_a_row": dict(cases=[*two, *one], again=1, combine=False),
+        "counted_alone": dict(cases=[Small(roomy, "uniform", seed=seed, tokens=(3, 3)) for seed in range(2)]),
+        "alone_and_together": dict(
+            cases=[Small(roomy, "uniform", seed=seed, tokens=(3 - seed, 4)) for seed in range(2)], combine=False
+        ),
         "two_communicators": dict(cases=[Small(setup, "uniform", seed=5, tokens=(2, 1))], communicators=2),
     }
 

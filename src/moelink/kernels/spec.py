@@ -143,6 +143,13 @@ class CommonSpec:
         return self is other or (type(other) is type(self) and repr(other) == repr(self))
 
 
+def _counted_alone(most: int, device: torch.device) -> int:
+    """ALONE where calls have up to ``most`` tokens. On CPUs, where tokens are few, so that both ways are taken."""
+    if device.type == "cpu":
+        return 3 if most > 4 else 0
+    return COUNTED_ALONE if most <= MANY_TOKENS else 0
+
+
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     """The fields of :class:`CommonSpec`."""
     cfg, regions = workspace.config, workspace.regions
@@ -154,7 +161,7 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
         TB=max(1, 256 // power(cfg.topk)) if device.type != "cpu" else 2,
         TC=min(max(1, 1024 // power(cfg.topk)), power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16,
-        ALONE=8 if device.type == "cpu" else COUNTED_ALONE if cfg.max_tokens_per_rank <= MANY_TOKENS else 0,
+        ALONE=_counted_alone(cfg.max_tokens_per_rank, device),
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
