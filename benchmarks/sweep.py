@@ -3,13 +3,16 @@
     torchrun --nproc-per-node 4 benchmarks/sweep.py --tokens 512 4096 --format bf16 -- 80,316,8,80 132,264,8,80
 
 Event time per call in microseconds over replays of a graph of 20 calls, median of the slowest rank, for each setting
-and number of tokens; ``--out`` writes a document with the head of all results here. ``moelink bench`` measures what
-users get; this looks for it. Communicators for all numbers of tokens are of ``--most`` tokens: one compiled kernel.
+and number of tokens; ``--out`` writes a document with the head of all results here. ``--spec BATCH=2 LATER=0`` replaces
+fields of what the phase's kernel is compiled for (``kernels.spec``, ``kernels.combine_spec``). ``moelink bench``
+measures what users get; this looks for it. Communicators for all numbers of tokens are of ``--most`` tokens: one
+compiled kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -29,6 +32,7 @@ from moelink.bench import Settings, provenance
 from moelink.bench.stats import slowest_rank
 from moelink.bench.timing import CudaClock, capture
 from moelink.bench.together import everyone
+from moelink.kernels.combine_spec import combine_spec
 from moelink.kernels.cut import Launch
 from moelink.kernels.spec import dispatch_spec
 from moelink.transports.symmetric import combining, dispatching
@@ -54,18 +58,33 @@ def setting(text: str) -> Setting:
     return Setting(Launch(send, receive, num_warps=warps, maxnreg=registers or None), *block or [4096])
 
 
+def field(text: str) -> tuple[str, int]:
+    """``NAME=number``; 0 and 1 also stand for False and True."""
+    name, value = text.split("=")
+    return name, int(value)
+
+
+def replaced(spec: Callable[..., Any], fields: dict[str, int], **more: Any) -> Callable[..., Any]:
+    """``spec``, given ``more``, with ``fields`` of its result replaced."""
+
+    def make(*args: Any, **kind: Any) -> Any:
+        return dataclasses.replace(spec(*args, **more, **kind), **fields)
+
+    return make
+
+
 @contextmanager
-def in_force(chosen: Setting) -> Iterator[None]:
+def in_force(chosen: Setting, phase: str, fields: dict[str, int]) -> Iterator[None]:
     """Communicators that are made here have these settings."""
-    spec = functools.partial(dispatching.dispatch_spec, max_block=chosen.block)
+    block = {"max_block": chosen.block}
+    dispatch_fields, combine_fields = (fields, {}) if phase == "dispatch" else ({}, fields)
     with (
         mock.patch.object(dispatching, "dispatch_launch", return_value=chosen.launch),
         mock.patch.object(combining, "combine_launch", return_value=chosen.launch),
-        mock.patch.object(dispatching, "dispatch_spec", spec),
+        mock.patch.object(dispatching, "dispatch_spec", replaced(dispatch_spec, dispatch_fields, **block)),
+        mock.patch.object(combining, "combine_spec", replaced(combine_spec, combine_fields)),
     ):
-        dispatch_spec.cache_clear()
         yield
-    dispatch_spec.cache_clear()
 
 
 def microseconds(call: Callable[[int], Any], clock: CudaClock) -> float:
@@ -123,6 +142,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="+", type=setting, help="senders,receivers,warps,registers[,block]")
     parser.add_argument("--phase", choices=("dispatch", "combine"), default="dispatch")
     parser.add_argument("--format", default="bf16")
+    parser.add_argument("--spec", type=field, nargs="+", default=[], help="fields of the phase's spec: NAME=number")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--most", type=int, help="max_tokens_per_rank; default: the largest of --tokens")
     parser.add_argument("--commit", help="commit to record, where there is no repository")
@@ -139,11 +159,11 @@ def main() -> None:
     for tokens in args.tokens:
         data = [inputs(rank, copy, tokens, args, device) for copy in range(2 if tokens > 512 else SETTINGS.calls)]
         for chosen in args.settings:
-            with in_force(chosen):
+            with in_force(chosen, args.phase, dict(args.spec)):
                 took = measure(args, tokens, data, clock)
             rows.append({
                 "phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(chosen.launch),
-                "block": chosen.block,
+                "block": chosen.block, **dict(args.spec),
             })  # fmt: skip
             if rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
