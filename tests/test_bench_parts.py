@@ -24,6 +24,7 @@ from moelink.bench.timing import Captured, KernelTimes, kernel_times_of, short_n
 from moelink.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
 from moelink.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
 from moelink.errors import ConfigError
+from moelink.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -385,3 +386,23 @@ def test_counters_are_read_from_a_profiler_s_report(monkeypatch: pytest.MonkeyPa
          "instructions": 44569537},
         {"kernel": "ep_y_kernel", "programs": 7, "threads": 128, "us": 3.0},
     ]  # fmt: skip
+
+
+def test_a_sweep_s_settings_are_in_force_while_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = script("sweep", monkeypatch)
+    workspace = Workspace(SMALL.ep_config(0, 2))
+
+    def spec() -> Any:
+        return sweep.dispatching.dispatch_spec(
+            workspace, CPU, input_dtype=torch.bfloat16, quantized=False, weights=True
+        )  # fmt: skip
+
+    usual = spec()
+    fields = dict(map(sweep.field, ["BATCH=3", "LATER=0"]))
+    with sweep.in_force(sweep.setting("3,5,4,80,8"), "dispatch", fields):
+        assert spec().BATCH == 3
+        assert spec().BLOCK == 8
+        assert sweep.dispatching.dispatch_launch() == sweep.Launch(3, 5, num_warps=4, maxnreg=80)
+    assert spec() == usual
+    with sweep.in_force(sweep.setting("3,5,4,80,8"), "combine", fields):
+        assert spec().BATCH == usual.BATCH
