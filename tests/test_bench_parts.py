@@ -1,11 +1,7 @@
 """The parts of the bench, by hand-computed numbers and by contenders that only note how they are called."""
 
 import dataclasses
-import importlib.util
 import os
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +20,6 @@ from moelink.bench.timing import Captured, KernelTimes, kernel_times_of, short_n
 from moelink.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
 from moelink.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
 from moelink.errors import ConfigError
-from moelink.workspace import Workspace
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
@@ -337,72 +330,3 @@ def test_without_a_graph_the_reason_is_noted(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_compiled_ahead_can_be_called() -> None:
     with open_communicator(SMALL, transport="symmetric", capacity=16, device=CPU, timeout=30.0) as ep:
         compile_calls(ep)
-
-
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A script of ``benchmarks`` as a module; those it imports lie beside it."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_samples_are_condensed_to_the_hottest_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    stalls = script("stalls", monkeypatch)
-    add, load, cold = (
-        stalls.Instruction(at, text, samples)
-        for at, text, samples in (
-            (16, "IADD", {"long_scoreboard": 3, "wait": 1}), (0, "LDG", {"wait": 2}), (32, "EXIT", {"barrier": 1})
-        )
-    )  # fmt: skip
-    assert stalls.condense([add, cold, load], hottest=2) == {
-        "samples": 7,
-        "reasons": {"long_scoreboard": 42.9, "wait": 42.9, "barrier": 14.3},
-        "hottest": [
-            {"at": 0, "text": "LDG", "percent": 28.57, "reason": "wait"},
-            {"at": 16, "text": "IADD", "percent": 57.14, "reason": "long_scoreboard"},
-        ],
-    }
-
-
-def test_counters_are_read_from_a_profiler_s_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of lines that look alike, those in the unit that is kept; numbers with thousands set apart."""
-    counters = script("counters", monkeypatch)
-    report = """==PROF== Profiling "ep_x_kernel"
-  ep_x_kernel (132, 1, 1)x(256, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
-    Memory Throughput                 %        23.90
-    Duration                         us       148.22
-    Memory Throughput          Tbyte/s         1.15
-    Executed Instructions         inst   44,569,537
-  ep_y_kernel (7, 1, 1)x(128, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
-    Duration                         us         3.00
-"""
-    assert counters.parse(report) == [
-        {"kernel": "ep_x_kernel", "programs": 132, "threads": 256, "us": 148.22, "dram_tb_per_s": 1.15,
-         "instructions": 44569537},
-        {"kernel": "ep_y_kernel", "programs": 7, "threads": 128, "us": 3.0},
-    ]  # fmt: skip
-
-
-def test_a_sweep_s_settings_are_in_force_while_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = script("sweep", monkeypatch)
-    workspace = Workspace(SMALL.ep_config(0, 2))
-
-    def spec() -> Any:
-        return sweep.dispatching.dispatch_spec(
-            workspace, CPU, input_dtype=torch.bfloat16, quantized=False, weights=True
-        )  # fmt: skip
-
-    usual = spec()
-    fields = dict(map(sweep.field, ["BATCH=3", "LATER=0"]))
-    with sweep.in_force(sweep.setting("3,5,4,80,8"), "dispatch", fields):
-        assert spec().BATCH == 3
-        assert spec().BLOCK == 8
-        assert sweep.dispatching.dispatch_launch() == sweep.Launch(3, 5, num_warps=4, maxnreg=80)
-    assert spec() == usual
-    with sweep.in_force(sweep.setting("3,5,4,80,8"), "combine", fields):
-        assert spec().BATCH == usual.BATCH

@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels import finish, network, padding, place, routes, signals, swallow, tagged
+from moelink.kernels import finish, network, padding, place, signals, swallow, tagged
 from moelink.kernels.cut import Cut
 from moelink.kernels.numeric import round_bf16
 from moelink.kernels.spec import dispatch_spec, host_clock
 from moelink.memory import connect, create_all
 from moelink.protocol import CODE_TIMEOUT, PHASE_DISPATCH
-from moelink.routing import ExpertMap
 from moelink.transports.base import DispatchRequest
 from moelink.workspace import Workspace
 from symmetric_ranks import one_process
@@ -95,82 +94,6 @@ def test_what_is_refused_is_waited_for():
 
 
 @triton.jit
-def _route(ids, owner, first, S: tl.constexpr):
-    i = tl.arange(0, 16)
-    e = tl.load(ids + i)
-    tl.store(owner + i, routes.owner_of(e, 0, 0, S))
-    tl.store(first + i, routes.first_of(i, 0, S))
-
-
-@pytest.mark.parametrize(("num_experts", "world_size"), [(7, 3), (8, 2), (2, 5), (16, 16), (5, 1)])
-def test_device_expert_map_equals_the_table(num_experts, world_size):
-    experts = ExpertMap(num_experts, world_size)
-    per, extra = divmod(num_experts, world_size)
-    ids = torch.arange(16, dtype=torch.int32) % (num_experts + 1) - 1
-    owner, first = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    _route[(1,)](ids, owner, first, S=SimpleNamespace(ALLREDUCE=False, PER=per, EXTRA=extra))
-    assert torch.equal(owner, experts.owner(ids).int())
-    assert first[:world_size].tolist() == [experts.first(rank) for rank in range(world_size)]
-
-
-@triton.jit
-def _tally(ids, pairs, messages, S: tl.constexpr):
-    p, m, invalid = routes.tally(ids, 0, 2, 0, 0, 0, 0, 0, 1, S)
-    tl.store(pairs + tl.arange(0, 4), p)
-    tl.store(messages + tl.arange(0, 2), m)
-    tl.store(messages + 2, invalid)
-
-
-def test_tally_counts_pairs_and_messages():
-    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TC=1)
-    pairs, messages = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    _tally[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
-    assert pairs.tolist() == [2, 1, 0, 1]
-    assert messages.tolist() == [2, 1, 0]
-    _tally[(1,)](torch.tensor([[0, 4], [-1, -2]]), pairs, messages, S=spec)
-    assert pairs.tolist() == [1, 0, 0, 0]
-    assert messages.tolist() == [1, 0, 2]
-
-
-@triton.jit
-def _tally_all(ids, pairs, messages, end, S: tl.constexpr):
-    p, m, invalid = routes.tally_all(ids, end, 1, 0, 0, 1, 2, 2, S)
-    tl.store(pairs + tl.arange(0, 4), p)
-    tl.store(messages + tl.arange(0, S.WP), m, mask=tl.arange(0, S.WP) < 2)
-    tl.store(messages + 2, invalid)
-
-
-@pytest.mark.parametrize("ranks, shared", [(2, 0), (2, 1), (64, 0), (64, 1)])
-def test_counting_all_tokens_is_the_tally_of_all(ranks, shared):
-    """Also where ranks are more than an integer has bits, and where rank 1's token 1 is its own shared expert's."""
-    spec = SimpleNamespace(
-        ALLREDUCE=False, SHARED=shared, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=ranks, WP=ranks, TB=1
-    )  # fmt: skip
-    pairs, messages = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    _tally_all[(1,)](torch.tensor([[0, 3], [1, 0], [2, 2]]), pairs, messages, 2, S=spec)
-    assert pairs.tolist() == [2, 1, 0, 1]
-    assert messages.tolist() == [2, 1 + shared, 0]
-    _tally_all[(1,)](torch.tensor([[0, 4], [-1, -2], [2, 9]]), pairs, messages, 3, S=spec)
-    assert pairs.tolist() == [1, 0, 1, 0]
-    assert messages.tolist() == [1, 1 + shared, 3]
-
-
-@triton.jit
-def _sums_before(out, SCAN: tl.constexpr):
-    i = tl.arange(0, 4)
-    goes = ((i == 0) | (i == 1))[:, None] & (tl.arange(0, 2) == 0)[None, :]
-    goes = goes | (((i == 1) | (i == 2))[:, None] & (tl.arange(0, 2) == 1)[None, :])
-    tl.store(out + 2 * i[:, None] + tl.arange(0, 2)[None, :], routes.sums_before(goes.to(tl.int32), SCAN))
-
-
-@pytest.mark.parametrize("scan", [False, True])
-def test_sums_of_the_rows_before(scan):
-    out = torch.zeros(4, 2, dtype=torch.int32)
-    _sums_before[(1,)](out, SCAN=scan)
-    assert out.tolist() == [[0, 0], [1, 0], [2, 1], [2, 2]]
-
-
-@triton.jit
 def _tagged(words, value, out, call, limit, CLOCK: tl.constexpr):
     i = tl.arange(0, 2)
     tl.store(words + i, tagged.tagged(call, tl.load(value + i)))
@@ -191,24 +114,6 @@ def test_tagged_words_wait_for_their_call():
     words[3] -= 1 << 32
     _tagged[(1,)](words, value, out, 3, 20_000_000, CLOCK=host_clock)
     assert out[:2].tolist() == [0, 1], "the second row misses a word"
-
-
-@triton.jit
-def _count_before(ids, pairs, messages, S: tl.constexpr):
-    k = tl.arange(0, 2)
-    expert = tl.load(ids + 2 + k).to(tl.int32)
-    before, sent = routes.count_before(ids, 1, expert, 0, 0, 0, 0, 0, S)
-    tl.store(pairs + k, before)
-    tl.store(messages + k, sent)
-
-
-def test_a_token_counts_what_is_before_it():
-    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TC=1)
-    pairs, messages = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    _count_before[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
-    assert (pairs.tolist(), messages.tolist()) == ([0, 1], [1, 1])
-    _count_before[(1,)](torch.tensor([[2, -1], [2, 2]]), pairs, messages, S=spec)
-    assert (pairs.tolist(), messages.tolist()) == ([1, 2], [0, 1])
 
 
 @triton.jit

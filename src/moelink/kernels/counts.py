@@ -28,12 +28,6 @@ _BYTES = tl.constexpr(DISPATCH_BYTES)
 
 
 @triton.jit
-def counts_alone(num_tokens, tokens_per_program, S: tl.constexpr):
-    """Whether programs of a call of so many tokens count each for itself: they do if they have one token each."""
-    return (tokens_per_program <= 1) | (num_tokens <= S.ALONE)
-
-
-@triton.jit
 def counts_at(base, mine, rank, me, word, S: tl.constexpr):
     """Where to store word ``word`` of this rank's counts for ``rank``, whose block is at ``base``."""
     if S.NODE < S.W:
@@ -77,15 +71,14 @@ def put_counts(table, control, mine, me, alone, movers, call, S: tl.constexpr):
 
 @triton.jit
 def send_counts(
-    table, record, control, ids, sent, me, first, num_local, num_tokens, tokens_per_program, shared_begin, shared_end,
-    status, movers, drained, call, limit, S: tl.constexpr,
+    table, record, control, ids, sent, me, first, num_local, num_tokens, alone, shared_begin, shared_end, status,
+    movers, drained, call, limit, S: tl.constexpr,
 ):  # fmt: skip
     """The counting program: tell every rank how many rows and messages come, and that they do. ``sent`` notes it for
-    dispatches over the same routing (``kernels.send_again``)."""
+    dispatches over the same routing (``kernels.send_again``). ``alone``: the others count each for itself."""
     r = tl.arange(0, S.WP)
     mask = r < S.W
     mine = own_block(control, S)
-    alone = counts_alone(num_tokens, tokens_per_program, S)
     ok = tl.full([], 1, tl.int32)
     if alone:
         if num_tokens <= S.TB:

@@ -33,7 +33,7 @@ rank 1.
 import triton
 import triton.language as tl
 
-from moelink.kernels.counts import counts_alone, send_counts
+from moelink.kernels.counts import send_counts
 from moelink.kernels.drained import glance, tell_drained
 from moelink.kernels.send_again import send_again
 from moelink.kernels.send_one import send_one
@@ -72,15 +72,15 @@ def _send_anew(
     call = calls_made(control, _ROLE) + 1
     drained = glance(control, _PHASE, call, S)
     few = tokens_per_program <= 1
-    # The counting program is the first one, unless it waits for what the others count.
-    alone = counts_alone(num_tokens, tokens_per_program, S)
+    # Each program counts for itself; then the counting program is the first one, as it waits for nobody.
+    alone = few | (num_tokens <= S.ALONE)
     counting = tl.where(alone, 0, num_programs - 1)
     if program == 0:
         tell_drained(table, control, me, S)
     if program == counting:
         ok = send_counts(
-            table, record, control, ids, sent, me, first, num_local, num_tokens, tokens_per_program, shared_begin,
-            shared_end, status, num_programs - 1, drained, call, limit, S,
+            table, record, control, ids, sent, me, first, num_local, num_tokens, alone, shared_begin, shared_end,
+            status, num_programs - 1, drained, call, limit, S,
         )  # fmt: skip
     elif few:
         ok = send_one(

@@ -84,8 +84,7 @@ class CommonSpec:
     Attributes:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
         PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
-        TB: tokens that a program counts at a time; TC: if they are more than its own. ALONE: most tokens of a call of
-            which programs count each for itself.
+        TB: tokens that a program counts at a time; TC: if they are more than its own.
         THREADS: most threads of a program; 1 where it is interpreted.
         NODE: ranks of a node; NET: who carries to others (``kernels.network``), "" when there are none.
     """
@@ -103,7 +102,6 @@ class CommonSpec:
     T: int
     TB: int
     TC: int
-    ALONE: int
     ALLREDUCE: bool
     SHARED: int
     RANK_LAYOUT: bool
@@ -143,13 +141,6 @@ class CommonSpec:
         return self is other or (type(other) is type(self) and repr(other) == repr(self))
 
 
-def _counted_alone(most: int, device: torch.device) -> int:
-    """ALONE where calls have up to ``most`` tokens. On CPUs, where tokens are few, so that both ways are taken."""
-    if device.type == "cpu":
-        return 3 if most > 4 else 0
-    return COUNTED_ALONE if most <= MANY_TOKENS else 0
-
-
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     """The fields of :class:`CommonSpec`."""
     cfg, regions = workspace.config, workspace.regions
@@ -161,7 +152,6 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
         TB=max(1, 256 // power(cfg.topk)) if device.type != "cpu" else 2,
         TC=min(max(1, 1024 // power(cfg.topk)), power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16,
-        ALONE=_counted_alone(cfg.max_tokens_per_rank, device),
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
@@ -192,9 +182,10 @@ class DispatchSpec(CommonSpec):
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. CACHED: an earlier call's
             routing is used again. OPTIONS: what every rank must choose alike. ROWS, RP: rows of a message, and the
             next power of two. GP: group offsets, as a power of two.
-        BATCH: tokens whose messages a program publishes together. SENDERS: most sending programs; TR: of whose
-            tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places at a time.
-            CW, CP: words of a source's counts, and the next power of two.
+        BATCH: tokens whose messages a program publishes together. ALONE: most tokens of a call in which each program
+            counts for itself what is before its own; 0: only programs of one token do. SENDERS: most sending programs;
+            TR: of whose tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places
+            at a time. CW, CP: words of a source's counts, and the next power of two.
     """
 
     SOURCE: int
@@ -227,6 +218,7 @@ class DispatchSpec(CommonSpec):
     RP: int
     GP: int
     BATCH: int
+    ALONE: int
     GATHER: int
     SENDERS: int
     TR: int
@@ -289,13 +281,15 @@ def dispatch_spec(
     payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
     scale = _WORDS.get(scale_bytes, tl.uint8)
     rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
-    # Few tokens are a program's only one; many come in numbers that hide the latency of one another.
+    # Few tokens are a program's only one; many come in numbers that hide the latency of one another. On CPUs, where all
+    # are few, so that every way is taken.
     most = cfg.max_tokens_per_rank
     if device.type == "cpu":
-        batch, gather, many = 2, 2, most > 4
+        many = most > 4
+        batch, gather, alone = 2, 2, 3 if many else 0
     else:
         many = most > MANY_TOKENS
-        batch, gather = min(4, power(max(1, most // 128))), 4 if many else 1
+        batch, gather, alone = min(4, power(max(1, most // 128))), 4 if many else 1, 0 if many else COUNTED_ALONE
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -314,7 +308,7 @@ def dispatch_spec(
         LATER=later and layout in (TRANSPOSED, TILES) and many,
         ALIGN=cfg.row_alignment, WEIGHTS=weights, CACHED=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
-        ROWS=rows, RP=power(rows), BATCH=batch, SENDERS=MAX_SENDERS,
+        ROWS=rows, RP=power(rows), BATCH=batch, ALONE=alone, SENDERS=MAX_SENDERS,
         TR=power(max(1, 8192 // workspace.tally_width)), TALLY=workspace.tally_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
