@@ -69,12 +69,17 @@ def test_the_demo_over_two_hosts_gives_what_it_gives_on_one(tmp_path: Path) -> N
 
 def test_a_host_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
     """What keeps the test above from leaving processes behind when the transport hangs."""
-    sleeper = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    # Each of up to 500 processes starts the next one, then sleeps: some are being started while others are killed.
+    sleeper = (
+        "import subprocess, sys, time\n"
+        "left = int(sys.argv[1])\n"
+        "if left: subprocess.Popen([*sys.orig_argv[:-1], str(left - 1)])\n"
+        "time.sleep(600)"
+    )
     try:
         with two_hosts() as hosts:
             with pytest.raises(subprocess.TimeoutExpired):
-                run_on(hosts, [[sys.executable, "-c", sleeper]] * 2, timeout=0.7, folder=tmp_path)
-            for host in hosts:
-                assert subprocess.run(["ip", "netns", "pids", host.name], capture_output=True).stdout == b""
+                run_on(hosts, [[sys.executable, "-c", sleeper, "500"]] * 2, timeout=0.7, folder=tmp_path)
+            assert [host.processes() for host in hosts] == [[], []]
     except NoNamespacesError as error:
         pytest.skip(f"no network namespaces here: {error}")

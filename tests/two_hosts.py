@@ -36,12 +36,28 @@ class Host:
         path = f"/sys/class/net/{INTERFACE}/statistics/rx_bytes"
         return int(subprocess.run(self.command("cat", path), capture_output=True, text=True, check=True).stdout)
 
-    def kill_everything(self) -> None:
-        """Kill every process inside, those that a launcher started in sessions of their own too."""
+    def processes(self) -> list[int]:
+        """Ids of the processes inside, those that a launcher started in sessions of their own too."""
         inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
-        for pid in inside.stdout.split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        return [int(pid) for pid in inside.stdout.split()]
+
+    def kill_everything(self) -> None:
+        """Kill every process inside, and return when none is left.
+
+        Once is not enough: a process may start another between being seen and being killed, and one that was killed
+        is there until the kernel has taken it down.
+
+        Raises:
+            TimeoutError: some are left after ten seconds.
+        """
+        deadline = time.monotonic() + 10
+        while inside := self.processes():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"processes {inside} of host {self.name} outlive SIGKILL")
+            for pid in inside:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def _ip(*arguments: str) -> None:
