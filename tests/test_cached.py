@@ -13,6 +13,7 @@ from cases import FORMATS, SCENARIOS, Case, Setup
 from moelink import ops
 from moelink.memory import create_all
 from moelink.protocol import CALL_SHIFT, DISPATCH_RECEIVED, DISPATCH_SENT, INVALID_IDS
+from moelink.session import Session
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.base import DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport, dispatching
@@ -223,6 +224,25 @@ def test_the_routing_of_a_refused_call_is_no_call(fused):
     first = dispatched(ranks, requests)
     for recv in dispatched(ranks, over(first, requests)):
         assert int(recv.num_recv_tokens) > 0
+
+
+def test_arguments_refused_over_the_routing_of_a_refused_call_are_no_call():
+    """Where errors are raised late a rank can hold such a routing. Its peers make no call over it, so nor may it."""
+    ranks, case = apart(3), Case(BF16, "uniform", small=True)
+    requests = dispatch_requests(case, range(3))
+    ranks[0].refuse("dispatch")
+    pending = [transport.dispatch([request]) for transport, request in zip(ranks[1:], requests[1:], strict=True)]
+    refused = [output_of(one) for one in pending]
+    for one in pending:
+        with pytest.raises(moelink.PeerAbortedError):
+            one.wait()
+    (bad,) = over(refused[:1], [dataclasses.replace(requests[1], x=requests[1].x[:1])])
+    session = Session([ranks[1].ranks[0].config], [torch.device("cpu")], ranks[1], "test")
+    with pytest.raises(moelink.ArgumentError, match="rows of the reused routing"):
+        session.dispatch([bad])
+    ranks[2].dispatch(over(refused[1:], requests[2:])).wait()
+    assert [transport.ranks[0].control[DISPATCH_SENT] for transport in ranks] == [1 << CALL_SHIFT] * 3
+    assert not any(isinstance(result, Exception) for result in dispatched(ranks, requests))
 
 
 def test_a_refused_call_leaves_the_routing_as_it_was():

@@ -64,7 +64,7 @@ class Session:
         self, requests: Sequence[DispatchRequest], *, fused: bool = False
     ) -> PendingOperation[list[DispatchOutput]]:
         """Check the arguments of every local rank and start a dispatch. ``fused``: the caller waits right away."""
-        with self.refusing("dispatch"):
+        with self.refusing("dispatch", routing=requests[0].routing):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_dispatch(config, request, identity=self.identity, device=device)
                 _refuse_gradients(request.x, request.topk_weights, request.input_scale)
@@ -78,8 +78,10 @@ class Session:
                 _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
         return self._started("combine", self.transport.combine(requests, fused=fused))
 
-    def refusing(self, phase: Phase) -> AbstractContextManager[None]:
+    def refusing(self, phase: Phase, *, routing: DispatchOutput | None = None) -> AbstractContextManager[None]:
         """A block that checks arguments: what it refuses is refused towards the peers too, who would wait otherwise.
+
+        ``routing``: what the caller gave for a dispatch to use again, unchecked.
 
         Raises ClosedError or PendingError when there can be no such call now; peers are not told of that.
         """
@@ -87,7 +89,8 @@ class Session:
             raise ClosedError(phase)
         if phase in self._pending:
             raise PendingError(f"{phase}: expected no pending {phase}, got one that has not been waited for")
-        return _Refusal(self.transport, phase)
+        mine = isinstance(routing, DispatchOutput) and routing.handle.owner == self.identity
+        return _Refusal(self.transport, phase, routing if mine else None)
 
     def _started(self, phase: Phase, operation: Pending[T]) -> PendingOperation[T]:
         self._pending[phase] = operation
@@ -145,15 +148,15 @@ class Session:
 class _Refusal(AbstractContextManager[None]):
     """Tells peers of arguments that are refused inside the block."""
 
-    def __init__(self, transport: Transport, phase: Phase) -> None:
-        self._transport, self._phase = transport, phase
+    def __init__(self, transport: Transport, phase: Phase, routing: DispatchOutput | None) -> None:
+        self._transport, self._phase, self._routing = transport, phase, routing
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (ArgumentError, ForeignHandleError, UnsupportedError)):
-            self._transport.refuse(self._phase)
+            self._transport.refuse(self._phase, routing=self._routing)
 
 
 def _refuse_gradients(*values: object) -> None:

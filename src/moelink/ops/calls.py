@@ -128,7 +128,7 @@ def _finish_combine(endpoint: Endpoint, request: CombineRequest, operation: Pend
 
 def _checked_dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchRequest:
     """``request`` with hooks evaluated. What an operator cannot do is refused, towards peers too."""
-    with _refusing(endpoint, "dispatch"):
+    with _refusing(endpoint, "dispatch", request):
         _check_types(request, ("x", "topk_ids"), ("topk_weights", "scales", "input_scale"))
         if request.routing is not None:
             check_recv(request.routing, identity=endpoint.traits.owner, config=endpoint.config)
@@ -152,7 +152,7 @@ def _checked_dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchR
 
 
 def _checked_combine(endpoint: Endpoint, request: CombineRequest) -> CombineRequest:
-    with _refusing(endpoint, "combine"):
+    with _refusing(endpoint, "combine", request):
         _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
         check_recv(request.recv, identity=endpoint.traits.owner, config=endpoint.config)
         _no_out(request.out)
@@ -173,9 +173,14 @@ def _check_types(request: object, required: tuple[str, ...], optional: tuple[str
             raise ArgumentError(name, "a tensor", type(value).__name__)
 
 
-def _refusing(endpoint: Endpoint, phase: Phase) -> AbstractContextManager[None]:
+def _refusing(
+    endpoint: Endpoint, phase: Phase, request: DispatchRequest | CombineRequest
+) -> AbstractContextManager[None]:
     """Peers hear of what is refused inside; not while tracing, when no call is made and all ranks refuse alike."""
-    return nullcontext() if torch.compiler.is_compiling() else endpoint.session.refusing(phase)
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    routing = endpoint.direct(request).routing if isinstance(request, DispatchRequest) else None
+    return endpoint.session.refusing(phase, routing=routing)
 
 
 def _weights(endpoint: Endpoint, weights: Tensor | Hook | None, num_tokens: int, device: torch.device) -> Tensor | None:

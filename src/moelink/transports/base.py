@@ -96,8 +96,11 @@ class Transport(Protocol):
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine, one request per local rank. ``fused``: the caller waits right away."""
 
-    def refuse(self, phase: Phase) -> None:
-        """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once."""
+    def refuse(self, phase: Phase, *, routing: DispatchOutput | None = None) -> None:
+        """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once.
+
+        ``routing``: what a dispatch was to use again. Over that of a call that brought nothing there is no call.
+        """
 
     def warmup(self) -> None:
         """Compile and allocate what the first call would."""

@@ -41,6 +41,11 @@ class SymmetricPlan:
         shapes = workspace.note_shapes(num_tokens)
         return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
 
+    @property
+    def brought_nothing(self) -> bool:
+        """The call was refused or failed. Synchronises on CUDA."""
+        return int(self.received[-1, 0]) != 0
+
     def again(self) -> SymmetricPlan:
         """The plan of another call over this routing: the same tensors, but for uninitialised ones in place of OWN."""
         return dataclasses.replace(self, **{name: torch.empty_like(getattr(self, name)) for name in self.OWN})
