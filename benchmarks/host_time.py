@@ -5,7 +5,7 @@ launches do nothing, so that what is timed is Python, PyTorch's checks and alloc
 not elapsed time: the least of many short batches, as other work on the machine only ever adds to it.
 
 * ``dispatch``, ``combine``: one call. ``pair``: one after the other.
-* ``tensors``: the calls of ``torch.empty`` that a pair makes, alone, with the same arguments.
+* ``tensors``: the calls of ``torch.empty_strided`` that a pair makes, alone, with the same arguments.
 
     python benchmarks/host_time.py
 """
@@ -61,14 +61,14 @@ def measure(device: torch.device) -> dict[str, Any]:
     def pair() -> torch.Tensor:
         return ep.combine(y, ep.dispatch(x, topk_ids, topk_weights))
 
-    empty = torch.empty
+    empty = torch.empty_strided
     made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def noting(*args: Any, **options: Any) -> torch.Tensor:
         made.append((args, options))
         return empty(*args, **options)
 
-    with mock.patch.object(torch, "empty", noting):
+    with mock.patch.object(torch, "empty_strided", noting):
         pair()
 
     def tensors() -> list[torch.Tensor]:

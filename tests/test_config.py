@@ -97,7 +97,7 @@ def test_memory_report_counts_before_anything_is_allocated():
     assert report.total == report.wire_send + report.wire_recv + report.outputs
     assert report.symmetric_total == report.block + report.notes + report.outputs
     workspace = Workspace(config)
-    plan = SymmetricPlan.allocate(workspace, num_tokens=4, device=torch.device("cpu"))
+    plan = SymmetricPlan.allocate(workspace.notes(4), torch.device("cpu"))
     assert report.block == workspace.nbytes
     assert report.notes == sum(tensor.nbytes for tensor in vars(plan).values()) + 4 * config.row_capacity
     assert "symmetric transport" in str(report)

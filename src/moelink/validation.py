@@ -26,8 +26,9 @@ def check_tensor(
     """``value`` as a contiguous tensor of ``shape`` (None: any size), one of ``dtypes``, on ``device``."""
     if not isinstance(value, Tensor):
         raise ArgumentError(name, "a tensor", type(value).__name__)
-    if value.dim() != len(shape) or any(
-        want is not None and want != have for want, have in zip(shape, value.shape, strict=False)
+    if value.shape != shape and (
+        value.dim() != len(shape)
+        or any(want is not None and want != have for want, have in zip(shape, value.shape, strict=True))
     ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ArgumentError(name, f"shape [{wanted}]", f"{list(value.shape)}")

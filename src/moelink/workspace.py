@@ -62,6 +62,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moelink.arith import align_up, ceil_div
+from moelink.blank import Blank
 from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
 from moelink.protocol import (
     COMBINE_BLOCK,
@@ -149,17 +150,18 @@ class Workspace:
         """Bytes from one row on its way home to the next."""
         return align_up(self.config.combine_row_bytes, REGION_ALIGNMENT)
 
-    def note_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the int32 tensors in which a dispatch of ``num_tokens`` own tokens notes where rows are:
+    def notes(self, num_tokens: int) -> tuple[Blank, ...]:
+        """The int32 tensors in which a dispatch of ``num_tokens`` own tokens notes where rows are:
         ``slot_of``, ``rows_of_message``, ``message_token``, ``received``, ``sent``
         (:class:`~moelink.transports.symmetric.plan.SymmetricPlan`)."""
         cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
         slots = 1 if cfg.layout == "rank" else cfg.topk
-        return (num_tokens, ranks), (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2), (ranks + 1,)
+        shapes = (num_tokens, ranks), (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2), (ranks + 1,)
+        return tuple(Blank.of(*shape) for shape in shapes)
 
     def note_words(self, num_tokens: int) -> int:
         """int32 words of those tensors."""
-        return sum(math.prod(shape) for shape in self.note_shapes(num_tokens))
+        return sum(math.prod(blank.shape) for blank in self.notes(num_tokens))
 
     @property
     def combine_parts(self) -> int:

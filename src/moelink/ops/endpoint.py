@@ -19,7 +19,7 @@ from moelink.ops.registry import REGISTRY
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.session import PendingOperation, Session
 from moelink.transports.base import CombineRequest, DispatchRequest, Phase
-from moelink.transports.collective.outputs import allocate_output
+from moelink.transports.collective.outputs import OutputShape
 
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
 
@@ -168,7 +168,7 @@ class Endpoint:
         counts = torch.empty(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
         plan = allocate(config, transport=self.traits.transport, num_tokens=num_tokens, device=device)
         handle = DispatchHandle(self.traits.owner, self.traits.rank, num_tokens, counts, None, counts, PackedPlan(plan))
-        output = allocate_output(config, handle, rows=rows, weighted=weighted, device=device)  # type: ignore[arg-type]
+        output = OutputShape.of(config, rows=rows, weighted=weighted).allocate(handle, device)  # type: ignore[arg-type]
         return self.flatten(output, with_plan=with_plan)
 
     def _carrier(self, output: DispatchOutput) -> Tensor | None:

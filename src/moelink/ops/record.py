@@ -61,7 +61,7 @@ def allocate(config: EPConfig, *, transport: str, num_tokens: int, device: torch
     from moelink.transports.symmetric.plan import SymmetricPlan
     from moelink.workspace import Workspace
 
-    return pack(SymmetricPlan.allocate(Workspace(config), num_tokens=num_tokens, device=device), config)
+    return pack(SymmetricPlan.allocate(Workspace(config).notes(num_tokens), device), config)
 
 
 def count_parts(config: EPConfig, *, transport: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.blank import Blank
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels import combine as kernels
 from moelink.kernels.combine_spec import CombineSpec, combine_spec
@@ -29,6 +30,7 @@ class Recipe:
         spec: the kernel. passes: first slot of each launch.
         launch, options: how it is launched.
         shared: first and last + 1 own token of the fused shared expert's group.
+        out: the result, where the caller gives none.
     """
 
     spec: CombineSpec
@@ -36,6 +38,7 @@ class Recipe:
     launch: Launch
     options: dict[str, Any]
     shared: tuple[int, int]
+    out: Blank
 
     @classmethod
     def of(cls, rank: Rank, num_tokens: int, *, reduce: bool, **kind: Any) -> Recipe:
@@ -46,7 +49,10 @@ class Recipe:
             spec = combine_spec(rank.workspace, rank.device, reduce=reduce, **kind)
             launch = combine_launch(config, rank.device, num_tokens)
             passes = (0,) if reduce else tuple(range(0, config.topk, spec.COPIES))
-            return cls(spec, passes, launch, {**launch.options, **_EXACT}, shared_bounds(config, num_tokens))
+            slots = () if reduce else (config.topk,)
+            dtype = config.accumulate_dtype if kind["raw_sums"] else config.combine_dtype
+            out = Blank.of(num_tokens, *slots, config.hidden_size, dtype=dtype)
+            return cls(spec, passes, launch, {**launch.options, **_EXACT}, shared_bounds(config, num_tokens), out)
 
         return rank.once((cls, num_tokens, reduce, *kind.values()), make)
 
@@ -106,16 +112,11 @@ class Combine:
         return self.recipe.passes
 
     def _result(self, hook: Hook | None) -> Tensor:
-        config, request = self.rank.config, self.request
-        if self._torch_hook is None and request.out is not None:
-            return request.out
+        if self._torch_hook is None and self.request.out is not None:
+            return self.request.out
         if self._torch_hook is None and hook is not None:
             return hook.tensors[0]
-        shape = [request.recv.handle.num_tokens, config.hidden_size]
-        if not request.reduce:
-            shape.insert(1, config.topk)
-        dtype = config.combine_dtype if self._torch_hook is None else config.accumulate_dtype
-        return torch.empty(shape, dtype=dtype, device=self.rank.device)
+        return self.recipe.out.on(self.rank.device)
 
     @property
     def travels(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moelink.blank import Blank
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels import dispatch as kernels
 from moelink.kernels.cut import Cut, Launch, dispatch_launch, layout_programs, shared_bounds
@@ -16,7 +17,7 @@ from moelink.kernels.spec import COPY, ENCODE, DispatchSpec, dispatch_spec
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import DispatchRequest
-from moelink.transports.collective.outputs import allocate_output
+from moelink.transports.collective.outputs import OutputShape
 from moelink.transports.symmetric.plan import SymmetricPlan
 from moelink.transports.symmetric.rank import Rank
 
@@ -31,6 +32,7 @@ class Recipe:
         senders: programs of the sender role.
         shared: first and last + 1 own token of the fused shared expert's group.
         sending: the numbers among the sender role's arguments.
+        notes, counts, outputs: the tensors that a call makes.
     """
 
     spec: DispatchSpec
@@ -38,6 +40,9 @@ class Recipe:
     senders: int
     shared: tuple[int, int]
     sending: tuple[int, ...]
+    notes: tuple[Blank, ...]
+    counts: Blank
+    outputs: OutputShape
 
     @classmethod
     def of(cls, rank: Rank, num_tokens: int, *, dtype: torch.dtype, **kind: bool) -> Recipe:
@@ -52,7 +57,11 @@ class Recipe:
             sending = (
                 rank.me, rank.first, config.num_local_experts, num_tokens, cut.tokens_per_program, cut.split, *shared
             )  # fmt: skip
-            return cls(spec, launch, 1 + cut.programs, shared, sending)
+            return cls(
+                spec, launch, 1 + cut.programs, shared, sending, notes=rank.workspace.notes(num_tokens),
+                counts=Blank.of(config.num_local_experts, config.world_size),
+                outputs=OutputShape.of(config, rows=config.row_capacity, weighted=bool(spec.WEIGHTS)),
+            )  # fmt: skip
 
         return rank.once((cls, num_tokens, dtype, *kind.values()), make)
 
@@ -76,16 +85,14 @@ class Dispatch:
             rank, num_tokens, dtype=request.x.dtype, quantized=request.scales is not None, weights=weights is not None,
             input_scale=input_scale is not None, cached=request.routing is not None,
         )  # fmt: skip
-        counts = torch.empty(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
-        plan = self._plan(num_tokens, counts)
+        counts = self.recipe.counts.on(device)
+        plan = self._plan(counts)
         handle = DispatchHandle(
             owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
             counts=counts, plan=plan,
         )  # fmt: skip
         if request.out is None:
-            self.output = allocate_output(
-                config, handle, rows=config.row_capacity, weighted=weights is not None, device=device
-            )
+            self.output = self.recipe.outputs.allocate(handle, device)
         else:
             self.output = dataclasses.replace(request.out, handle=handle)
         x, scales = request.x, request.scales
@@ -99,12 +106,12 @@ class Dispatch:
         )  # fmt: skip
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
-    def _plan(self, num_tokens: int, counts: Tensor) -> SymmetricPlan:
+    def _plan(self, counts: Tensor) -> SymmetricPlan:
         """What this call notes. Over an earlier call's routing: in which that one's notes stand, which are only read.
         Its ``received`` and ``counts`` are read beside this call's own, as this one may fail where that one did not."""
         routing = self.request.routing
         if routing is None:
-            plan = SymmetricPlan.allocate(self.rank.workspace, num_tokens=num_tokens, device=self.rank.device)
+            plan = SymmetricPlan.allocate(self.recipe.notes, self.rank.device)
             self._routed = (plan.received, counts)  # not read
             return plan
         noted: SymmetricPlan = routing.handle.plan

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from moelink.workspace import Workspace
+from moelink.blank import Blank
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,9 @@ class SymmetricPlan:
     sent: Tensor
 
     @classmethod
-    def allocate(cls, workspace: Workspace, *, num_tokens: int, device: torch.device) -> SymmetricPlan:
-        """Uninitialised tensors for a call with ``num_tokens`` own tokens."""
-        shapes = workspace.note_shapes(num_tokens)
-        return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+    def allocate(cls, blanks: Iterable[Blank], device: torch.device) -> SymmetricPlan:
+        """Uninitialised tensors, of :meth:`moelink.workspace.Workspace.notes`."""
+        return cls(*[blank.on(device) for blank in blanks])
 
     @property
     def brought_nothing(self) -> bool:

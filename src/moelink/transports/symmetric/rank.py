@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from moelink.config import EPConfig
 from moelink.env import DEBUG
@@ -41,11 +42,9 @@ T = TypeVar("T")
 
 def _address(arg: Any) -> Any:
     """A tensor's address in its place, also in a tuple."""
-    if type(arg) is int:
-        return arg
-    if isinstance(arg, tuple):
-        return tuple(map(_address, arg))
-    return arg.data_ptr() if isinstance(arg, Tensor) else arg
+    if isinstance(arg, Tensor):
+        return arg.data_ptr()
+    return tuple(map(_address, arg)) if isinstance(arg, tuple) else arg
 
 
 class Rank:
@@ -92,16 +91,30 @@ class Rank:
         """``tensor``, or in place of None some pointer that the kernel will not follow."""
         return self.table if tensor is None else tensor
 
-    @contextmanager
-    def launching(self, *, apart: bool) -> Iterator[None]:
+    def launching(self, *, apart: bool) -> AbstractContextManager[None]:
         """On CUDA: the device, and the stream that launches go to; each continues after all earlier calls.
 
         ``apart``: on this rank's own stream, forked from the current one, so that what the caller launches next runs
         beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own one.
         """
-        if self.stream is None:
-            yield
-            return
+        if self.stream is None or not (apart or self._forked or self._moved()):
+            return nullcontext()
+        return self._ordered(apart=apart)
+
+    def _current_stream(self) -> int:
+        """Handle of the device's current stream, as launches take it; torch would make an object of it."""
+        return driver.active.get_current_stream(self.device.index)  # type: ignore[no-any-return]
+
+    def _moved(self) -> bool:
+        """The caller uses another stream than at the call before, or another device than this rank's."""
+        if self._latest is None or self._latest.cuda_stream != self._current_stream():
+            return True
+        return torch.cuda.current_device() != self.device.index
+
+    @contextmanager
+    def _ordered(self, *, apart: bool) -> Iterator[None]:
+        """:meth:`launching`, where streams have to wait for one another or the device to be changed."""
+        assert self.stream is not None
         with nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device):
             current = torch.cuda.current_stream(self.device)
             if self._latest is not None and self._latest != current and not torch.cuda.is_current_stream_capturing():
@@ -160,8 +173,8 @@ class Rank:
             self.network.load(compiled)
             self._compiled[key] = compiled
         if not self._preparing:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            compiled[(programs, 1, 1)](*fixed, *map(_address, args), S, stream=stream)
+            addresses = [arg if type(arg) is int else _address(arg) for arg in args]
+            compiled[(programs, 1, 1)](*fixed, *addresses, S, stream=self._current_stream())
 
     def tell_drained(self) -> None:
         """On CPUs, after a receiving half: tell the other ranks that this one has read it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -22,6 +23,11 @@ from moelink.watch import Watch
 from moelink.workspace import Workspace
 
 T = TypeVar("T")
+
+
+def _without_gradients() -> AbstractContextManager[object]:
+    """``torch.no_grad()``, which takes longer than most of what is done inside it, where it would change something."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 class SymmetricPending(Generic[T]):
@@ -73,7 +79,7 @@ class SymmetricTransport:
     ) -> SymmetricPending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
         self._enter()
-        with torch.no_grad():
+        with _without_gradients():
             calls = [
                 Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
             ]
@@ -92,7 +98,7 @@ class SymmetricTransport:
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> SymmetricPending[list[Tensor]]:
         """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
         self._enter()
-        with torch.no_grad():
+        with _without_gradients():
             calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
         passes = calls[0].passes
         fused = fused and self._may_fuse
