@@ -51,6 +51,10 @@ COUNTED_ALONE = 512
 """Of so many tokens, or fewer, every sending program counts for itself what is before its own, unless its communicator
 is for more than MANY_TOKENS."""
 
+EARLY_ROWS = False
+"""Rows of calls of many tokens leave before anything is counted (``kernels.send_early``). Not across nodes. Off until
+GPUs have compared it with the other way (``benchmarks/sweep.py --spec EARLY=1``)."""
+
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS per rank are built for latency, of more than MANY_TOKENS for throughput, others for
 something in between."""
