@@ -12,10 +12,10 @@ import moelink
 from cases import FORMATS, SCENARIOS, Case, Setup
 from moelink import ops
 from moelink.memory import create_all
-from moelink.protocol import CALL_SHIFT, DISPATCH_RECEIVED, DISPATCH_SENT, INVALID_IDS
+from moelink.protocol import CALL_SHIFT, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT, INVALID_IDS
 from moelink.session import Session
 from moelink.testing import assert_bitwise_equal
-from moelink.transports.base import DispatchRequest
+from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport, dispatching
 from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, over, poison_memory
@@ -226,8 +226,8 @@ def test_the_routing_of_a_refused_call_is_no_call(fused):
         assert int(recv.num_recv_tokens) > 0
 
 
-def test_arguments_refused_over_the_routing_of_a_refused_call_are_no_call():
-    """Where errors are raised late a rank can hold such a routing. Its peers make no call over it, so nor may it."""
+def test_arguments_refused_over_a_refused_call_are_no_call():
+    """Where errors are raised late a rank can hold such an output. Its peers make no call over it, so nor may it."""
     ranks, case = apart(3), Case(BF16, "uniform", small=True)
     requests = dispatch_requests(case, range(3))
     ranks[0].refuse("dispatch")
@@ -241,6 +241,11 @@ def test_arguments_refused_over_the_routing_of_a_refused_call_are_no_call():
     with pytest.raises(moelink.ArgumentError, match="rows of the reused routing"):
         session.dispatch([bad])
     ranks[2].dispatch(over(refused[1:], requests[2:])).wait()
+    y = torch.zeros(len(refused[0].tokens), ranks[0].ranks[0].config.hidden_size, dtype=torch.bfloat16)
+    with pytest.raises(moelink.ArgumentError, match="y: expected shape"):
+        session.combine([CombineRequest(y[:, :8], refused[0])])
+    ranks[2].combine([CombineRequest(y, refused[1])]).wait()
+    assert [transport.ranks[0].control[COMBINE_SENT] for transport in ranks] == [0] * 3
     assert [transport.ranks[0].control[DISPATCH_SENT] for transport in ranks] == [1 << CALL_SHIFT] * 3
     assert not any(isinstance(result, Exception) for result in dispatched(ranks, requests))
 

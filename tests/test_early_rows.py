@@ -25,6 +25,7 @@ from symmetric_ranks import combine_requests, dispatch_requests, one_process, ov
 WORLD = 3
 ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
 MANY = [dataclasses.replace(case, tokens=(4, 3)) for case in ONE]
+BF16 = Setup("bf16")
 OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
     (),
     (("layout", "rank"),),
@@ -46,6 +47,13 @@ def early(monkeypatch):
 def test_scenario_under_every_schedule(name):
     for seed in range(40, 44):
         run(seed, **SCENARIOS[name])
+
+
+def test_scales_that_are_laid_out_later():
+    """Of messages at their tokens' numbers, programs that count alone and together in turn."""
+    setup = Setup("fp8_block128", (("max_tokens_per_rank", 6), ("hidden_size", 128)), num_experts=3, topk=2)
+    for seed in range(4):
+        run(seed, [Small(setup, "uniform", seed=seed, tokens=each) for each in ((3, 3), (6, 4), (3, 5))], combine=False)
 
 
 def test_call_numbers_of_more_than_31_bits():
@@ -101,15 +109,15 @@ def test_messages_lie_at_their_tokens_numbers_and_say_their_slots():
     x = torch.arange(4.0)[:, None].expand(4, 8).bfloat16().contiguous()
     pending = [transport.dispatch([DispatchRequest(x, ids)]) for transport in ranks]
 
-    def field(rank, name, words):
-        part = workspace.message[name]
-        raw = workspace.regions["messages"].view(memories[rank].local)[0, :, part.offset :]
-        return raw.view(torch.int32)[:, :words]
+    def said(rank):
+        """Token and slot of every message that rank 0 may have stored at ``rank``."""
+        part = workspace.message["token"]
+        return workspace.regions["messages"].view(memories[rank].local)[0, :, part.offset : part.end].view(torch.int32)
 
     flags = [workspace.regions["message_flag"].view(memory.local)[0].tolist() for memory in memories]
     assert flags == [[3, 2, 2, 2, 0], [2, 2, 2, 3, 0]], "call 1: 2, and 3 where none comes"
-    assert field(0, "token", 2)[1:4].tolist() == [[1, 0], [2, 1], [3, 2]]
-    assert field(1, "token", 2)[:3].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert said(0)[1:4].tolist() == [[1, 0], [2, 1], [3, 2]]
+    assert said(1)[:3].tolist() == [[0, 0], [1, 1], [2, 2]]
     for one in pending:
         one.wait()
 
@@ -192,8 +200,25 @@ def test_a_slot_that_cannot_be_is_an_error_and_stays_in_bounds(monkeypatch, layo
     pending = [t.dispatch(dispatch_requests(case, [r])) for r, t in enumerate(ranks)]
     assert ranks[1].ranks[0].control[DISPATCH_SENT] == 1 << CALL_SHIFT
     part = workspace.message["token"]
-    raw = workspace.regions["messages"].view(memories[0].local)[1, :, part.offset + 4 : part.offset + 8]
-    raw.view(torch.int32)[:] = slot
+    raw = workspace.regions["messages"].view(memories[0].local)[1, :, part.offset : part.end]
+    raw.view(torch.int32)[:, 1] = slot
+    for one in pending:
+        one.wait()
+    with pytest.raises(moelink.ProtocolError, match="rank 1 sent counts or indices that cannot be"):
+        ranks[0].check()
+
+
+def test_more_messages_than_tokens_are_an_error():
+    """Some would never be looked for."""
+    configs = [BF16.config(2, rank) for rank in range(2)]
+    workspace = Workspace(configs[0])
+    memories = create_all(["cpu"] * 2, workspace.nbytes)
+    ranks = [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
+    pending = [t.dispatch(dispatch_requests(Case(BF16, "uniform", seed=1), [r])) for r, t in enumerate(ranks)]
+    header = workspace.regions["counts"].view(memories[0].local)[1]
+    messages, tokens = (int(word) & 0xFFFFFFFF for word in header[1:3])
+    assert 1 < messages <= tokens
+    header[2] -= tokens - 1
     for one in pending:
         one.wait()
     with pytest.raises(moelink.ProtocolError, match="rank 1 sent counts or indices that cannot be"):

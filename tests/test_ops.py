@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,19 @@ def test_the_registry_holds_nothing_alive() -> None:
     gc.collect()
     with pytest.raises(moelink.ClosedError, match="dispatch: the communicator is closed"):
         library.dispatch(order, torch.ones(1, H), IDS[:1], None, None, None, [], False, name)
+
+
+def test_an_output_of_another_communicator_is_refused_as_that() -> None:
+    """Before anything is made of its plan, which has the other one's sizes."""
+    with one_rank() as a, one_rank(max_tokens_per_rank=2 * T, layout="rank") as b:
+        x, weights = torch.randn(T, H, requires_grad=True), torch.rand(T, K)
+        recv = a.dispatch(x.bfloat16(), IDS, weights)
+        for other in (b, a):
+            call = pytest.raises(moelink.ForeignHandleError) if other is b else nullcontext()
+            with call:
+                other.dispatch(x.bfloat16(), None, weights, routing=recv)
+            with call, torch.no_grad():
+                other.dispatch(x.bfloat16(), None, weights, routing=recv)
 
 
 def test_names_tell_configurations_apart_and_repeat() -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Host:
 
     def processes(self) -> list[int]:
         """Ids of the processes inside, those that a launcher started in sessions of their own too."""
-        inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
         return [int(pid) for pid in inside.stdout.split()]
 
     def kill_everything(self) -> None:
@@ -123,8 +123,9 @@ def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], *, timeout:
         deadline = time.monotonic() + timeout
         codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
     finally:
-        for host in hosts:
-            host.kill_everything()
-        for process in processes:
-            process.wait()
+        with ExitStack() as stack:  # all of it, whatever goes wrong before
+            for process in processes:
+                stack.callback(process.wait)
+            for host in hosts:
+                stack.callback(host.kill_everything)
     return [Finished(code, out.read_text(), err.read_text()) for code, (out, err) in zip(codes, paths, strict=True)]

@@ -22,7 +22,10 @@ class Blank:
     @classmethod
     def of(cls, *shape: int, dtype: torch.dtype = torch.int32) -> Blank:
         """One of ``shape``."""
-        return cls(shape, torch.empty(shape, dtype=dtype, device="meta").stride(), dtype)
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 1, 0, -1):
+            strides[i - 1] = strides[i] * torch.sym_max(shape[i], 1)  # a tracer's sizes are not numbers
+        return cls(shape, tuple(strides), dtype)
 
     def on(self, device: torch.device) -> Tensor:
         """A new tensor."""

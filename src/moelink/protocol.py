@@ -40,8 +40,8 @@ OPTIONS_BY_ROW, OPTIONS_SUMS = 1, 2
 high half is the number of messages."""
 
 COUNT_HEADER = 8
-"""Words before the counts of a counts row: status, messages, tokens, sending programs (0: each counted alone), most
-messages of one of them, options, the call whose routing this one uses again, (unused). Each word carries the call
+"""Words before the counts of a counts row: status, messages, tokens, sending programs (0: messages come in any order),
+most messages of one of them, options, the call whose routing this one uses again, (unused). Each word carries the call
 beside its value (``kernels.tagged``)."""
 
 MAX_SENDERS = 512

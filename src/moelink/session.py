@@ -64,7 +64,7 @@ class Session:
         self, requests: Sequence[DispatchRequest], *, fused: bool = False
     ) -> PendingOperation[list[DispatchOutput]]:
         """Check the arguments of every local rank and start a dispatch. ``fused``: the caller waits right away."""
-        with self.refusing("dispatch", routing=requests[0].routing):
+        with self.refusing("dispatch", lambda: requests[0].over):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_dispatch(config, request, identity=self.identity, device=device)
                 _refuse_gradients(request.x, request.topk_weights, request.input_scale)
@@ -72,16 +72,16 @@ class Session:
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> PendingOperation[list[Tensor]]:
         """Check the arguments of every local rank and start a combine. ``fused``: the caller waits right away."""
-        with self.refusing("combine"):
+        with self.refusing("combine", lambda: requests[0].over):
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_combine(config, request, identity=self.identity, device=device)
                 _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
         return self._started("combine", self.transport.combine(requests, fused=fused))
 
-    def refusing(self, phase: Phase, *, routing: DispatchOutput | None = None) -> AbstractContextManager[None]:
+    def refusing(self, phase: Phase, over: Callable[[], object]) -> AbstractContextManager[None]:
         """A block that checks arguments: what it refuses is refused towards the peers too, who would wait otherwise.
 
-        ``routing``: what the caller gave for a dispatch to use again, unchecked.
+        ``over``: gives the earlier output that the call was to go over, unchecked; asked once something is refused.
 
         Raises ClosedError or PendingError when there can be no such call now; peers are not told of that.
         """
@@ -89,8 +89,7 @@ class Session:
             raise ClosedError(phase)
         if phase in self._pending:
             raise PendingError(f"{phase}: expected no pending {phase}, got one that has not been waited for")
-        mine = isinstance(routing, DispatchOutput) and routing.handle.owner == self.identity
-        return _Refusal(self.transport, phase, routing if mine else None)
+        return _Refusal(self, phase, over)
 
     def _started(self, phase: Phase, operation: Pending[T]) -> PendingOperation[T]:
         self._pending[phase] = operation
@@ -148,15 +147,17 @@ class Session:
 class _Refusal(AbstractContextManager[None]):
     """Tells peers of arguments that are refused inside the block."""
 
-    def __init__(self, transport: Transport, phase: Phase, routing: DispatchOutput | None) -> None:
-        self._transport, self._phase, self._routing = transport, phase, routing
+    def __init__(self, session: Session, phase: Phase, over: Callable[[], object]) -> None:
+        self._session, self._phase, self._over = session, phase, over
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (ArgumentError, ForeignHandleError, UnsupportedError)):
-            self._transport.refuse(self._phase, routing=self._routing)
+            over = self._over()
+            mine = isinstance(over, DispatchOutput) and over.handle.owner == self._session.identity
+            self._session.transport.refuse(self._phase, over=over if mine else None)  # type: ignore[arg-type]
 
 
 def _refuse_gradients(*values: object) -> None:

@@ -72,11 +72,12 @@ def put_counts(table, control, mine, me, alone, movers, call, S: tl.constexpr):
 
 @triton.jit
 def send_counts(
-    table, record, control, ids, sent, me, first, num_local, num_tokens, alone, shared_begin, shared_end, status,
+    table, record, control, ids, sent, me, first, num_local, num_tokens, few, alone, shared_begin, shared_end, status,
     movers, drained, call, limit, S: tl.constexpr,
 ):  # fmt: skip
     """The counting program: tell every rank how many rows and messages come, and that they do. ``sent`` notes it for
-    dispatches over the same routing (``kernels.send_again``). ``alone``: the others count each for itself."""
+    dispatches over the same routing (``kernels.send_again``). ``few``: the others have a token each. ``alone``: they
+    count each for itself."""
     r = tl.arange(0, S.WP)
     mask = r < S.W
     mine = own_block(control, S)
@@ -100,7 +101,7 @@ def send_counts(
         most = tl.full([S.WP], 1, tl.int32)
         programs = tl.zeros([S.WP], tl.int32)
         if S.EARLY:  # receivers know where a program's tokens begin; 0 where each has one and messages lie in slots
-            programs += tl.where(movers < num_tokens, movers, 0)
+            programs += tl.where(few, 0, movers)
         elif not alone:
             programs += movers
             most = send_firsts(table, mine, me, movers, S)

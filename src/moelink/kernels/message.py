@@ -33,7 +33,7 @@ def flags_of(base, slot, me, S: tl.constexpr):
 
 @triton.jit
 def flag_for(call, S: tl.constexpr):
-    """The least that the flag of a message of ``call`` says. EARLY: it is even, and one more where none comes."""
+    """What the flag of a message of ``call`` says. EARLY: twice the call, and one more where none comes."""
     if S.EARLY:
         return call * 2
     else:
@@ -41,9 +41,30 @@ def flag_for(call, S: tl.constexpr):
 
 
 @triton.jit
+def flags_for(call, goes, S: tl.constexpr):
+    """EARLY: what flags say of messages ``goes`` [N, WP], 0 for those that do not come."""
+    return tl.zeros(goes.shape, tl.int64) + flag_for(call, S) + (goes == 0).to(tl.int64)
+
+
+@triton.jit
+def comes(flag, S: tl.constexpr):
+    """EARLY: whether a message comes with ``flag``."""
+    return flag % 2 == 0
+
+
+@triton.jit
+def call_of(flag, S: tl.constexpr):
+    """The call that ``flag`` is of."""
+    if S.EARLY:
+        return flag // 2
+    else:
+        return flag
+
+
+@triton.jit
 def store_slots(slot, places, S: tl.constexpr):
-    """EARLY: the slots [N, WP] of messages at ``places`` [N, WP], which lie at other numbers."""
-    tl.store((places + S.M_TOKEN).to(I32) + 1, slot, mask=places != 0)
+    """EARLY: the slots [N, WP] of messages at ``places`` [N, WP], which may lie at other numbers."""
+    tl.store((places + S.M_SLOT).to(I32), slot, mask=places != 0)
 
 
 @triton.jit

@@ -188,7 +188,7 @@ def place_group(
     token = tl.load((message + S.M_TOKEN).to(I32), mask=valid)
     noted = at
     if S.EARLY and not S.CACHED:
-        said = tl.load((message + S.M_TOKEN).to(I32) + 1, mask=valid, other=0)
+        said = tl.load((message + S.M_SLOT).to(I32), mask=valid, other=0)
         known = (said >= 0) & (said < count)
         note_malformed(control, source, valid & (known == 0))
         valid = valid & known

@@ -83,7 +83,7 @@ def _send_anew(
         tell_drained(table, control, me, S)
     if program == counting:
         ok = send_counts(
-            table, record, control, ids, sent, me, first, num_local, num_tokens, alone, shared_begin, shared_end,
+            table, record, control, ids, sent, me, first, num_local, num_tokens, few, alone, shared_begin, shared_end,
             status, num_programs - 1, drained, call, limit, S,
         )  # fmt: skip
     elif few:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.drained import wait_until_drained
-from moelink.kernels.message import flags_of, load_weights, places_of, store_headers, store_slots
+from moelink.kernels.message import flags_for, flags_of, load_weights, places_of, store_headers, store_slots
 from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import count_pairs, experts_at, owner_of, ranks_of, sums_before, tally, tally_all
 from moelink.kernels.signals import own_block, publish
@@ -75,7 +75,7 @@ def send_early(
     mine = own_block(control, S)
     base = tl.load(table + r, mask=mask, other=0)
     row = load_piece(x, begin, 0, end, S)
-    alone = num_tokens <= S.ALONE
+    alone = num_tokens <= S.ALONE if S.ALONE > 0 else False
     pairs = tl.zeros([S.EP], tl.int32)
     sent = tl.zeros([S.WP], tl.int32)
     if not alone:
@@ -107,8 +107,7 @@ def send_early(
             w = load_weights(weights, token, num_tokens, S)
             store_headers(expert, position, owner, token, places, w, first, S.BATCH, S)
             store_slots(slot, places, S)
-            said = tl.zeros([S.BATCH, S.WP], tl.int64) + call * 2 + (goes == 0).to(tl.int64)
-            publish(flags_of(base, at_tokens(token, S), me, S), noted, said)
+            publish(flags_of(base, at_tokens(token, S), me, S), noted, flags_for(call, goes, S))
             if t0 + S.BATCH < end:
                 sent += tl.sum(goes, 0)
                 pairs += count_pairs(expert, owner, S.BATCH * S.KP, S)

@@ -228,6 +228,7 @@ class DispatchSpec(CommonSpec):
     MESSAGE: int
     M_SCALES: int
     M_TOKEN: int
+    M_SLOT: int
     M_IDS: int
     M_POSITIONS: int
     M_WEIGHTS: int
@@ -315,6 +316,7 @@ def dispatch_spec(
         TR=power(max(1, 8192 // workspace.tally_width)), TALLY=workspace.tally_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
+        M_SLOT=message["token"].offset + 4,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1], CP=power(regions["counts"].shape[1]),
         O_TALLY_FLAG=regions["tally_flag"].offset, O_TALLIES=regions["tallies"].offset,

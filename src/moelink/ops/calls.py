@@ -16,7 +16,7 @@ from torch import Tensor
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.ops import library
-from moelink.ops.endpoint import Endpoint
+from moelink.ops.endpoint import Endpoint, Request
 from moelink.output import DispatchOutput
 from moelink.session import PendingOperation
 from moelink.transports.base import CombineRequest, DispatchRequest, Phase
@@ -173,14 +173,11 @@ def _check_types(request: object, required: tuple[str, ...], optional: tuple[str
             raise ArgumentError(name, "a tensor", type(value).__name__)
 
 
-def _refusing(
-    endpoint: Endpoint, phase: Phase, request: DispatchRequest | CombineRequest
-) -> AbstractContextManager[None]:
+def _refusing(endpoint: Endpoint, phase: Phase, request: Request) -> AbstractContextManager[None]:
     """Peers hear of what is refused inside; not while tracing, when no call is made and all ranks refuse alike."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    routing = endpoint.direct(request).routing if isinstance(request, DispatchRequest) else None
-    return endpoint.session.refusing(phase, routing=routing)
+    return endpoint.session.refusing(phase, lambda: endpoint.direct(request).over)
 
 
 def _weights(endpoint: Endpoint, weights: Tensor | Hook | None, num_tokens: int, device: torch.device) -> Tensor | None:

@@ -265,10 +265,13 @@ class Endpoint:
         )
 
     def direct(self, request: Request) -> Request:
-        """``request`` as the transport takes it: with the plan it made itself in place of an operator's."""
-        recv = request.routing if isinstance(request, DispatchRequest) else request.recv
-        plan = recv.handle.plan if isinstance(recv, DispatchOutput) else None
-        if recv is None or not isinstance(plan, PackedPlan):
+        """``request`` as the transport takes it: with the plan it made itself in place of an operator's. One over an
+        output of another communicator, which will be refused, is returned as it is."""
+        recv = request.over
+        if not isinstance(recv, DispatchOutput) or recv.handle.owner != self.traits.owner:
+            return request
+        plan = recv.handle.plan
+        if not isinstance(plan, PackedPlan):
             return request
         plan = unpack(plan.tensors, self.config, transport=self.traits.transport)
         recv = dataclasses.replace(recv, handle=dataclasses.replace(recv.handle, plan=plan))

@@ -44,6 +44,11 @@ class DispatchRequest:
     host_counts: bool = False
     out: DispatchOutput | None = None
 
+    @property
+    def over(self) -> DispatchOutput | None:
+        """The earlier output that this call goes over, if there is one."""
+        return self.routing
+
 
 @dataclass(frozen=True)
 class CombineRequest:
@@ -67,6 +72,11 @@ class CombineRequest:
     epilogue: Tensor | Hook | None = None
     shared: Tensor | None = None
     out: Tensor | None = None
+
+    @property
+    def over(self) -> DispatchOutput:
+        """The earlier output that this call goes over."""
+        return self.recv
 
 
 @dataclass(frozen=True)
@@ -96,10 +106,11 @@ class Transport(Protocol):
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine, one request per local rank. ``fused``: the caller waits right away."""
 
-    def refuse(self, phase: Phase, *, routing: DispatchOutput | None = None) -> None:
+    def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
         """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once.
 
-        ``routing``: what a dispatch was to use again. Over that of a call that brought nothing there is no call.
+        ``over``: the earlier output of this communicator that the call was to go over, where that much is known. Over
+        one of a call that brought nothing there is no call.
         """
 
     def warmup(self) -> None:

@@ -53,8 +53,8 @@ class CollectiveTransport:
         earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]
         return output
 
-    def refuse(self, phase: Phase, *, routing: DispatchOutput | None = None) -> None:
-        """Tell peers that this rank refused its arguments. A call that brings nothing has no output to reuse here."""
+    def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
+        """Tell peers that this rank refused its arguments. A call that brings nothing has no output here."""
         self._wire.refuse(phase)
 
     def warmup(self) -> None:

@@ -41,9 +41,8 @@ class SymmetricPlan:
         """Uninitialised tensors, of :meth:`moelink.workspace.Workspace.notes`."""
         return cls(*[blank.on(device) for blank in blanks])
 
-    @property
     def brought_nothing(self) -> bool:
-        """The call was refused or failed. Synchronises on CUDA."""
+        """Whether the call was refused or failed. Synchronises on CUDA."""
         return int(self.received[-1, 0]) != 0
 
     def again(self) -> SymmetricPlan:

@@ -150,17 +150,18 @@ class SymmetricTransport:
             if error is not None:
                 raise error
 
-    def refuse(self, phase: Phase, *, routing: DispatchOutput | None = None) -> None:
+    def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
         """Tell peers that this rank refused its arguments. With all ranks in this process there is nobody to tell.
 
         A combine of rows that a refused dispatch did not bring is no call on any rank, and neither is a dispatch over
-        its routing; whether there was one is known only once it is over, so the host waits here.
+        its routing; whether there was one is known only once it is over, so the host waits here. A combine whose
+        ``over`` is not known is taken for one of such rows while a refusal has not been raised.
         """
         for rank in self.ranks:
             rank.synchronize()
         if len(self.ranks) > 1 or any(rank.poisoned or (phase == "combine" and rank.aborted) for rank in self.ranks):
             return
-        if routing is not None and routing.handle.plan.brought_nothing:
+        if over is not None and over.handle.plan.brought_nothing():
             return
         if self._watch is not None:
             self._watch.enter()
