@@ -312,3 +312,16 @@ def test_every_error_is_in_the_tree_and_says_how_to_recover():
     for error in errors:
         assert issubclass(error, moelink.MoelinkError)
         assert error.__doc__
+
+
+def variable(rank: int, world_size: int) -> str | None:
+    return os.environ.get("MOELINK_TESTS_SAY")
+
+
+def test_ranks_have_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the server they come from, which was started earlier."""
+    assert run_ranks(variable, 1) == [None]
+    monkeypatch.setenv("MOELINK_TESTS_SAY", "now")
+    assert run_ranks(variable, 1) == ["now"]
+    monkeypatch.delenv("MOELINK_TESTS_SAY")
+    assert run_ranks(variable, 1) == [None]

@@ -41,7 +41,8 @@ def run_ranks(
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes and return the results by rank.
 
     ``fn`` must be importable (a module-level function); torchrun's variables are set, so ``moelink.init`` finds its
-    peers. Processes come from a fork server that has torch loaded, so starting them is cheap after the first time.
+    peers. Processes come from a fork server that has torch loaded, so starting them is cheap after the first time; they
+    have this process's environment as it is now.
     Ranks in ``mortal`` may die (SIGKILL, say): the others are left alone, and the result of a dead one is None. Rank 0
     hosts the store of the default group, so that goes with it.
 
@@ -51,13 +52,16 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "moelink"])
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    environment = dict(os.environ)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    # Apart, as what it is made of may import triton, which reads its variables then.
+    call = pickle.dumps((fn, args))
     pipes: list[Connection] = []
     processes = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
         ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_rank_main, args=(theirs, ranked, fn, rank, world_size, args), daemon=True)
+        process = context.Process(target=_rank_main, args=(theirs, ranked, call, rank, world_size), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -72,12 +76,13 @@ def run_ranks(
                 process.join()
 
 
-def _rank_main(
-    pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], rank: int, world_size: int, args: Any
-) -> None:
+def _rank_main(pipe: Connection, environment: dict[str, str], call: bytes, rank: int, world_size: int) -> None:
+    # Until here it is that of the fork server, which was started by the first test that wanted ranks.
+    os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
+        fn, args = pickle.loads(call)
         answer = (True, fn(rank, world_size, *args))
     except BaseException:  # noqa: BLE001 - whatever ends a rank must reach the parent
         answer = (False, traceback.format_exc())
