@@ -6,10 +6,16 @@ Times: every survivor raises within its time-out and one second (and what interp
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import fault_ranks
+import moelink
 from fault_ranks import TIMEOUTS
+from moelink.recovery import NOTHING, Proposal, _agree
 from moelink.testing import run_ranks
 
 TRANSPORTS = ("collective", "symmetric")
@@ -71,6 +77,18 @@ def test_recover_after_recover_down_to_one(transport: str) -> None:
 
 def test_lists_that_cannot_be_are_refused_and_lists_that_differ_named() -> None:
     assert run_ranks(fault_ranks.wrong_lists, 3) == [True] * 3
+
+
+def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
+    """Ranks 0 and 1 wait for rank 2. Rank 0's time is up a moment earlier, so that it shows nothing any more either."""
+    answers = [{0: Proposal((0, 1, 2), bytes(16), 0), 2: NOTHING}] + [{0: NOTHING, 2: NOTHING}] * 100
+    board: Any = SimpleNamespace(
+        rank=1, mine=Proposal((0, 1, 2), bytes(16), 0), others=[0, 2], show=lambda corner: None,
+        agree=lambda shown: None, read=lambda: answers.pop(0),
+    )  # fmt: skip
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 2 did not arrive in recover.*has not called") as told:
+        _agree(board, deadline=time.monotonic() + 0.1)
+    assert told.value.peer == 2
 
 
 @pytest.mark.parametrize("moment", ["at once", "meeting", "building"])

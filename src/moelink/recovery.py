@@ -224,9 +224,11 @@ def _decode(answer: bytes | int) -> Proposal | int:
 def _agree(board: _Board, deadline: float) -> dict[int, Proposal]:
     """The proposals of the other survivors, once all of them list the same ranks."""
     differs: dict[int, float] = {}
+    came: set[int] = set()
     board.show(bytes(16))
     while True:
         shown = board.read()
+        came |= {rank for rank, p in shown.items() if isinstance(p, Proposal) and p.ranks == board.mine.ranks}
         agreed = board.agree(shown)
         if agreed is not None:
             board.show(board.corner(agreed))
@@ -242,7 +244,8 @@ def _agree(board: _Board, deadline: float) -> dict[int, Proposal]:
         if any(now - since > _GRACE_SECONDS for since in differs.values()) or (lists and now > deadline):
             raise _mismatch({board.rank: board.mine.ranks, **lists})
         if now > deadline:
-            peer = min(board.others, key=lambda rank: _urgency(shown[rank]))
+            # Who came and shows nothing any more gave up a moment ago, over somebody that this rank waits for, too.
+            peer = min(board.others, key=lambda rank: (_urgency(shown[rank]), rank in came))
             said = shown[peer]
             raise _late(board.rank, peer, _EXCUSES[_urgency(said)])
         time.sleep(_PAUSE_SECONDS)
