@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import moelink
-from cases import Case, Result
+from cases import Case, Result, Setup
 from moelink.memory import create_all
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
@@ -22,6 +22,13 @@ def one_process(fields: dict[str, Any], world_size: int, device: str = "cpu") ->
     devices = [device if device == "cpu" else f"{device}:{rank}" for rank in range(world_size)]
     memories = create_all(devices, Workspace(configs[0]).nbytes)
     return SymmetricTransport(configs, memories, "test")
+
+
+def apart(setup: Setup, world_size: int, timeout: float = 10.0) -> list[SymmetricTransport]:
+    """A transport for each rank, in this process."""
+    configs = [dataclasses.replace(setup.config(world_size, rank), timeout=timeout) for rank in range(world_size)]
+    memories = create_all(["cpu"] * world_size, Workspace(configs[0]).nbytes)
+    return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
 
 
 def dispatch_requests(case: Case, ranks: list[int], **options: Any) -> list[DispatchRequest]:

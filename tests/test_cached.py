@@ -11,14 +11,13 @@ import torch
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Setup
 from moelink import ops
-from moelink.memory import create_all
 from moelink.protocol import CALL_SHIFT, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT, INVALID_IDS
 from moelink.session import Session
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink.transports.symmetric import SymmetricTransport, dispatching
+from moelink.transports.symmetric import dispatching
 from moelink.workspace import Workspace
-from symmetric_ranks import combine_requests, dispatch_requests, one_process, over, poison_memory
+from symmetric_ranks import apart, combine_requests, dispatch_requests, one_process, over, poison_memory
 
 BF16 = Setup("bf16")
 OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
@@ -149,13 +148,6 @@ def test_what_is_noted_is_shared_and_not_written_again(filled_memory):
         assert old.handle.plan.sent[-1] == 1, "the call that made the routing"
 
 
-def apart(world, setup=BF16, timeout=10.0):
-    """A transport for each rank, in this process."""
-    configs = [dataclasses.replace(setup.config(world, rank), timeout=timeout) for rank in range(world)]
-    memories = create_all(["cpu"] * world, Workspace(configs[0]).nbytes)
-    return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
-
-
 def dispatched(ranks, requests):
     """What each rank gets, or the error that it raises."""
     pending = [transport.dispatch([request]) for transport, request in zip(ranks, requests, strict=True)]
@@ -170,7 +162,7 @@ def dispatched(ranks, requests):
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_a_rank_that_counts_where_others_do_not_is_named_by_all(odd):
-    ranks, case = apart(3), Case(BF16, "uniform", small=True)
+    ranks, case = apart(BF16, 3), Case(BF16, "uniform", small=True)
     requests = dispatch_requests(case, range(3))
     first = dispatched(ranks, requests)
     mixed = over(first, requests)
@@ -183,7 +175,7 @@ def test_a_rank_that_counts_where_others_do_not_is_named_by_all(odd):
 
 
 def test_routings_of_different_calls_are_refused_by_all():
-    ranks, case = apart(4), Case(BF16, "uniform", small=True)
+    ranks, case = apart(BF16, 4), Case(BF16, "uniform", small=True)
     requests = dispatch_requests(case, range(4))
     calls = [dispatched(ranks, requests) for _ in range(3)]
     for choice, blamed in (((0, 0, 1, 0), 2), ((0, 1, 1, 0), 1), ((2, 0, 1, 1), 0), ((0, 1, 2, 0), 1)):
@@ -205,7 +197,7 @@ def output_of(pending):
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_routing_of_a_refused_call_is_no_call(fused):
     """Who refused has no output, so makes no call either; what it does next is in step with its peers."""
-    ranks, case = apart(2), Case(BF16, "uniform", small=True)
+    ranks, case = apart(BF16, 2), Case(BF16, "uniform", small=True)
     requests = dispatch_requests(case, range(2))
     ranks[0].refuse("dispatch")
     pending = ranks[1].dispatch(requests[1:])
@@ -228,7 +220,7 @@ def test_the_routing_of_a_refused_call_is_no_call(fused):
 
 def test_arguments_refused_over_a_refused_call_are_no_call():
     """Where errors are raised late a rank can hold such an output. Its peers make no call over it, so nor may it."""
-    ranks, case = apart(3), Case(BF16, "uniform", small=True)
+    ranks, case = apart(BF16, 3), Case(BF16, "uniform", small=True)
     requests = dispatch_requests(case, range(3))
     ranks[0].refuse("dispatch")
     pending = [transport.dispatch([request]) for transport, request in zip(ranks[1:], requests[1:], strict=True)]
@@ -251,7 +243,7 @@ def test_arguments_refused_over_a_refused_call_are_no_call():
 
 
 def test_a_refused_call_leaves_the_routing_as_it_was():
-    ranks, case = apart(2), Case(BF16, "uniform", small=True)
+    ranks, case = apart(BF16, 2), Case(BF16, "uniform", small=True)
     requests = dispatch_requests(case, range(2))
     first = dispatched(ranks, requests)
     for _ in range(2):

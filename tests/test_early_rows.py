@@ -14,13 +14,12 @@ from cases import FORMATS, Case, Result, Setup, check_case
 from interleaving import Deadlock
 from moelink.kernels import message, receive, send_early, send_one, spec
 from moelink.kernels.cut import Launch
-from moelink.memory import create_all
 from moelink.protocol import CALL_SHIFT, DISPATCH_SENT
 from moelink.transports.base import DispatchRequest
-from moelink.transports.symmetric import SymmetricTransport, dispatching
+from moelink.transports.symmetric import dispatching
 from moelink.workspace import Workspace
 from protocol_runs import FORMAT, Small, caught, one_call, run, scenarios, two_calls
-from symmetric_ranks import combine_requests, dispatch_requests, one_process, over, run_case
+from symmetric_ranks import apart, combine_requests, dispatch_requests, one_process, over, run_case
 
 WORLD = 3
 ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
@@ -98,13 +97,9 @@ def test_results_do_not_depend_on_how_a_launch_is_cut(monkeypatch, shape):
 
 def test_messages_lie_at_their_tokens_numbers_and_say_their_slots():
     """The docstring's example: ranks own experts 0, 1 and 2, 3, and rank 0's first two tokens have [1, 2] messages."""
-    configs = [
-        moelink.EPConfig(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=5, world_size=2, rank=rank)
-        for rank in range(2)
-    ]
-    workspace = Workspace(configs[0])
-    memories = create_all(["cpu"] * 2, workspace.nbytes)
-    ranks = [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
+    sizes = (("hidden_size", 8), ("max_tokens_per_rank", 5))
+    ranks = apart(Setup("bf16", sizes, num_experts=4, topk=2), 2)
+    workspace, memories = ranks[0].ranks[0].workspace, [transport.ranks[0].memory for transport in ranks]
     ids = torch.tensor([[2, 3], [3, 0], [0, 3], [1, 0]])
     x = torch.arange(4.0)[:, None].expand(4, 8).bfloat16().contiguous()
     pending = [transport.dispatch([DispatchRequest(x, ids)]) for transport in ranks]
@@ -122,19 +117,13 @@ def test_messages_lie_at_their_tokens_numbers_and_say_their_slots():
         one.wait()
 
 
-def stored(monkeypatch, *names):
-    """Leave out what ``names`` store."""
-
-    @triton.jit
-    def nothing(slot, places, S: tl.constexpr):
-        pass
-
-    for name in names:
-        monkeypatch.setattr(send_early, name, nothing)
+@triton.jit
+def store_nothing(slot, places, S: tl.constexpr):
+    pass
 
 
 def test_a_slot_that_is_not_said_is_caught(monkeypatch):
-    stored(monkeypatch, "store_slots")
+    monkeypatch.setattr(send_early, "store_slots", store_nothing)
     assert caught(MANY) is not None
 
 
@@ -192,15 +181,13 @@ def test_a_flag_of_the_call_before_is_caught(monkeypatch):
 def test_a_slot_that_cannot_be_is_an_error_and_stays_in_bounds(monkeypatch, layout, slot):
     monkeypatch.setenv("MOELINK_DEBUG", "1")
     setup = Setup("bf16", (("layout", layout),))
-    configs = [setup.config(2, rank) for rank in range(2)]
-    workspace = Workspace(configs[0])
-    memories = create_all(["cpu"] * 2, workspace.nbytes)
-    ranks = [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
+    ranks = apart(setup, 2)
+    victim = ranks[0].ranks[0]
     case = Case(setup, "uniform", seed=1, small=True)
     pending = [t.dispatch(dispatch_requests(case, [r])) for r, t in enumerate(ranks)]
     assert ranks[1].ranks[0].control[DISPATCH_SENT] == 1 << CALL_SHIFT
-    part = workspace.message["token"]
-    raw = workspace.regions["messages"].view(memories[0].local)[1, :, part.offset : part.end]
+    part = victim.workspace.message["token"]
+    raw = victim.workspace.regions["messages"].view(victim.memory.local)[1, :, part.offset : part.end]
     raw.view(torch.int32)[:, 1] = slot
     for one in pending:
         one.wait()
@@ -210,12 +197,10 @@ def test_a_slot_that_cannot_be_is_an_error_and_stays_in_bounds(monkeypatch, layo
 
 def test_more_messages_than_tokens_are_an_error():
     """Some would never be looked for."""
-    configs = [BF16.config(2, rank) for rank in range(2)]
-    workspace = Workspace(configs[0])
-    memories = create_all(["cpu"] * 2, workspace.nbytes)
-    ranks = [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
+    ranks = apart(BF16, 2)
+    victim = ranks[0].ranks[0]
     pending = [t.dispatch(dispatch_requests(Case(BF16, "uniform", seed=1), [r])) for r, t in enumerate(ranks)]
-    header = workspace.regions["counts"].view(memories[0].local)[1]
+    header = victim.workspace.regions["counts"].view(victim.memory.local)[1]
     messages, tokens = (int(word) & 0xFFFFFFFF for word in header[1:3])
     assert 1 < messages <= tokens
     header[2] -= tokens - 1

@@ -12,7 +12,8 @@ from torch import Tensor
 class Blank:
     """An uninitialised, contiguous tensor, but for the device it is made on.
 
-    ``torch.empty_strided`` is told the strides, which costs a third less than to have ``torch.empty`` find them.
+    ``torch.empty_strided`` is told the strides; to have ``torch.empty`` find them costs more (``tensors`` in the
+    results of ``benchmarks/host_time.py``).
     """
 
     shape: tuple[int, ...]

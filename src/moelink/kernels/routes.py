@@ -181,3 +181,23 @@ def count_before(ids, token, expert, me, first, num_local, shared_begin, shared_
     twice = (expert[None, :] == expert[:, None]) & (k[None, :] < k[:, None])
     before = tl.sum(same, 0) + tl.sum(twice.to(tl.int32), 1)
     return tl.where(expert >= 0, before, 0), tl.sum(messages, 0)
+
+
+@triton.jit
+def routes_of(ids, token, k, end, me, first, num_local, shared_begin, shared_end, S: tl.constexpr):
+    """Of tokens ``token`` [BATCH], those below ``end``: experts and their owners [BATCH, KP], and to which ranks they
+    go [BATCH, WP]. ``k`` [KP]: slots."""
+    inside = (token < end)[:, None] & (k < S.K)[None, :]
+    expert = experts_at(ids, token[:, None] * S.K + k[None, :], inside, S)
+    owner = owner_of(expert, first, num_local, S)
+    return expert, owner, ranks_of(owner, token, end, me, shared_begin, shared_end, S)
+
+
+@triton.jit
+def positions_of(pairs, expert, owner, i, S: tl.constexpr):
+    """Positions [BATCH, KP] of a batch's pairs, which are numbered ``i`` [BATCH x KP], with ``pairs`` [EP] of each
+    expert before it; 0 for pairs that are none."""
+    flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.BATCH * S.KP,))
+    earlier = (flat[None, :] == flat[:, None]) & (i[None, :] < i[:, None])
+    position = tl.gather(pairs, tl.maximum(flat, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
+    return tl.reshape(tl.where(flat >= 0, position, 0), (S.BATCH, S.KP))

@@ -16,23 +16,12 @@ import triton.language as tl
 from moelink.kernels.drained import wait_until_drained
 from moelink.kernels.message import flags_for, flags_of, load_weights, places_of, store_headers, store_slots
 from moelink.kernels.payload import load_piece, store_piece
-from moelink.kernels.routes import count_pairs, experts_at, owner_of, ranks_of, sums_before, tally, tally_all
+from moelink.kernels.routes import count_pairs, positions_of, routes_of, sums_before, tally_all
 from moelink.kernels.signals import own_block, publish
-from moelink.kernels.tallies import publish_tally, sum_tallies
-from moelink.protocol import INVALID_IDS, PHASE_DISPATCH
+from moelink.kernels.tallies import sum_tallies, tell_tally
+from moelink.protocol import PHASE_DISPATCH
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
-_INVALID = tl.constexpr(INVALID_IDS)
-
-
-@triton.jit
-def routes_of(ids, token, end, me, first, num_local, shared_begin, shared_end, S: tl.constexpr):
-    """Experts and their owners [BATCH, KP] of tokens ``token`` [BATCH], and which ranks they go to [BATCH, WP]."""
-    k = tl.arange(0, S.KP)
-    inside = (token < end)[:, None] & (k < S.K)[None, :]
-    expert = experts_at(ids, token[:, None] * S.K + k[None, :], inside, S)
-    owner = owner_of(expert, first, num_local, S)
-    return expert, owner, ranks_of(owner, token, end, me, shared_begin, shared_end, S)
 
 
 @triton.jit
@@ -49,7 +38,9 @@ def send_rows(
     """Store the rows of up to BATCH tokens from ``begin``, below ``end``, the first of which begins with ``row``.
     Returns what the one after them begins with."""
     token = begin + tl.arange(0, S.BATCH)
-    _, _, goes = routes_of(ids, token, end, me, first, num_local, shared_begin, shared_end, S)
+    _, _, goes = routes_of(
+        ids, token, tl.arange(0, S.KP), end, me, first, num_local, shared_begin, shared_end, S
+    )  # fmt: skip
     own = (goes > 0) & (tl.arange(0, S.WP) < S.W)[None, :]
     places = places_of(base, own, at_tokens(token, S), me, mine, S)
     for t in range(begin, tl.minimum(begin + S.BATCH, end)):
@@ -70,6 +61,7 @@ def send_early(
     begin = program * tokens_per_program
     end = tl.minimum(begin + tokens_per_program, num_tokens)
     r = tl.arange(0, S.WP)
+    k = tl.arange(0, S.KP)
     i = tl.arange(0, S.BATCH * S.KP)
     mask = r < S.W
     mine = own_block(control, S)
@@ -79,10 +71,9 @@ def send_early(
     pairs = tl.zeros([S.EP], tl.int32)
     sent = tl.zeros([S.WP], tl.int32)
     if not alone:
-        pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TB, S)
-        publish_tally(mine, program, pairs, sent, call, S)
-        if invalid > 0:
-            tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+        tell_tally(
+            control, mine, ids, begin, end, me, first, num_local, shared_begin, shared_end, program, call, S
+        )  # fmt: skip
     ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
     if ok > 0:
         row = send_rows(
@@ -95,12 +86,9 @@ def send_early(
     if ok > 0:
         for t0 in range(begin, end, S.BATCH):
             token = t0 + tl.arange(0, S.BATCH)
-            expert, owner, goes = routes_of(ids, token, end, me, first, num_local, shared_begin, shared_end, S)
+            expert, owner, goes = routes_of(ids, token, k, end, me, first, num_local, shared_begin, shared_end, S)
             slot = sent[None, :] + sums_before(goes, S.ALONE == 0)
-            flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.BATCH * S.KP,))
-            earlier = (flat[None, :] == flat[:, None]) & (i[None, :] < i[:, None])
-            position = tl.gather(pairs, tl.maximum(flat, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
-            position = tl.reshape(tl.where(flat >= 0, position, 0), (S.BATCH, S.KP))
+            position = positions_of(pairs, expert, owner, i, S)
             noted = (token < end)[:, None] & mask[None, :]
             tl.store(slot_of + token[:, None] * S.W + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
             places = places_of(base, (goes > 0) & mask[None, :], at_tokens(token, S), me, mine, S)

@@ -16,13 +16,12 @@ from moelink.kernels.drained import wait_until_drained
 from moelink.kernels.message import flags_of, load_weights, places_of, put_messages, store_headers
 from moelink.kernels.network import near_only
 from moelink.kernels.payload import load_piece, store_piece
-from moelink.kernels.routes import count_pairs, experts_at, owner_of, ranks_of, sums_before, tally, tally_all
+from moelink.kernels.routes import count_pairs, positions_of, routes_of, sums_before, tally_all
 from moelink.kernels.signals import own_block, publish
-from moelink.kernels.tallies import publish_tally, sum_tallies
-from moelink.protocol import INVALID_IDS, PHASE_DISPATCH
+from moelink.kernels.tallies import sum_tallies, tell_tally
+from moelink.protocol import PHASE_DISPATCH
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
-_INVALID = tl.constexpr(INVALID_IDS)
 
 
 @triton.jit
@@ -31,10 +30,9 @@ def tally_together(
     S: tl.constexpr,
 ):  # fmt: skip
     """Tell what tokens [begin, end) of ``program`` need, and wait for what those of the lower programs do."""
-    pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TB, S)
-    publish_tally(mine, program, pairs, sent, call, S)
-    if invalid > 0:
-        tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+    tell_tally(
+        control, mine, ids, begin, end, me, first, num_local, shared_begin, shared_end, program, call, S
+    )  # fmt: skip
     return sum_tallies(table, record, control, mine, me, program, call, limit, S)
 
 
@@ -72,16 +70,9 @@ def send_run(
     if ok > 0:
         for t0 in range(begin, end, S.BATCH):
             token = t0 + tl.arange(0, S.BATCH)
-            inside = (token < end)[:, None] & (k < S.K)[None, :]
-            expert = experts_at(ids, token[:, None] * S.K + k[None, :], inside, S)
-            owner = owner_of(expert, first, num_local, S)
-            goes = ranks_of(owner, token, end, me, shared_begin, shared_end, S)
+            expert, owner, goes = routes_of(ids, token, k, end, me, first, num_local, shared_begin, shared_end, S)
             slot = sent[None, :] + sums_before(goes, S.ALONE == 0)
-
-            flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.BATCH * S.KP,))
-            earlier = (flat[None, :] == flat[:, None]) & (i[None, :] < i[:, None])
-            position = tl.gather(pairs, tl.maximum(flat, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
-            position = tl.reshape(tl.where(flat >= 0, position, 0), (S.BATCH, S.KP))
+            position = positions_of(pairs, expert, owner, i, S)
 
             own = (goes > 0) & mask[None, :]
             noted = (token < end)[:, None] & mask[None, :]

@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.network import direct_or_staged
+from moelink.kernels.routes import tally
 from moelink.kernels.signals import I32, I64, publish, settle, wait_all
-from moelink.protocol import PHASE_DISPATCH
+from moelink.protocol import INVALID_IDS, PHASE_DISPATCH
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
+_INVALID = tl.constexpr(INVALID_IDS)
 
 
 @triton.jit
@@ -28,6 +30,17 @@ def publish_tally(mine, program, pairs, messages, call, S: tl.constexpr):
     tl.store(row + S.EP + r, messages)
     flag = (mine + S.O_TALLY_FLAG).to(I64) + program + r * 0
     publish(flag, r == 0, tl.zeros([S.WP], tl.int64) + call)
+
+
+@triton.jit
+def tell_tally(
+    control, mine, ids, begin, end, me, first, num_local, shared_begin, shared_end, program, call, S: tl.constexpr
+):  # fmt: skip
+    """Tell what tokens [begin, end) of ``program`` need."""
+    pairs, sent, invalid = tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, S.TB, S)
+    publish_tally(mine, program, pairs, sent, call, S)
+    if invalid > 0:
+        tl.atomic_add(control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
 
 
 @triton.jit
