@@ -102,8 +102,6 @@ def kernels(everything):
         yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if fmt == "fp8_block128":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
-            early = dataclasses.replace(spec, EARLY=True)
-            yield f"early_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, early, x
         if everything and spec.LATER:
             yield f"scale_layout-{fmt}", ep_lay_out_scales_kernel, spec, x
         if everything and fmt != "bf16":

@@ -79,15 +79,10 @@ def narrow_looks(text: str, threads: int) -> list[str]:
 
 
 def forms() -> Iterator[Form]:
-    """Every form of ranks in one node; each format once, and each layout and reduction, of ranks in two nodes; each
-    format once with rows before counts."""
+    """Every form of ranks in one node; each format once, and each layout and reduction, of ranks in two nodes."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
     yield short_rows()
-    for i, fmt in enumerate(FORMATS):
-        entry = [config for config in CONFIGS if config.form.dispatch_format == fmt][i]
-        name, kernel, spec, pointers = next(forms_of(entry, "early: ", world_size=WORLD))
-        yield name, kernel, dataclasses.replace(spec, EARLY=True), pointers
     places = [config.form for config in CONFIGS if config.form.mode == "alltoall"]
     kinds = list(dict.fromkeys((form.layout, form.pre_reduce, form.fused_shared_expert) for form in places))
     for i, fmt in enumerate(FORMATS):

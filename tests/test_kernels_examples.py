@@ -147,10 +147,10 @@ def test_messages_of_the_send_example():
         words = regions["counts"].view(block)[0]
         assert (words[: 8 + 2] >> 32).eq(1).all()
         counts = (words & 0xFFFFFFFF).tolist()
-        return [token for token, _ in read["token"]], read["ids"], read["positions"], counts[8:10], counts[1]
+        return read["token"], read["ids"], read["positions"], counts[8:10], counts[1]
 
-    assert parts(0, 2) == ([0, 1], [[0, -1], [1, 0]], [[0, 0], [0, 1]], [2, 1], 2)
-    assert parts(1, 2) == ([0, 2], [[-1, 1], [-1, 0]], [[0, 0], [0, 0]], [1, 1], 2)
+    assert parts(0, 2) == ([[0], [1]], [[0, -1], [1, 0]], [[0, 0], [0, 1]], [2, 1], 2)
+    assert parts(1, 2) == ([[0], [2]], [[-1, 1], [-1, 0]], [[0, 0], [0, 0]], [1, 1], 2)
     assert recvs[0].src_info[:3].tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 0]]
     assert recvs[0].handle.plan.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
 

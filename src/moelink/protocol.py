@@ -40,8 +40,8 @@ OPTIONS_BY_ROW, OPTIONS_SUMS = 1, 2
 high half is the number of messages."""
 
 COUNT_HEADER = 8
-"""Words before the counts of a counts row: status, messages, tokens, sending programs (0: messages come in any order),
-most messages of one of them, options, the call whose routing this one uses again, (unused). Each word carries the call
+"""Words before the counts of a counts row: status, messages, tokens, sending programs (0: each counted alone), most
+messages of one of them, options, the call whose routing this one uses again, (unused). Each word carries the call
 beside its value (``kernels.tagged``)."""
 
 MAX_SENDERS = 512
@@ -50,10 +50,6 @@ MAX_SENDERS = 512
 COUNTED_ALONE = 512
 """Of so many tokens, or fewer, every sending program counts for itself what is before its own, unless its communicator
 is for more than MANY_TOKENS."""
-
-EARLY_ROWS = False
-"""Rows of calls of many tokens leave before anything is counted (``kernels.send_early``). Not across nodes. Off until
-GPUs have compared it with the other way (``benchmarks/sweep.py --spec EARLY=1``)."""
 
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS per rank are built for latency, of more than MANY_TOKENS for throughput, others for

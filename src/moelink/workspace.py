@@ -13,13 +13,11 @@ control              [24] int64            own kernels: completed calls, program
 drained              [2, W] int64          rank d: dispatch, and combine, whose messages or rows from here d has read
 tally_flag           [P] int64             own sender p: call whose row of ``tallies`` is stored
 tallies              [P, E + R] int32      own sender p: pairs per expert and messages per rank of its tokens
-message_flag         [W, T] int64          source s: call whose message in this slot is stored (with EARLY_ROWS:
-                                           twice that, and 1 more if the token of this number does not come)
+message_flag         [W, T] int64          source s: call whose message in this slot is stored
 counts               [W, 8 + L] int64      source s: status and totals (``protocol``), rows per local expert, each
                                            word with the call it is of (``kernels.tagged``)
 firsts               [W, P + 1] int32      source s: first message of each of its sending programs; their number
-messages             [W, T, message] uint8 source s: its messages, in token order without holes (with EARLY_ROWS,
-                                           of many tokens: each at its token's number)
+messages             [W, T, message] uint8 source s: its messages, in token order without holes
 combine_head         [W] int64             expert rank r: call whose ``combine_status`` is stored
 combine_flag         [W, T, C] int64       expert rank r: call whose row for the message in this slot is stored, or a
                                            part of it: C is 1, or where T is small the blocks of columns of a row
@@ -135,7 +133,7 @@ class Workspace:
         parts: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
             ("payload", torch.uint8, (fmt.payload_bytes(cfg.hidden_size),)),
             ("scales", torch.uint8, (fmt.scale_bytes(cfg.hidden_size),)),
-            ("token", torch.int32, (2,)),  # and the slot
+            ("token", torch.int32, (1,)),
             ("ids", torch.int32, topk),
             ("positions", torch.int32, topk),
             ("weights", cfg.weight_dtype, topk),

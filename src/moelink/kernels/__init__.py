@@ -4,8 +4,7 @@
 dispatch                the two roles of dispatch as one launch or two
 send                    its sender role: which program does what; send_again: over an earlier call's routing
 routes, counts          who owns an expert, what comes before a token; the program that tells how much comes
-send_one, send_run      a program that sends one token, or a run of them, whose counts tallies shares; send_early:
-                        a run whose rows leave before they are counted
+send_one, send_run      a program that sends one token, or a run of them, whose counts tallies shares
 message, payload        a message: its place, what is small in it, its row
 receive                 its receiver role: wait, place rows
 plan                    where rows go, from the counts of all sources

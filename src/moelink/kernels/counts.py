@@ -3,8 +3,7 @@
 Where programs count alone (one token each, or up to S.ALONE tokens in all) it counts all tokens by itself; it is the
 first program, as nothing can be placed without what it says. Of more tokens it is the last, sums what the others
 counted (``kernels.tallies``) and sends ``firsts``, the first message of each of them, and after a fence the counts.
-These are words that are their own signal (``kernels.tagged``): status, totals, rows per local expert. EARLY
-(``kernels.send_early``) there are no ``firsts``: in a call of many tokens messages lie at their tokens' numbers.
+These are words that are their own signal (``kernels.tagged``): status, totals, rows per local expert.
 
 Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Rank 0 is told 2 messages and rows [2, 1], rank 1
 2 messages and rows [1, 1].
@@ -72,12 +71,11 @@ def put_counts(table, control, mine, me, alone, movers, call, S: tl.constexpr):
 
 @triton.jit
 def send_counts(
-    table, record, control, ids, sent, me, first, num_local, num_tokens, few, alone, shared_begin, shared_end, status,
+    table, record, control, ids, sent, me, first, num_local, num_tokens, alone, shared_begin, shared_end, status,
     movers, drained, call, limit, S: tl.constexpr,
 ):  # fmt: skip
     """The counting program: tell every rank how many rows and messages come, and that they do. ``sent`` notes it for
-    dispatches over the same routing (``kernels.send_again``). ``few``: the others have a token each. ``alone``: they
-    count each for itself."""
+    dispatches over the same routing (``kernels.send_again``). ``alone``: the others count each for itself."""
     r = tl.arange(0, S.WP)
     mask = r < S.W
     mine = own_block(control, S)
@@ -100,15 +98,13 @@ def send_counts(
     if ok > 0:
         most = tl.full([S.WP], 1, tl.int32)
         programs = tl.zeros([S.WP], tl.int32)
-        if S.EARLY:  # receivers know where a program's tokens begin; 0 where each has one and messages lie in slots
-            programs += tl.where(few, 0, movers)
-        elif not alone:
+        if not alone:
             programs += movers
             most = send_firsts(table, mine, me, movers, S)
         away = tl.sum(tl.where(r == me, 0, messages), 0).to(tl.int64)
         tl.atomic_add(control + _BYTES, away * S.MESSAGE, sem="relaxed", scope="gpu")
         # What precedes the counts must be seen by who sees them; without it nothing has to be waited for.
-        if not (alone or S.EARLY):
+        if not alone:
             fence(control)
         base = tl.load(table + r, mask=mask, other=0)
         row = counts_at(base, mine, r, me, 0, S)

@@ -1,7 +1,6 @@
 """Dispatch, sender role: a message's place at each rank, what is small in it, and how it gets to other nodes.
 
-What is large in it, the row, is in ``kernels.payload``. A message lies in its slot; EARLY, in a call of many tokens, at
-its token's number, and its header says the slot (``kernels.send_early``).
+What is large in it, the row, is in ``kernels.payload``.
 
 Example: token 5 goes to ranks 0 and 2 of 3, in slots 4 and 0 there: its places are the addresses of message (me, 4) of
 rank 0, 0, and of message (me, 0) of rank 2; local ids there are [1, -1] and [-1, 0] if its experts are theirs.
@@ -29,42 +28,6 @@ def places_of(base, own, slot, me, mine, S: tl.constexpr):
 def flags_of(base, slot, me, S: tl.constexpr):
     """Words [N, WP] that say that those messages are stored."""
     return (base + S.O_MESSAGE_FLAG).to(I64)[None, :] + (me * S.T + slot)
-
-
-@triton.jit
-def flag_for(call, S: tl.constexpr):
-    """What the flag of a message of ``call`` says. EARLY: twice the call, and one more where none comes."""
-    if S.EARLY:
-        return call * 2
-    else:
-        return call
-
-
-@triton.jit
-def flags_for(call, goes, S: tl.constexpr):
-    """EARLY: what flags say of messages ``goes`` [N, WP], 0 for those that do not come."""
-    return tl.zeros(goes.shape, tl.int64) + flag_for(call, S) + (goes == 0).to(tl.int64)
-
-
-@triton.jit
-def comes(flag, S: tl.constexpr):
-    """EARLY: whether a message comes with ``flag``."""
-    return flag % 2 == 0
-
-
-@triton.jit
-def call_of(flag, S: tl.constexpr):
-    """The call that ``flag`` is of."""
-    if S.EARLY:
-        return flag // 2
-    else:
-        return flag
-
-
-@triton.jit
-def store_slots(slot, places, S: tl.constexpr):
-    """EARLY: the slots [N, WP] of messages at ``places`` [N, WP], which may lie at other numbers."""
-    tl.store((places + S.M_SLOT).to(I32), slot, mask=places != 0)
 
 
 @triton.jit

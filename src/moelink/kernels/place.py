@@ -163,14 +163,12 @@ def store_rows(words, c, places, tokens_out, S: tl.constexpr):
 
 @triton.jit
 def place_group(
-    control, mine, source, slot, valid, count, base, sizes, starts, bases, tokens_out, scales_out, src_info,
-    weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity,
-    scale_rows, S: tl.constexpr,
+    control, mine, source, slot, valid, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out,
+    topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Copy messages ``slot`` [GATHER] of ``source``, those that are ``valid``, to their rows, and note for combine
     where they are.
-
-    EARLY: ``slot`` is where they lie; the slots they say are noted, if they are below ``count``, the source's messages.
 
     ``base`` [LP]: first row of this source in each expert's group; ``sizes`` [LP]: its rows there. Layout "rank":
     ``base`` is the first row of this source. CACHED: ``base`` is not used, ``sizes`` are all sources' rows, and what is
@@ -186,13 +184,6 @@ def place_group(
         scales = load_scales(mine, _element(number, 0), S)
     message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
     token = tl.load((message + S.M_TOKEN).to(I32), mask=valid)
-    noted = at
-    if S.EARLY and not S.CACHED:
-        said = tl.load((message + S.M_SLOT).to(I32), mask=valid, other=0)
-        known = (said >= 0) & (said < count)
-        note_malformed(control, source, valid & (known == 0))
-        valid = valid & known
-        noted = source * S.T + tl.where(known, said, 0)
     q = tl.arange(0, S.KP if S.RANK_LAYOUT else S.RP)
     mask = valid[:, None] & (q < S.K)[None, :]
     local = tl.zeros(mask.shape, tl.int32)
@@ -207,7 +198,7 @@ def place_group(
     if not (S.RANK_LAYOUT or S.CACHED):
         local = tl.where(mask, local, -1)
     to_rows, inner, block = place_headers(
-        control, source, noted, valid, token, local, position, w, base, sizes, starts, bases, src_info, weights_out,
+        control, source, at, valid, token, local, position, w, base, sizes, starts, bases, src_info, weights_out,
         topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, S,
     )  # fmt: skip
     if S.LATER:

@@ -87,8 +87,7 @@ def sum_rows(control, noted, stride, source, num_local, S: tl.constexpr):
 
 @triton.jit
 def columns_of(control, routed, source, S: tl.constexpr):
-    """Of ``source``: messages, sending programs (0: messages come in any order), and the most messages of one of
-    these."""
+    """Of ``source``: messages, sending programs (0: one for each message), and the most messages of one of these."""
     count = header_word(control, source, 1, 0, S.T, S)
     if S.CACHED:
         count = tl.minimum(count, tl.load(routed + source * 2))
@@ -109,9 +108,6 @@ def malformed(control, routed, num_local, S: tl.constexpr):
         value = value_at(words, (r < S.W) & (c < _HEADER + num_local))
         most = tl.where(c == 0, 1, tl.where(c == 3, S.SENDERS, tl.where(c < 5, S.T, 0x7FFFFFFF)))
         most = tl.where(c < _HEADER, most, S.T * S.K)
-        if S.EARLY:  # of more messages than tokens some would never be looked for
-            tokens = tl.sum(tl.where(c == 2, value, 0), 1)
-            most = tl.where(c == 1, tl.minimum(most, tokens[:, None]), most)
         return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0
 
 

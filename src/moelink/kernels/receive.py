@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.drained import count_drained
-from moelink.kernels.message import call_of, comes, flag_for
 from moelink.kernels.padding import pad_rows, pad_tiles, who_pads
 from moelink.kernels.place import place_group
 from moelink.kernels.plan import (
@@ -84,9 +83,6 @@ def place_messages(
     ``shares``-th message of it; with more, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages
     at most.
 
-    EARLY, in a call of many tokens, tokens stand for messages: a column is a program's tokens, of which some may not
-    come, and up to ALONE tokens arrive in any order.
-
     ``before``, ``own`` [LP]: rows of the sources before this one, and its own, for each local expert; CACHED: ``own``
     is that of all sources.
 
@@ -100,29 +96,20 @@ def place_messages(
         r = tl.arange(0, S.WP)
         base = tl.sum(tl.where(r < source, header_word(control, r, 1, 0, S.T, S), 0), 0)
     firsts = (mine + S.O_FIRSTS).to(I32) + source * (S.SENDERS + 1)
-    flag = flag_for(call, S)
-    span = count
-    if S.EARLY and not S.CACHED:
-        if programs > 0:  # messages lie at their tokens' numbers
-            span = header_word(control, source, 2, 0, S.T, S)
-            most = tl.cdiv(span, programs)  # ``Cut.of`` makes as few programs as these runs allow
-            if span <= S.ALONE:  # a batch a program: they end together, and any share is as good
-                programs = programs * 0
     cursors = lanes * S.GATHER
     cursor = lane + tl.arange(0, S.GATHER) * lanes
     turns = tl.full([], 1, tl.int32)
     shares = turns
     if programs > 0:
-        if not S.EARLY:
-            # An acquire of a word that was stored after the firsts: whoever has it reads these, too.
-            word = tl.atomic_add((mine + S.O_COUNTS).to(I64) + source * S.CW + 4, 0, sem="acquire", scope="sys")
-            most = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.T)
-            tl.debug_barrier()
+        # An acquire of a word that was stored after the firsts: whoever has it reads these, too.
+        word = tl.atomic_add((mine + S.O_COUNTS).to(I64) + source * S.CW + 4, 0, sem="acquire", scope="sys")
+        most = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.T)
+        tl.debug_barrier()
         turns = tl.cdiv(programs, cursors)
         shares = tl.minimum(tl.maximum(cursors // programs, 1), tl.maximum(most, 1))
         last = tl.where(cursor < programs * shares, tl.cdiv(most, shares) * turns, 0)
     else:
-        last = tl.cdiv(tl.maximum(span - cursor, 0), cursors)
+        last = tl.cdiv(tl.maximum(count - cursor, 0), cursors)
     at = tl.zeros([S.GATHER], tl.int32)
     ok = tl.full([], 1, tl.int32)
     while (ok > 0) & (tl.max(last - at, 0) > 0):
@@ -131,32 +118,25 @@ def place_messages(
         if programs > 0:
             column = cursor // shares + at % turns * cursors
             there = there & (column < programs)
-            if S.EARLY:
-                begin = column * most
-                end = tl.minimum(begin + most, span)
-            else:
-                begin = tl.load(firsts + column, mask=there, other=0)
-                end = tl.load(firsts + column + 1, mask=there, other=0)
+            begin = tl.load(firsts + column, mask=there, other=0)
+            end = tl.load(firsts + column + 1, mask=there, other=0)
             slot = begin + at // turns * shares + cursor % shares
             there = there & (slot < end)
-        inside = (slot >= 0) & (slot < span)
+        inside = (slot >= 0) & (slot < count)
         note_malformed(control, source, there & (inside == 0))
         there = there & inside
         ready = there
         if tl.max(there.to(tl.int32), 0) > 0:
             slot = tl.where(there, slot, 0)
             flags = (mine + S.O_MESSAGE_FLAG).to(I64) + (source * S.T + slot)
-            ok, got = wait_any(flags, there, flag, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
-            settle(ok, table, record, control, me, source, _PHASE, call, call, call_of(tl.max(got, 0), S), S)
-            ready = there & (got >= flag)
-            here = ready
-            if S.EARLY:
-                here = ready & comes(got, S)
+            ok, got = wait_any(flags, there, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+            settle(ok, table, record, control, me, source, _PHASE, call, call, tl.max(got, 0), S)
+            ready = there & (got >= call)
             if ok > 0:
                 place_group(
-                    control, mine, source, slot, here, count, base, own, starts, bases, tokens_out, scales_out,
-                    src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local,
-                    shared_begin, shared_end, capacity, scale_rows, S,
+                    control, mine, source, slot, ready, base, own, starts, bases, tokens_out, scales_out, src_info,
+                    weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin,
+                    shared_end, capacity, scale_rows, S,
                 )  # fmt: skip
         at += (ready | ((at < last) & (there == 0))).to(tl.int32)
     return ok
@@ -260,10 +240,7 @@ def receive(
                 cut = header_word(control, r, 3, 0, S.SENDERS, S)
                 ok, peer, got = wait_for_far(mine, S.O_FIRSTS_FLAG, cut > 0, me, call, limit, S)
                 settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
-            busiest = messages
-            if S.EARLY:  # whoever waits for a token that does not come is busy, too
-                busiest = header_word(control, r, 2, 0, S.T, S)
-            pad, pads = who_pads(program, num_programs, tl.max(busiest, 0), num_local, S)
+            pad, pads = who_pads(program, num_programs, tl.max(messages, 0), num_local, S)
             if pad >= 0:
                 if S.ALIGN > 1:
                     pad_rows(

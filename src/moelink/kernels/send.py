@@ -19,9 +19,6 @@ Who writes what, at destination d, in row ``me`` of each region:
 ``message_flag`` is a release after the stores it speaks for (``signals.publish``). All programs together
 count the call as sent; a later call of this rank starts after it in stream order.
 
-EARLY: of many tokens rows are stored before they are counted, at their token's number instead of their slot, and a flag
-also tells of a token that does not come (``kernels.send_early``). Then there are no ``firsts``.
-
 A dispatch over an earlier one's routing counts nothing: ``kernels.send_again``.
 
 Order without a sort: a message's slot at d is the number of earlier tokens of this rank with any id on d, and a pair's
@@ -39,7 +36,6 @@ import triton.language as tl
 from moelink.kernels.counts import send_counts
 from moelink.kernels.drained import glance, tell_drained
 from moelink.kernels.send_again import send_again
-from moelink.kernels.send_early import send_early
 from moelink.kernels.send_one import send_one
 from moelink.kernels.send_run import send_run
 from moelink.kernels.signals import calls_made, count_arrival
@@ -83,18 +79,13 @@ def _send_anew(
         tell_drained(table, control, me, S)
     if program == counting:
         ok = send_counts(
-            table, record, control, ids, sent, me, first, num_local, num_tokens, few, alone, shared_begin, shared_end,
+            table, record, control, ids, sent, me, first, num_local, num_tokens, alone, shared_begin, shared_end,
             status, num_programs - 1, drained, call, limit, S,
         )  # fmt: skip
     elif few:
         ok = send_one(
             table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
             split, shared_begin, shared_end, program - 1, drained, call, limit, S,
-        )  # fmt: skip
-    elif S.EARLY:
-        ok = send_early(
-            table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens,
-            tokens_per_program, shared_begin, shared_end, program - alone.to(tl.int32), drained, call, limit, S,
         )  # fmt: skip
     else:
         ok = send_run(

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from moelink.kernels.counts import counts_at, put_counts, store_expert_counts
 from moelink.kernels.drained import glance, tell_drained, wait_until_drained
-from moelink.kernels.message import flag_for, flags_of, load_weights, places_of, put_messages, store_headers
+from moelink.kernels.message import flags_of, load_weights, places_of, put_messages, store_headers
 from moelink.kernels.network import near_only
 from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import experts_at, owner_of
@@ -124,7 +124,7 @@ def _send_batches(
                     store_piece(row, piece, scales, t, to, input_scale, S)
                     row = following
             flags = flags_of(base, slot, me, S)
-            publish(flags, near_only(own, r[None, :], me, S), tl.zeros([N, S.WP], tl.int64) + flag_for(call, S))
+            publish(flags, near_only(own, r[None, :], me, S), tl.zeros([N, S.WP], tl.int64) + call)
             if S.NODE < S.W:
                 put_messages(table, control, mine, me, own, slot, call, N, S)
             slot = following_slot

@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.drained import wait_until_drained
-from moelink.kernels.message import (
-    flag_for,
-    flags_of,
-    load_weights,
-    places_of,
-    put_messages,
-    store_headers,
-    store_slots,
-)
+from moelink.kernels.message import flags_of, load_weights, places_of, put_messages, store_headers
 from moelink.kernels.network import near_only
 from moelink.kernels.payload import load_piece, store_piece
 from moelink.kernels.routes import count_before, experts_at, owner_of, ranks_of
@@ -60,8 +52,6 @@ def send_one(
     if ok > 0:
         places = places_of(base, own, slot, me, mine, S)
         store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, first, 1, S)
-        if S.EARLY:
-            store_slots(slot, places, S)
         to = tl.sum(places, 0)
         for piece in tl.static_range(S.PIECES):
             behind = following
@@ -71,7 +61,7 @@ def send_one(
             row = following
             following = behind
         flags = flags_of(base, slot, me, S)
-        publish(flags, near_only(own, r[None, :], me, S), tl.zeros([1, S.WP], tl.int64) + flag_for(call, S))
+        publish(flags, near_only(own, r[None, :], me, S), tl.zeros([1, S.WP], tl.int64) + call)
         if S.NODE < S.W:
             put_messages(table, control, mine, me, own, slot, call, 1, S)
     return ok

@@ -2,9 +2,8 @@
 
 A signal is one int64 word in the receiver's block that only ever counts up: it holds the number of the last call for
 which the statement behind it became true ("my counts for you are stored", "message 3 is stored", "I have read all
-you sent"), or a number that grows with it (``message.flag_for``). Call numbers live in device memory, one per phase and
-direction, so that a captured graph replays correctly. int64, because a rank may leave a word untouched for longer than
-2**31 calls.
+you sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
+int64, because a rank may leave a word untouched for longer than 2**31 calls.
 
 =============  ==================================================================================================
 publish        all stores of the program; ``debug_barrier`` (every thread's stores happen before the signal);

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
-from moelink.protocol import COUNTED_ALONE, EARLY_ROWS, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
+from moelink.protocol import COUNTED_ALONE, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -183,8 +183,7 @@ class DispatchSpec(CommonSpec):
             routing is used again. OPTIONS: what every rank must choose alike. ROWS, RP: rows of a message, and the
             next power of two. GP: group offsets, as a power of two.
         BATCH: tokens whose messages a program publishes together. ALONE: most tokens of a call in which each program
-            counts for itself what is before its own; 0: only programs of one token do. EARLY: rows of many tokens leave
-            before anything is counted (``kernels.send_early``). SENDERS: most sending programs;
+            counts for itself what is before its own; 0: only programs of one token do. SENDERS: most sending programs;
             TR: of whose tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places
             at a time. CW, CP: words of a source's counts, and the next power of two.
     """
@@ -220,7 +219,6 @@ class DispatchSpec(CommonSpec):
     GP: int
     BATCH: int
     ALONE: int
-    EARLY: bool
     GATHER: int
     SENDERS: int
     TR: int
@@ -228,7 +226,6 @@ class DispatchSpec(CommonSpec):
     MESSAGE: int
     M_SCALES: int
     M_TOKEN: int
-    M_SLOT: int
     M_IDS: int
     M_POSITIONS: int
     M_WEIGHTS: int
@@ -312,11 +309,9 @@ def dispatch_spec(
         ALIGN=cfg.row_alignment, WEIGHTS=weights, CACHED=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS=rows, RP=power(rows), BATCH=batch, ALONE=alone, SENDERS=MAX_SENDERS,
-        EARLY=EARLY_ROWS and not workspace.far_ranks,
         TR=power(max(1, 8192 // workspace.tally_width)), TALLY=workspace.tally_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
-        M_SLOT=message["token"].offset + 4,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1], CP=power(regions["counts"].shape[1]),
         O_TALLY_FLAG=regions["tally_flag"].offset, O_TALLIES=regions["tallies"].offset,
