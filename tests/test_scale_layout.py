@@ -109,5 +109,5 @@ def test_a_budget_of_multiprocessors_is_kept(monkeypatch):
     monkeypatch.setattr(cut, "multiprocessors", lambda device: 132)
     config = moelink.EPConfig(num_experts=4, topk=2, hidden_size=256, max_tokens_per_rank=512, world_size=2, rank=0)
     cuda = torch.device("cuda")
-    assert cut.layout_programs(config, cuda) == 660
-    assert cut.layout_programs(dataclasses.replace(config, num_sms=16), cuda) == 16
+    assert cut.layout_launch(config, cuda).receive == 660
+    assert cut.layout_launch(dataclasses.replace(config, num_sms=16), cuda).receive == 80

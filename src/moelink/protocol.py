@@ -28,6 +28,14 @@ ABORT_RECORD = 8
 CALL_SHIFT = 20
 """bits of a role's word that count the programs of a call under way; a launch has fewer programs than these count"""
 
+TURN_KINDS = 4
+"""Launches that may run at the same time, each with turns of its own (``kernels.turns``): a role, or both, of a phase,
+numbered as roles are."""
+MOST_MULTIPROCESSORS = 384
+"""of a device"""
+TURN_WORDS = 4 + MOST_MULTIPROCESSORS
+"""int32 words: numbers handed out, multiprocessors that asked, programs that left, (unused), one for each of these"""
+
 PHASE_DISPATCH, PHASE_COMBINE = 0, 1
 PHASES = ("dispatch", "combine")
 

@@ -11,6 +11,7 @@ poison               [1] int64             any rank r: 1 + r once a wait of its 
 poisons              [W, 8] int64          row r by rank r: what it was waiting for
 control              [24] int64            own kernels: completed calls, programs arrived, statistics
 drained              [2, W] int64          rank d: dispatch, and combine, whose messages or rows from here d has read
+turns                [4, 388] int32       own kernels: who works, with a budget of multiprocessors
 tally_flag           [P] int64             own sender p: call whose row of ``tallies`` is stored
 tallies              [P, E + R] int32      own sender p: pairs per expert and messages per rank of its tokens
 message_flag         [W, T] int64          source s: call whose message in this slot is stored
@@ -72,6 +73,8 @@ from moelink.protocol import (
     MAX_SENDERS,
     POISON_WORDS,
     TAGGED_BYTES,
+    TURN_KINDS,
+    TURN_WORDS,
 )
 
 if TYPE_CHECKING:
@@ -194,6 +197,7 @@ class Workspace:
             ("poisons", i64, (ranks, POISON_WORDS)),
             ("control", i64, (CONTROL_WORDS,)),
             ("drained", i64, (2, ranks)),
+            ("turns", i32, (TURN_KINDS, TURN_WORDS)),
             ("tally_flag", i64, (MAX_SENDERS,)),
             ("tallies", i32, (MAX_SENDERS, self.tally_width)),
             ("message_flag", i64, (ranks, tokens)),

@@ -13,55 +13,66 @@ import triton.language as tl
 
 from moelink.kernels.reduce import gather_home
 from moelink.kernels.send_back import send_tokens_back
+from moelink.kernels.turns import take_turns
+from moelink.protocol import COMBINE_RECEIVED, COMBINE_SENT
 
+_SENT, _RECEIVED = tl.constexpr(COMBINE_SENT), tl.constexpr(COMBINE_RECEIVED)
 _CHANGING = (
     "me", "first", "num_local", "num_tokens", "y_rows", "shared_begin", "shared_end", "slot_begin", "spread",
-    "status", "senders", "limit",
+    "status", "senders", "limit", "programs",
 )  # fmt: skip
+
+
+@triton.jit
+def _both(program, programs, sending, gathering, senders, S: tl.constexpr):
+    if program < senders:
+        send_tokens_back(program, senders, *sending, S)
+    else:
+        gather_home(program - senders, programs - senders, *gathering, S)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_fused_combine_kernel(
     table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, message_token, received, out,
     shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end,
-    slot_begin, spread, status, senders, limit, S: tl.constexpr,
+    slot_begin, spread, status, senders, limit, programs, S: tl.constexpr,
 ):  # fmt: skip
-    """Programs [0, senders) send rows back, the others gather them."""
-    program = tl.program_id(0)
-    if program < senders:
-        send_tokens_back(
-            table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
-            spread, status, program, senders, limit, S,
-        )  # fmt: skip
-    else:
-        gather_home(
-            table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out,
-            shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end,
-            slot_begin, status, program - senders, tl.num_programs(0) - senders, limit, S,
-        )  # fmt: skip
+    """Programs [0, senders) send rows back, the others, of ``programs``, gather them."""
+    sending = (
+        table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
+        spread, status, limit,
+    )  # fmt: skip
+    gathering = (
+        table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
+        epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
+        status, limit,
+    )  # fmt: skip
+    take_turns(_both, control, _SENT, programs, (sending, gathering, senders), S)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_combine_async_kernel(
     table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, spread,
-    status, limit, S: tl.constexpr,
+    status, limit, programs, S: tl.constexpr,
 ):  # fmt: skip
     """The expert role alone."""
-    send_tokens_back(
+    sending = (
         table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
-        spread, status, tl.program_id(0), tl.num_programs(0), limit, S,
+        spread, status, limit,
     )  # fmt: skip
+    take_turns(send_tokens_back, control, _SENT, programs, sending, S)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_combine_wait_kernel(
     table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
     epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-    status, limit, S: tl.constexpr,
+    status, limit, programs, S: tl.constexpr,
 ):  # fmt: skip
     """The home role alone."""
-    gather_home(
+    gathering = (
         table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
         epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-        status, tl.program_id(0), tl.num_programs(0), limit, S,
+        status, limit,
     )  # fmt: skip
+    take_turns(gather_home, control, _RECEIVED, programs, gathering, S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ class Launch:
         num_warps: warps of a program.
         maxnreg: most registers of a thread, so that all programs are on the device together. None on a CPU.
         spread: programs that share a message of combine, a divisor of its parts.
+        resident: programs that a multiprocessor holds.
     """
 
     send: int
@@ -30,6 +31,7 @@ class Launch:
     num_warps: int = 8
     maxnreg: int | None = None
     spread: int = 1
+    resident: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -37,8 +39,22 @@ class Launch:
         return {"num_warps": self.num_warps, **({} if self.maxnreg is None else {"maxnreg": self.maxnreg})}
 
 
+def grid(programs: int, budget: int, *, resident: int, available: int) -> int:
+    """Programs to launch so that ``programs`` of them, at most ``budget`` x ``resident``, work on ``budget`` of the
+    ``available`` multiprocessors, each of which holds ``resident`` (0: on any). The device gives every multiprocessor
+    one before it gives any a second.
+
+    Example: 71 programs on 24 of 132 multiprocessors are three on each of these, so 396 are launched; 20 are 20.
+    """
+    rounds = 0 if budget == 0 else min(resident, ceil_div(programs, budget))
+    return programs if rounds <= 1 else rounds * available
+
+
 def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, encodes: bool) -> Launch:
     """Programs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
+
+    With a budget of multiprocessors (``kernels.turns``) as on a device that has no others, but as these are far from
+    filling the links, a third more send.
 
     Measured, see docs/performance.md. Three programs of 8 warps and 80 registers share a multiprocessor. Few tokens:
     a sending program per multiprocessor, and a receiving one per expected message, or also per multiprocessor when
@@ -48,15 +64,16 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
     if device.type == "cpu":
         return Launch(2, 2)
     ranks = 1 if config.mode == "allreduce" else config.world_size
-    if config.num_sms is not None:
-        send = max(1, config.num_sms // 3)
-        return Launch(send, max(2, config.num_sms - send - 1), num_warps=8, maxnreg=128)
-    sms = multiprocessors(device)
+    sms = config.num_sms or multiprocessors(device)
+    shape = Launch(1, 1, maxnreg=80, resident=3)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         least = sms if config.row_alignment > 1 else 2 * ranks
-        return Launch(sms, 1 + min(2 * sms - 2, max(least, ranks * num_tokens)), maxnreg=80)
-    send = sms if encodes else 3 * sms // 5
-    return Launch(send, 3 * sms - send - 1, maxnreg=80)
+        send = sms if config.num_sms is None else max(1, 4 * sms // 3)
+        return replace(shape, send=send, receive=min(3 * sms - send - 1, 1 + max(least, ranks * num_tokens)))
+    send = sms if encodes else max(1, 3 * sms // 5)
+    if config.num_sms is not None:
+        send = max(1, 4 * send // 3)
+    return replace(shape, send=send, receive=3 * sms - send - 1)
 
 
 def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> Launch:
@@ -68,23 +85,25 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
     if device.type == "cpu":
         return Launch(2, 2)
     ranks = 1 if config.mode == "allreduce" else config.world_size
-    if config.num_sms is not None:
-        return Launch(max(1, 2 * config.num_sms // 3), max(1, config.num_sms // 3), num_warps=8, maxnreg=128)
-    sms = multiprocessors(device)
+    sms = config.num_sms or multiprocessors(device)
+    shape = Launch(4 * sms, sms, num_warps=4, maxnreg=96, resident=5)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
         spread = max(shares, default=1)
-        receive = min(4 * sms, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens))
-        return Launch(min(4 * sms, messages * spread), receive, num_warps=4, maxnreg=96, spread=spread)
-    return Launch(4 * sms, sms, num_warps=4, maxnreg=96)
+        send = min(4 * sms, messages * spread)
+        # On a whole device what finds no room waits for it, which a budget does not allow (``kernels.turns``).
+        room = 4 * sms if config.num_sms is None else 5 * sms - send
+        receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens))
+        return replace(shape, send=send, receive=receive, spread=spread)
+    return shape
 
 
-def layout_programs(config: EPConfig, device: torch.device) -> int:
+def layout_launch(config: EPConfig, device: torch.device) -> Launch:
     """Programs that bring the scales of a dispatch into their layout."""
     if device.type == "cpu":
-        return 2
-    return config.num_sms or 5 * multiprocessors(device)
+        return Launch(0, 2)
+    return Launch(0, 5 * (config.num_sms or multiprocessors(device)), num_warps=4, resident=5)
 
 
 @dataclass(frozen=True)
@@ -125,5 +144,7 @@ def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
+    """Multiprocessors of a CUDA device; a CPU is one."""
+    if device.type == "cpu":
+        return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -26,11 +26,22 @@ import triton.language as tl
 
 from moelink.kernels.receive import receive
 from moelink.kernels.send import send
+from moelink.kernels.turns import take_turns
+from moelink.protocol import DISPATCH_RECEIVED, DISPATCH_SENT
 
+_SENT, _RECEIVED = tl.constexpr(DISPATCH_SENT), tl.constexpr(DISPATCH_RECEIVED)
 _CHANGING = (
     "me", "rank", "first", "num_local", "num_groups", "num_tokens", "tokens_per_program", "split",
-    "shared_begin", "shared_end", "capacity", "scale_rows", "counts_stride", "status", "senders", "limit",
+    "shared_begin", "shared_end", "capacity", "scale_rows", "counts_stride", "status", "senders", "limit", "programs",
 )  # fmt: skip
+
+
+@triton.jit
+def _both(program, programs, sending, receiving, senders, S: tl.constexpr):
+    if program < senders:
+        send(program, senders, *sending, S)
+    else:
+        receive(program - senders, programs - senders, *receiving, S)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -39,35 +50,32 @@ def ep_fused_dispatch_kernel(
     row_offsets, expert_ids, src_info, scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out,
     received, rows_of_message, message_token, routed, routed_counts, me, rank, first, num_local, num_groups,
     num_tokens, tokens_per_program, split, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
-    senders, limit, S: tl.constexpr,
+    senders, limit, programs, S: tl.constexpr,
 ):  # fmt: skip
-    """Programs [0, senders) send, the others receive."""
-    program = tl.program_id(0)
-    if program < senders:
-        send(
-            table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
-            num_tokens, tokens_per_program, split, shared_begin, shared_end, status, program, senders, limit, S,
-        )  # fmt: skip
-    else:
-        receive(
-            table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets,
-            weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed,
-            routed_counts, me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows,
-            counts_stride, status, program - senders, tl.num_programs(0) - senders, limit, S,
-        )  # fmt: skip
+    """Programs [0, senders) send, the others, of ``programs``, receive."""
+    sending = (
+        table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
+        num_tokens, tokens_per_program, split, shared_begin, shared_end, status, limit,
+    )  # fmt: skip
+    receiving = (
+        table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
+        topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed, routed_counts,
+        me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit,
+    )  # fmt: skip
+    take_turns(_both, control, _SENT, programs, (sending, receiving, senders), S)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ep_dispatch_async_kernel(
     table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
-    num_tokens, tokens_per_program, split, shared_begin, shared_end, status, limit, S: tl.constexpr,
+    num_tokens, tokens_per_program, split, shared_begin, shared_end, status, limit, programs, S: tl.constexpr,
 ):  # fmt: skip
     """The sender role alone."""
-    send(
+    sending = (
         table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
-        num_tokens, tokens_per_program, split, shared_begin, shared_end, status, tl.program_id(0),
-        tl.num_programs(0), limit, S,
+        num_tokens, tokens_per_program, split, shared_begin, shared_end, status, limit,
     )  # fmt: skip
+    take_turns(send, control, _SENT, programs, sending, S)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -75,12 +83,12 @@ def ep_dispatch_wait_kernel(
     table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
     topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed, routed_counts, me,
     rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit,
-    S: tl.constexpr,
+    programs, S: tl.constexpr,
 ):  # fmt: skip
     """The receiver role alone."""
-    receive(
+    receiving = (
         table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
         topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed, routed_counts,
-        me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status,
-        tl.program_id(0), tl.num_programs(0), limit, S,
+        me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, limit,
     )  # fmt: skip
+    take_turns(receive, control, _RECEIVED, programs, receiving, S)

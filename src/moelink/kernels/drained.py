@@ -61,8 +61,8 @@ def tell_drained(table, control, me, S: tl.constexpr):
         tl.atomic_max(words, tl.zeros([S.WP], tl.int64) + read, mask=near, sem="relaxed", scope="sys")
 
 
-@triton.jit
-def ep_tell_drained_kernel(table, record, control, me, S: tl.constexpr):
+@triton.jit(do_not_specialize=("me", "programs"))
+def ep_tell_drained_kernel(table, record, control, me, programs, S: tl.constexpr):
     """One program that tells, for ranks that cannot wait for another one's next launch."""
     tell_drained(table, control, me, S)
 

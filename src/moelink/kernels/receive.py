@@ -144,10 +144,10 @@ def place_messages(
 
 @triton.jit
 def receive(
-    table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info, scales_offsets, weights_out,
-    topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token, routed, routed_counts, me,
-    rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows, counts_stride, status, program,
-    num_programs, limit, S: tl.constexpr,
+    program, num_programs, table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info,
+    scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token,
+    routed, routed_counts, me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows,
+    counts_stride, status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the receiver role. ``routed``, ``routed_counts``: ``received`` and ``counts_out`` of the
     call whose routing this is, which the message tensors are of, too (CACHED)."""

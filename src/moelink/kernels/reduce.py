@@ -315,9 +315,9 @@ def gather_token(
 
 @triton.jit
 def gather_home(
-    table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
-    epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-    status, program, num_programs, limit, S: tl.constexpr,
+    program, num_programs, table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message,
+    received, out, shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin,
+    shared_end, slot_begin, status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the home role."""
     call = calls_made(control, _ROLE) + 1

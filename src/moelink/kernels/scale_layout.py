@@ -20,7 +20,10 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.signals import I32, own_block
+from moelink.kernels.turns import take_turns
+from moelink.protocol import DISPATCH_RECEIVED
 
+_KIND = tl.constexpr(DISPATCH_RECEIVED)
 _ROWS = tl.constexpr(128)
 _COLUMNS = tl.constexpr(32)
 
@@ -43,11 +46,11 @@ def tile_of(begins, rows, ends, i):
     return begin, tl.sum(tl.where(here, rows, 0), 0), tile
 
 
-@triton.jit(do_not_specialize=("num_groups", "scale_rows"))
-def ep_lay_out_scales_kernel(
-    table, record, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, S: tl.constexpr
+@triton.jit
+def lay_out(
+    program, programs, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, S: tl.constexpr
 ):  # fmt: skip
-    """Scales of all rows [0, row_offsets[num_groups]), of which row r came with message ``message_of_row[r]``."""
+    """Program ``program``: every ``programs``-th piece."""
     mine = own_block(control, S)
     out = scales_out.to(I32, bitcast=True)
     words: tl.constexpr = (S.SW * S.SCALE.primitive_bitwidth // 8 + 3) // 4
@@ -55,7 +58,7 @@ def ep_lay_out_scales_kernel(
     blocks: tl.constexpr = (words + _COLUMNS - 1) // _COLUMNS
     j = tl.arange(0, _ROWS)
     begins, sizes, ends = groups_of(row_offsets, num_groups, S)
-    i = tl.program_id(0)
+    i = program
     while i < tl.max(ends, 0) * blocks:
         begin, rows, tile = tile_of(begins, sizes, ends, i // blocks)
         # Along j addresses ascend, in either layout.
@@ -75,4 +78,13 @@ def ep_lay_out_scales_kernel(
         else:
             to = out + c.to(tl.int64)[None, :] * scale_rows + row[:, None]
             tl.store(to, word, mask=(inner < rows)[:, None] & (c < words)[None, :])
-        i += tl.num_programs(0)
+        i += programs
+
+
+@triton.jit(do_not_specialize=("num_groups", "scale_rows", "programs"))
+def ep_lay_out_scales_kernel(
+    table, record, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, programs, S: tl.constexpr
+):  # fmt: skip
+    """Scales of all rows [0, row_offsets[num_groups]), of which row r came with message ``message_of_row[r]``."""
+    pieces = (control, row_offsets, message_of_row, scales_out, num_groups, scale_rows)
+    take_turns(lay_out, control, _KIND, programs, pieces, S)

@@ -47,9 +47,8 @@ _ROLE = tl.constexpr(DISPATCH_SENT)
 
 @triton.jit
 def send(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
-    num_tokens, tokens_per_program, split, shared_begin, shared_end, status, program, num_programs, limit,
-    S: tl.constexpr,
+    program, num_programs, table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me,
+    first, num_local, num_tokens, tokens_per_program, split, shared_begin, shared_end, status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the sender role."""
     if S.CACHED:

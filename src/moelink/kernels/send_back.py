@@ -263,8 +263,8 @@ def send_rows_home(
 
 @triton.jit
 def send_tokens_back(
-    table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, spread,
-    status, program, num_programs, limit, S: tl.constexpr,
+    program, num_programs, table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows,
+    slot_begin, spread, status, limit, S: tl.constexpr,
 ):  # fmt: skip
     """Program ``program`` of the expert role. ``received`` says whether the dispatch brought anything at all."""
     call = calls_made(control, _ROLE) + 1

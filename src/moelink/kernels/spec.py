@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
 from moelink.protocol import COUNTED_ALONE, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
@@ -62,6 +63,14 @@ def clock_of(device: torch.device) -> Any:
     return "gcn" if torch.version.hip else "ptx"
 
 
+def budget_of(config: EPConfig, device: torch.device) -> int:
+    """Multiprocessors that a launch must keep to, 0 for none in particular. Elsewhere than on NVIDIA's devices as many
+    programs are launched as that many hold, wherever they run."""
+    if config.num_sms is None or device.type == "cpu" or torch.version.hip:
+        return 0
+    return config.num_sms
+
+
 def threads_of(device: torch.device) -> int:
     """Most threads of a program on ``device``; 1 on a CPU."""
     return 1 if device.type == "cpu" else MOST_THREADS if torch.version.hip else MOST_THREADS // 2
@@ -86,6 +95,8 @@ class CommonSpec:
         PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
         TB: tokens that a program counts at a time; TC: if they are more than its own.
         THREADS: most threads of a program; 1 where it is interpreted.
+        SMS: multiprocessors that the programs of a launch may use, 0 for all; SMID: how a program knows its own
+            (``kernels.turns``).
         NODE: ranks of a node; NET: who carries to others (``kernels.network``), "" when there are none.
     """
 
@@ -108,10 +119,13 @@ class CommonSpec:
     NATIVE: bool
     THREADS: int
     CLOCK: Any
+    SMS: int
+    SMID: Any
     O_POISON: int
     O_POISONS: int
     O_CONTROL: int
     O_DRAINED: int
+    O_TURNS: int
     NODE: int
     NET: str
     O_IDLE: int
@@ -154,8 +168,9 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         TC=min(max(1, 1024 // power(cfg.topk)), power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16,
         ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
+        SMS=budget_of(cfg, device), SMID="ptx",
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
-        O_DRAINED=regions["drained"].offset, NODE=workspace.node_size,
+        O_DRAINED=regions["drained"].offset, O_TURNS=regions["turns"].offset, NODE=workspace.node_size,
         NET="" if workspace.far_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
         O_IDLE=far_offset(workspace, "idle"),
     )  # fmt: skip

@@ -47,7 +47,7 @@ def launch(
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on the current stream of ep's device."""
-    given = (pointers[RECV], ep.record, atomic_counters, *args)
+    given = (pointers[RECV], ep.record, atomic_counters, *args, programs)
     if ep.device.type == "cpu":
         kernel[(programs,)](*given, **options)
         return

@@ -129,7 +129,7 @@ class Combine:
             self.rank.launch(
                 kernels.ep_combine_async_kernel, self.recipe.launch.send, *self._back, slot_begin,
                 self.recipe.launch.spread, STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
-                options=self.recipe.options,
+                options=self.recipe.options, resident=self.recipe.launch.resident,
             )  # fmt: skip
 
     def receive(self, slot_begin: int) -> None:
@@ -137,6 +137,7 @@ class Combine:
         self.rank.launch(
             kernels.ep_combine_wait_kernel, self.recipe.launch.receive, *self._home, slot_begin, STATUS_OK,
             self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
+            resident=self.recipe.launch.resident,
         )  # fmt: skip
         self.rank.tell_drained()
 
@@ -146,7 +147,7 @@ class Combine:
         self.rank.launch(
             kernels.ep_fused_combine_kernel, senders + self.recipe.launch.receive, *self._fused, slot_begin,
             self.recipe.launch.spread, STATUS_OK, senders, self.rank.limit, given=self._given, S=self.recipe.spec,
-            options=self.recipe.options,
+            options=self.recipe.options, resident=self.recipe.launch.resident,
         )  # fmt: skip
 
     def result(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moelink.blank import Blank
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels import dispatch as kernels
-from moelink.kernels.cut import Cut, Launch, dispatch_launch, layout_programs, shared_bounds
+from moelink.kernels.cut import Cut, Launch, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
 from moelink.kernels.spec import COPY, ENCODE, DispatchSpec, dispatch_spec
 from moelink.output import DispatchHandle, DispatchOutput
@@ -28,7 +28,7 @@ class Recipe:
     on it.
 
     Attributes:
-        spec, launch: the kernel, and how it is launched.
+        spec, launch: the kernel, and how it is launched. layout: how scales are brought into their layout.
         senders: programs of the sender role.
         shared: first and last + 1 own token of the fused shared expert's group.
         sending: the numbers among the sender role's arguments.
@@ -37,6 +37,7 @@ class Recipe:
 
     spec: DispatchSpec
     launch: Launch
+    layout: Launch
     senders: int
     shared: tuple[int, int]
     sending: tuple[int, ...]
@@ -58,7 +59,8 @@ class Recipe:
                 rank.me, rank.first, config.num_local_experts, num_tokens, cut.tokens_per_program, cut.split, *shared
             )  # fmt: skip
             return cls(
-                spec, launch, 1 + cut.programs, shared, sending, notes=rank.workspace.notes(num_tokens),
+                spec, launch, layout_launch(config, device), 1 + cut.programs, shared, sending,
+                notes=rank.workspace.notes(num_tokens),
                 counts=Blank.of(config.num_local_experts, config.world_size),
                 outputs=OutputShape.of(config, rows=config.row_capacity, weighted=bool(spec.WEIGHTS)),
             )  # fmt: skip
@@ -155,6 +157,7 @@ class Dispatch:
             given=self._given,
             S=self.recipe.spec,
             options=self.recipe.launch.options,
+            resident=self.recipe.launch.resident,
         )
 
     def receive(self) -> None:
@@ -162,7 +165,7 @@ class Dispatch:
         self.rank.launch(
             kernels.ep_dispatch_wait_kernel, self.recipe.launch.receive, *self._outputs(), *self._receiving(),
             STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
-            options=self.recipe.launch.options,
+            options=self.recipe.launch.options, resident=self.recipe.launch.resident,
         )  # fmt: skip
         self._lay_out_scales()
         self.rank.tell_drained()
@@ -176,7 +179,7 @@ class Dispatch:
             kernels.ep_fused_dispatch_kernel, recipe.senders + recipe.launch.receive, *self._rows, *self._outputs(),
             me, rank.config.rank, rank.first, num_local, num_groups, *recipe.sending[3:6], shared_begin, shared_end,
             capacity, scale_rows, stride, STATUS_OK, recipe.senders, rank.limit, given=self._given, S=recipe.spec,
-            options=recipe.launch.options,
+            options=recipe.launch.options, resident=recipe.launch.resident,
         )  # fmt: skip
         self._lay_out_scales()
 
@@ -186,9 +189,11 @@ class Dispatch:
         if not recipe.spec.LATER:
             return
         assert out.scales is not None
+        launch = recipe.layout
         rank.launch(
-            ep_lay_out_scales_kernel, layout_programs(rank.config, rank.device), out.row_offsets, rank.message_of_row,
-            out.scales.view(torch.uint8), rank.config.num_groups, self._scale_rows(), S=recipe.spec, options={},
+            ep_lay_out_scales_kernel, launch.receive, out.row_offsets, rank.message_of_row,
+            out.scales.view(torch.uint8), rank.config.num_groups, self._scale_rows(), S=recipe.spec,
+            options=launch.options, resident=launch.resident,
         )  # fmt: skip
 
     def result(self) -> DispatchOutput:

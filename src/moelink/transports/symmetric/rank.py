@@ -15,9 +15,9 @@ from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
 from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.combine_spec import combine_spec
-from moelink.kernels.cut import multiprocessors
+from moelink.kernels.cut import grid, multiprocessors
 from moelink.kernels.drained import ep_tell_drained_kernel
-from moelink.kernels.spec import clock_ticks
+from moelink.kernels.spec import budget_of, clock_ticks
 from moelink.liveness import Failure
 from moelink.memory import SymmetricMemory, connect
 from moelink.protocol import (
@@ -72,9 +72,11 @@ class Rank:
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
         self.limit = clock_ticks(config.timeout, self.device)
+        self._budget = budget_of(config, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._available = multiprocessors(self.device)
         if self.device.type == "cuda":
-            SM_BUDGET.claim(self, self.device, config.num_sms, available=multiprocessors(self.device))
+            SM_BUDGET.claim(self, self.device, config.num_sms, available=self._available)
         self._preparing = False
         self._compiled: dict[Any, Any] = {}
         self._recipes: dict[Any, Any] = {}
@@ -150,9 +152,12 @@ class Rank:
             self._preparing = False
 
     def launch(
-        self, kernel: Any, programs: int, *args: Any, S: Any, options: dict[str, Any], given: Sequence[Tensor] = ()
-    ) -> None:
-        """Launch ``kernel`` over ``programs`` programs. ``given``: the tensors among ``args`` that are the caller's.
+        self, kernel: Any, programs: int, *args: Any, S: Any, options: dict[str, Any], given: Sequence[Tensor] = (),
+        resident: int = 1,
+    ) -> None:  # fmt: skip
+        """Launch ``kernel`` for ``programs`` programs to work, and let it know how many these are. ``given``: the
+        tensors among ``args`` that are the caller's. ``resident``: programs that a multiprocessor holds, which matters
+        with a budget of these.
 
         Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
         but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up. And
@@ -160,21 +165,24 @@ class Rank:
         host memory).
         """
         fixed = (self.table, self.record, self.control)
+        count = grid(programs, self._budget, resident=resident, available=self._available)
         if self.stream is None:
             with self._guard():
-                kernel[(programs,)](*fixed, *args, S=S)
+                kernel[(count,)](*fixed, *args, programs, S=S)
             return
         key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
         compiled = self._compiled.get(key)
         if compiled is None:
             linked = self.network.options
-            compiled = settle_cache_key(kernel).warmup(*fixed, *args, grid=(programs,), S=S, **options, **linked)
+            compiled = settle_cache_key(kernel).warmup(
+                *fixed, *args, programs, grid=(programs,), S=S, **options, **linked
+            )
             compiled._init_handles()
             self.network.load(compiled)
             self._compiled[key] = compiled
         if not self._preparing:
             addresses = [arg if type(arg) is int else _address(arg) for arg in args]
-            compiled[(programs, 1, 1)](*fixed, *addresses, S, stream=self._current_stream())
+            compiled[(count, 1, 1)](*fixed, *addresses, programs, S, stream=self._current_stream())
 
     def tell_drained(self) -> None:
         """On CPUs, after a receiving half: tell the other ranks that this one has read it.

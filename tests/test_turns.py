@@ -1,0 +1,125 @@
+"""A budget of multiprocessors: which programs work, under seeded schedules; and calls with one equal the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import interpreter_builder
+
+import moelink
+from interleaving import Scheduler
+from moelink.kernels import cut, turns
+from moelink.kernels.cut import Cut, Launch
+from moelink.protocol import TURN_WORDS
+from moelink.transports.symmetric import combining, dispatching
+from moelink.transports.symmetric import rank as ranks
+from protocol_runs import FORMAT, SEEDS, run, scenarios
+
+SPREAD = [3, 0, 1, 2] * 3
+"""Multiprocessors that get programs 0 to 11: each one, then each a second, and a third."""
+CROWDED = [3, 0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
+"""Two of them have room for one program only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    SMS: int
+    SMID: object
+
+
+@triton.jit
+def _note(words, times, places, programs, S: tl.constexpr):
+    number = turns.take_number(words, programs, S)
+    if number < programs:
+        tl.atomic_add(times + number, 1)
+        tl.store(places + number, turns.multiprocessor(S.SMID))
+
+
+def launched(seed: int, where: list[int], *, programs: int, budget: int, launches: int = 2) -> list[int]:
+    """Where each number's work was done, in the last of some launches; each was done once in each of them."""
+
+    def multiprocessor() -> int:
+        return where[interpreter_builder.grid_idx[0]]
+
+    words = torch.zeros(TURN_WORDS, dtype=torch.int32)
+    places = torch.full((programs,), -1, dtype=torch.int32)
+    for _ in range(launches):
+        times = torch.zeros(len(where), dtype=torch.int32)
+
+        def main(times: torch.Tensor = times) -> None:
+            _note[(len(where),)](words, times, places, programs, S=Budget(budget, multiprocessor))
+
+        Scheduler(seed).run([main])
+        assert times.tolist() == [1] * programs + [0] * (len(where) - programs)
+        assert words.count_nonzero() == 0
+    return places.tolist()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_example(seed):
+    """Six numbers on two of four multiprocessors, which ones is up to the schedule."""
+    assert len(set(launched(seed, SPREAD, programs=6, budget=2))) == 2
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("programs", [1, 2, 5, 11, 12])
+def test_every_number_is_taken_once_wherever_there_is_room(programs, budget):
+    for seed in range(4):
+        places = launched(seed, SPREAD, programs=programs, budget=budget)
+        assert len(set(places)) <= budget or programs > 3 * budget
+        launched(seed, CROWDED, programs=programs, budget=budget)
+        launched(seed, [0] * 12, programs=programs, budget=budget)
+
+
+def test_the_grid_of_a_budget():
+    assert cut.grid(71, 24, resident=3, available=132) == 396
+    assert cut.grid(72, 24, resident=5, available=132) == 396
+    assert cut.grid(20, 24, resident=3, available=132) == 20
+    assert cut.grid(73, 24, resident=3, available=132) == 396
+    assert cut.grid(395, 0, resident=3, available=132) == 395
+
+
+@pytest.mark.parametrize("most", [1, 32, 256, 1024, 4096])
+@pytest.mark.parametrize("num_sms", [1, 2, 24, 131])
+@pytest.mark.parametrize("layout", [{"expert_alignment": 64}, {"layout": "rank"}], ids=str)
+def test_a_budget_holds_all_programs_of_a_launch(layout, num_sms, most):
+    config = moelink.EPConfig(
+        num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=most, world_size=8, num_sms=num_sms, **layout
+    )
+    device = torch.device("cuda", 0)
+    for tokens in {0, 1, most // 2, most}:
+        for encodes in (False, True):
+            launch = cut.dispatch_launch(config, device, tokens, encodes=encodes)
+            senders = 1 + Cut.of(tokens, programs=launch.send, world_size=8).programs
+            assert 0 < launch.receive <= launch.resident * num_sms - senders
+        launch = cut.combine_launch(config, device, tokens)
+        assert 0 < launch.receive <= launch.resident * num_sms - launch.send
+        launch = cut.layout_launch(config, device)
+        assert 0 < launch.receive <= launch.resident * num_sms
+
+
+@pytest.fixture
+def budget(monkeypatch):
+    """Two of three multiprocessors, for all ranks, each of which holds three programs."""
+    monkeypatch.setattr(ranks, "budget_of", lambda config, device: 2)
+    monkeypatch.setattr(ranks, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(dispatching, "dispatch_launch", lambda *args, **options: Launch(2, 2, resident=3))
+    monkeypatch.setattr(dispatching, "layout_launch", lambda *args: Launch(0, 4, resident=3))
+    monkeypatch.setattr(combining, "combine_launch", lambda *args: Launch(2, 2, resident=3))
+    for module, name in ((dispatching, "dispatch_spec"), (combining, "combine_spec")):
+        make = getattr(module, name)
+
+        def limited(*args, make=make, **options):
+            return dataclasses.replace(make(*args, **options), SMS=2, SMID=lambda: interpreter_builder.grid_idx[0] % 3)
+
+        monkeypatch.setattr(module, name, limited)
+
+
+@pytest.mark.parametrize("name", scenarios(FORMAT))
+def test_scenario_with_a_budget_under_every_schedule(name, budget):
+    for seed in SEEDS[::2]:
+        run(seed, **scenarios(FORMAT)[name])

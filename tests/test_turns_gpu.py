@@ -1,0 +1,38 @@
+"""On a GPU: a launch with a budget runs on as many multiprocessors, and does everything once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from moelink.kernels import turns
+from moelink.kernels.cut import grid, multiprocessors
+from moelink.protocol import TURN_WORDS
+from test_turns import Budget
+
+pytestmark = pytest.mark.gpu
+
+
+@triton.jit
+def _note(words, times, places, programs, S: tl.constexpr):
+    number = turns.take_number(words, programs, S)
+    if number < programs:
+        tl.atomic_add(times + number, 1)
+        tl.store(places + number, turns.multiprocessor(S.SMID))
+
+
+@pytest.mark.parametrize("budget, programs", [(1, 3), (8, 23), (24, 71), (24, 24), (64, 192), (131, 393)])
+def test_a_launch_keeps_to_its_multiprocessors(budget, programs):
+    device = torch.device("cuda", 0)
+    words = torch.zeros(TURN_WORDS, dtype=torch.int32, device=device)
+    places = torch.full((programs,), -1, dtype=torch.int32, device=device)
+    times = torch.zeros(programs, dtype=torch.int32, device=device)
+    count = grid(programs, budget, resident=3, available=multiprocessors(device))
+    spec = Budget(tl.constexpr(budget), tl.constexpr("ptx"))
+    for launch in range(1, 50):
+        _note[(count,)](words, times, places, programs, S=spec, num_warps=8)
+        assert times.tolist() == [launch] * programs
+        assert len(set(places.tolist())) <= budget
+        assert words.count_nonzero().item() == 0
