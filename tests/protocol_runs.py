@@ -19,7 +19,7 @@ from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
 
 SEEDS = range(20)
-GARBAGE = ("messages", "rows", "tagged_rows", "counts", "firsts", "tallies", "combine_kept")
+GARBAGE = ("messages", "rows", "counts", "firsts", "tallies", "combine_kept")
 FAR_GARBAGE = ("far_kept", "staged_counts", "staged_firsts", "staged_messages", "staged_kept", "staged_rows")
 SIGNALS = ("drained", "tally_flag", "message_flag", "combine_head", "combine_flag")
 FAR_SIGNALS = ("counts_flag", "firsts_flag", "row_flag")

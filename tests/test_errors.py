@@ -254,24 +254,40 @@ SUMS_OR_ROWS = {**SETUP, "transport": "symmetric", "timeout": 20}
 
 
 def sums_or_rows(rank, world_size, without, named, most):
-    """Ranks ``without`` combine without reduction; sums of a small call are words, or (``most`` 0) have flags."""
-    with mock.patch.object(workspaces, "TAGGED_BYTES", most), moelink.init(**SUMS_OR_ROWS) as ep:
+    """Ranks ``without`` combine without reduction; sums of a small call have no flags, or (``most`` 0) have them."""
+    with mock.patch.object(workspaces, "SMALL_BYTES", most), moelink.init(**SUMS_OR_ROWS) as ep:
         d = data(rank)
-        for _ in range(2):
+        for turn in range(2):
             recv = ep.dispatch(d.x, d.topk_ids)
             with pytest.raises(moelink.ProtocolError, match=f"rank {named} calls combine .* with other options"):
                 ep.combine(recv.tokens, recv, reduce=rank not in without)
-            for reduce in (False, True):
+            for reduce in (turn > 0, True, turn == 0):
                 ep.combine(recv.tokens, recv, reduce=reduce)
             round_trip(ep, rank)
     return True
 
 
-@pytest.mark.parametrize("most", [1 << 19, 0], ids=["words", "flags"])
+@pytest.mark.parametrize("most", [1 << 25, 0], ids=["small", "flags"])
 @pytest.mark.parametrize("without", [(1,), (0, 2)], ids=str)
 def test_ranks_that_combine_with_and_without_sums_are_named(without, most):
     """Rows that none awaits are waited for, those that none sends are not; what comes after is right."""
     assert run_ranks(sums_or_rows, 3, without, 1, most) == [True] * 3
+
+
+def combine_of_another(rank, world_size):
+    """Rank 1 combines rows of another dispatch, to which every token went alike: all rows come, and mean nothing."""
+    with moelink.init(**SUMS_OR_ROWS) as ep:
+        d = data(rank)
+        recvs = [ep.dispatch(d.x, d.topk_ids) for _ in range(2)]
+        for _ in range(2):
+            with pytest.raises(moelink.ProtocolError, match="rank 1 calls combine .* over the routing of another call"):
+                ep.combine(recvs[rank == 1].tokens, recvs[rank == 1])
+            round_trip(ep, rank)
+    return True
+
+
+def test_a_rank_that_combines_rows_of_another_dispatch_is_named():
+    assert run_ranks(combine_of_another, 3) == [True] * 3
 
 
 def never_at_init(rank, world_size):

@@ -197,7 +197,7 @@ def test_what_is_noted_and_what_is_counted_may_be_nonsense_over_a_routing() -> N
 
 def test_random_bytes_in_every_region_that_peers_write() -> None:
     regions = ("counts", "firsts", "messages", "message_flag", "poisons", "combine_head", "combine_flag",
-               "combine_status", "combine_kept", "drained", "rows", "tagged_rows")  # fmt: skip
+               "combine_status", "combine_kept", "drained", "rows", "small_rows")  # fmt: skip
     for seed in range(12):
         choice = random.Random(seed)
         victim = Victim(SETUPS[seed % len(SETUPS)], seed)

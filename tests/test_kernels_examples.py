@@ -241,7 +241,7 @@ def test_padding_is_for_programs_without_messages():
 def _count(control, seen):
     program = tl.program_id(0)
     tl.store(seen + program, signals.calls_made(control, 1))
-    signals.count_arrival(control, 1, program, 3)
+    signals.count_arrival(control, 1, program, 3, "relaxed")
 
 
 def test_a_call_is_counted_by_all_its_programs():

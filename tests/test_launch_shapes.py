@@ -76,17 +76,17 @@ def test_rows_in_parts_equal_oracle(monkeypatch, send, receive, spread, reduce):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("hidden", [36, 46, 47])
-def test_small_calls_equal_oracle_as_words_and_with_flags(monkeypatch, dtype, hidden):
-    """Of three ranks two have few enough tokens for words, so that both forms meet in one call."""
+def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, dtype, hidden):
+    """Of three ranks two have few enough tokens to need no flags, so that both forms meet in one call."""
     row = 128 * -(-hidden * dtype.itemsize // 128)
-    monkeypatch.setattr(workspaces, "TAGGED_BYTES", 2 * row * 4)
+    monkeypatch.setattr(workspaces, "SMALL_BYTES", WORLD * row * 4)
     monkeypatch.setattr(specs, "COMBINE_BLOCK", 16)
     monkeypatch.setattr(workspaces, "COMBINE_BLOCK", 16)
     specs.combine_spec.cache_clear()
     dispatch_format = "fp64" if dtype == torch.float64 else "bf16"
     setup = Setup(dispatch_format, (("hidden_size", hidden), ("combine_dtype", dtype)))
     words = dtype.itemsize < 8 and hidden * dtype.itemsize % 4 == 0
-    assert workspaces.Workspace(setup.config(WORLD)).tagged_tokens == (4 if words else 0)
+    assert workspaces.Workspace(setup.config(WORLD)).small_tokens == (4 if words else 0)
     transport = one_process(setup.fields, WORLD)
     for seed in range(3):
         case = Case(setup, "uniform", seed=seed)

@@ -26,11 +26,10 @@ from moelink.kernels import (
     send_one,
     send_run,
     signals,
-    tagged_rows,
+    small_rows,
 )
 from moelink.kernels.combine_spec import combine_spec
-from moelink.protocol import CALL_SHIFT
-from protocol_runs import FORMAT, ROLES, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
+from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
 WORLD = 2
@@ -38,11 +37,11 @@ WORLD = 2
 ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
 
 
-@pytest.fixture(params=["words", "flags"])
+@pytest.fixture(params=["rows", "flags"])
 def form(request, monkeypatch):
-    """Sums go home as words that carry the call, as those of small calls do, or with flags behind them."""
+    """Sums go home as rows that are their own signal, as those of small calls do, or with flags behind them."""
     if request.param == "flags":
-        monkeypatch.setattr(workspaces, "TAGGED_BYTES", 0)
+        monkeypatch.setattr(workspaces, "SMALL_BYTES", 0)
     combine_spec.cache_clear()
     yield request.param
     combine_spec.cache_clear()
@@ -70,23 +69,6 @@ def test_call_numbers_of_more_than_31_bits():
     """Counts carry 31 bits of the call: 2**31 - 1, 0 and 1 here, few tokens and many in turn."""
     for seed in range(3):
         run(seed, [*TWO, *ONE], combine=False, calls=2**31 - 2)
-
-
-def test_words_of_calls_long_ago_are_cleared():
-    """Sums go home with flags in every 2**30th call, the second one here; words that nobody stored since are gone."""
-    for seed in range(3):
-        run(seed, [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)], one_dispatch=True, calls=2**30 - 2)
-    transport = one_process(FORMAT.fields, WORLD)
-    words = [rank.workspace.regions["tagged_rows"].view(rank.memory.local) for rank in transport.ranks]
-    for block in words:
-        block[:, -1] = (5 << 32) + 7  # of call 5; too few tokens for anybody to store there
-    for rank in transport.ranks:
-        rank.control[[*ROLES]] = 2**30 - 2 << CALL_SHIFT
-        rank.workspace.regions["drained"].view(rank.memory.local).fill_(2**30 - 2)
-    for salt in range(3):
-        case = Small(FORMAT, "uniform", seed=1, salt=salt)
-        check_case(case, WORLD, run_case(transport, case, range(WORLD)))
-        assert all(bool((block[:, -1] == 0).all()) == (salt > 0) for block in words)
 
 
 def test_a_row_that_does_not_fit_is_not_the_one_of_the_call_before():
@@ -161,6 +143,68 @@ def test_rows_of_a_refused_combine_land_before_the_next_one():
         refused_combine(seed, [first, second], first, second, speed=speed, drain=0.0)
 
 
+def around_refusals(seed, refused, calls=6, taking_turns=False, **options):
+    """Combines of one dispatch, of which rank 0 refuses those numbered ``refused``, or (``taking_turns``) the two ranks
+    in turn; the others are checked."""
+    ranks, results = transports(FORMAT), {}
+    cases = [dataclasses.replace(ONE[0], salt=salt) for salt in range(calls)]
+
+    def rank_of(rank):
+        transport = ranks[rank]
+
+        def main():
+            (recv,) = transport.dispatch(dispatch_requests(cases[0], [rank]), fused=True).wait()
+            for number, case in enumerate(cases):
+                requests = combine_requests(case, [rank], [recv])
+                if number not in refused:
+                    (out,) = transport.combine(requests, fused=True).wait()
+                    results.setdefault(number, {})[rank] = Result.of(recv, out)
+                elif rank == (number % WORLD if taking_turns else 0):
+                    transport.refuse("combine")
+                else:
+                    with pytest.raises(moelink.PeerAbortedError):
+                        transport.combine(requests, fused=True).wait()
+
+        return main
+
+    Scheduler(seed, **options).run([rank_of(rank) for rank in range(WORLD)])
+    for number, by_rank in results.items():
+        check_case(cases[number], WORLD, [by_rank[rank] for rank in range(WORLD)])
+
+
+REFUSALS = [(1,), (0,), (1, 2), (1, 3), (0, 1, 2), (2, 3, 5)]
+
+
+@pytest.mark.parametrize("refused", REFUSALS, ids=str)
+def test_rows_of_a_refused_small_call_are_not_those_of_a_later_one(refused):
+    for seed in range(4):
+        around_refusals(seed, refused)
+        around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
+
+
+@triton.jit
+def note_nothing(control, call):
+    pass
+
+
+@triton.jit
+def clear_nothing(mine, S: tl.constexpr):
+    pass
+
+
+@pytest.mark.parametrize("name, fault", [("note_refused", note_nothing), ("clear_rows", clear_nothing)])
+def test_rows_left_by_a_refused_call_are_caught(monkeypatch, name, fault):
+    monkeypatch.setattr(reduce, name, fault)
+    found = None
+    for seed in range(10):
+        try:
+            around_refusals(seed, (1, 2), speed=slow_senders, drain=0.01)
+        except (AssertionError, moelink.MoelinkError) as error:
+            found = error
+            break
+    assert found is not None
+
+
 @triton.jit
 def publish_without_release(words, mask, value):
     tl.atomic_xchg(words, value, mask=mask, sem="relaxed", scope="sys")
@@ -216,14 +260,21 @@ def test_wrong_wait_is_caught(monkeypatch, phase, form):
 
 
 @triton.jit
-def sum_what_is_there(mine, slots, token, first, call, limit, S: tl.constexpr):
-    _, peer, total = tagged_rows.sum_words(mine, slots, token, first, call, 0, S)
-    return tl.full([], 1, tl.int32), peer, total
+def nothing_is_missing(words, S: tl.constexpr):
+    return words != words
 
 
-def test_words_of_another_call_are_caught(monkeypatch):
-    monkeypatch.setattr(reduce, "sum_words", sum_what_is_there)
-    assert caught(ONE, drain=0.01, speed=slow_senders) is not None
+@triton.jit
+def leave_rows(mine, slots, token, n, mask, S: tl.constexpr):
+    pass
+
+
+@pytest.mark.parametrize("name, fault", [("is_missing", nothing_is_missing), ("leave_zeros", leave_rows)])
+def test_rows_that_have_not_come_are_caught(monkeypatch, name, fault):
+    """Rows that nobody waited for, and rows of the call before."""
+    monkeypatch.setattr(small_rows, name, fault)
+    combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(2)]
+    assert caught(combines, one_dispatch=True, speed=slow_senders) is not None
 
 
 @pytest.mark.parametrize("modules", [(counts, send_one, send_run), (send_back,)], ids=["dispatch", "combine"])

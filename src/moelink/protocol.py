@@ -18,8 +18,8 @@ FENCE = 13
 MALFORMED = 14
 """bit r (62 for higher ones too): rank r sent a count or an index that cannot be; it was not used"""
 MALFORMED_RANKS = 62
-COMBINE_REFUSED = 15
-"""last combine call that a rank refused or made otherwise"""
+COMBINE_WITH_FLAGS = 15
+"""+ parity of the call: the combine call after the last one that a rank refused or made otherwise"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons, then one that does not (a peer's refusal)."""
@@ -63,9 +63,9 @@ FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS per rank are built for latency, of more than MANY_TOKENS for throughput, others for
 something in between."""
 
-TAGGED_BYTES = 1 << 19
-"""A call's rows go home as words that carry the call (``kernels.small_calls``), twice the bytes and no fence, if its
-tokens' rows for all peers are no more bytes than this: what a link moves in half the time of a fence."""
+SMALL_BYTES = 1 << 25
+"""Most bytes of a block for sums that go home without flags (``kernels.small_calls``), which have a place of their own.
+Communicators of few tokens have it."""
 
 MOST_THREADS = 512
 """Most threads of a program of any launch: 8 warps, which have 64 threads on AMD."""

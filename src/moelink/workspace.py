@@ -26,8 +26,8 @@ combine_status       [W] int64             expert rank r: options, and whether i
 combine_kept         [T, K] uint8          the expert's rank: 1 if the row of (token, slot) travels (no pre_reduce)
 rows                 [W, T, row] or        expert rank r: sums of its rows per token (pre_reduce), or every row
                      [T, K, row] uint8
-tagged_rows          [W, G, words] int64   expert rank r: the same sums in a call of up to G tokens, 4 bytes and the
-                                           call in each word (``kernels.small_calls``); only where G > 0
+small_rows           [W, G, row] uint8     expert rank r: the same sums in a call of up to G tokens, inverted; zeros
+                                           where none has come (``kernels.small_calls``); only where G > 0
 ===================  ====================  ===============================================================
 
 Across nodes, with ``N`` ranks a node, also what is put there, and the signals behind it (``kernels.network``):
@@ -46,11 +46,12 @@ staged_kept          [W - N, T, 16 n]
 staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
 ===================  ====================  ===============================================================
 
-Size: T x (W x message + (W or K) x row) bytes, up to 2 MiB of tagged rows, and a few flags: what DESIGN allows.
+Size: T x (W x message + (W or K) x row) bytes, where T is small up to 32 MiB of small rows, and a few flags: what
+DESIGN allows.
 Nothing is double buffered. Send buffers are there across nodes only.
 
 Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
-8 x 128 x 14336 bytes = 14 MiB, tagged rows 8 x 5 x 28672 bytes = 1.1 MiB, everything else 0.6 MiB.
+8 x 128 x 14336 bytes = 14 MiB, small rows as much, everything else 0.6 MiB.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ from moelink.protocol import (
     FEW_TOKENS,
     MAX_SENDERS,
     POISON_WORDS,
-    TAGGED_BYTES,
+    SMALL_BYTES,
     TURN_KINDS,
     TURN_WORDS,
 )
@@ -91,9 +92,11 @@ class Workspace:
 
     Attributes:
         config: any rank's configuration; the result does not depend on the rank.
+        small: whether sums of small calls have a place of their own.
     """
 
     config: EPConfig
+    small: bool = True
 
     @property
     def world_size(self) -> int:
@@ -175,14 +178,14 @@ class Workspace:
         return ceil_div(cfg.hidden_size, COMBINE_BLOCK) if few else 1
 
     @property
-    def tagged_tokens(self) -> int:
-        """Most tokens of a call whose sums go home as words that carry the call; 0 where none do: across nodes, without
+    def small_tokens(self) -> int:
+        """Most tokens of a call whose sums go home without flags; 0 where all have them: across nodes, without
         sums, where tokens are many, and where a row is not cut into words of 4 bytes."""
         cfg = self.config
         whole = cfg.combine_dtype.itemsize in (2, 4) and cfg.combine_row_bytes % 4 == 0
-        if self.far_ranks or cfg.mode == "allreduce" or not cfg.pre_reduce or not whole:
+        if not self.small or self.far_ranks or cfg.mode == "allreduce" or not cfg.pre_reduce or not whole:
             return 0
-        most = TAGGED_BYTES // (max(1, self.world_size - 1) * self.row_bytes)
+        most = SMALL_BYTES // (self.world_size * self.row_bytes)
         return min(cfg.max_tokens_per_rank, most) if cfg.max_tokens_per_rank <= FEW_TOKENS else 0
 
     @property
@@ -209,7 +212,7 @@ class Workspace:
             ("combine_status", i64, (ranks,)),
             ("combine_kept", u8, (tokens, cfg.topk)),
             ("rows", u8, (copies, tokens, self.row_bytes)),
-            *((("tagged_rows", i64, (ranks, self.tagged_tokens, self.row_bytes // 4)),) if self.tagged_tokens else ()),
+            *((("small_rows", u8, (ranks, self.small_tokens, self.row_bytes)),) if self.small_tokens else ()),
             *(self._network_regions(tokens) if self.far_ranks else ()),
         )
 

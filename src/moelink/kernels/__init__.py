@@ -19,8 +19,8 @@ What they are built of:
 
 ======================  =================================================================================
 signals                 publish, wait, give up: the memory order of every signal
-tagged, small_calls     words that are their own signal; which calls travel in them, and where they lie
-tagged_rows             combine's sums in such words
+tagged                  words that are their own signal
+small_calls, small_rows calls whose sums go home without flags: which these are; rows that are their own signal
 drained                 when what lies in a peer's block may be overwritten
 network, swallow        ranks of other nodes; what a rank that refused a call waits for there
 numeric                 rounding

@@ -29,7 +29,8 @@ class CombineSpec(CommonSpec):
         SLOTS: rows of a message: topk, or 1 for layout "rank".
         PARTS: a message travels in so many parts of BLOCK columns, each with a flag; 1: all columns together. PP: as
             a power of two.
-        TAGGED: most tokens of a home rank to which sums travel as tagged words, TW to a row; 0: they never do.
+        SMALL: most tokens of a home rank to which sums travel without flags (``kernels.small_calls``); 0: they never
+            do.
         KB: bytes of a message's row in far_kept. BY_ROW: staged rows are numbered by the row, else by the message.
     """
 
@@ -57,9 +58,8 @@ class CombineSpec(CommonSpec):
     O_STATUS: int
     O_KEPT: int
     O_ROWS: int
-    TAGGED: int
-    TW: int
-    O_TAGGED: int
+    SMALL: int
+    O_SMALL: int
     KB: int
     BY_ROW: bool
     O_ROW_FLAG: int
@@ -81,10 +81,9 @@ def combine_spec(
     epilogue: str = "",
     hook: Any = None,
     raw_sums: bool = False,
-    tagged: bool = True,
 ) -> CombineSpec:
     """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does.
-    ``raw_sums``: the result is the sum before rounding. ``tagged``: small calls send tagged words; alike on all ranks.
+    ``raw_sums``: the result is the sum before rounding.
     """
     cfg, regions = workspace.config, workspace.regions
     rank_layout = cfg.layout == "rank"
@@ -92,9 +91,9 @@ def combine_spec(
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
-    most_tagged = workspace.tagged_tokens if tagged else 0
+    most_small = workspace.small_tokens
     # A block of words has an element for each thread, at least (``kernels.signals``).
-    least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_tagged else 1
+    least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
     # Staged by message there is one row for each token.
     copies = 1 if workspace.far_ranks and cfg.pre_reduce else regions["rows"].shape[0]
     return CombineSpec(
@@ -109,8 +108,7 @@ def combine_spec(
         ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_STATUS=regions["combine_status"].offset,
         O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
-        TAGGED=most_tagged, TW=workspace.row_bytes // 4,
-        O_TAGGED=regions["tagged_rows"].offset if most_tagged else 0,
+        SMALL=most_small, O_SMALL=regions["small_rows"].offset if most_small else 0,
         KB=regions["far_kept"].shape[2] if workspace.far_ranks else 0, BY_ROW=not cfg.pre_reduce,
         O_ROW_FLAG=far_offset(workspace, "row_flag"), O_FAR_KEPT=far_offset(workspace, "far_kept"),
         O_STAGED_STATUS=far_offset(workspace, "staged_status"), O_STAGED_KEPT=far_offset(workspace, "staged_kept"),

@@ -6,8 +6,10 @@ whatever comes after it. The next launch that sends, of either phase, tells all 
 first thing that its program 0 does (:func:`tell_drained`). Whoever stores for call n + 1 waits until all have told n.
 
 Why that is safe: what a launch has loaded is in registers when it ends, and the next one starts after it in stream
-order, so a relaxed store tells the truth. The word is raised by a maximum, because launches of both phases tell and two
-of them may be captured into different streams. A store waits for the answer of the look before it, on which it depends.
+order, so a relaxed store tells the truth. Where a launch also stored what the next call relies on, zeros in place of
+rows (``kernels.small_calls``), it counts with a release. The word is raised by a maximum, because launches of both
+phases tell and two of them may be captured into different streams. A store waits for the answer of the look before it,
+on which it depends.
 
 Why nobody waits in vain: a launch tells before it waits, and in every call every rank sends, be it a refusal. In the
 usual turn of dispatch and combine nobody waits at all: that a rank drained dispatch n, its combine n has told. Ranks of
@@ -68,7 +70,9 @@ def ep_tell_drained_kernel(table, record, control, me, programs, S: tl.constexpr
 
 
 @triton.jit
-def count_drained(table, control, me, phase, call, program, num_programs, S: tl.constexpr):
+def count_drained(
+    table, control, me, phase, call, program, num_programs, S: tl.constexpr, sem: tl.constexpr
+):  # fmt: skip
     """Program ``program`` of a receiving role has read what call ``call`` of ``phase`` brought: all of them together
     count it as drained. The last one tells ranks of other nodes, for which the order of ``signals.arrive`` is needed.
     """
@@ -79,7 +83,7 @@ def count_drained(table, control, me, phase, call, program, num_programs, S: tl.
             fence(control)
             tell_far(table, me, S.O_DRAINED + phase * S.W * 8, call, S)
     else:
-        count_arrival(control, role, program, num_programs)
+        count_arrival(control, role, program, num_programs, sem)
 
 
 @triton.jit

@@ -157,9 +157,9 @@ def write_nothing(
 @triton.jit
 def write_plan(
     control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, noted, routed, rank,
-    num_local, num_groups, shared, capacity, counts_stride, S: tl.constexpr,
+    num_local, num_groups, shared, capacity, counts_stride, call, S: tl.constexpr,
 ):  # fmt: skip
-    """Program 0: offsets, totals, and what combine needs to know of this call."""
+    """Program 0: offsets, totals, and what combine needs to know of this call, its number among it."""
     r = tl.arange(0, S.WP)
     e = tl.arange(0, S.LP)
     rows = all_rows(control, noted, counts_stride, num_local, S)
@@ -211,3 +211,4 @@ def write_plan(
     tl.store(received + r * 2, messages, mask=r < S.W)
     tl.store(received + r * 2 + 1, tokens, mask=r < S.W)
     tl.store(received + S.W * 2, 0)
+    tl.store(received + S.W * 2 + 1, (call & 0x7FFFFFFF).to(tl.int32))

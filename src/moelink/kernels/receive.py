@@ -234,7 +234,7 @@ def receive(
                 note_malformed(control, r, malformed(control, routed, num_local, S))
                 write_plan(
                     control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, noted,
-                    routed, rank, num_local, num_groups, shared, capacity, counts_stride, S,
+                    routed, rank, num_local, num_groups, shared, capacity, counts_stride, call, S,
                 )  # fmt: skip
             if S.NODE < S.W and not S.CACHED:
                 cut = header_word(control, r, 3, 0, S.SENDERS, S)
@@ -265,4 +265,4 @@ def receive(
                         again, before, own = sum_rows(control, noted, counts_stride, source, num_local, S)
                     count, programs, most = columns_of(control, routed, source, S)
     if ok > 0:
-        count_drained(table, control, me, _PHASE, call, program, num_programs, S)
+        count_drained(table, control, me, _PHASE, call, program, num_programs, S, "relaxed")

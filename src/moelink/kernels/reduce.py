@@ -28,7 +28,7 @@ from moelink.kernels.finish import copy_shared_expert_outputs, finish
 from moelink.kernels.network import near_only
 from moelink.kernels.numeric import only
 from moelink.kernels.routes import experts_at, owner_of
-from moelink.kernels.send_back import is_refused, weighted_sum
+from moelink.kernels.send_back import dispatch_of, is_refused, weighted_sum
 from moelink.kernels.signals import (
     I64,
     U8,
@@ -40,17 +40,17 @@ from moelink.kernels.signals import (
     settle,
     wait_all,
 )
-from moelink.kernels.small_calls import clear_old_words, is_small
+from moelink.kernels.small_calls import clear_rows, follows_refusal, has_no_flags, is_small, note_refused
+from moelink.kernels.small_rows import stand_in, sum_rows
 from moelink.kernels.swallow import swallow_rows, wait_for_choices
-from moelink.kernels.tagged_rows import is_tagged, stand_in, sum_words
-from moelink.protocol import CODE_ABORT, CODE_OPTIONS, COMBINE_RECEIVED, COMBINE_REFUSED, PHASE_COMBINE
+from moelink.protocol import CODE_ABORT, CODE_OPTIONS, CODE_ROUTING, COMBINE_RECEIVED, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
 _REFUSED = tl.constexpr(CODE_ABORT)
-_REFUSED_CALL = tl.constexpr(COMBINE_REFUSED)
 _FLAGS = tl.constexpr(128)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
+_ROUTING = tl.constexpr(CODE_ROUTING)
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def wait_until_sent(table, record, control, received, home, me, call, limit, S: 
     mine = own_block(control, S)
     flags = (tl.load(table + home) + S.O_FLAG).to(I64) + me * S.T * S.PARTS
     count = tl.load(received + home * 2) * S.PARTS
-    if S.TAGGED > 0:  # tagged words need no wait: nobody but this rank stores there
-        count = tl.where(is_tagged(tl.load(received + home * 2 + 1), call, S), 0, count)
+    if S.SMALL > 0:  # small rows need no wait: nobody but this rank stores there, and home clears them
+        count = tl.where(is_small(control, tl.load(received + home * 2 + 1), call, S), 0, count)
     i = tl.arange(0, _FLAGS)
     ok = tl.full([], 1, tl.int32)
     for c0 in range(0, count, _FLAGS):
@@ -81,7 +81,7 @@ def end_other_waits(
     what the programs of this role wait for may never come, so it is stored here. Returns as a wait does.
 
     Where sums are awaited rows of ``other`` come with flags, which are waited for here: in the next call other ranks
-    may store those rows. Where rows are awaited the others send words, and raise no flag.
+    may store those rows. Where rows are awaited the others send sums, and raise no flag.
     """
     r = tl.arange(0, S.WP)
     mine = own_block(control, S)
@@ -91,14 +91,14 @@ def end_other_waits(
             if ok > 0:
                 slots = tl.load(slot_of + token * S.W + r, mask=other, other=-1)
                 ok = wait_for_all_arrivals(table, record, control, slots, 0, 1, me, call, limit, S)
-        stand_in(mine, refused | other, num_tokens, call, S)
+        stand_in(mine, refused | other, slot_of, num_tokens, S)
     else:
         i = tl.arange(0, _FLAGS)
         for rank in range(S.W):
-            sends_words = tl.max((other & (r == rank)).to(tl.int32), 0) > 0
+            sends_sums = tl.max((other & (r == rank)).to(tl.int32), 0) > 0
             for c0 in range(0, S.T * S.PARTS, _FLAGS):
                 flags = (mine + S.O_FLAG).to(I64) + rank * S.T * S.PARTS + c0 + i
-                tl.store(flags, call + i * 0, mask=only(sends_words, c0 + i < S.T * S.PARTS))
+                tl.store(flags, call + i * 0, mask=only(sends_sums, c0 + i < S.T * S.PARTS))
     tl.debug_barrier()
     return ok
 
@@ -115,13 +115,16 @@ def wait_for_heads(
     settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
     if ok > 0:
         status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask, other=0)
-        if S.NODE < S.W:
-            status = status & 0xFFFFFFFF  # what is above is for ``swallow_rows``
+        above = (status >> 32).to(tl.int32)  # the dispatch's number; across nodes messages, for ``swallow_rows``
+        status = status & 0xFFFFFFFF
         refused = tl.where((status & 1) != 0, r, S.W)
         peer = tl.min(refused, 0)
         odd = odd_one_out(status // 2, mask, S.OPTIONS, S.W)
-        if (peer < S.W) | (odd >= 0):
-            tl.store(control + _REFUSED_CALL, call)
+        lost = odd * 0 - 1
+        if S.NODE == S.W:
+            lost = odd_one_out(above, mask, dispatch_of(received, S), S.W)
+        if (peer < S.W) | (odd >= 0) | (lost >= 0):
+            note_refused(control, call)
         if peer < S.W:
             note_refusal(record, me, peer, _PHASE, call, _REFUSED)
             if S.NODE == S.W:  # across nodes who refused waits for itself (``kernels.swallow``)
@@ -130,9 +133,13 @@ def wait_for_heads(
                         ok = wait_until_sent(table, record, control, received, home, me, call, limit, S)
         elif odd >= 0:
             note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
-        if S.TAGGED > 0:
+        elif lost >= 0:
+            note_refusal(record, me, lost, _PHASE, call, _ROUTING)
+        if S.SMALL > 0:
+            if follows_refusal(control, call):
+                clear_rows(mine, S)
             other = mask & (refused == S.W) & (status // 2 != S.OPTIONS)
-            if (ok > 0) & ((peer < S.W) | (odd >= 0)) & is_small(num_tokens, call, S):
+            if (ok > 0) & ((peer < S.W) | (odd >= 0)) & has_no_flags(control, num_tokens, call, S):
                 ok = end_other_waits(
                     table, record, control, slot_of, refused < S.W, other, num_tokens, me, call, limit, S
                 )  # fmt: skip
@@ -269,16 +276,16 @@ def wait_and_reduce(
 
 
 @triton.jit
-def sum_tagged_words(
+def sum_small_rows(
     table, record, control, y, slots, out, shared, epilogue, epilogue_tensors, me, y_rows, token, part, parts,
     shared_begin, shared_end, call, limit, S: tl.constexpr,
 ):  # fmt: skip
-    """The same where rows are tagged words, which are waited for while they are summed."""
+    """The same where rows come without flags, and are waited for while they are summed."""
     mine = own_block(control, S)
     ok = tl.full([], 1, tl.int32)
     for c0 in range(part * S.BLOCK, S.H, parts * S.BLOCK):
         if ok > 0:
-            ok, peer, total = sum_words(mine, slots, token, c0, call, limit, S)
+            ok, peer, total = sum_rows(mine, slots, token, c0, call, limit, S)
             settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
             if ok > 0:
                 c = c0 + tl.arange(0, S.BLOCK)
@@ -297,10 +304,10 @@ def gather_token(
     """A token's result, in the form that a call of ``num_tokens`` has: every ``parts``-th block of columns from
     ``part``. Returns as a wait does."""
     ok = tl.full([], 1, tl.int32)
-    small = is_tagged(num_tokens, call, S)
-    if S.SUMS and S.TAGGED > 0:
+    small = is_small(control, num_tokens, call, S)
+    if S.SUMS and S.SMALL > 0:
         if small:
-            ok = sum_tagged_words(
+            ok = sum_small_rows(
                 table, record, control, y, slots, out, shared, epilogue, epilogue_tensors, me, y_rows, token, part,
                 parts, shared_begin, shared_end, call, limit, S,
             )  # fmt: skip
@@ -327,11 +334,11 @@ def gather_home(
     if not S.ALLREDUCE:  # where no call is counted, either
         brought = brought & (is_refused(control, call, slot_begin) == 0)
     ok = 1 - is_poisoned(record, control, S)
-    if S.TAGGED > 0:
-        clear_old_words(own_block(control, S), call, program, num_programs, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought & (program == 0) & (status == 0):
             ok = wait_for_heads(table, record, control, received, slot_of, num_tokens, me, call, limit, S)
+        if (program == 0) & (status != 0):
+            note_refused(control, call)
         if S.NODE < S.W:
             if (ok > 0) & brought & (program == 0) & (status != 0):
                 ok = swallow_rows(table, record, control, me, call, limit, S)
@@ -355,4 +362,5 @@ def gather_home(
             )  # fmt: skip
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
-            count_drained(table, control, me, _PHASE, call, program, num_programs, S)
+            sem: tl.constexpr = "release" if S.SMALL > 0 else "relaxed"  # zeros were stored
+            count_drained(table, control, me, _PHASE, call, program, num_programs, S, sem)

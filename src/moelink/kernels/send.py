@@ -92,4 +92,4 @@ def _send_anew(
             tokens_per_program, shared_begin, shared_end, program - alone.to(tl.int32), drained, call, limit, S,
         )  # fmt: skip
     if ok > 0:
-        count_arrival(control, _ROLE, program, num_programs)
+        count_arrival(control, _ROLE, program, num_programs, "relaxed")

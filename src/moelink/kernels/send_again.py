@@ -160,4 +160,4 @@ def send_again(
                 num_tokens, lane, lanes, part, split, drained, call, limit, 1, S,
             )  # fmt: skip
         if ok > 0:
-            count_arrival(control, _ROLE, program, num_programs)
+            count_arrival(control, _ROLE, program, num_programs, "relaxed")

@@ -8,7 +8,7 @@ pre-reduction, each of them at (token, slot), and which of them there are in ``c
 Where tokens are few a message's columns travel in PARTS, each with a flag of its own and, as far as programs suffice,
 by a program of its own: one that sums all columns takes the time of several memory latencies.
 
-To a home rank of few tokens sums go as tagged words, and no flag behind them (``kernels.tagged_rows``).
+To a home rank of few tokens sums go without flags (``kernels.small_rows``).
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 also stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
@@ -28,21 +28,20 @@ from moelink.kernels.drained import glance, tell_drained, wait_until_drained
 from moelink.kernels.network import direct_or_staged, is_near, near_only, put, staged_at
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.signals import I64, U8, calls_made, count_arrival, fence, own_block, publish
-from moelink.kernels.small_calls import words_at
-from moelink.kernels.tagged_rows import is_tagged, store_words
-from moelink.protocol import COMBINE_BYTES, COMBINE_REFUSED, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
+from moelink.kernels.small_calls import follows_refusal, is_small, row_at
+from moelink.kernels.small_rows import bits_of
+from moelink.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_SENT)
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _BYTES = tl.constexpr(COMBINE_BYTES)
-_REFUSED_CALL = tl.constexpr(COMBINE_REFUSED)
 
 
 @triton.jit
 def is_refused(control, call, slot_begin):
     """1 in a later pass over the slots of a combine whose first one a rank refused: then no rank makes this call."""
-    return ((slot_begin > 0) & (tl.load(control + _REFUSED_CALL) == call - 1)).to(tl.int32)
+    return ((slot_begin > 0) & follows_refusal(control, call)).to(tl.int32)
 
 
 @triton.jit
@@ -83,15 +82,15 @@ def put_kept(table, control, mine, kept, peer, slot, me, call, S: tl.constexpr):
 
 
 @triton.jit
-def send_columns(to, words, tagged, part, valid, y, y_rows, row_weights, rows, call, S: tl.constexpr):
-    """Part ``part`` of the sum of a message's rows, to the row at ``to`` or, if ``tagged``, to its words at ``words``;
-    nothing unless ``valid``."""
+def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.constexpr):
+    """Part ``part`` of the sum of a message's rows, to the row at ``to``, its bits inverted if ``flip`` is -1; nothing
+    unless ``valid``."""
     for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
         c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
         row = round_to(weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S), S.DTYPE, S.NATIVE)
-        if S.TAGGED > 0:
-            tl.store(to + c, row, mask=only(valid & (tagged == 0), c < S.H))
-            store_words(row, words, c0 + part * S.BLOCK, valid & tagged, call, S)
+        if S.SMALL > 0:
+            bits = bits_of(row, flip, S)
+            tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=only(valid, c < S.H))
         else:
             tl.store(to + c, row, mask=only(valid, c < S.H))
 
@@ -107,7 +106,7 @@ def copy_columns(to, part, y, row, S: tl.constexpr):
 
 @triton.jit
 def send_message_back(
-    table, control, mine, home, peer, slot, begin, parts, valid, tagged, y, y_rows, row_weights, rows, token, me,
+    table, control, mine, home, peer, slot, begin, parts, valid, small, y, y_rows, row_weights, rows, token, me,
     slot_begin, call, S: tl.constexpr,
 ):  # fmt: skip
     """``parts`` parts from ``begin`` of the rows of message ``slot`` to rank ``peer``, whose block is at address
@@ -117,13 +116,17 @@ def send_message_back(
     if S.SUMS:
         address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
         address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
+        flip = tl.full([], 0, tl.int32)
+        if S.SMALL > 0:
+            flip -= small.to(tl.int32)
+            valid = valid & ((small == 0) | (token < S.SMALL))
+            address = tl.where(small, row_at(home, me, token, S), address)
         to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-        words = words_at(home, me, token, S)
         if S.PARTS == 1:
-            send_columns(to, words, tagged, 0, valid, y, y_rows, row_weights, rows, call, S)
+            send_columns(to, flip, 0, valid, y, y_rows, row_weights, rows, S)
         else:
             for part in range(begin, begin + parts):
-                send_columns(to, words, tagged, part, valid, y, y_rows, row_weights, rows, call, S)
+                send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S)
         if S.NODE < S.W:
             if (is_near(peer, me, S) == 0) & valid:
                 word = mine + S.O_FLAG + tl.cast(me * S.T + slot, tl.int64) * 8
@@ -161,6 +164,12 @@ def send_message_back(
                         place = token * S.COPIES + k - slot_begin
                         put_row(table, control, mine, address, place, word, call, peer, S)
     return moved
+
+
+@triton.jit
+def dispatch_of(received, S: tl.constexpr):
+    """The number of the dispatch whose ``received`` this is, 31 bits of it."""
+    return tl.load(received + 2 * S.W + 1)
 
 
 @triton.jit
@@ -216,7 +225,7 @@ def send_rows_home(
     moved = tl.full([], 0, tl.int32)
     p = tl.arange(0, S.PP)
     flags = (block + S.O_FLAG).to(I64) + me * S.T * S.PARTS
-    tagged = is_tagged(tl.load(received + home * 2 + 1), call, S)
+    small = is_small(control, tl.load(received + home * 2 + 1), call, S)
     if S.PARTS == 1:
         for slot in range(lane, tl.load(received + home * 2), lanes):
             at = home * S.T + slot
@@ -225,13 +234,13 @@ def send_rows_home(
             if valid:
                 rows = rows_of_message + at.to(tl.int64) * S.SLOTS
                 moved += send_message_back(
-                    table, control, mine, block, home, slot, 0, 1, valid, tagged, y, y_rows, row_weights, rows, token,
+                    table, control, mine, block, home, slot, 0, 1, valid, small, y, y_rows, row_weights, rows, token,
                     me, slot_begin, call, S,
                 )  # fmt: skip
             elif S.NODE < S.W:
                 if is_near(home, me, S) == 0:
                     put_kept(table, control, mine, tl.zeros([S.KP], tl.int32), home, slot, me, call, S)
-            if tagged == 0:
+            if small == 0:
                 publish(flags + slot + p, near_only(p < 1, home, me, S), tl.zeros([S.PP], tl.int64) + call)
     else:
         parts = S.PARTS // spread
@@ -249,10 +258,10 @@ def send_rows_home(
             there = slot < count
             valid = there & (token >= 0) & (token < S.T)
             moved += send_message_back(
-                table, control, mine, block, home, slot, begin, parts, valid, tagged, y, tl.where(valid, y_rows, 0),
+                table, control, mine, block, home, slot, begin, parts, valid, small, y, tl.where(valid, y_rows, 0),
                 row_weights, rows, tl.where(valid, token, 0), me, slot_begin, call, S,
             )  # fmt: skip
-            if tagged == 0:
+            if small == 0:
                 shared = only(there, p < parts)
                 publish(flags + (slot * S.PARTS + begin) + p, shared, tl.zeros([S.PP], tl.int64) + call)
             item += lanes
@@ -281,8 +290,10 @@ def send_tokens_back(
                 base = tl.load(table + r, mask=mask, other=0)
                 word = tl.zeros([S.WP], tl.int64) + (status + 2 * S.OPTIONS)
                 if S.NODE < S.W:
-                    messages = tl.where(status == 0, tl.load(received + 2 * r, mask=mask, other=0), S.T)
-                    word += messages.to(tl.int64) << 32
+                    above = tl.where(status == 0, tl.load(received + 2 * r, mask=mask, other=0), S.T)
+                else:
+                    above = tl.zeros([S.WP], tl.int32) + dispatch_of(received, S)
+                word += above.to(tl.int64) << 32
                 tl.store(status_at(base, table, r, me, S), word, mask=mask)
                 near = near_only(mask, r, me, S)
                 publish((base + S.O_HEAD).to(I64) + me, near, tl.zeros([S.WP], tl.int64) + call)
@@ -298,4 +309,4 @@ def send_tokens_back(
                         program // S.W, tl.cdiv(tl.maximum(num_programs - i, 1), S.W), y_rows, slot_begin,
                         spread, call, S,
                     )  # fmt: skip
-            count_arrival(control, _ROLE, program, num_programs)
+            count_arrival(control, _ROLE, program, num_programs, "relaxed")

@@ -13,7 +13,8 @@ fence          ``debug_barrier``; ``atomic_add(own word, 0, acq_rel, sys)``, its
 wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
 look           a volatile load, which no cache answers: for words whose value is all there is to know
-               (``kernels.tagged``), or after which there are only stores (``kernels.drained``). Every warp may load
+               (``kernels.tagged``, ``kernels.small_rows``), or after which there are only stores
+               (``kernels.drained``). Every warp may load
                for itself, at another moment, so what a program does after a look all of them must ``agree`` on.
                Who uses *what* a look saw looks at blocks of S.THREADS elements or more: of a smaller one warps hold
                copies, and Triton may load it twice, and of these copies only some are looked at
@@ -322,16 +323,17 @@ def calls_made(control, role):
 
 
 @triton.jit
-def count_arrival(control, role, program, num_programs):
+def count_arrival(control, role, program, num_programs, sem: tl.constexpr):
     """Program ``program`` of ``num_programs`` has done its part of a call of ``role``; all of them together count it.
 
     Each adds 1, and the first one what is missing to ``1 << CALL_SHIFT``. Whoever reads the word earlier, say a program
     of this launch that starts late, finds the calls before this one, as what has been added is less than a call. Nobody
     waits for the sum, and the order of a relaxed counter is enough: the next launch reads it in stream order, and at
-    the barrier all that this program's threads read is in registers.
+    the barrier all that this program's threads read is in registers. ``sem``: "release" where it also speaks for what
+    they stored, to a launch beside this one.
 
     Example: three programs add 2**20 - 2, 1 and 1. After two of them the word, shifted, has not changed.
     """
     tl.debug_barrier()
     share = tl.where(program == 0, _CALL - num_programs + 1, 1)
-    tl.atomic_add(control + role, share.to(tl.int64), sem="relaxed", scope="gpu")
+    tl.atomic_add(control + role, share.to(tl.int64), sem=sem, scope="gpu")

@@ -4,10 +4,9 @@ A word is stored and read in one piece, so whoever reads the awaited call in it 
 no release has to wait until earlier stores have arrived, no second word has to be waited for, and a plain look that no
 cache answers is enough. That saves a round trip where few words are sent. A sender overwrites a word only after the
 receiver has drained the call before, so a receiver never sees a later call than the one it waits for; of the call
-number 31 bits are enough where each word is written in every call, as counts are (others: ``kernels.small_calls``).
+number 31 bits are enough where each word is written in every call, as counts are.
 
-Example: value 5 of call 3 is 3 * 2**32 + 5; bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) of call 5 are the word
-0x00000005_40003f80.
+Example: value 5 of call 3 is 3 * 2**32 + 5.
 """
 
 import triton
@@ -20,17 +19,6 @@ from moelink.kernels.signals import agree, clock, patience
 def tagged(call, value):
     """Words [N] of call ``call`` that hold the 32 bits of ``value`` [N]."""
     return ((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
-
-
-@triton.jit
-def words_of(row, call):
-    """Words of call ``call`` that hold the bytes of ``row`` [N], four in each; elements have two or four."""
-    if row.dtype.primitive_bitwidth == 16:
-        pairs = tl.reshape(row.to(tl.int16, bitcast=True), (row.shape[0] // 2, 2))
-        low, high = tl.split(pairs)
-        return tagged(call, (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16))
-    else:
-        return tagged(call, row.to(tl.int32, bitcast=True))
 
 
 @triton.jit

@@ -133,9 +133,8 @@ def ep_combine_wait(
 
 
 def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
-    # Rows with flags, however few: then the buffers hold what ``layouts`` says.
     spec = combine_spec(
-        ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, tagged=False, **options
+        ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options
     )  # fmt: skip
     return cast(CombineSpec, relative_to(spec, ep.starts[COMBINE]))
 

@@ -1,0 +1,90 @@
+"""The small integers in the docstrings of kernels whose rows are their own signal."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from moelink.kernels import small_calls, small_rows
+from moelink.protocol import COMBINE_WITH_FLAGS, CONTROL_WORDS
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _address(block, out, S: tl.constexpr):
+    tl.store(out, small_calls.row_at(tl.load(block), tl.load(block + 1), 1, S))
+
+
+def test_rows_of_small_calls_lie_side_by_side():
+    """The example of ``kernels.small_calls``, in a region at offset 640 of a block at address 1024."""
+    out = torch.zeros(1, dtype=torch.int64)
+    _address[(1,)](torch.tensor([1024, 2]), out, S=SimpleNamespace(O_SMALL=640, SMALL=4, ROW=32))
+    assert out.item() - 1024 - 640 == 32 * (2 * 4 + 1)
+
+
+@triton.jit
+def _note(control, refused, call, out):
+    small_calls.note_refused(control, tl.load(refused))
+    tl.store(out, small_calls.follows_refusal(control, tl.load(call)).to(tl.int64))
+
+
+def test_the_call_after_a_refused_one_has_flags():
+    """Call 5 is refused: call 6 has flags, and what call 5 was is still known."""
+    for before, expected in ((0, {4: 0, 5: 0, 6: 1, 7: 0, 8: 0}), (4, {5: 1, 6: 1, 7: 0, 8: 0})):
+        for call, follows in expected.items():
+            control, out = torch.zeros(CONTROL_WORDS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+            control[COMBINE_WITH_FLAGS + 1] = before + 1 if before else 0
+            _note[(1,)](control, torch.tensor([5]), torch.tensor([call]), out)
+            assert out.item() == follows
+            assert control[COMBINE_WITH_FLAGS].item() == 6
+
+
+@triton.jit
+def _travel(columns, words, back, missing, flip, S: tl.constexpr):
+    i = tl.arange(0, 4)
+    bits = small_rows.bits_of(tl.load(columns + i), tl.load(flip), S)
+    tl.store(words.to(tl.pointer_type(bits.dtype), bitcast=True) + i, bits)
+    n = tl.arange(0, S.WORDS)
+    there = tl.load(words + n)
+    tl.store(missing + n, small_rows.is_missing(there, S).to(tl.int32))
+    tl.store(back + i, small_rows.columns_of(there, S))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_what_travels_is_never_zero(dtype):
+    """Columns 1, 2, -0 and a NaN with all bits set, which bf16's rounding never makes."""
+    integers = torch.int16 if dtype.itemsize == 2 else torch.int32
+    canonical = torch.tensor([0x7FFF if dtype.itemsize == 2 else 0x7FFFFFFF], dtype=integers).view(dtype)
+    nan = canonical if dtype == torch.bfloat16 else torch.tensor([-1], dtype=integers).view(dtype)
+    columns = torch.cat([torch.tensor([1.0, 2.0, -0.0], dtype=dtype), nan])
+    words = torch.zeros(2 if dtype.itemsize == 2 else 4, dtype=torch.int32)
+    back, missing = torch.zeros(4), torch.ones(len(words), dtype=torch.int32)
+    spec = SimpleNamespace(DTYPE=TYPES[dtype], ACC=tl.float32, WORDS=len(words))
+    _travel[(1,)](columns, words, back, missing, torch.tensor([-1], dtype=torch.int32), S=spec)
+    if dtype == torch.bfloat16:
+        assert words[0].item() & 0xFFFFFFFF == 0xBFFFC07F
+    assert missing.tolist() == [0] * len(words)
+    assert torch.equal(back[:3], torch.tensor([1.0, 2.0, -0.0]))
+    assert back[3].isnan()
+    assert torch.signbit(back[2])
+    _travel[(1,)](columns, words, back, missing, torch.tensor([0], dtype=torch.int32), S=spec)
+    assert torch.equal(words.view(dtype)[:3].view(integers), columns[:3].view(integers))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_half_a_word_is_not_enough(half):
+    words, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    words.view(torch.int16)[half] = -2
+    _look[(1,)](words, out, S=SimpleNamespace(DTYPE=tl.bfloat16))
+    assert out.item() == 1
+
+
+@triton.jit
+def _look(words, out, S: tl.constexpr):
+    n = tl.arange(0, 1)
+    tl.store(out + n, small_rows.is_missing(tl.load(words + n), S).to(tl.int32))
