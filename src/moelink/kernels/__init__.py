@@ -25,7 +25,7 @@ drained                 when what lies in a peer's block may be overwritten
 network, swallow        ranks of other nodes; what a rank that refused a call waits for there
 numeric                 rounding
 spec, combine_spec      what is fixed when a kernel is compiled
-cut                     how a launch is cut into programs
+cut, turns              how a launch is cut into programs; which of these do what, with a budget of multiprocessors
 cache_keys              so that every process finds what another one has compiled
 activation, epilogues   SiLU and quantise between the two grouped matmuls; Triton halves of ready epilogues
 contract                the launchers over caller-owned buffers, under the contract's names; exported here
