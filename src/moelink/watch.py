@@ -74,7 +74,10 @@ class Watch:
         return failure
 
     def _probe(self) -> dict[int, Sighting]:
-        return probe_all(self.addresses, [rank for rank in range(len(self.addresses)) if rank != self.rank])
+        # Itself, too: beacons answer in turn, so what peers told this rank before, say while it was stopped, is known.
+        sightings = probe_all(self.addresses, range(len(self.addresses)))
+        del sightings[self.rank]
+        return sightings
 
     def close(self) -> None:
         """Stop answering. Safe to call twice."""
