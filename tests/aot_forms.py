@@ -79,10 +79,15 @@ def narrow_looks(text: str, threads: int) -> list[str]:
 
 
 def forms() -> Iterator[Form]:
-    """Every form of ranks in one node; each format once, and each layout and reduction, of ranks in two nodes."""
+    """Every form of ranks in one node; each format once with a budget of multiprocessors; each format once, and each
+    layout and reduction, of ranks in two nodes."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
     yield short_rows()
+    for fmt in FORMATS:
+        entry = next(config for config in CONFIGS if config.form.dispatch_format == fmt)
+        of_entry = list(forms_of(entry, "budget: ", world_size=WORLD, num_sms=24))
+        yield from (of_entry[0], of_entry[-1])
     places = [config.form for config in CONFIGS if config.form.mode == "alltoall"]
     kinds = list(dict.fromkeys((form.layout, form.pre_reduce, form.fused_shared_expert) for form in places))
     for i, fmt in enumerate(FORMATS):
@@ -100,11 +105,11 @@ def short_rows() -> Form:
     return "short rows combine", combine.ep_fused_combine_kernel, spec, {}
 
 
-def forms_of(entry: Config, prefix: str, **ranks: int) -> Iterator[Form]:
+def forms_of(entry: Config, prefix: str, **more: int) -> Iterator[Form]:
     """Dispatch (of rows as they come, the same over an earlier routing, then of quantised ones) and combine of one
     configuration."""
     device = torch.device("cuda")
-    config = moelink.EPConfig(**entry.fields, **ranks, rank=0)
+    config = moelink.EPConfig(**entry.fields, **more, rank=0)
     workspace = Workspace(config)
     fmt = config.format
     weight, y = NAMES[config.weight_dtype], NAMES[config.combine_dtype]

@@ -6,37 +6,22 @@ import dataclasses
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 import moelink
 from interleaving import Scheduler
-from moelink.kernels import cut, turns
+from moelink.kernels import cut
 from moelink.kernels.cut import Cut, Launch
 from moelink.protocol import TURN_WORDS
 from moelink.transports.symmetric import combining, dispatching
 from moelink.transports.symmetric import rank as ranks
 from protocol_runs import FORMAT, SEEDS, run, scenarios
+from turn_kernels import Budget, note
 
 SPREAD = [3, 0, 1, 2] * 3
 """Multiprocessors that get programs 0 to 11: each one, then each a second, and a third."""
 CROWDED = [3, 0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
 """Two of them have room for one program only."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    SMS: int
-    SMID: object
-
-
-@triton.jit
-def _note(words, times, places, programs, S: tl.constexpr):
-    number = turns.take_number(words, programs, S)
-    if number < programs:
-        tl.atomic_add(times + number, 1)
-        tl.store(places + number, turns.multiprocessor(S.SMID))
 
 
 def launched(seed: int, where: list[int], *, programs: int, budget: int, launches: int = 2) -> list[int]:
@@ -51,7 +36,7 @@ def launched(seed: int, where: list[int], *, programs: int, budget: int, launche
         times = torch.zeros(len(where), dtype=torch.int32)
 
         def main(times: torch.Tensor = times) -> None:
-            _note[(len(where),)](words, times, places, programs, S=Budget(budget, multiprocessor))
+            note[(len(where),)](words, times, places, programs, S=Budget(budget, multiprocessor))
 
         Scheduler(seed).run([main])
         assert times.tolist() == [1] * programs + [0] * (len(where) - programs)

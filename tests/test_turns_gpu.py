@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 
-from moelink.kernels import turns
 from moelink.kernels.cut import grid, multiprocessors
 from moelink.protocol import TURN_WORDS
-from test_turns import Budget
+from turn_kernels import Budget, note
 
 pytestmark = pytest.mark.gpu
-
-
-@triton.jit
-def _note(words, times, places, programs, S: tl.constexpr):
-    number = turns.take_number(words, programs, S)
-    if number < programs:
-        tl.atomic_add(times + number, 1)
-        tl.store(places + number, turns.multiprocessor(S.SMID))
 
 
 @pytest.mark.parametrize("budget, programs", [(1, 3), (8, 23), (24, 71), (24, 24), (64, 192), (131, 393)])
@@ -32,7 +22,7 @@ def test_a_launch_keeps_to_its_multiprocessors(budget, programs):
     count = grid(programs, budget, resident=3, available=multiprocessors(device))
     spec = Budget(tl.constexpr(budget), tl.constexpr("ptx"))
     for launch in range(1, 50):
-        _note[(count,)](words, times, places, programs, S=spec, num_warps=8)
+        note[(count,)](words, times, places, programs, S=spec, num_warps=8)
         assert times.tolist() == [launch] * programs
         assert len(set(places.tolist())) <= budget
         assert words.count_nonzero().item() == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -65,15 +65,16 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
         return Launch(2, 2)
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or multiprocessors(device)
-    shape = Launch(1, 1, maxnreg=80, resident=3)
-    if config.max_tokens_per_rank <= FEW_TOKENS:
-        least = sms if config.row_alignment > 1 else 2 * ranks
-        send = sms if config.num_sms is None else max(1, 4 * sms // 3)
-        return replace(shape, send=send, receive=min(3 * sms - send - 1, 1 + max(least, ranks * num_tokens)))
-    send = sms if encodes else max(1, 3 * sms // 5)
+    few = config.max_tokens_per_rank <= FEW_TOKENS
+    send = sms if few or encodes else 3 * sms // 5
     if config.num_sms is not None:
-        send = max(1, 4 * send // 3)
-    return replace(shape, send=send, receive=3 * sms - send - 1)
+        send = 4 * send // 3
+    send = max(1, send)
+    receive = 3 * sms - send - 1
+    if few:
+        least = sms if config.row_alignment > 1 else 2 * ranks
+        receive = min(receive, 1 + max(least, ranks * num_tokens))
+    return Launch(send, receive, maxnreg=80, resident=3)
 
 
 def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> Launch:
@@ -86,7 +87,7 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
         return Launch(2, 2)
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or multiprocessors(device)
-    shape = Launch(4 * sms, sms, num_warps=4, maxnreg=96, resident=5)
+    send, receive, spread = 4 * sms, sms, 1
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
@@ -95,8 +96,7 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
         # On a whole device what finds no room waits for it, which a budget does not allow (``kernels.turns``).
         room = 4 * sms if config.num_sms is None else 5 * sms - send
         receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens))
-        return replace(shape, send=send, receive=receive, spread=spread)
-    return shape
+    return Launch(send, receive, num_warps=4, maxnreg=96, spread=spread, resident=5)
 
 
 def layout_launch(config: EPConfig, device: torch.device) -> Launch:

@@ -87,7 +87,8 @@ def sum_rows(control, noted, stride, source, num_local, S: tl.constexpr):
 
 @triton.jit
 def columns_of(control, routed, source, S: tl.constexpr):
-    """Of ``source``: messages, sending programs (0: one for each message), and the most messages of one of these."""
+    """Of ``source``: messages, sending programs (0: messages come in any order), and the most messages of one of
+    these."""
     count = header_word(control, source, 1, 0, S.T, S)
     if S.CACHED:
         count = tl.minimum(count, tl.load(routed + source * 2))

@@ -285,7 +285,7 @@ def sum_small_rows(
     ok = tl.full([], 1, tl.int32)
     for c0 in range(part * S.BLOCK, S.H, parts * S.BLOCK):
         if ok > 0:
-            ok, peer, total = sum_rows(mine, slots, token, c0, call, limit, S)
+            ok, peer, total = sum_rows(mine, slots, token, c0, limit, S)
             settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
             if ok > 0:
                 c = c0 + tl.arange(0, S.BLOCK)

@@ -14,8 +14,8 @@ wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the 
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
 look           a volatile load, which no cache answers: for words whose value is all there is to know
                (``kernels.tagged``, ``kernels.small_rows``), or after which there are only stores
-               (``kernels.drained``). Every warp may load
-               for itself, at another moment, so what a program does after a look all of them must ``agree`` on.
+               (``kernels.drained``). Every warp may load for itself, at another moment, so what a program does after a
+               look all of them must ``agree`` on.
                Who uses *what* a look saw looks at blocks of S.THREADS elements or more: of a smaller one warps hold
                copies, and Triton may load it twice, and of these copies only some are looked at
 arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:

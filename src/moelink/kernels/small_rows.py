@@ -75,7 +75,7 @@ def leave_zeros(mine, slots, token, n, mask, S: tl.constexpr):
 
 
 @triton.jit
-def sum_rows(mine, slots, token, first, call, limit, S: tl.constexpr):
+def sum_rows(mine, slots, token, first, limit, S: tl.constexpr):
     """Sum of columns [first, first + BLOCK) of a token's rows, ranks ascending, in ACC; waits until all are there, and
     leaves zeros.
 

@@ -133,9 +133,7 @@ def ep_combine_wait(
 
 
 def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
-    spec = combine_spec(
-        ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options
-    )  # fmt: skip
+    spec = combine_spec(ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options)
     return cast(CombineSpec, relative_to(spec, ep.starts[COMBINE]))
 
 

@@ -1,0 +1,27 @@
+"""Who works in a launch with a budget of multiprocessors, as ``kernels.turns`` decides it, noted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import triton
+import triton.language as tl
+
+from moelink.kernels import turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What ``kernels.turns`` reads of a spec."""
+
+    SMS: object
+    SMID: object
+
+
+@triton.jit
+def note(words, times, places, programs, S: tl.constexpr):
+    """Count how often each number is taken, and on which multiprocessor."""
+    number = turns.take_number(words, programs, S)
+    if number < programs:
+        tl.atomic_add(times + number, 1)
+        tl.store(places + number, turns.multiprocessor(S.SMID))
