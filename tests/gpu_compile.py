@@ -28,6 +28,8 @@ from moelink.workspace import Workspace
 
 MAX_WORKERS = 60
 FUSED = ("dispatch", "combine")
+UNIMPORTANT = ("capacity", "timeout", "transport")
+"""Fields of ``moelink.init`` that kernels do not depend on."""
 HALVES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
 PARTS: Mapping[str, Callable[[Dispatch, Combine], None]] = MappingProxyType({
     "dispatch": lambda dispatch, _: dispatch.send_and_receive(),
@@ -62,7 +64,8 @@ class Kernel:
 
 def kernels_of(fields: Mapping[str, Any], world_size: int, parts: Iterable[str] = FUSED, **more: Any) -> list[Kernel]:
     """The kernels of one setup. ``more``: the other fields of :class:`Kernel`."""
-    return [Kernel(tuple(fields.items()), world_size, part, **more) for part in parts]
+    deciding = tuple((name, value) for name, value in fields.items() if name not in UNIMPORTANT)
+    return [Kernel(deciding, world_size, part, **more) for part in parts]
 
 
 def warmup_kernels(fields: Mapping[str, Any], world_size: int) -> list[Kernel]:
@@ -115,7 +118,7 @@ def compile_kernel(kernel: Kernel) -> None:
 
 def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     """A dispatch and a combine of one token on a rank that has no peers."""
-    config = moelink.EPConfig(**{**dict(kernel.fields), "capacity": 1}, world_size=kernel.world_size)
+    config = moelink.EPConfig(**dict(kernel.fields), capacity=1, world_size=kernel.world_size)
     memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), 1 << 20)
     rank = Rank(config, memory[0], Workspace(config))
     rank.network.load = lambda compiled: None  # what carries puts is started with the first communicator

@@ -9,6 +9,7 @@ import torch
 
 import moelink
 from cases import FORMATS, by_setup, check_case, features, matrix
+from gpu_compile import FUSED, HALVES, compile_all, kernels_of, warmup_kernels
 from moelink.transports.base import CombineRequest, DispatchRequest
 from symmetric_ranks import one_process, run_case
 
@@ -45,9 +46,10 @@ def requests_on_devices(monkeypatch):
 
 
 def check_all(cases, fused):
+    parts = FUSED if fused else HALVES
+    compile_all([k for case in cases for k in kernels_of(case.setup.fields, WORLD, parts, weights=case.weights)])
     for setup, group in by_setup(cases):
         transport = one_process({**setup.fields, "timeout": 10.0}, WORLD, "cuda")
-        transport.warmup()
         for case in group:
             check_case(case, WORLD, run_case(transport, case, list(range(WORLD)), fused=fused))
         transport.close()
@@ -86,6 +88,7 @@ def round_trip(transport, xs, ids, weights, fused=True):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("tokens", [1, 32, 128, 1024])
 def test_identity_experts_at_real_shapes(tokens, fused):
+    compile_all(kernels_of(real_shape(tokens=tokens), WORLD, FUSED if fused else HALVES))
     transport = one_process(real_shape(tokens=tokens), WORLD, "cuda")
     g = torch.Generator().manual_seed(tokens)
     for _ in range(3):
@@ -103,6 +106,7 @@ def test_identity_experts_at_real_shapes(tokens, fused):
 def test_graph_replays_alternate_with_eager_calls():
     """One device captures and replays; token counts differ by -1 ids; eager calls in between."""
     config = real_shape(tokens=16)
+    compile_all(warmup_kernels(config, 1))
     transport = one_process(config, 1, "cuda")
     x = torch.randn(16, 7168, device="cuda:0").bfloat16()
     ids = torch.stack([torch.randperm(32 * WORLD)[:8] for _ in range(16)]).cuda()
