@@ -81,21 +81,22 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
     """Programs of a combine of ``num_tokens`` own tokens.
 
     Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, or a
-    few, and of a token. Many: four of five send, one sums.
+    few, and of a token. Many: four of five send, one sums. Of either role the first program only says or checks that
+    all ranks are in this call, where there are others.
     """
     if device.type == "cpu":
-        return Launch(2, 2)
+        return Launch(3, 3)
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or multiprocessors(device)
     send, receive, spread = 4 * sms, sms, 1
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
-        shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
+        shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share < 4 * sms]
         spread = max(shares, default=1)
-        send = min(4 * sms, messages * spread)
+        send = min(4 * sms, messages * spread + 1)
         # On a whole device what finds no room waits for it, which a budget does not allow (``kernels.turns``).
         room = 4 * sms if config.num_sms is None else 5 * sms - send
-        receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens))
+        receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens) + 1)
     return Launch(send, receive, num_warps=4, maxnreg=96, spread=spread, resident=5)
 
 

@@ -11,8 +11,8 @@ by a program of its own: one that sums all columns takes the time of several mem
 To a home rank of few tokens sums go without flags (``kernels.small_rows``).
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
-Program 0 also stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
-refusal even when no rows were due to it. A refusing rank sends no rows but raises all flags. Where a combine takes
+Program 0 stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
+refusal even when no rows were due to it; it sends no rows but where it is alone. A refusing rank sends no rows but raises all flags. Where a combine takes
 several passes over the slots, one that is refused ends with the first: who refuses makes one call.
 
 Sums: accumulator +0, slots ascending, product rounded before it is added (no fused multiply-add), one rounding to the
@@ -301,12 +301,14 @@ def send_tokens_back(
                     put_heads(table, control, me, call, S)
                 if status != 0:
                     raise_all_flags(table, control, me, call, S)
-            if status == 0:
+            # All but the first send rows, as what it publishes has to arrive before it goes on.
+            others = tl.maximum(num_programs - 1, 1)
+            number = program - tl.minimum(num_programs - 1, 1)
+            if (status == 0) & (number >= 0):
                 # One home rank for each program where they suffice; no two ranks begin with the same one.
-                for i in range(program % S.W, S.W, num_programs):
+                for i in range(number % S.W, S.W, others):
                     send_rows_home(
                         table, control, y, row_weights, rows_of_message, message_token, received, me, (i + me) % S.W,
-                        program // S.W, tl.cdiv(tl.maximum(num_programs - i, 1), S.W), y_rows, slot_begin,
-                        spread, call, S,
+                        number // S.W, tl.cdiv(tl.maximum(others - i, 1), S.W), y_rows, slot_begin, spread, call, S,
                     )  # fmt: skip
             count_arrival(control, _ROLE, program, num_programs, "relaxed")
