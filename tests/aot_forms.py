@@ -64,14 +64,19 @@ def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> Lowered:
     return Lowered(source.make_ir(TARGET, options, codegen, modules, context), backend, options, context)
 
 
+LOOKS_USED = ("small_rows.sum_rows", "plan._look_at_counts")
+"""Functions that use what a look saw."""
+
+
 def narrow_looks(text: str, threads: int) -> list[str]:
-    """Volatile loads of fewer elements than a program has threads, in a kernel's ``text`` and in the function that uses
+    """Volatile loads of fewer elements than a program has threads, in a kernel's ``text`` and in the functions that use
     what they load: of these warps hold copies of their own (``kernels.signals``)."""
     found, function = [], ""
     for line in text.splitlines():
         named = re.search(r'tt\.func .*?@"?([\w.]+)', line)
         function = named.group(1) if named else function
-        if "small_rows.sum_rows" in function and "tt.load" in line and "isVolatile = true" in line:
+        used = any(name in function for name in LOOKS_USED)
+        if used and "tt.load" in line and "isVolatile = true" in line:
             shape = re.findall(r"tensor<([\dx]+)x!tt\.ptr", line)
             if not shape or math.prod(map(int, shape[0].split("x"))) < threads:
                 found.append(line.strip())

@@ -1,5 +1,8 @@
 """Dispatch, receiver role: where rows go, from the counts of all sources, and the outputs that say so.
 
+Every program adds up what it looked at itself, so between the counts' arrival and the first row there is no second way
+to memory for them.
+
 CACHED: from what the call whose routing it is found out: ``noted`` is a column of its counts, ``routed`` its
 ``received``. Of what comes over the wire only the header is waited for, and compared with that.
 
@@ -11,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.signals import I64, own_block
+from moelink.kernels.signals import I64, clock, own_block, patience
 from moelink.kernels.swallow import wait_for_far
 from moelink.kernels.tagged import value_at, wait_tagged
 from moelink.protocol import COUNT_HEADER, OVERFLOW
@@ -21,21 +24,92 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 
 
 @triton.jit
-def wait_for_counts(control, me, call, num_local, limit, S: tl.constexpr):
-    """Wait for the counts of every source; CACHED: for their headers. Returns (arrived, source that is missing)."""
+def _look_at_counts(control, source, awaited, num_local, call, limit, S: tl.constexpr):
+    """Wait until all sources' counts belong to ``call``, if they are ``awaited``, and sum what was looked at.
+
+    Returns as :func:`wait_for_counts`. Each of S.LP threads or more looks at a word of the headers, and at one local
+    expert's of each source, several of these under way at a time.
+    """
+    looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
+    step: tl.constexpr = S.WP if S.WP < 8 else 8
+    counts = (own_block(control, S) + S.O_COUNTS).to(I64)
+    poison = (own_block(control, S) + S.O_POISON).to(I64)
+    i = tl.arange(0, S.LP)
+    heads = only(awaited, i < S.W * _HEADER)
+    local = only(awaited, i < num_local)
+    stamp = call & 0x7FFFFFFF
+    sizes = tl.zeros([S.LP], tl.int32)
+    before = tl.zeros([S.LP], tl.int32)
+    own = tl.zeros([S.LP], tl.int32)
+    missing = tl.full([], 0, tl.int32)
+    start = clock(S.CLOCK)
+    look = tl.full([], 0, tl.int32)
+    state = look + 2
+    while state == 2:
+        sizes = tl.zeros([S.LP], tl.int32)
+        before = tl.zeros([S.LP], tl.int32)
+        own = tl.zeros([S.LP], tl.int32)
+        word = tl.load(counts + i // _HEADER * S.CW + i % _HEADER, mask=heads, other=0, volatile=True)
+        late = tl.where(heads & ((word >> 32) != stamp), i // _HEADER + 1, 0)
+        for s0 in range(0, S.W, step):
+            for j in tl.static_range(step):
+                s = s0 + j
+                mask = only(s < S.W, local)
+                word = tl.load(counts + s * S.CW + _HEADER + i, mask=mask, other=0, volatile=True)
+                late = tl.where(mask & ((word >> 32) != stamp), s + 1, late)
+                rows = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.T * S.K)
+                sizes += rows
+                before += tl.where(s < source, rows, 0)
+                own += tl.where(s == source, rows, 0)
+        missing = tl.max(late, 0)
+        state = tl.where(missing > 0, 2, 1)
+        look += 1
+        if (state == 2) & (look % looks == 0):
+            state = patience(poison, start, limit, S.CLOCK)
+    tl.debug_barrier()
+    return state, tl.maximum(missing - 1, 0), sizes, before, own
+
+
+@triton.jit
+def _sum_noted(noted, stride, num_local, S: tl.constexpr):
+    """CACHED: rows of all sources for each local expert [LP], out of a column of an earlier call's counts."""
+    step: tl.constexpr = S.WP if S.WP < 8 else 8
+    e = tl.arange(0, S.LP)
+    sizes = tl.zeros([S.LP], tl.int32)
+    for s0 in range(0, S.W, step):
+        for j in tl.static_range(step):
+            rows = tl.load(noted + e * stride + s0 + j, mask=only(s0 + j < S.W, e < num_local), other=0)
+            sizes += tl.minimum(tl.maximum(rows, 0), S.T * S.K)
+    return sizes
+
+
+@triton.jit
+def wait_for_counts(control, noted, stride, source, me, num_local, call, limit, S: tl.constexpr):
+    """Wait for the counts of every source, and sum them; CACHED: wait for their headers, and sum what is ``noted``.
+
+    Returns (arrived, source that is missing, and per local expert [LP] rows of all sources, of those before ``source``,
+    and of ``source``; CACHED: of all, none, of all). A second look at the same call waits for nothing.
+    """
     mine = own_block(control, S)
-    r = tl.arange(0, S.WP)[:, None]
-    c = tl.arange(0, _HEADER if S.CACHED else S.CP)[None, :]
-    words = (mine + S.O_COUNTS).to(I64) + r * S.CW + c
-    mask = (r < S.W) & (c < _HEADER + (0 if S.CACHED else num_local))
-    poison = (mine + S.O_POISON).to(I64)
+    near = tl.full([], 1, tl.int32)
     if S.NODE < S.W:
         # Of what a network carries, a word alone says nothing, not even about its own bytes.
-        ok, source, _ = wait_for_far(mine, S.O_COUNTS_FLAG, tl.arange(0, S.WP) >= 0, me, call, limit, S)
-        arrived, missing = wait_tagged(words, only(ok > 0, mask), call, poison, limit, S.CLOCK)
-        return tl.minimum(arrived, ok), tl.where(ok > 0, missing, source)
+        near, far, _ = wait_for_far(mine, S.O_COUNTS_FLAG, tl.arange(0, S.WP) >= 0, me, call, limit, S)
+    if S.CACHED:
+        sizes = _sum_noted(noted, stride, num_local, S)
+        before = tl.zeros([S.LP], tl.int32)
+        own = sizes
+        r = tl.arange(0, S.WP)[:, None]
+        c = tl.arange(0, _HEADER)[None, :]
+        words = (mine + S.O_COUNTS).to(I64) + r * S.CW + c
+        mask = only(near > 0, (r < S.W) & (c < _HEADER))
+        arrived, missing = wait_tagged(words, mask, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
     else:
-        return wait_tagged(words, mask, call, poison, limit, S.CLOCK)
+        arrived, missing, sizes, before, own = _look_at_counts(control, source, near > 0, num_local, call, limit, S)
+    if S.NODE < S.W:
+        missing = tl.where(near > 0, missing, far)
+        arrived = tl.minimum(arrived, near)
+    return arrived, missing, sizes, before, own
 
 
 @triton.jit
@@ -57,32 +131,6 @@ def all_rows(control, noted, stride, num_local, S: tl.constexpr):
         words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + _HEADER + e
         rows = value_at(words, (r < S.W) & (e < num_local))
     return tl.minimum(tl.maximum(rows, 0), S.T * S.K)
-
-
-@triton.jit
-def sum_rows(control, noted, stride, source, num_local, S: tl.constexpr):
-    """Per local expert [LP]: rows of all sources, of those before ``source``, and of ``source``.
-
-    One load for each source, several of them under way at a time; nothing passes between threads.
-    """
-    step: tl.constexpr = S.WP if S.WP < 8 else 8
-    e = tl.arange(0, S.LP)
-    words = (own_block(control, S) + S.O_COUNTS).to(I64) + _HEADER + e
-    sizes = tl.zeros([S.LP], tl.int32)
-    before = tl.zeros([S.LP], tl.int32)
-    own = tl.zeros([S.LP], tl.int32)
-    for s0 in range(0, S.W, step):
-        for j in tl.static_range(step):
-            s = s0 + j
-            if S.CACHED:
-                rows = tl.load(noted + e * stride + s, mask=only(s < S.W, e < num_local), other=0)
-            else:
-                rows = value_at(words + s * S.CW, only(s < S.W, e < num_local))
-            rows = tl.minimum(tl.maximum(rows, 0), S.T * S.K)
-            sizes += rows
-            before += tl.where(s < source, rows, 0)
-            own += tl.where(s == source, rows, 0)
-    return sizes, before, own
 
 
 @triton.jit

@@ -33,7 +33,6 @@ from moelink.kernels.plan import (
     group_starts,
     header_word,
     malformed,
-    sum_rows,
     tile_bases,
     wait_for_counts,
     write_nothing,
@@ -159,12 +158,22 @@ def receive(
     ok = -is_poisoned(record, control, S)
     if S.CACHED:
         ok = tl.where(tl.load(routed + 2 * S.W) != 0, -1, ok)
+    # All but the first place: one source for each where they suffice, its messages to its programs in turn.
+    others = tl.maximum(num_programs - 1, 1)
+    number = program - tl.minimum(num_programs - 1, 1)
+    source = tl.maximum(number, 0) % S.W
+    lane = number // S.W
+    sizes = tl.zeros([S.LP], tl.int32)
+    before = tl.zeros([S.LP], tl.int32)
+    own = tl.zeros([S.LP], tl.int32)
     if ok == 0:
         reads = status == 0
         if S.NODE < S.W:
             reads = status >= 0
         if reads:
-            ok, peer = wait_for_counts(control, me, call, num_local, limit, S)
+            ok, peer, sizes, before, own = wait_for_counts(
+                control, noted, counts_stride, source, me, num_local, call, limit, S
+            )  # fmt: skip
             settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
         else:
             # A rank that refuses reads nothing, so it drains at once; each peer stores for one call after the other.
@@ -184,14 +193,8 @@ def receive(
                 num_groups, counts_stride, S,
             )  # fmt: skip
     else:
-        # All but the first place: one source for each where they suffice, its messages to its programs in turn.
-        others = tl.maximum(num_programs - 1, 1)
-        number = program - tl.minimum(num_programs - 1, 1)
-        source = tl.maximum(number, 0) % S.W
-        lane = number // S.W
-        sizes, before, own = sum_rows(control, noted, counts_stride, source, num_local, S)
-        if S.CACHED:
-            own = sizes
+        shared = shared_end - shared_begin
+        starts, aligned, shared_rows = group_starts(sizes, shared, S)
         count, programs, most = columns_of(control, routed, source, S)
         refused = header_word(control, r, 0, 0, 1, S)
         messages = header_word(control, r, 1, 0, S.T, S)
@@ -225,8 +228,6 @@ def receive(
                         header_word(control, r, 3, 0, S.SENDERS, S), call, limit, S,
                     )  # fmt: skip
         else:
-            shared = shared_end - shared_begin
-            starts, aligned, shared_rows = group_starts(sizes, shared, S)
             bases = starts
             if S.SCALES == 2:
                 bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
@@ -261,8 +262,9 @@ def receive(
                 )  # fmt: skip
                 source += others
                 if source < S.W:
-                    if not S.CACHED:
-                        again, before, own = sum_rows(control, noted, counts_stride, source, num_local, S)
+                    arrived, missing, again, before, own = wait_for_counts(
+                        control, noted, counts_stride, source, me, num_local, call, limit, S
+                    )  # fmt: skip
                     count, programs, most = columns_of(control, routed, source, S)
     if ok > 0:
         count_drained(table, control, me, _PHASE, call, program, num_programs, S, "relaxed")

@@ -12,8 +12,9 @@ To a home rank of few tokens sums go without flags (``kernels.small_rows``).
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
-refusal even when no rows were due to it; it sends no rows but where it is alone. A refusing rank sends no rows but raises all flags. Where a combine takes
-several passes over the slots, one that is refused ends with the first: who refuses makes one call.
+refusal even when no rows were due to it; it sends no rows but where it is alone. A refusing rank sends no rows but
+raises all flags. Where a combine takes several passes over the slots, one that is refused ends with the first: who
+refuses makes one call.
 
 Sums: accumulator +0, slots ascending, product rounded before it is added (no fused multiply-add), one rounding to the
 row's dtype. A slot of another rank, a row dropped for ``capacity`` and a row number out of range contribute nothing.

@@ -22,7 +22,7 @@ import triton.language as tl
 from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
-from moelink.protocol import COUNTED_ALONE, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
+from moelink.protocol import COUNT_HEADER, COUNTED_ALONE, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -92,7 +92,8 @@ class CommonSpec:
 
     Attributes:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
-        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
+        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts (dispatch: LP is at
+            least a program's threads, and the words of all headers of counts). T: max_tokens_per_rank.
         TB: tokens that a program counts at a time; TC: if they are more than its own.
         THREADS: most threads of a program; 1 where it is interpreted.
         SMS: multiprocessors that the programs of a launch may use, 0 for all; SMID: how a program knows its own
@@ -309,8 +310,11 @@ def dispatch_spec(
     if scale_bytes:
         assert fmt.scale_layout is not None
         layout = ROW_MAJOR if cfg.layout == "rank" else _SCALE_LAYOUTS[fmt.scale_layout.name]
+    sizes = common(workspace, device)
+    # What a look at counts saw is used: a word, or more, for each thread (``kernels.signals``).
+    sizes["LP"] = max(sizes["LP"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
     return DispatchSpec(
-        **common(workspace, device),
+        **sizes,
         SOURCE=source, WORD_P=tl.pointer_type(word), NWORDS=nbytes // word_bytes,
         BLOCK=block,
         INPUT=TRITON_DTYPES.get(input_dtype, tl.uint8), DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
