@@ -63,8 +63,8 @@ def written(config, recv):
         if config.layout == "expert":
             shape = config.format.scale_layout.shape(rows, width, config.num_groups)
         fields["scales"] = scales[tuple(slice(size) for size in shape)]
-    plan = recv.handle.plan
-    fields |= {"counts": recv.handle.counts, "received": plan.received.view(-1)[: 2 * len(plan.received) - 1]}
+    received = recv.handle.plan.parts.received
+    fields |= {"counts": recv.handle.counts, "received": received.view(-1)[: 2 * len(received) - 1]}
     return fields
 
 
@@ -138,14 +138,15 @@ def test_what_is_noted_is_shared_and_not_written_again(filled_memory):
     transport = one_process(BF16.fields, 2)
     first = transport.dispatch(dispatch_requests(case, [0, 1])).wait()
     transport.dispatch(dispatch_requests(dataclasses.replace(case, seed=1), [0, 1])).wait()
-    before = [[value.clone() for value in vars(recv.handle.plan).values()] for recv in first]
+    before = [[value.clone() for value in recv.handle.plan.parts] for recv in first]
     again = transport.dispatch(over(first, changed(dispatch_requests(case, [0, 1]), 3))).wait()
     for recv, old, kept in zip(again, first, before, strict=True):
-        for field, value in zip(dataclasses.fields(old.handle.plan), kept, strict=True):
-            assert torch.equal(getattr(old.handle.plan, field.name), value), field.name
-            same = getattr(recv.handle.plan, field.name) is getattr(old.handle.plan, field.name)
-            assert same == (field.name != "received"), field.name
-        assert old.handle.plan.sent[-1] == 1, "the call that made the routing"
+        parts, olds = recv.handle.plan.parts, old.handle.plan.parts
+        assert recv.handle.plan.addresses == tuple(part.data_ptr() for part in parts)
+        for name, part, noted, value in zip(parts._fields, parts, olds, kept, strict=True):
+            assert torch.equal(noted, value), name
+            assert (part.data_ptr() == noted.data_ptr()) == (name != "received"), name
+        assert olds.sent[-1] == 1, "the call that made the routing"
 
 
 def dispatched(ranks, requests):
@@ -204,12 +205,12 @@ def test_the_routing_of_a_refused_call_is_no_call(fused):
     refused = output_of(pending)
     with pytest.raises(moelink.PeerAbortedError):
         pending.wait()
-    assert refused.handle.plan.received[-1, 0] == 1
+    assert refused.handle.plan.parts.received[-1, 0] == 1
     for _ in range(2):
         (again,) = ranks[1].dispatch(over([refused], requests[1:]), fused=fused).wait()
         assert again.row_offsets.tolist() == [0] * len(again.row_offsets)
         assert int(again.num_recv_tokens) == 0
-        assert again.handle.plan.received[-1, 0] == 1
+        assert again.handle.plan.parts.received[-1, 0] == 1
         refused = again
     control = ranks[1].ranks[0].control
     assert control[DISPATCH_SENT] == control[DISPATCH_RECEIVED] == 1 << CALL_SHIFT
@@ -253,8 +254,8 @@ def test_a_refused_call_leaves_the_routing_as_it_was():
         with pytest.raises(moelink.PeerAbortedError) as error:
             pending.wait()
         assert error.value.peer == 0
-        assert failed.handle.plan.received[-1, 0] == 1
-        assert first[1].handle.plan.received[-1, 0] == 0
+        assert failed.handle.plan.parts.received[-1, 0] == 1
+        assert first[1].handle.plan.parts.received[-1, 0] == 0
     again = dispatched(ranks, over(first, requests))
     for rank in range(2):
         assert_alike(BF16.config(2, rank), again[rank], first[rank])
@@ -297,9 +298,10 @@ def test_an_operator_over_a_routing_hands_out_what_is_its_own():
         first = ep.dispatch(x, IDS)
         again = ops.dispatch(ep._endpoint, DispatchRequest(x, IDS, routing=first))
         plan, parts = first.handle.plan, again.handle.plan.tensors
-        kept = (plan.slot_of, plan.rows_of_message, plan.message_token, plan.received, plan.sent)
-        assert [a.data_ptr() == b.data_ptr() for a, b in zip(parts, kept, strict=True)] == [1, 1, 1, 0, 1]
-        assert torch.equal(parts[3].view(-1)[:3], plan.received.view(-1)[:3])
+        notes, received = parts
+        assert notes.data_ptr() == plan.notes.data_ptr()
+        assert not plan.notes.data_ptr() <= received.data_ptr() < plan.notes.data_ptr() + plan.notes.nbytes
+        assert torch.equal(received.view(-1)[:3], plan.parts.received.view(-1)[:3])
         third = ep.dispatch(x.requires_grad_(), None, routing=again)
         assert_bitwise_equal(third.tokens, first.tokens)
         ep.combine(third.tokens, third).sum().backward()

@@ -9,7 +9,7 @@ import moelink
 from moelink import EPConfig
 from moelink.layout import DispatchMessage, Region, RegionTable
 from moelink.routing import ExpertMap, aligned_offsets, plan_rows, plan_sends, shared_slice
-from moelink.transports.symmetric.plan import SymmetricPlan
+from moelink.transports.symmetric.plan import NotesLayout, SymmetricPlan
 from moelink.workspace import Workspace
 
 BASE = {"num_experts": 8, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4}
@@ -97,9 +97,12 @@ def test_memory_report_counts_before_anything_is_allocated():
     assert report.total == report.wire_send + report.wire_recv + report.outputs
     assert report.symmetric_total == report.block + report.notes + report.outputs
     workspace = Workspace(config)
-    plan = SymmetricPlan.allocate(workspace.notes(4), torch.device("cpu"))
+    notes = torch.empty(workspace.note_words(4), dtype=torch.int32)
+    parts = SymmetricPlan(NotesLayout.of(workspace), notes).parts
+    assert [tuple(part.shape) for part in parts] == list(workspace.note_shapes(4))
+    assert all(part.data_ptr() % 128 == notes.data_ptr() % 128 for part in parts)
     assert report.block == workspace.nbytes
-    assert report.notes == sum(tensor.nbytes for tensor in vars(plan).values()) + 4 * config.row_capacity
+    assert report.notes == notes.nbytes + 4 * config.row_capacity
     assert "symmetric transport" in str(report)
 
 

@@ -152,7 +152,7 @@ def test_messages_of_the_send_example():
     assert parts(0, 2) == ([[0], [1]], [[0, -1], [1, 0]], [[0, 0], [0, 1]], [2, 1], 2)
     assert parts(1, 2) == ([[0], [2]], [[-1, 1], [-1, 0]], [[0, 0], [0, 0]], [1, 1], 2)
     assert recvs[0].src_info[:3].tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 0]]
-    assert recvs[0].handle.plan.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
+    assert recvs[0].handle.plan.parts.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
 
 
 def test_rows_of_the_receive_example():
@@ -214,8 +214,8 @@ def test_what_a_call_sent_is_noted_for_calls_over_its_routing():
     transport.dispatch(requests).wait()
     again = transport.dispatch([dataclasses.replace(r, routing=recv, topk_ids=ids) for r in requests]).wait()[0]
     for plan in (recv.handle.plan, again.handle.plan):
-        assert plan.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
-        assert plan.sent.tolist() == [2, 2, 7]
+        assert plan.parts.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
+        assert plan.parts.sent.tolist() == [2, 2, 7]
     words = Workspace(transport.ranks[0].config).regions["counts"].view(transport.ranks[1].memory.local)[0]
     assert [int(word) >> 32 for word in words] == [9] * 8 + [9] * 2
     assert [int(word) & 0xFFFFFFFF for word in words[:8]] == [0, 2, 3, 0, 0, 3, 7, 0]

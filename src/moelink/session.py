@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -17,6 +17,9 @@ from moelink.validation import check_combine, check_dispatch
 from moelink.watch import Watch
 
 T = TypeVar("T")
+
+REFUSALS = (ArgumentError, ForeignHandleError, UnsupportedError)
+"""What a call raises when its arguments are refused."""
 
 
 class PendingOperation(Generic[T]):
@@ -60,36 +63,58 @@ class Session:
         self._pending: dict[Phase, object] = {}
         self.closed = False
 
-    def dispatch(
-        self, requests: Sequence[DispatchRequest], *, fused: bool = False
-    ) -> PendingOperation[list[DispatchOutput]]:
+    def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Check the arguments of every local rank and start a dispatch. ``fused``: the caller waits right away."""
-        with self.refusing("dispatch", lambda: requests[0].over):
+        self._enter("dispatch")
+        try:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_dispatch(config, request, identity=self.identity, device=device)
-                _refuse_gradients(request.x, request.topk_weights, request.input_scale)
-        return self._started("dispatch", self.transport.dispatch(requests, fused=fused))
+                if torch.is_grad_enabled():
+                    _refuse_gradients(request.x, request.topk_weights, request.input_scale)
+        except REFUSALS:
+            self._refuse("dispatch", requests[0].over)
+            raise
+        operation = self.transport.dispatch(requests, fused=fused)
+        return operation if fused else self._started("dispatch", operation)
 
-    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> PendingOperation[list[Tensor]]:
+    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Check the arguments of every local rank and start a combine. ``fused``: the caller waits right away."""
-        with self.refusing("combine", lambda: requests[0].over):
+        self._enter("combine")
+        try:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_combine(config, request, identity=self.identity, device=device)
-                _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
-        return self._started("combine", self.transport.combine(requests, fused=fused))
+                if torch.is_grad_enabled():
+                    _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
+        except REFUSALS:
+            self._refuse("combine", requests[0].over)
+            raise
+        operation = self.transport.combine(requests, fused=fused)
+        return operation if fused else self._started("combine", operation)
 
-    def refusing(self, phase: Phase, over: Callable[[], object]) -> AbstractContextManager[None]:
+    @contextmanager
+    def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
         """A block that checks arguments: what it refuses is refused towards the peers too, who would wait otherwise.
 
         ``over``: gives the earlier output that the call was to go over, unchecked; asked once something is refused.
 
         Raises ClosedError or PendingError when there can be no such call now; peers are not told of that.
         """
+        self._enter(phase)
+        try:
+            yield
+        except REFUSALS:
+            self._refuse(phase, over())
+            raise
+
+    def _enter(self, phase: Phase) -> None:
         if self.closed:
             raise ClosedError(phase)
         if phase in self._pending:
             raise PendingError(f"{phase}: expected no pending {phase}, got one that has not been waited for")
-        return _Refusal(self, phase, over)
+
+    def _refuse(self, phase: Phase, over: object) -> None:
+        mine = isinstance(over, DispatchOutput) and over.handle.owner == self.identity
+        self.transport.refuse(phase, over=over if mine else None)  # type: ignore[arg-type]
 
     def _started(self, phase: Phase, operation: Pending[T]) -> PendingOperation[T]:
         self._pending[phase] = operation
@@ -144,25 +169,9 @@ class Session:
                 self.watch.close()
 
 
-class _Refusal(AbstractContextManager[None]):
-    """Tells peers of arguments that are refused inside the block."""
-
-    def __init__(self, session: Session, phase: Phase, over: Callable[[], object]) -> None:
-        self._session, self._phase, self._over = session, phase, over
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (ArgumentError, ForeignHandleError, UnsupportedError)):
-            over = self._over()
-            mine = isinstance(over, DispatchOutput) and over.handle.owner == self._session.identity
-            self._session.transport.refuse(self._phase, over=over if mine else None)  # type: ignore[arg-type]
-
-
 def _refuse_gradients(*values: object) -> None:
     """What requires grad goes through :mod:`moelink.ops`; a graph that ended here silently would train wrongly."""
-    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values):
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
         raise UnsupportedError(
             "gradients do not flow through init_devices, whose ranks share a process: use moelink.init in one process "
             "per rank, or pass detached tensors"

@@ -59,12 +59,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from moelink.arith import align_up, ceil_div
-from moelink.blank import Blank
 from moelink.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
 from moelink.protocol import (
     COMBINE_BLOCK,
@@ -156,18 +156,23 @@ class Workspace:
         """Bytes from one row on its way home to the next."""
         return align_up(self.config.combine_row_bytes, REGION_ALIGNMENT)
 
-    def notes(self, num_tokens: int) -> tuple[Blank, ...]:
-        """The int32 tensors in which a dispatch of ``num_tokens`` own tokens notes where rows are:
-        ``slot_of``, ``rows_of_message``, ``message_token``, ``received``, ``sent``
-        (:class:`~moelink.transports.symmetric.plan.SymmetricPlan`)."""
+    def note_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the int32 words in which a dispatch of ``num_tokens`` own tokens notes where rows are:
+        ``rows_of_message``, ``message_token``, ``received``, ``sent``, ``slot_of``
+        (:class:`~moelink.transports.symmetric.plan.Parts`)."""
         cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
         slots = 1 if cfg.layout == "rank" else cfg.topk
-        shapes = (num_tokens, ranks), (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2), (ranks + 1,)
-        return tuple(Blank.of(*shape) for shape in shapes)
+        return (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2), (ranks + 1,), (num_tokens, ranks)
+
+    @property
+    def note_begins(self) -> tuple[int, ...]:
+        """Where each of them begins, in words from the start: aligned like a tensor of its own, as kernels expect."""
+        sizes = [align_up(math.prod(shape), REGION_ALIGNMENT // 4) for shape in self.note_shapes(1)[:-1]]
+        return tuple(accumulate(sizes, initial=0))
 
     def note_words(self, num_tokens: int) -> int:
-        """int32 words of those tensors."""
-        return sum(math.prod(blank.shape) for blank in self.notes(num_tokens))
+        """All of them."""
+        return self.note_begins[-1] + num_tokens * self.world_size
 
     @property
     def combine_parts(self) -> int:

@@ -18,8 +18,7 @@ from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.ops import library
 from moelink.ops.endpoint import Endpoint, Request
 from moelink.output import DispatchOutput
-from moelink.session import PendingOperation
-from moelink.transports.base import CombineRequest, DispatchRequest, Phase
+from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
 from moelink.validation import check_recv
 
 
@@ -78,9 +77,7 @@ def start_combine(endpoint: Endpoint, request: CombineRequest) -> Callable[[], T
     return lambda: _finish_combine(endpoint, request, operation)
 
 
-def _finish_dispatch(
-    endpoint: Endpoint, request: DispatchRequest, operation: PendingOperation[Any] | None
-) -> DispatchOutput:
+def _finish_dispatch(endpoint: Endpoint, request: DispatchRequest, operation: Pending[Any] | None) -> DispatchOutput:
     routing, weights = request.routing, request.topk_weights
     with endpoint.finishing("dispatch", operation):
         outputs = library.dispatch(
@@ -103,7 +100,7 @@ def _finish_dispatch(
     )
 
 
-def _finish_combine(endpoint: Endpoint, request: CombineRequest, operation: PendingOperation[Any] | None) -> Tensor:
+def _finish_combine(endpoint: Endpoint, request: CombineRequest, operation: Pending[Any] | None) -> Tensor:
     recv = request.recv
     carrier = recv.handle.carrier if endpoint.traits.quantised else recv.tokens
     if recv.topk_weights is not None and (carrier is None or not carrier.requires_grad):

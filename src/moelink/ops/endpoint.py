@@ -17,8 +17,8 @@ from moelink.ops.lanes import Lanes
 from moelink.ops.record import MAX_PARTS, PackedPlan, allocate, count_parts, own_parts, pack, unpack
 from moelink.ops.registry import REGISTRY
 from moelink.output import DispatchHandle, DispatchOutput
-from moelink.session import PendingOperation, Session
-from moelink.transports.base import CombineRequest, DispatchRequest, Phase
+from moelink.session import Session
+from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
 from moelink.transports.collective.outputs import OutputShape
 
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
@@ -122,7 +122,7 @@ class Endpoint:
         self.session, self.lanes, self.traits = session, Lanes(session, world), Traits.of(session)
         self.order = REGISTRY.order(session.devices[0])
         self.name = REGISTRY.add(self, self.config)
-        self._started: dict[Phase, PendingOperation[Any]] = {}
+        self._started: dict[Phase, Pending[Any]] = {}
 
     @property
     def config(self) -> EPConfig:
@@ -130,7 +130,7 @@ class Endpoint:
         return self.session.configs[0]
 
     @contextmanager
-    def finishing(self, phase: Phase, operation: PendingOperation[Any] | None) -> Iterator[None]:
+    def finishing(self, phase: Phase, operation: Pending[Any] | None) -> Iterator[None]:
         """Inside, the next operator of ``phase`` finishes ``operation`` instead of starting a call of its own."""
         if operation is None:
             yield
@@ -143,7 +143,7 @@ class Endpoint:
             if self._started.pop(phase, None) is not None:
                 operation.wait()
 
-    def started(self, phase: Phase) -> PendingOperation[Any] | None:
+    def started(self, phase: Phase) -> Pending[Any] | None:
         """The operation that an operator of ``phase`` is to finish, once."""
         return self._started.pop(phase, None)
 
@@ -166,7 +166,9 @@ class Endpoint:
         """Tensors like those of :meth:`flatten`, uninitialised."""
         config = self.config
         counts = torch.empty(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
-        plan = allocate(config, transport=self.traits.transport, num_tokens=num_tokens, device=device)
+        plan = allocate(
+            config, transport=self.traits.transport, num_tokens=num_tokens, device=device, again=not with_plan
+        )
         handle = DispatchHandle(self.traits.owner, self.traits.rank, num_tokens, counts, None, counts, PackedPlan(plan))
         output = OutputShape.of(config, rows=rows, weighted=weighted).allocate(handle, device)  # type: ignore[arg-type]
         return self.flatten(output, with_plan=with_plan)

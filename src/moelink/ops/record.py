@@ -7,7 +7,6 @@ is written into one tensor of the worst-case size, of which only the used part i
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +30,12 @@ class PackedPlan:
 
 
 def pack(plan: Any, config: EPConfig) -> tuple[Tensor, ...]:
-    """``plan`` of either transport as tensors. They share memory with a plan of the symmetric transport."""
+    """``plan`` of either transport as tensors. They share memory with a plan of the symmetric transport, but not with
+    one another: all its notes, and what of them is the call's own where it went over an earlier one's routing."""
     if isinstance(plan, PackedPlan):
         return plan.tensors
     if not isinstance(plan, CollectivePlan):
-        return tuple(getattr(plan, field.name) for field in dataclasses.fields(plan))
+        return plan.notes, plan.notes.new_empty(0) if plan.own is None else plan.own
     if torch.compiler.is_compiling():
         raise UnsupportedError(
             "recv: expected one that was dispatched inside the compiled region, as it has sizes of its own on the "
@@ -49,19 +49,27 @@ def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> 
     if transport == "collective":
         return _unpack_collective(tensors[0], config)
     # Not imported at the top: it loads Triton, which not every platform has.
-    from moelink.transports.symmetric.plan import SymmetricPlan
-
-    return SymmetricPlan(*tensors)
-
-
-def allocate(config: EPConfig, *, transport: str, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Uninitialised tensors like those of :func:`pack` for a call with ``num_tokens`` tokens."""
-    if transport == "collective":
-        return (torch.empty(sum(_sections(config).values()), dtype=torch.int64, device=device),)
-    from moelink.transports.symmetric.plan import SymmetricPlan
+    from moelink.transports.symmetric.plan import NotesLayout, SymmetricPlan
     from moelink.workspace import Workspace
 
-    return pack(SymmetricPlan.allocate(Workspace(config).notes(num_tokens), device), config)
+    notes, own = tensors
+    return SymmetricPlan(NotesLayout.of(Workspace(config)), notes, own if own.numel() else None)
+
+
+def allocate(
+    config: EPConfig, *, transport: str, num_tokens: int, device: torch.device, again: bool = False
+) -> tuple[Tensor, ...]:
+    """Uninitialised tensors like those of :func:`pack` for a call with ``num_tokens`` tokens; ``again``: over the
+    routing of an earlier one."""
+    if transport == "collective":
+        return (torch.empty(sum(_sections(config).values()), dtype=torch.int64, device=device),)
+    from moelink.transports.symmetric.plan import Parts
+    from moelink.workspace import Workspace
+
+    workspace = Workspace(config)
+    own = Parts._make(workspace.note_shapes(num_tokens)).received if again else (0,)
+    shapes = (workspace.note_words(num_tokens),), own
+    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 
 
 def count_parts(config: EPConfig, *, transport: str) -> int:
@@ -73,12 +81,7 @@ def count_parts(config: EPConfig, *, transport: str) -> int:
 
 def own_parts(*, transport: str) -> tuple[int, ...]:
     """Which of them a dispatch over an earlier one's routing fills in for itself; the others are the earlier one's."""
-    if transport == "collective":
-        return ()
-    from moelink.transports.symmetric.plan import SymmetricPlan
-
-    names = [field.name for field in dataclasses.fields(SymmetricPlan)]
-    return tuple(names.index(name) for name in SymmetricPlan.OWN)
+    return () if transport == "collective" else (1,)
 
 
 _HEADER = 5

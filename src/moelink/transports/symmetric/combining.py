@@ -11,11 +11,12 @@ from torch import Tensor
 from moelink.blank import Blank
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels import combine as kernels
-from moelink.kernels.combine_spec import CombineSpec, combine_spec
-from moelink.kernels.cut import Launch, combine_launch, shared_bounds
+from moelink.kernels.combine_spec import combine_spec
+from moelink.kernels.cut import combine_launch, shared_bounds
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import CombineRequest
-from moelink.transports.symmetric.plan import SymmetricPlan
+from moelink.transports.symmetric.plan import Parts, SymmetricPlan
+from moelink.transports.symmetric.program import Program
 from moelink.transports.symmetric.rank import Rank
 
 _EXACT = {"enable_fp_fusion": False}
@@ -27,34 +28,53 @@ class Recipe:
     """What all combines of one kind have in common, computed once.
 
     Attributes:
-        spec: the kernel. passes: first slot of each launch.
-        launch, options: how it is launched.
-        shared: first and last + 1 own token of the fused shared expert's group.
+        send, receive, both: the kernels. passes: first slot of each launch. travels: rows move, so the expert role has
+            something to do.
+        first, last: the numbers among the home role's arguments, before and after the rows of y.
+        spread, senders: of the expert role.
         out: the result, where the caller gives none.
     """
 
-    spec: CombineSpec
+    send: Program
+    receive: Program
+    both: Program
     passes: tuple[int, ...]
-    launch: Launch
-    options: dict[str, Any]
-    shared: tuple[int, int]
+    travels: bool
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    spread: int
+    senders: int
     out: Blank
 
     @classmethod
-    def of(cls, rank: Rank, num_tokens: int, *, reduce: bool, **kind: Any) -> Recipe:
-        """The recipe of ``rank`` for ``num_tokens`` own tokens; ``kind`` as in :func:`combine_spec`."""
-
-        def make() -> Recipe:
-            config = rank.config
-            spec = combine_spec(rank.workspace, rank.device, reduce=reduce, **kind)
-            launch = combine_launch(config, rank.device, num_tokens)
-            passes = (0,) if reduce else tuple(range(0, config.topk, spec.COPIES))
-            slots = () if reduce else (config.topk,)
-            dtype = config.accumulate_dtype if kind["raw_sums"] else config.combine_dtype
-            out = Blank.of(num_tokens, *slots, config.hidden_size, dtype=dtype)
-            return cls(spec, passes, launch, {**launch.options, **_EXACT}, shared_bounds(config, num_tokens), out)
-
-        return rank.once((cls, num_tokens, reduce, *kind.values()), make)
+    def of(
+        cls, rank: Rank, num_tokens: int, reduce: bool, row_weights: bool, home_weights: bool, shared: bool,
+        epilogue: str, hook: Any, raw_sums: bool,
+    ) -> Recipe:  # fmt: skip
+        """The recipe of ``rank`` for ``num_tokens`` own tokens; the others as in :func:`combine_spec`."""
+        config = rank.config
+        spec = combine_spec(
+            rank.workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
+            shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums,
+        )  # fmt: skip
+        launch = combine_launch(config, rank.device, num_tokens)
+        travels = not spec.ALLREDUCE
+        senders = launch.send if travels else 0
+        slots = () if reduce else (config.topk,)
+        dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
+        how: Any = {"S": spec, "launch": launch, **_EXACT}
+        return cls(
+            send=rank.program(kernels.ep_combine_async_kernel, launch.send, **how),
+            receive=rank.program(kernels.ep_combine_wait_kernel, launch.receive, **how),
+            both=rank.program(kernels.ep_fused_combine_kernel, senders + launch.receive, **how),
+            passes=(0,) if reduce else tuple(range(0, config.topk, spec.COPIES)),
+            travels=travels,
+            first=(rank.me, rank.first, config.num_local_experts, num_tokens),
+            last=shared_bounds(config, num_tokens),
+            spread=launch.spread,
+            senders=senders,
+            out=Blank.of(num_tokens, *slots, config.hidden_size, dtype=dtype),
+        )
 
 
 class Combine:
@@ -64,47 +84,49 @@ class Combine:
     """
 
     def __init__(self, rank: Rank, request: CombineRequest) -> None:
-        config, handle = rank.config, request.recv.handle
+        recv, epilogue, weights, shared = request.recv, request.epilogue, request.topk_weights, request.shared
+        handle = recv.handle
         self.rank, self.request = rank, request
-        hook = request.epilogue if isinstance(request.epilogue, Hook) else None
+        hook, bias = (epilogue, None) if isinstance(epilogue, Hook) else (None, epilogue)
         self._torch_hook = hook if hook is not None and hook.triton_fn is None else None
-        bias = request.epilogue if isinstance(request.epilogue, Tensor) else None
-        home_weights = handle.topk_weights
-        if request.topk_weights is not None:
-            home_weights = evaluate_weights(
-                request.topk_weights,
-                num_tokens=handle.num_tokens,
-                topk=config.topk,
-                device=rank.device,
-                dtype=config.weight_dtype,
-            )
-        home_weights = None if home_weights is None else home_weights.contiguous()
-        row_weights = request.recv.weights
-        self.recipe = Recipe.of(
-            rank,
-            handle.num_tokens,
-            reduce=request.reduce,
-            row_weights=row_weights is not None,
-            home_weights=home_weights is not None,
-            shared=request.shared is not None,
-            epilogue="" if bias is None else "bias" if bias.dim() == 1 else "residual",
-            hook=hook.triton_fn if hook is not None and self._torch_hook is None else None,
-            raw_sums=self._torch_hook is not None,
-        )
-        self.out = self._result(hook)
-        plan: SymmetricPlan = handle.plan
-        tensors = hook.tensors if hook is not None and self._torch_hook is None else ()
-        y, y_rows = request.y, request.y.shape[0]
-        weights = rank.optional(row_weights)
-        self._back = (y, weights, plan.rows_of_message, plan.message_token, plan.received, rank.me, y_rows)
-        rows = (y, weights, rank.optional(home_weights), handle.topk_ids, plan.slot_of, plan.rows_of_message)
-        rest = (
-            plan.received, self.out, rank.optional(request.shared), rank.optional(bias), tensors or (rank.table,),
-            rank.me, rank.first, config.num_local_experts, handle.num_tokens, y_rows, *self.recipe.shared,
+        if weights is None:
+            weights = handle.topk_weights
+        else:
+            weights = evaluate_weights(
+                weights, num_tokens=handle.num_tokens, topk=rank.config.topk, device=rank.device,
+                dtype=rank.weight_dtype,
+            )  # fmt: skip
+        weights = None if weights is None else weights.contiguous()
+        self.recipe = rank.recipe(
+            Recipe, handle.num_tokens, request.reduce, recv.weights is not None, weights is not None,
+            shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
+            hook.triton_fn if hook is not None and self._torch_hook is None else None, self._torch_hook is not None,
         )  # fmt: skip
-        mine = (y, row_weights, home_weights, handle.topk_ids, request.shared, bias, self.out, *tensors)
+        self.out = self._result(hook)
+        self._hooked = hook.tensors if hook is not None and self._torch_hook is None else ()
+        self._weights, self._bias = weights, bias
+        mine = (request.y, recv.weights, weights, handle.topk_ids, shared, bias, self.out, *self._hooked)
         self._given = [t for t in mine if t is not None]
-        self._home, self._fused = (*rows, *rest), (*rows, plan.message_token, *rest)
+
+    def _parts(self, typed: bool) -> Parts:
+        plan: SymmetricPlan = self.request.recv.handle.plan
+        return plan.parts if typed else plan.addresses
+
+    def _rows(self) -> tuple[Any, Any]:
+        """Rows and their weights."""
+        weights = self.request.recv.weights
+        return self.request.y, self.rank.table if weights is None else weights
+
+    def _home(self, typed: bool, *, fused: bool) -> tuple[Any, ...]:
+        """Tensors and numbers of the home role; ``fused``: with what the expert role takes besides."""
+        request, recipe, nothing, parts = self.request, self.recipe, self.rank.table, self._parts(typed)
+        weights, shared, bias = self._weights, request.shared, self._bias
+        return (
+            *self._rows(), nothing if weights is None else weights, request.recv.handle.topk_ids, parts.slot_of,
+            parts.rows_of_message, *((parts.message_token,) if fused else ()), parts.received, self.out,
+            nothing if shared is None else shared, nothing if bias is None else bias, self._hooked or (nothing,),
+            *recipe.first, request.y.shape[0], *recipe.last,
+        )  # fmt: skip
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -118,37 +140,32 @@ class Combine:
             return hook.tensors[0]
         return self.recipe.out.on(self.rank.device)
 
-    @property
-    def travels(self) -> bool:
-        """Rows move, so the expert role has something to do."""
-        return not self.recipe.spec.ALLREDUCE
-
     def send(self, slot_begin: int) -> None:
         """Launch the expert role: ``send_tokens_back``."""
-        if self.travels:
-            self.rank.launch(
-                kernels.ep_combine_async_kernel, self.recipe.launch.send, *self._back, slot_begin,
-                self.recipe.launch.spread, STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
-                options=self.recipe.options, resident=self.recipe.launch.resident,
+        rank, recipe = self.rank, self.recipe
+        if not recipe.travels:
+            return
+
+        def arguments(typed: bool) -> tuple[Any, ...]:
+            parts = self._parts(typed)
+            return (
+                *self._rows(), parts.rows_of_message, parts.message_token, parts.received, rank.me,
+                self.request.y.shape[0], slot_begin, recipe.spread, STATUS_OK, rank.limit,
             )  # fmt: skip
+
+        rank.launch(recipe.send, arguments, self._given)
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
-        self.rank.launch(
-            kernels.ep_combine_wait_kernel, self.recipe.launch.receive, *self._home, slot_begin, STATUS_OK,
-            self.rank.limit, given=self._given, S=self.recipe.spec, options=self.recipe.options,
-            resident=self.recipe.launch.resident,
-        )  # fmt: skip
-        self.rank.tell_drained()
+        rank, last = self.rank, (slot_begin, STATUS_OK, self.rank.limit)
+        rank.launch(self.recipe.receive, lambda typed: (*self._home(typed, fused=False), *last), self._given)
+        rank.tell_drained()
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
-        senders = self.recipe.launch.send if self.travels else 0
-        self.rank.launch(
-            kernels.ep_fused_combine_kernel, senders + self.recipe.launch.receive, *self._fused, slot_begin,
-            self.recipe.launch.spread, STATUS_OK, senders, self.rank.limit, given=self._given, S=self.recipe.spec,
-            options=self.recipe.options, resident=self.recipe.launch.resident,
-        )  # fmt: skip
+        rank, recipe = self.rank, self.recipe
+        last = (slot_begin, recipe.spread, STATUS_OK, recipe.senders, rank.limit)
+        rank.launch(recipe.both, lambda typed: (*self._home(typed, fused=True), *last), self._given)
 
     def result(self) -> Tensor:
         """The result, after an epilogue that is only there in torch."""
@@ -166,14 +183,13 @@ def refuse_combine(rank: Rank) -> None:
     spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
     if spec.ALLREDUCE:
         return
-    options = {**combine_launch(rank.config, rank.device, 0).options, **_EXACT}
+    how: Any = {"S": spec, "launch": combine_launch(rank.config, rank.device, 0), **_EXACT}
     dummy = rank.nothing
-    rank.launch(
-        kernels.ep_combine_async_kernel, 1, *[dummy] * 5, rank.me, 0, 0, 1, STATUS_ABORT, rank.limit, S=spec,
-        options=options,
-    )  # fmt: skip
-    rank.launch(
-        kernels.ep_combine_wait_kernel, 1, *[dummy] * 10, (dummy,), rank.me, rank.first,
-        rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit, S=spec, options=options,
-    )  # fmt: skip
+    rank.launch(rank.program(kernels.ep_combine_async_kernel, 1, **how), lambda _: (
+        *[dummy] * 5, rank.me, 0, 0, 1, STATUS_ABORT, rank.limit,
+    ))  # fmt: skip
+    rank.launch(rank.program(kernels.ep_combine_wait_kernel, 1, **how), lambda _: (
+        *[dummy] * 10, (dummy,), rank.me, rank.first, rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT,
+        rank.limit,
+    ))  # fmt: skip
     rank.tell_drained()

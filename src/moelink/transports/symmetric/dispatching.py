@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,15 @@ from torch import Tensor
 from moelink.blank import Blank
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels import dispatch as kernels
-from moelink.kernels.cut import Cut, Launch, dispatch_launch, layout_launch, shared_bounds
+from moelink.kernels.cut import Cut, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
-from moelink.kernels.spec import COPY, ENCODE, DispatchSpec, dispatch_spec
+from moelink.kernels.spec import COPY, ENCODE, dispatch_spec
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import DispatchRequest
 from moelink.transports.collective.outputs import OutputShape
-from moelink.transports.symmetric.plan import SymmetricPlan
+from moelink.transports.symmetric.plan import Parts, SymmetricPlan
+from moelink.transports.symmetric.program import Program
 from moelink.transports.symmetric.rank import Rank
 
 
@@ -28,173 +30,193 @@ class Recipe:
     on it.
 
     Attributes:
-        spec, launch: the kernel, and how it is launched. layout: how scales are brought into their layout.
-        senders: programs of the sender role.
-        shared: first and last + 1 own token of the fused shared expert's group.
-        sending: the numbers among the sender role's arguments.
-        notes, counts, outputs: the tensors that a call makes.
+        send, receive, both, layout: the kernels, the last one where it brings scales into their layout.
+        sending, receiving, fused: the numbers among the arguments of the first three; the latter two before rows of a
+            column of scales, after which come ``stride`` and what is in ``ends``.
+        copies: rows are bytes to the kernels.
+        notes, counts, outputs: the tensors that a call makes. scale_rows: of such scales.
     """
 
-    spec: DispatchSpec
-    launch: Launch
-    layout: Launch
-    senders: int
-    shared: tuple[int, int]
+    send: Program
+    receive: Program
+    both: Program
+    layout: Program | None
     sending: tuple[int, ...]
-    notes: tuple[Blank, ...]
+    receiving: tuple[int, ...]
+    fused: tuple[int, ...]
+    ends: tuple[tuple[int, ...], tuple[int, ...]]
+    copies: bool
+    notes: Blank
     counts: Blank
     outputs: OutputShape
+    scale_rows: int
 
     @classmethod
-    def of(cls, rank: Rank, num_tokens: int, *, dtype: torch.dtype, **kind: bool) -> Recipe:
-        """The recipe of ``rank`` for ``num_tokens`` rows of ``dtype``; ``kind`` as in :func:`dispatch_spec`."""
+    def of(
+        cls, rank: Rank, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
+        cached: bool,
+    ) -> Recipe:  # fmt: skip
+        """The recipe of ``rank`` for ``num_tokens`` rows of ``dtype``; the others as in :func:`dispatch_spec`."""
+        config, device = rank.config, rank.device
+        spec = dispatch_spec(
+            rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
+            cached=cached,
+        )  # fmt: skip
+        launch, later = (
+            dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE)),
+            layout_launch(config, device),
+        )
+        cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
+        senders = 1 + cut.programs
+        shared, local, groups = shared_bounds(config, num_tokens), config.num_local_experts, config.num_groups
+        tokens = (num_tokens, cut.tokens_per_program, cut.split)
+        room = (*shared, config.row_capacity)
+        outputs = OutputShape.of(config, rows=config.row_capacity, weighted=weights)
+        return cls(
+            send=rank.program(kernels.ep_dispatch_async_kernel, senders, S=spec, launch=launch),
+            receive=rank.program(kernels.ep_dispatch_wait_kernel, launch.receive, S=spec, launch=launch),
+            both=rank.program(kernels.ep_fused_dispatch_kernel, senders + launch.receive, S=spec, launch=launch),
+            layout=rank.program(ep_lay_out_scales_kernel, later.receive, S=spec, launch=later) if spec.LATER else None,
+            sending=(rank.me, rank.first, local, *tokens, *shared, STATUS_OK, rank.limit),
+            receiving=(rank.me, config.rank, local, groups, *room),
+            fused=(rank.me, config.rank, rank.first, local, groups, *tokens, *room),
+            ends=((config.world_size, STATUS_OK, rank.limit), (config.world_size, STATUS_OK, senders, rank.limit)),
+            copies=bool(spec.SOURCE == COPY),
+            notes=Blank.of(rank.workspace.note_words(num_tokens)),
+            counts=Blank.of(local, config.world_size),
+            outputs=outputs,
+            scale_rows=_scale_rows(dict(outputs.present).get("scales")),
+        )
 
-        def make() -> Recipe:
-            config, device = rank.config, rank.device
-            spec = dispatch_spec(rank.workspace, device, input_dtype=dtype, **kind)
-            launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
-            cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
-            shared = shared_bounds(config, num_tokens)
-            sending = (
-                rank.me, rank.first, config.num_local_experts, num_tokens, cut.tokens_per_program, cut.split, *shared
-            )  # fmt: skip
-            return cls(
-                spec, launch, layout_launch(config, device), 1 + cut.programs, shared, sending,
-                notes=rank.workspace.notes(num_tokens),
-                counts=Blank.of(config.num_local_experts, config.world_size),
-                outputs=OutputShape.of(config, rows=config.row_capacity, weighted=bool(spec.WEIGHTS)),
-            )  # fmt: skip
 
-        return rank.once((cls, num_tokens, dtype, *kind.values()), make)
+def _scale_rows(scales: Blank | Tensor | None) -> int:
+    """Rows of a column of scales, where they are in columns."""
+    return scales.shape[1] if scales is not None and len(scales.shape) == 2 else 0
+
+
+def _bytes(tensor: Tensor, typed: bool) -> Tensor:
+    """``tensor`` as kernels know it, if its type is asked for."""
+    return tensor.view(torch.uint8) if typed else tensor
 
 
 class Dispatch:
     """A dispatch of one rank: :meth:`send` and then :meth:`receive`, or :meth:`send_and_receive` in one launch."""
 
     def __init__(self, rank: Rank, request: DispatchRequest, identity: str) -> None:
-        config, device = rank.config, rank.device
         self.rank, self.request = rank, request
-        num_tokens = request.x.shape[0]
-        weights = request.topk_weights
+        config, device, out = rank.config, rank.device, request.out
+        x, scales, weights, input_scale = request.x, request.scales, request.topk_weights, request.input_scale
+        num_tokens = x.shape[0]
         if weights is not None:
             weights = evaluate_weights(
-                weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=config.weight_dtype
+                weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=rank.weight_dtype
             )
             assert weights is not None
             weights = weights.contiguous()
-        input_scale = None if request.input_scale is None else evaluate_input_scale(request.input_scale)
-        self.recipe = Recipe.of(
-            rank, num_tokens, dtype=request.x.dtype, quantized=request.scales is not None, weights=weights is not None,
-            input_scale=input_scale is not None, cached=request.routing is not None,
+        if input_scale is not None:
+            input_scale = evaluate_input_scale(input_scale)
+        self.recipe = recipe = rank.recipe(
+            Recipe, num_tokens, x.dtype, scales is not None, weights is not None, input_scale is not None,
+            request.routing is not None,
         )  # fmt: skip
-        counts = self.recipe.counts.on(device)
-        plan = self._plan(counts)
+        counts = recipe.counts.on(device)
+        if request.routing is None:
+            self.plan = SymmetricPlan(rank.notes, recipe.notes.on(device))
+        else:
+            # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
+            # this one may fail where that one did not.
+            self.plan = request.routing.handle.plan.again()
         handle = DispatchHandle(
             owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
-            counts=counts, plan=plan,
+            counts=counts, plan=self.plan,
         )  # fmt: skip
-        if request.out is None:
-            self.output = self.recipe.outputs.allocate(handle, device)
+        if out is None:
+            self.output, self._scale_rows = recipe.outputs.allocate(handle, device), recipe.scale_rows
         else:
-            self.output = dataclasses.replace(request.out, handle=handle)
-        x, scales = request.x, request.scales
+            self.output, self._scale_rows = dataclasses.replace(out, handle=handle), _scale_rows(out.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
             x = x.clone()
-        if self.recipe.spec.SOURCE == COPY:
-            x = x.view(torch.uint8)
-        self._rows = (
-            x, rank.optional(None if scales is None else scales.view(torch.uint8)), rank.optional(input_scale),
-            request.topk_ids, rank.optional(weights), plan.slot_of, plan.sent,
-        )  # fmt: skip
+        self._x, self._input_scale, self._weights = x, input_scale, weights
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
-    def _plan(self, counts: Tensor) -> SymmetricPlan:
-        """What this call notes. Over an earlier call's routing: in which that one's notes stand, which are only read.
-        Its ``received`` and ``counts`` are read beside this call's own, as this one may fail where that one did not."""
+    def _parts(self, typed: bool) -> tuple[Parts, Parts | None]:
+        """This call's notes, and those of the call whose routing it goes over."""
         routing = self.request.routing
-        if routing is None:
-            plan = SymmetricPlan.allocate(self.recipe.notes, self.rank.device)
-            self._routed = (plan.received, counts)  # not read
-            return plan
-        noted: SymmetricPlan = routing.handle.plan
-        self._routed = (noted.received, routing.handle.counts)
-        return noted.again()
+        plans = (self.plan, None if routing is None else routing.handle.plan)
+        own, noted = (None if plan is None else plan.parts if typed else plan.addresses for plan in plans)
+        return own, noted  # type: ignore[return-value]
 
-    def _outputs(self) -> tuple[Tensor, ...]:
-        out, rank = self.output, self.rank
-        plan: SymmetricPlan = out.handle.plan
-        routed = out.weights if self.rank.config.layout == "expert" else out.topk_weights
-        scales = rank.message_of_row if self.recipe.spec.LATER else out.scales
+    def _rows(self, typed: bool, parts: Parts) -> tuple[Any, ...]:
+        """What the sender role reads and notes."""
+        request, nothing = self.request, self.rank.table
+        x, scales, input_scale, weights = self._x, request.scales, self._input_scale, self._weights
+        if typed and self.recipe.copies:
+            x = x.view(torch.uint8)
         return (
-            out.tokens.view(torch.uint8), rank.optional(None if scales is None else scales.view(torch.uint8)),
-            out.row_offsets, rank.optional(out.expert_ids), out.src_info, rank.optional(out.scales_offsets),
-            rank.optional(routed), rank.optional(out.topk_ids), out.num_recv_tokens, out.overflow, out.handle.counts,
-            plan.received, plan.rows_of_message, plan.message_token, *self._routed,
+            x, nothing if scales is None else _bytes(scales, typed), nothing if input_scale is None else input_scale,
+            request.topk_ids, nothing if weights is None else weights, parts.slot_of, parts.sent,
         )  # fmt: skip
 
-    def _receiving(self) -> tuple[int, ...]:
-        config, rank = self.rank.config, self.rank
+    def _outputs(self, typed: bool, parts: Parts, routed: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the receiver role writes, and ``routed``, which it reads over a routing."""
+        out, nothing = self.output, self.rank.table
+        weights = out.weights if out.topk_ids is None else out.topk_weights
+        scales = out.scales if self.recipe.layout is None else self.rank.message_of_row
         return (
-            rank.me, config.rank, config.num_local_experts, config.num_groups, *self.recipe.shared,
-            self.output.tokens.shape[0], self._scale_rows(), config.world_size,
+            _bytes(out.tokens, typed), nothing if scales is None else _bytes(scales, typed), out.row_offsets,
+            nothing if out.expert_ids is None else out.expert_ids, out.src_info,
+            nothing if out.scales_offsets is None else out.scales_offsets, nothing if weights is None else weights,
+            nothing if out.topk_ids is None else out.topk_ids, out.num_recv_tokens, out.overflow, out.handle.counts,
+            parts.received, parts.rows_of_message, parts.message_token, *routed,
         )  # fmt: skip
 
-    def _scale_rows(self) -> int:
-        """Rows of a column of scales, where they are in columns."""
-        scales = self.output.scales
-        return scales.shape[1] if scales is not None and scales.dim() == 2 else 0
+    def _routed(self, parts: Parts, noted: Parts | None) -> tuple[Any, Any]:
+        routing = self.request.routing
+        if routing is None or noted is None:
+            return parts.received, self.output.handle.counts  # not read
+        return noted.received, routing.handle.counts
 
     def send(self) -> None:
         """Launch the sender role."""
-        self.rank.launch(
-            kernels.ep_dispatch_async_kernel,
-            self.recipe.senders,
-            *self._rows,
-            self._routed[0],
-            *self.recipe.sending,
-            STATUS_OK,
-            self.rank.limit,
-            given=self._given,
-            S=self.recipe.spec,
-            options=self.recipe.launch.options,
-            resident=self.recipe.launch.resident,
-        )
+
+        def arguments(typed: bool) -> tuple[Any, ...]:
+            parts, noted = self._parts(typed)
+            return (*self._rows(typed, parts), self._routed(parts, noted)[0], *self.recipe.sending)
+
+        self.rank.launch(self.recipe.send, arguments, self._given)
 
     def receive(self) -> None:
         """Launch the receiver role."""
-        self.rank.launch(
-            kernels.ep_dispatch_wait_kernel, self.recipe.launch.receive, *self._outputs(), *self._receiving(),
-            STATUS_OK, self.rank.limit, given=self._given, S=self.recipe.spec,
-            options=self.recipe.launch.options, resident=self.recipe.launch.resident,
-        )  # fmt: skip
+
+        def arguments(typed: bool) -> tuple[Any, ...]:
+            parts, noted = self._parts(typed)
+            outputs = self._outputs(typed, parts, self._routed(parts, noted))
+            return (*outputs, *self.recipe.receiving, self._scale_rows, *self.recipe.ends[0])
+
+        self.rank.launch(self.recipe.receive, arguments, self._given)
         self._lay_out_scales()
         self.rank.tell_drained()
 
     def send_and_receive(self) -> None:
         """Launch both roles at once."""
-        me, _, num_local, num_groups, *rest = self._receiving()
-        recipe, rank = self.recipe, self.rank
-        shared_begin, shared_end, capacity, scale_rows, stride = rest
-        rank.launch(
-            kernels.ep_fused_dispatch_kernel, recipe.senders + recipe.launch.receive, *self._rows, *self._outputs(),
-            me, rank.config.rank, rank.first, num_local, num_groups, *recipe.sending[3:6], shared_begin, shared_end,
-            capacity, scale_rows, stride, STATUS_OK, recipe.senders, rank.limit, given=self._given, S=recipe.spec,
-            options=recipe.launch.options, resident=recipe.launch.resident,
-        )  # fmt: skip
+        self.rank.launch(self.recipe.both, self._fused, self._given)
         self._lay_out_scales()
+
+    def _fused(self, typed: bool) -> tuple[Any, ...]:
+        (parts, noted), recipe = self._parts(typed), self.recipe
+        outputs = self._outputs(typed, parts, self._routed(parts, noted))
+        return (*self._rows(typed, parts), *outputs, *recipe.fused, self._scale_rows, *recipe.ends[1])
 
     def _lay_out_scales(self) -> None:
         """Where the receiver only noted which message a row came with: bring the scales into their layout."""
-        rank, out, recipe = self.rank, self.output, self.recipe
-        if not recipe.spec.LATER:
+        rank, out, program = self.rank, self.output, self.recipe.layout
+        if program is None:
             return
-        assert out.scales is not None
-        launch = recipe.layout
-        rank.launch(
-            ep_lay_out_scales_kernel, launch.receive, out.row_offsets, rank.message_of_row,
-            out.scales.view(torch.uint8), rank.config.num_groups, self._scale_rows(), S=recipe.spec,
-            options=launch.options, resident=launch.resident,
-        )  # fmt: skip
+        scales = out.scales
+        assert scales is not None
+        rank.launch(program, lambda typed: (
+            out.row_offsets, rank.message_of_row, _bytes(scales, typed), rank.config.num_groups, self._scale_rows,
+        ))  # fmt: skip
 
     def result(self) -> DispatchOutput:
         """The output; with ``host_counts`` cut to its exact size, for which the host waits."""
@@ -231,13 +253,11 @@ def refuse_dispatch(rank: Rank) -> None:
     )
     launch = dispatch_launch(rank.config, rank.device, 0, encodes=False)
     dummy = rank.nothing
-    rank.launch(
-        kernels.ep_dispatch_async_kernel, 1, *[dummy] * 8, rank.me, rank.first, rank.config.num_local_experts,
-        0, 1, 1, 0, 0, STATUS_ABORT, rank.limit, S=spec, options=launch.options,
-    )  # fmt: skip
-    rank.launch(
-        kernels.ep_dispatch_wait_kernel, 1, *[dummy] * 16, rank.me, rank.config.rank, rank.config.num_local_experts,
-        rank.config.num_groups, 0, 0, 0, 0, rank.config.world_size, STATUS_ABORT, rank.limit, S=spec,
-        options=launch.options,
-    )  # fmt: skip
+    rank.launch(rank.program(kernels.ep_dispatch_async_kernel, 1, S=spec, launch=launch), lambda _: (
+        *[dummy] * 8, rank.me, rank.first, rank.config.num_local_experts, 0, 1, 1, 0, 0, STATUS_ABORT, rank.limit,
+    ))  # fmt: skip
+    rank.launch(rank.program(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch), lambda _: (
+        *[dummy] * 16, rank.me, rank.config.rank, rank.config.num_local_experts, rank.config.num_groups, 0, 0, 0, 0,
+        rank.config.world_size, STATUS_ABORT, rank.limit,
+    ))  # fmt: skip
     rank.tell_drained()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 
 from moelink.config import EPConfig
@@ -15,7 +16,7 @@ from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
 from moelink.kernels.cache_keys import settle_cache_key
 from moelink.kernels.combine_spec import combine_spec
-from moelink.kernels.cut import grid, multiprocessors
+from moelink.kernels.cut import Launch, grid, multiprocessors
 from moelink.kernels.drained import ep_tell_drained_kernel
 from moelink.kernels.spec import budget_of, clock_ticks
 from moelink.liveness import Failure
@@ -34,17 +35,25 @@ from moelink.protocol import (
 )
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.budget import SM_BUDGET
+from moelink.transports.symmetric.plan import NotesLayout
+from moelink.transports.symmetric.program import Program
 from moelink.watch import Watch
 from moelink.workspace import Workspace
 
-T = TypeVar("T")
+R = TypeVar("R", bound="_Recipe")
 
 
 def _address(arg: Any) -> Any:
     """A tensor's address in its place, also in a tuple."""
-    if isinstance(arg, Tensor):
-        return arg.data_ptr()
-    return tuple(map(_address, arg)) if isinstance(arg, tuple) else arg
+    return tuple(map(_address, arg)) if isinstance(arg, tuple) else arg.data_ptr()
+
+
+class _Recipe(Protocol):
+    """What all calls of one kind have in common."""
+
+    @classmethod
+    def of(cls, rank: Rank, *kind: Any) -> Any:
+        """That of ``kind``."""
 
 
 class Rank:
@@ -58,6 +67,7 @@ class Rank:
         self._failure: PeerTimeoutError | None = None
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
+        self.weight_dtype, self.notes = config.weight_dtype, NotesLayout.of(workspace)
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
         self.network = connect(memory, workspace, self.me)
         self.table = self.network.table
@@ -83,15 +93,12 @@ class Rank:
         self._latest: torch.cuda.Stream | None = None
         self._forked = False
 
-    def once(self, kind: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` gives for calls of one ``kind``, made the first time. A few kinds for each number of tokens."""
-        if kind not in self._recipes:
-            self._recipes[kind] = make()
-        return self._recipes[kind]  # type: ignore[no-any-return]
-
-    def optional(self, tensor: Tensor | None) -> Tensor:
-        """``tensor``, or in place of None some pointer that the kernel will not follow."""
-        return self.table if tensor is None else tensor
+    def recipe(self, recipe: type[R], *kind: Any) -> R:
+        """``recipe.of`` this rank and ``kind``, made the first time. A few kinds for each number of tokens."""
+        key = (recipe, *kind)
+        if key not in self._recipes:
+            self._recipes[key] = recipe.of(self, *kind)
+        return self._recipes[key]  # type: ignore[no-any-return]
 
     def launching(self, *, apart: bool) -> AbstractContextManager[None]:
         """On CUDA: the device, and the stream that launches go to; each continues after all earlier calls.
@@ -99,9 +106,11 @@ class Rank:
         ``apart``: on this rank's own stream, forked from the current one, so that what the caller launches next runs
         beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own one.
         """
-        if self.stream is None or not (apart or self._forked or self._moved()):
-            return nullcontext()
-        return self._ordered(apart=apart)
+        return nullcontext() if self.goes_on(apart=apart) else self._ordered(apart=apart)
+
+    def goes_on(self, *, apart: bool) -> bool:
+        """There is nothing that :meth:`launching` would have to do."""
+        return self.stream is None or not (apart or self._forked or self._moved())
 
     def _current_stream(self) -> int:
         """Handle of the device's current stream, as launches take it; torch would make an object of it."""
@@ -152,37 +161,67 @@ class Rank:
             self._preparing = False
 
     def launch(
-        self, kernel: Any, programs: int, *args: Any, S: Any, options: dict[str, Any], given: Sequence[Tensor] = (),
-        resident: int = 1,
-    ) -> None:  # fmt: skip
-        """Launch ``kernel`` for ``programs`` programs to work, and let it know how many these are. ``given``: the
-        tensors among ``args`` that are the caller's. ``resident``: programs that a multiprocessor holds, which matters
-        with a budget of these.
+        self, program: Program, arguments: Callable[[bool], Sequence[Any]], given: Sequence[Tensor] = ()
+    ) -> None:
+        """Launch ``program``, and let it know of how many programs it is one.
+
+        ``arguments``: gives the kernel's own arguments; asked for True, tensors of the types that the kernel is
+        compiled for, else for whatever has the same addresses, or these themselves. ``given``: the tensors among them
+        that are the caller's.
 
         Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
         but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up. And
         its launcher asks the driver about every tensor, but takes addresses as they are (not the record's, which is
         host memory).
         """
-        fixed = (self.table, self.record, self.control)
-        count = grid(programs, self._budget, resident=resident, available=self._available)
         if self.stream is None:
             with self._guard():
-                kernel[(count,)](*fixed, *args, programs, S=S)
+                program.kernel[(program.count,)](
+                    self.table, self.record, self.control, *arguments(True), program.programs, S=program.S
+                )
             return
-        key = (kernel.__name__, S, *options.values(), *[(t.dtype, t.data_ptr() % 16) for t in given])
-        compiled = self._compiled.get(key)
+        key = (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
+        compiled = program.compiled.get(key)
         if compiled is None:
-            linked = self.network.options
-            compiled = settle_cache_key(kernel).warmup(
-                *fixed, *args, programs, grid=(programs,), S=S, **options, **linked
-            )
+            compiled = program.compiled[key] = self._load(program, arguments(True), key)
+        if self._preparing:
+            return
+        addresses = [
+            arg if type(arg) is int else arg.data_ptr() if type(arg) is Tensor else _address(arg)
+            for arg in arguments(False)
+        ]
+        fixed, stream = (self.table.data_ptr(), self.record, self.control.data_ptr()), self._current_stream()
+        hooks = knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            compiled[(program.count, 1, 1)](*fixed, *addresses, program.programs, program.S, stream=stream)
+            return
+        # What the line above does, without what it makes for hooks.
+        compiled.run(
+            program.count, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *fixed, *addresses, program.programs, program.S,
+        )  # fmt: skip
+
+    def _load(self, program: Program, arguments: Sequence[Any], given: Hashable) -> Any:
+        """The kernel, compiled and on the device. Programs that differ in their number only share it."""
+        key = (program.kernel.__name__, program.S, *program.options.values(), given)
+        if key not in self._compiled:
+            compiled = settle_cache_key(program.kernel).warmup(
+                self.table, self.record, self.control, *arguments, program.programs, grid=(program.programs,),
+                S=program.S, **program.options, **self.network.options,
+            )  # fmt: skip
             compiled._init_handles()
             self.network.load(compiled)
             self._compiled[key] = compiled
-        if not self._preparing:
-            addresses = [arg if type(arg) is int else _address(arg) for arg in args]
-            compiled[(count, 1, 1)](*fixed, *addresses, programs, S, stream=self._current_stream())
+        return self._compiled[key]
+
+    def program(self, kernel: Any, programs: int, *, S: Any, launch: Launch | None = None, **options: Any) -> Program:
+        """``programs`` programs of ``kernel``, compiled as ``launch`` and ``options`` say, within this rank's budget of
+        multiprocessors. A program of a refusal or of a CPU needs no ``launch``."""
+        resident = 1
+        if launch is not None:
+            options, resident = {**launch.options, **options}, launch.resident
+        count = grid(programs, self._budget, resident=resident, available=self._available)
+        return Program(kernel, programs, count, S, options)
 
     def tell_drained(self) -> None:
         """On CPUs, after a receiving half: tell the other ranks that this one has read it.
@@ -193,7 +232,7 @@ class Rank:
         if self.device.type != "cpu" or self.config.mode == "allreduce":
             return
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
-        self.launch(ep_tell_drained_kernel, 1, self.me, S=spec, options={})
+        self.launch(self.program(ep_tell_drained_kernel, 1, S=spec), lambda _: [self.me])
 
     def _guard(self) -> AbstractContextManager[None]:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""

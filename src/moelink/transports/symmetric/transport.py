@@ -15,7 +15,7 @@ from moelink.kernels.contract import pointer_table
 from moelink.memory import SymmetricMemory
 from moelink.output import DispatchOutput
 from moelink.protocol import COMBINE_BYTES, DISPATCH_BYTES
-from moelink.transports.base import CombineRequest, DispatchRequest, Phase, Traffic
+from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.symmetric.combining import Combine, refuse_combine
 from moelink.transports.symmetric.dispatching import Dispatch, refuse_dispatch
 from moelink.transports.symmetric.rank import Rank
@@ -45,6 +45,17 @@ class SymmetricPending(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
+class Launched(Generic[T]):
+    """A call all of which is under way."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self) -> T:
+        """The result."""
+        return self._result
+
+
 class SymmetricTransport:
     """Kernels over symmetric memory. ``configs[i]`` is a local rank, ``memories[i]`` its view of all blocks.
 
@@ -68,74 +79,80 @@ class SymmetricTransport:
         self._watch = watch
         self.ranks = [Rank(c, m, self._workspace, watch) for c, m in zip(configs, memories, strict=True)]
         self._under_way: list[object] = []
+        self._on_cpu = self.ranks[0].device.type == "cpu"
+        # Ranks of one CPU process run one after the other: all must have sent before any waits.
+        self._may_fuse = len(self.ranks) == 1 or not self._on_cpu
 
-    @property
-    def _may_fuse(self) -> bool:
-        """Ranks of one CPU process run one after the other: all must have sent before any waits."""
-        return len(self.ranks) == 1 or self.ranks[0].device.type == "cuda"
-
-    def dispatch(
-        self, requests: Sequence[DispatchRequest], *, fused: bool = False
-    ) -> SymmetricPending[list[DispatchOutput]]:
+    def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
         self._enter()
         with _without_gradients():
             calls = [
                 Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
             ]
-        fused = fused and self._may_fuse
-        self._each([call.send_and_receive if fused else call.send for call in calls], apart=not fused)
-        self._under_way = [*self._under_way[-1:], calls]
+        if fused and self._may_fuse:
+            self._each(calls, Dispatch.send_and_receive, apart=False)
+            self._keep(calls)
+            self._join()
+            return Launched([call.result() for call in calls])
+        self._each(calls, Dispatch.send)
+        self._keep(calls)
 
         def finish() -> list[DispatchOutput]:
-            if not fused:
-                self._each([call.receive for call in calls])
+            self._each(calls, Dispatch.receive)
             self._join()
             return [call.result() for call in calls]
 
         return SymmetricPending(finish)
 
-    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> SymmetricPending[list[Tensor]]:
+    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
         self._enter()
         with _without_gradients():
             calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
         passes = calls[0].passes
-        fused = fused and self._may_fuse
-
-        def start(slot: int) -> None:
-            launches = [lambda c=c: c.send_and_receive(slot) if fused else c.send(slot) for c in calls]  # type: ignore[misc]
-            self._each(launches, apart=not fused)
-
-        start(passes[0])
-        self._under_way = [*self._under_way[-1:], calls]
+        if fused and self._may_fuse:
+            for slot in passes:
+                self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), apart=False)  # type: ignore[misc]
+            self._keep(calls)
+            self._join()
+            return Launched([call.result() for call in calls])
+        self._each(calls, lambda call: call.send(passes[0]))
+        self._keep(calls)
 
         def finish() -> list[Tensor]:
             for slot in passes:
                 if slot != passes[0]:
-                    start(slot)
-                if not fused:
-                    self._each([lambda c=c, slot=slot: c.receive(slot) for c in calls])  # type: ignore[misc]
+                    self._each(calls, lambda call, slot=slot: call.send(slot))  # type: ignore[misc]
+                self._each(calls, lambda call, slot=slot: call.receive(slot))  # type: ignore[misc]
             self._join()
             return [call.result() for call in calls]
 
         return SymmetricPending(finish)
 
-    def _each(self, launches: Sequence[Callable[[], None]], *, apart: bool = True) -> None:
+    def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
+        """``launch`` each rank's entry of ``calls``."""
         if len(self.ranks) > 1:
             apart = True
-            for rank, launch in zip(self.ranks, launches, strict=True):
+            for rank, call in zip(self.ranks, calls, strict=True):
                 if rank.stream is not None:
                     with rank.preparing():
-                        launch()
-        for rank, launch in zip(self.ranks, launches, strict=True):
-            with rank.launching(apart=apart):
-                launch()
+                        launch(call)
+        for rank, call in zip(self.ranks, calls, strict=True):
+            if rank.goes_on(apart=apart):
+                launch(call)
+            else:
+                with rank.launching(apart=apart):
+                    launch(call)
+
+    def _keep(self, calls: object) -> None:
+        """What a call was given must stay alive while it is under way."""
+        self._under_way = [*self._under_way[-1:], calls]
 
     def _join(self) -> None:
         for rank in self.ranks:
             rank.join()
-        if self.ranks[0].device.type == "cpu":
+        if self._on_cpu:
             self._raise_error()
 
     def _enter(self) -> None:
@@ -165,11 +182,11 @@ class SymmetricTransport:
             return
         if self._watch is not None:
             self._watch.enter()
-        self._each([lambda r=r: (refuse_dispatch if phase == "dispatch" else refuse_combine)(r) for r in self.ranks])  # type: ignore[misc]
+        self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
 
     def warmup(self) -> None:
         """Compile and load every kernel of the usual calls; nothing is launched. Nothing to do on CPUs."""
-        if self.ranks[0].device.type == "cpu":
+        if self._on_cpu:
             return
         for rank in self.ranks:
             with torch.no_grad(), rank.preparing():
