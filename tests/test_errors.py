@@ -117,6 +117,30 @@ def foreign(rank, world_size):
     return True
 
 
+def test_what_was_checked_before_is_refused_when_it_is_not_the_same():
+    """A call like an earlier good one is not checked again; one that differs in anything is."""
+    x, ids, weights = torch.ones(2, 8, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+    wide = torch.ones(2, 16, dtype=torch.bfloat16)
+    fields = dict(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=2)
+    bad = [
+        ("x", (wide, ids, weights)), ("x", (x.float().double(), ids, weights)), ("x", (wide[:, ::2], ids, weights)),
+        ("x", (x.tolist(), ids, weights)), ("x", (torch.ones(3, 8).bfloat16(), ids, weights)),
+        ("topk_ids", (x, ids[:1], weights)), ("topk_ids", (x, ids.T, weights)), ("topk_ids", (x, ids + 1, weights)),
+        ("topk_ids", (x, None, weights)), ("topk_weights", (x, ids, weights.int())), ("topk_weights", (x, ids, 1.0)),
+    ]  # fmt: skip
+    with moelink.init(**fields, device="cpu") as ep:
+        ep.dispatch(x, ids, weights)
+        ep.dispatch(torch.nn.Parameter(x, requires_grad=False), ids, weights)
+        for name, arguments in bad:
+            with pytest.raises(moelink.ArgumentError, match=f"^{name}: "):
+                ep.dispatch(*arguments)
+            with pytest.raises(moelink.ArgumentError, match=f"^{name}: "):
+                ep.dispatch(*arguments)
+        with pytest.raises(moelink.ArgumentError, match="^x: "):
+            ep.dispatch(torch.nn.Parameter(wide, requires_grad=False), ids, weights)
+        ep.dispatch(x, ids, weights)
+
+
 def test_foreign_recv_is_refused():
     assert run_ranks(foreign, 2) == [True] * 2
 

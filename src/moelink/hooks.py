@@ -52,4 +52,4 @@ def evaluate_weights(
         token = torch.arange(num_tokens, device=device)[:, None]
         slot = torch.arange(topk, device=device)[None, :]
         weights = torch.as_tensor(weights.torch_fn(weights.tensors, token, slot)).expand(num_tokens, topk)
-    return None if weights is None else weights.to(dtype)
+    return weights if weights is None or weights.dtype == dtype else weights.to(dtype)

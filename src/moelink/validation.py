@@ -5,7 +5,7 @@ Every refusal is an ArgumentError that names the argument, what was expected and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +54,17 @@ def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutp
     return recv
 
 
+def kind_of(request: DispatchRequest) -> Hashable | None:
+    """What decides whether ``request`` passes :func:`check_dispatch`, but for the values of ids (:func:`check_ids`).
+
+    None where more than that does.
+    """
+    if request.routing is not None or request.out is not None or request.input_scale is not None:
+        return None
+    given = (request.x, request.topk_ids, request.topk_weights, request.scales)
+    return tuple([(t.shape, t.dtype, t.device, t.is_contiguous()) if isinstance(t, Tensor) else type(t) for t in given])
+
+
 def check_dispatch(
     config: EPConfig, request: DispatchRequest, *, identity: str, device: torch.device
 ) -> DispatchRequest:
@@ -92,6 +103,11 @@ def _check_ids(config: EPConfig, request: DispatchRequest, num_tokens: int, devi
             raise ArgumentError("topk_ids", "None with routing=, which brings its own", "a tensor")
         return
     ids = check_tensor("topk_ids", request.topk_ids, shape=(num_tokens, config.topk), dtypes=_INTS, device=device)
+    check_ids(config, ids)
+
+
+def check_ids(config: EPConfig, ids: Tensor) -> None:
+    """The values of ids, on a CPU. Elsewhere that would have the host wait."""
     if ids.is_cpu and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < -1 or high >= config.num_experts:

@@ -15,7 +15,7 @@ from moelink.blank import Blank
 from moelink.config import EPConfig
 from moelink.formats.base import ScaleLayout
 from moelink.layout import DispatchMessage
-from moelink.output import DispatchHandle, DispatchOutput
+from moelink.output import DispatchHandle, DispatchOutput, make
 from moelink.routing import RowPlan
 from moelink.transports.collective.plan import CollectivePlan
 from moelink.transports.collective.sums import gather_rows
@@ -63,7 +63,8 @@ class OutputShape:
 
     def allocate(self, handle: DispatchHandle, device: torch.device) -> DispatchOutput:
         """Uninitialised tensors, in an output of ``handle``."""
-        return DispatchOutput(handle=handle, **{name: blank.on(device) for name, blank in self.present}, **self.absent)  # type: ignore[arg-type]
+        tensors = {name: blank.on(device) for name, blank in self.present}
+        return make(DispatchOutput, {**tensors, **self.absent, "handle": handle})
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from moelink.kernels import dispatch as kernels
 from moelink.kernels.cut import Cut, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
 from moelink.kernels.spec import COPY, ENCODE, dispatch_spec
-from moelink.output import DispatchHandle, DispatchOutput
+from moelink.output import DispatchHandle, DispatchOutput, make
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import DispatchRequest
 from moelink.transports.collective.outputs import OutputShape
@@ -126,10 +126,10 @@ class Dispatch:
             # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
             # this one may fail where that one did not.
             self.plan = request.routing.handle.plan.again()
-        handle = DispatchHandle(
-            owner=identity, rank=config.rank, num_tokens=num_tokens, topk_ids=request.topk_ids, topk_weights=weights,
-            counts=counts, plan=self.plan,
-        )  # fmt: skip
+        handle = make(DispatchHandle, {
+            "owner": identity, "rank": config.rank, "num_tokens": num_tokens, "topk_ids": request.topk_ids,
+            "topk_weights": weights, "counts": counts, "plan": self.plan, "carrier": None,
+        })  # fmt: skip
         if out is None:
             self.output, self._scale_rows = recipe.outputs.allocate(handle, device), recipe.scale_rows
         else:
