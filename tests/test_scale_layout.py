@@ -72,9 +72,9 @@ def lay_out(fmt, scales, message_of_row, row_offsets):
     messages[:, part.offset : part.offset + scales.shape[1]] = scales
     spec = dispatch_spec(rank.workspace, rank.device, input_dtype=torch.bfloat16, quantized=False, weights=False)
     out = torch.full((rows * 1024,), 0xAA, dtype=torch.uint8)
-    numbers = (torch.tensor(row_offsets, dtype=torch.int32), torch.tensor(message_of_row, dtype=torch.int32))
+    noted = (torch.tensor(row_offsets, dtype=torch.int32), torch.tensor(message_of_row, dtype=torch.int32))
     program = rank.program(ep_lay_out_scales_kernel, 2, S=spec)
-    rank.launch(program, lambda _: (*numbers, out, len(row_offsets) - 1, rows))
+    rank.launch(program, lambda _: (*noted, out), (len(row_offsets) - 1, rows))
     transport.close()
     return out
 

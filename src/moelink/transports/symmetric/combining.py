@@ -117,16 +117,22 @@ class Combine:
         weights = self.request.recv.weights
         return self.request.y, self.rank.table if weights is None else weights
 
-    def _home(self, typed: bool, *, fused: bool) -> tuple[Any, ...]:
-        """Tensors and numbers of the home role; ``fused``: with what the expert role takes besides."""
-        request, recipe, nothing, parts = self.request, self.recipe, self.rank.table, self._parts(typed)
+    def _sent(self, typed: bool) -> tuple[Any, ...]:
+        parts = self._parts(typed)
+        return (*self._rows(), parts.rows_of_message, parts.message_token, parts.received)
+
+    def _home(self, typed: bool, *, fused: bool = False) -> tuple[Any, ...]:
+        """Tensors of the home role; ``fused``: with what the expert role takes besides."""
+        request, nothing, parts = self.request, self.rank.table, self._parts(typed)
         weights, shared, bias = self._weights, request.shared, self._bias
         return (
             *self._rows(), nothing if weights is None else weights, request.recv.handle.topk_ids, parts.slot_of,
             parts.rows_of_message, *((parts.message_token,) if fused else ()), parts.received, self.out,
             nothing if shared is None else shared, nothing if bias is None else bias, self._hooked or (nothing,),
-            *recipe.first, request.y.shape[0], *recipe.last,
         )  # fmt: skip
+
+    def _both(self, typed: bool) -> tuple[Any, ...]:
+        return self._home(typed, fused=True)
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -143,29 +149,25 @@ class Combine:
     def send(self, slot_begin: int) -> None:
         """Launch the expert role: ``send_tokens_back``."""
         rank, recipe = self.rank, self.recipe
-        if not recipe.travels:
-            return
-
-        def arguments(typed: bool) -> tuple[Any, ...]:
-            parts = self._parts(typed)
-            return (
-                *self._rows(), parts.rows_of_message, parts.message_token, parts.received, rank.me,
-                self.request.y.shape[0], slot_begin, recipe.spread, STATUS_OK, rank.limit,
-            )  # fmt: skip
-
-        rank.launch(recipe.send, arguments, self._given)
+        if recipe.travels:
+            numbers = (rank.me, self.request.y.shape[0], slot_begin, recipe.spread, STATUS_OK, rank.limit)
+            rank.launch(recipe.send, self._sent, numbers, self._given)
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
-        rank, last = self.rank, (slot_begin, STATUS_OK, self.rank.limit)
-        rank.launch(self.recipe.receive, lambda typed: (*self._home(typed, fused=False), *last), self._given)
+        rank, recipe = self.rank, self.recipe
+        numbers = (*recipe.first, self.request.y.shape[0], *recipe.last, slot_begin, STATUS_OK, rank.limit)
+        rank.launch(recipe.receive, self._home, numbers, self._given)
         rank.tell_drained()
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
         rank, recipe = self.rank, self.recipe
-        last = (slot_begin, recipe.spread, STATUS_OK, recipe.senders, rank.limit)
-        rank.launch(recipe.both, lambda typed: (*self._home(typed, fused=True), *last), self._given)
+        numbers = (
+            *recipe.first, self.request.y.shape[0], *recipe.last, slot_begin, recipe.spread, STATUS_OK, recipe.senders,
+            rank.limit,
+        )  # fmt: skip
+        rank.launch(recipe.both, self._both, numbers, self._given)
 
     def result(self) -> Tensor:
         """The result, after an epilogue that is only there in torch."""
@@ -185,11 +187,12 @@ def refuse_combine(rank: Rank) -> None:
         return
     how: Any = {"S": spec, "launch": combine_launch(rank.config, rank.device, 0), **_EXACT}
     dummy = rank.nothing
-    rank.launch(rank.program(kernels.ep_combine_async_kernel, 1, **how), lambda _: (
-        *[dummy] * 5, rank.me, 0, 0, 1, STATUS_ABORT, rank.limit,
-    ))  # fmt: skip
-    rank.launch(rank.program(kernels.ep_combine_wait_kernel, 1, **how), lambda _: (
-        *[dummy] * 10, (dummy,), rank.me, rank.first, rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT,
-        rank.limit,
-    ))  # fmt: skip
+    rank.launch(
+        rank.program(kernels.ep_combine_async_kernel, 1, **how), lambda _: [dummy] * 5,
+        (rank.me, 0, 0, 1, STATUS_ABORT, rank.limit),
+    )  # fmt: skip
+    rank.launch(
+        rank.program(kernels.ep_combine_wait_kernel, 1, **how), lambda _: (*[dummy] * 10, (dummy,)),
+        (rank.me, rank.first, rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit),
+    )  # fmt: skip
     rank.tell_drained()

@@ -31,8 +31,8 @@ class Recipe:
 
     Attributes:
         send, receive, both, layout: the kernels, the last one where it brings scales into their layout.
-        sending, receiving, fused: the numbers among the arguments of the first three; the latter two before rows of a
-            column of scales, after which come ``stride`` and what is in ``ends``.
+        sending, receiving, fused: the numbers that the first three get; the latter two up to rows of a column of
+            scales, behind which comes what is in ``ends``.
         copies: rows are bytes to the kernels.
         notes, counts, outputs: the tensors that a call makes. scale_rows: of such scales.
     """
@@ -139,12 +139,9 @@ class Dispatch:
         self._x, self._input_scale, self._weights = x, input_scale, weights
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
-    def _parts(self, typed: bool) -> tuple[Parts, Parts | None]:
-        """This call's notes, and those of the call whose routing it goes over."""
-        routing = self.request.routing
-        plans = (self.plan, None if routing is None else routing.handle.plan)
-        own, noted = (None if plan is None else plan.parts if typed else plan.addresses for plan in plans)
-        return own, noted  # type: ignore[return-value]
+    def _parts(self, typed: bool) -> Parts:
+        """This call's notes."""
+        return self.plan.parts if typed else self.plan.addresses
 
     def _rows(self, typed: bool, parts: Parts) -> tuple[Any, ...]:
         """What the sender role reads and notes."""
@@ -157,8 +154,8 @@ class Dispatch:
             request.topk_ids, nothing if weights is None else weights, parts.slot_of, parts.sent,
         )  # fmt: skip
 
-    def _outputs(self, typed: bool, parts: Parts, routed: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the receiver role writes, and ``routed``, which it reads over a routing."""
+    def _outputs(self, typed: bool, parts: Parts) -> tuple[Any, ...]:
+        """What the receiver role writes, and reads over a routing."""
         out, nothing = self.output, self.rank.table
         weights = out.weights if out.topk_ids is None else out.topk_weights
         scales = out.scales if self.recipe.layout is None else self.rank.message_of_row
@@ -167,45 +164,45 @@ class Dispatch:
             nothing if out.expert_ids is None else out.expert_ids, out.src_info,
             nothing if out.scales_offsets is None else out.scales_offsets, nothing if weights is None else weights,
             nothing if out.topk_ids is None else out.topk_ids, out.num_recv_tokens, out.overflow, out.handle.counts,
-            parts.received, parts.rows_of_message, parts.message_token, *routed,
+            parts.received, parts.rows_of_message, parts.message_token, *self._routed(typed, parts),
         )  # fmt: skip
 
-    def _routed(self, parts: Parts, noted: Parts | None) -> tuple[Any, Any]:
+    def _routed(self, typed: bool, parts: Parts) -> tuple[Any, Any]:
+        """What the call that made the routing received and counted."""
         routing = self.request.routing
-        if routing is None or noted is None:
+        if routing is None:
             return parts.received, self.output.handle.counts  # not read
-        return noted.received, routing.handle.counts
+        plan: SymmetricPlan = routing.handle.plan
+        return (plan.parts if typed else plan.addresses).received, routing.handle.counts
+
+    def _sent(self, typed: bool) -> tuple[Any, ...]:
+        parts = self._parts(typed)
+        return (*self._rows(typed, parts), self._routed(typed, parts)[0])
+
+    def _received(self, typed: bool) -> tuple[Any, ...]:
+        return self._outputs(typed, self._parts(typed))
+
+    def _both(self, typed: bool) -> tuple[Any, ...]:
+        parts = self._parts(typed)
+        return (*self._rows(typed, parts), *self._outputs(typed, parts))
 
     def send(self) -> None:
         """Launch the sender role."""
-
-        def arguments(typed: bool) -> tuple[Any, ...]:
-            parts, noted = self._parts(typed)
-            return (*self._rows(typed, parts), self._routed(parts, noted)[0], *self.recipe.sending)
-
-        self.rank.launch(self.recipe.send, arguments, self._given)
+        self.rank.launch(self.recipe.send, self._sent, self.recipe.sending, self._given)
 
     def receive(self) -> None:
         """Launch the receiver role."""
-
-        def arguments(typed: bool) -> tuple[Any, ...]:
-            parts, noted = self._parts(typed)
-            outputs = self._outputs(typed, parts, self._routed(parts, noted))
-            return (*outputs, *self.recipe.receiving, self._scale_rows, *self.recipe.ends[0])
-
-        self.rank.launch(self.recipe.receive, arguments, self._given)
+        recipe = self.recipe
+        numbers = (*recipe.receiving, self._scale_rows, *recipe.ends[0])
+        self.rank.launch(recipe.receive, self._received, numbers, self._given)
         self._lay_out_scales()
         self.rank.tell_drained()
 
     def send_and_receive(self) -> None:
         """Launch both roles at once."""
-        self.rank.launch(self.recipe.both, self._fused, self._given)
+        recipe = self.recipe
+        self.rank.launch(recipe.both, self._both, (*recipe.fused, self._scale_rows, *recipe.ends[1]), self._given)
         self._lay_out_scales()
-
-    def _fused(self, typed: bool) -> tuple[Any, ...]:
-        (parts, noted), recipe = self._parts(typed), self.recipe
-        outputs = self._outputs(typed, parts, self._routed(parts, noted))
-        return (*self._rows(typed, parts), *outputs, *recipe.fused, self._scale_rows, *recipe.ends[1])
 
     def _lay_out_scales(self) -> None:
         """Where the receiver only noted which message a row came with: bring the scales into their layout."""
@@ -214,9 +211,8 @@ class Dispatch:
             return
         scales = out.scales
         assert scales is not None
-        rank.launch(program, lambda typed: (
-            out.row_offsets, rank.message_of_row, _bytes(scales, typed), rank.config.num_groups, self._scale_rows,
-        ))  # fmt: skip
+        tensors = (out.row_offsets, rank.message_of_row, scales.view(torch.uint8))
+        rank.launch(program, lambda _: tensors, (rank.config.num_groups, self._scale_rows))
 
     def result(self) -> DispatchOutput:
         """The output; with ``host_counts`` cut to its exact size, for which the host waits."""
@@ -253,11 +249,13 @@ def refuse_dispatch(rank: Rank) -> None:
     )
     launch = dispatch_launch(rank.config, rank.device, 0, encodes=False)
     dummy = rank.nothing
-    rank.launch(rank.program(kernels.ep_dispatch_async_kernel, 1, S=spec, launch=launch), lambda _: (
-        *[dummy] * 8, rank.me, rank.first, rank.config.num_local_experts, 0, 1, 1, 0, 0, STATUS_ABORT, rank.limit,
-    ))  # fmt: skip
-    rank.launch(rank.program(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch), lambda _: (
-        *[dummy] * 16, rank.me, rank.config.rank, rank.config.num_local_experts, rank.config.num_groups, 0, 0, 0, 0,
-        rank.config.world_size, STATUS_ABORT, rank.limit,
-    ))  # fmt: skip
+    local, groups, stride = rank.config.num_local_experts, rank.config.num_groups, rank.config.world_size
+    rank.launch(
+        rank.program(kernels.ep_dispatch_async_kernel, 1, S=spec, launch=launch), lambda _: [dummy] * 8,
+        (rank.me, rank.first, local, 0, 1, 1, 0, 0, STATUS_ABORT, rank.limit),
+    )  # fmt: skip
+    rank.launch(
+        rank.program(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch), lambda _: [dummy] * 16,
+        (rank.me, rank.config.rank, local, groups, 0, 0, 0, 0, stride, STATUS_ABORT, rank.limit),
+    )  # fmt: skip
     rank.tell_drained()

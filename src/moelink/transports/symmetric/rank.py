@@ -44,8 +44,10 @@ R = TypeVar("R", bound="_Recipe")
 
 
 def _address(arg: Any) -> Any:
-    """A tensor's address in its place, also in a tuple."""
-    return tuple(map(_address, arg)) if isinstance(arg, tuple) else arg.data_ptr()
+    """An address as it is, a tensor's in its place, also in a tuple."""
+    if isinstance(arg, Tensor):
+        return arg.data_ptr()
+    return tuple(map(_address, arg)) if isinstance(arg, tuple) else arg
 
 
 class _Recipe(Protocol):
@@ -161,13 +163,17 @@ class Rank:
             self._preparing = False
 
     def launch(
-        self, program: Program, arguments: Callable[[bool], Sequence[Any]], given: Sequence[Tensor] = ()
+        self,
+        program: Program,
+        tensors: Callable[[bool], Sequence[Any]],
+        numbers: Sequence[int],
+        given: Sequence[Tensor] = (),
     ) -> None:
         """Launch ``program``, and let it know of how many programs it is one.
 
-        ``arguments``: gives the kernel's own arguments; asked for True, tensors of the types that the kernel is
-        compiled for, else for whatever has the same addresses, or these themselves. ``given``: the tensors among them
-        that are the caller's.
+        ``tensors``: gives the first of the kernel's own arguments, the tensors, and tuples of them; asked for True, of
+        the types that the kernel is compiled for, else whatever has the same addresses, or these themselves.
+        ``numbers``: the other arguments. ``given``: the tensors that are the caller's.
 
         Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
         but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up. And
@@ -177,29 +183,28 @@ class Rank:
         if self.stream is None:
             with self._guard():
                 program.kernel[(program.count,)](
-                    self.table, self.record, self.control, *arguments(True), program.programs, S=program.S
+                    self.table, self.record, self.control, *tensors(True), *numbers, program.programs, S=program.S
                 )
             return
         key = (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
         compiled = program.compiled.get(key)
         if compiled is None:
-            compiled = program.compiled[key] = self._load(program, arguments(True), key)
+            compiled = program.compiled[key] = self._load(program, (*tensors(True), *numbers), key)
         if self._preparing:
             return
-        addresses = [
-            arg if type(arg) is int else arg.data_ptr() if type(arg) is Tensor else _address(arg)
-            for arg in arguments(False)
-        ]
-        fixed, stream = (self.table.data_ptr(), self.record, self.control.data_ptr()), self._current_stream()
-        hooks = knobs.runtime  # chains of hooks; what is none is left to Triton, too
+        args = (
+            self.table.data_ptr(), self.record, self.control.data_ptr(),
+            *[t if type(t) is int else t.data_ptr() if type(t) is Tensor else _address(t) for t in tensors(False)],
+            *numbers, program.programs, program.S,
+        )  # fmt: skip
+        stream, hooks = self._current_stream(), knobs.runtime
+        # Chains of hooks; what is none is left to Triton, too.
         if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
-            compiled[(program.count, 1, 1)](*fixed, *addresses, program.programs, program.S, stream=stream)
+            compiled[(program.count, 1, 1)](*args, stream=stream)
             return
         # What the line above does, without what it makes for hooks.
-        compiled.run(
-            program.count, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *fixed, *addresses, program.programs, program.S,
-        )  # fmt: skip
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(program.count, 1, 1, stream, function, metadata, None, None, None, *args)
 
     def _load(self, program: Program, arguments: Sequence[Any], given: Hashable) -> Any:
         """The kernel, compiled and on the device. Programs that differ in their number only share it."""
@@ -232,7 +237,7 @@ class Rank:
         if self.device.type != "cpu" or self.config.mode == "allreduce":
             return
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
-        self.launch(self.program(ep_tell_drained_kernel, 1, S=spec), lambda _: [self.me])
+        self.launch(self.program(ep_tell_drained_kernel, 1, S=spec), lambda _: (), [self.me])
 
     def _guard(self) -> AbstractContextManager[None]:
         """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
