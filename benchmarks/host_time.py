@@ -1,8 +1,8 @@
 """Host time of one eager dispatch and combine on the symmetric transport, and what of it goes into making tensors.
 
 One rank. On a CUDA device (``--device cuda``) the kernels are launched; on a CPU, where they would be interpreted,
-launches do nothing, so that what is timed is Python, PyTorch's checks and allocations. Processor time of this process,
-not elapsed time: the least of many short batches, as other work on the machine only ever adds to it.
+launches only gather their arguments, so that what is timed is Python, PyTorch's checks and allocations. Processor time
+of this process, not elapsed time: the least of many short batches, as other work on the machine only ever adds to it.
 
 * ``dispatch``, ``combine``: one call. ``pair``: one after the other.
 * ``tensors``: the calls of ``torch.empty_strided`` that a pair makes, alone, with the same arguments.
@@ -100,7 +100,10 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     from moelink.transports.symmetric.rank import Rank
 
-    with mock.patch.object(Rank, "launch", Rank.launch if launches else lambda *_, **__: None):
+    def gather(_rank: Rank, _program: Any, tensors: Callable[[bool], Any], *_: Any) -> None:
+        tensors(False)
+
+    with mock.patch.object(Rank, "launch", Rank.launch if launches else gather):
         result = measure(device)
     document = {
         "schema_version": 1,

@@ -261,6 +261,7 @@ class Rank:
             self.memory.close()
             # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
             self.control, self.table, self._compiled = self.nothing.long(), self.memory.pointers, {}
+            self._recipes = {}
 
     def synchronize(self) -> None:
         """The host waits for this rank's kernels."""

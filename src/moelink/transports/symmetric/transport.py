@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar
@@ -78,7 +79,8 @@ class SymmetricTransport:
         self._workspace = Workspace(configs[0])
         self._watch = watch
         self.ranks = [Rank(c, m, self._workspace, watch) for c, m in zip(configs, memories, strict=True)]
-        self._under_way: list[object] = []
+        # What calls under way were given must stay alive.
+        self._under_way: deque[object] = deque(maxlen=2)
         self._on_cpu = self.ranks[0].device.type == "cpu"
         # Ranks of one CPU process run one after the other: all must have sent before any waits.
         self._may_fuse = len(self.ranks) == 1 or not self._on_cpu
@@ -92,11 +94,11 @@ class SymmetricTransport:
             ]
         if fused and self._may_fuse:
             self._each(calls, Dispatch.send_and_receive, apart=False)
-            self._keep(calls)
+            self._under_way.append(calls)
             self._join()
             return Launched([call.result() for call in calls])
         self._each(calls, Dispatch.send)
-        self._keep(calls)
+        self._under_way.append(calls)
 
         def finish() -> list[DispatchOutput]:
             self._each(calls, Dispatch.receive)
@@ -114,11 +116,11 @@ class SymmetricTransport:
         if fused and self._may_fuse:
             for slot in passes:
                 self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), apart=False)  # type: ignore[misc]
-            self._keep(calls)
+            self._under_way.append(calls)
             self._join()
             return Launched([call.result() for call in calls])
         self._each(calls, lambda call: call.send(passes[0]))
-        self._keep(calls)
+        self._under_way.append(calls)
 
         def finish() -> list[Tensor]:
             for slot in passes:
@@ -144,10 +146,6 @@ class SymmetricTransport:
             else:
                 with rank.launching(apart=apart):
                     launch(call)
-
-    def _keep(self, calls: object) -> None:
-        """What a call was given must stay alive while it is under way."""
-        self._under_way = [*self._under_way[-1:], calls]
 
     def _join(self) -> None:
         for rank in self.ranks:
@@ -250,4 +248,4 @@ class SymmetricTransport:
         """Release the blocks, after what is under way unless the communicator is poisoned. Safe to call twice."""
         for rank in self.ranks:
             rank.close()
-        self._under_way = []
+        self._under_way.clear()
