@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from moelink.bench.measure import PHASES
+from moelink.bench.report import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "collective_vs_topk.json"
 PAGE = ROOT / "docs" / "results.md"
+IN_PAIRS = "†"
+PAIRS_ARE = "the phase's part of a replayed graph of dispatches, each followed by its combine."
 
 
 def render(document: dict[str, Any]) -> str:
@@ -57,25 +60,31 @@ def gpu_results() -> list[tuple[str, dict[str, Any]]]:
 
 
 def cell(result: dict[str, Any] | None) -> str:
-    """Median (20th - 80th percentile) by graph replay, or of eager calls and said so, in microseconds."""
-    figure = result and (result["graph"] or result["eager"])
-    if not result or not figure:
+    """Median (20th - 80th percentile) by the first method that was used, named unless it is the graph; microseconds."""
+    method = next((name for name in METHODS if result and result.get(name)), None)
+    if not result or method is None:
         return ""
+    figure = result[method]
     text = f"{figure['median']:.1f} ({figure['p20']:.1f} – {figure['p80']:.1f})"
-    return text if result["graph"] else f"{text} eager"
+    return text if method == "graph" else f"{text} {method}"
 
 
 def medians(row: dict[str, Any] | None) -> str:
-    """Medians of the three phases, in microseconds: by graph replay, or of eager calls where no phase has a graph."""
+    """Medians of the three phases, in microseconds: by graph replay, or of eager calls where no phase has a graph.
+
+    A phase alone that is in a graph of pairs only is marked with :data:`IN_PAIRS`.
+    """
     if row is None or row["reason"]:
         return "–"
     phases = [row["phases"].get(phase) or {} for phase in PHASES]
-    method = "graph" if any(phase.get("graph") for phase in phases) else "eager"
-    figures = [phase.get(method) for phase in phases]
-    digits = [0 if figure and figure["median"] >= 1000 else 1 for figure in figures]
-    return " / ".join(
-        f"{figure['median']:.{count}f}" if figure else "–" for figure, count in zip(figures, digits, strict=True)
-    )
+    on_device = any(phase.get("graph") for phase in phases)
+    texts = []
+    for phase in phases:
+        marked = phase.get("pairs") if on_device and not phase.get("graph") else None
+        figure = marked or phase.get("graph" if on_device else "eager")
+        digits = 0 if figure and figure["median"] >= 1000 else 1
+        texts.append(f"{figure['median']:.{digits}f}{IN_PAIRS if marked else ''}" if figure else "–")
+    return " / ".join(texts)
 
 
 def compact_table(documents: list[dict[str, Any]]) -> str:
@@ -100,16 +109,18 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
         return ""
     head = chosen[0]
     case, versions = head["cases"][0]["case"], head["versions"]
+    table = compact_table(chosen)
+    marked = f"{IN_PAIRS}: {PAIRS_ARE} " if IN_PAIRS in table else ""
     text = (
         f"{most} × {head['devices'][0]}, hidden size {case['hidden_size']}, top-{case['topk']} of "
         f"{case['num_experts']} experts, uniform routing, bf16 home; tokens per rank. Medians of the slowest rank by "
         "CUDA-graph replay, or of calls made one by one where a contender synchronises with the host; first all "
-        f"transports returned the same bits. moelink collective runs on NCCL. torch {versions['torch']}, triton "
-        f"{versions['triton']}, NCCL {versions['nccl']}, commit {head['commit'][:7]}, {head['date']}. "
+        f"transports returned the same bits. {marked}moelink collective runs on NCCL. torch {versions['torch']}, "
+        f"triton {versions['triton']}, NCCL {versions['nccl']}, commit {head['commit'][:7]}, {head['date']}. "
         f"{' '.join(leaving_out(chosen))} "
         "[docs/results.md](docs/results.md) has percentiles, shares of the wire and the commands."
     )
-    return "\n".join([compact_table(chosen), "", text])
+    return "\n".join([table, "", text])
 
 
 def leaving_out(documents: list[dict[str, Any]]) -> list[str]:
@@ -146,6 +157,7 @@ def speed_table(document: dict[str, Any]) -> str:
         "Median over samples of the slowest rank (20th – 80th percentile) by CUDA-graph replay, after all transports "
         "returned the same bits. Share of the wire: time that the busiest "
         f"link needs at the all-to-all ceiling of the same run ({limit} out of each GPU) / time taken.",
+        *([f"pairs: {PAIRS_ARE}"] if any(" pairs |" in line for line in lines) else []),
         *leaving_out([document]),
     ]
     return "\n".join([*lines, "", " ".join(notes)])

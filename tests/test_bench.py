@@ -278,7 +278,8 @@ def test_a_small_run_on_gpus(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
     (ours,) = (row for row in document["rows"] if row["contender"] == SYMMETRIC)
-    for phase in ours["phases"].values():
+    for name, phase in ours["phases"].items():
         assert phase["graph"]["median"] > 0
-        assert all(name.startswith("ep_") for name in phase["kernels"])
+        assert (phase["pairs"] is None) == (name == "both"), phase["note"]
+        assert all(kernel.startswith("ep_") for kernel in phase["kernels"])
     assert document["ceiling"]["gb_per_s"] > 10

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import moelink
-from moelink.bench import PRESETS, Case, Settings, make_plan, measure, together
+from moelink.bench import PRESETS, Case, Settings, make_plan
 from moelink.bench.ceiling import CeilingSamples, ceiling_of
 from moelink.bench.contenders import COLLECTIVE, SYMMETRIC, compile_calls, open_communicator
 from moelink.bench.gate import expert_factor
@@ -16,7 +16,7 @@ from moelink.bench.measure import PhaseSamples
 from moelink.bench.peer_vdev import group_of_expert
 from moelink.bench.report import CaseResult, PhaseResult, Row, figure_of, phase_result
 from moelink.bench.stats import Figure, slowest_rank
-from moelink.bench.timing import Captured, KernelTimes, kernel_times_of, short_name
+from moelink.bench.timing import kernel_times_of, short_name
 from moelink.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
 from moelink.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
 from moelink.errors import ConfigError
@@ -82,8 +82,10 @@ def test_the_ceiling_is_that_of_the_best_variant() -> None:
     assert (none.gb_per_s, none.reason) == (None, "one rank has no link")
 
 
-def make_row(contender: str, *, graph: float | None = None, eager: float | None = None) -> Row:
-    figures = [None if value is None else Figure(value, value, value, 0.0, 3) for value in (graph, eager)]
+def make_row(
+    contender: str, *, graph: float | None = None, pairs: float | None = None, eager: float | None = None
+) -> Row:
+    figures = [None if value is None else Figure(value, value, value, 0.0, 3) for value in (graph, pairs, eager)]
     return Row(0, contender, "", "", {"dispatch": PhaseResult(*figures, None, (), None, "")})
 
 
@@ -117,11 +119,33 @@ def test_verdicts() -> None:
     assert judge([case], rows[:-1]) == ()
 
 
+def test_a_duel_is_fought_by_the_best_method_of_both() -> None:
+    """moelink is the fastest by graph replay and by pairs, and the slowest by eager calls."""
+    rows = [
+        make_row(COLLECTIVE, eager=60.0),
+        make_row("repeats", graph=51.0, pairs=56.0, eager=60.0),
+        make_row("alternates", pairs=56.0, eager=60.0),
+        make_row(SYMMETRIC, graph=50.0, pairs=55.0, eager=70.0),
+    ]
+    (verdict,) = judge([case_result(4096, 4e6)], rows)
+    assert [(duel.contender, duel.method, duel.ours, duel.theirs) for duel in verdict.duels] == [
+        (COLLECTIVE, "eager", 70.0, 60.0), ("repeats", "graph", 50.0, 51.0), ("alternates", "pairs", 55.0, 56.0),
+    ]  # fmt: skip
+    assert "1.02 times as fast as alternates, pairs" in verdict.text
+    assert verdict.within_wire, "by graph replay"
+    rows[-1] = make_row(SYMMETRIC, graph=50.0, eager=70.0)
+    (verdict,) = judge([case_result(4096, 4e6)], rows)
+    assert [duel.method for duel in verdict.duels] == ["eager", "graph", "eager"]
+
+
 def test_share_of_the_ceiling() -> None:
     samples = PhaseSamples(graph=(50.0, 50.0), eager=(80.0, 80.0))
     assert phase_result([samples, samples], 40.0).share_of_ceiling == pytest.approx(0.8)
     assert phase_result([samples, samples], None).share_of_ceiling is None
     assert phase_result([PhaseSamples(eager=(80.0,))], 40.0).share_of_ceiling == pytest.approx(0.5)
+    turns = phase_result([PhaseSamples(pairs=(64.0, 64.0), eager=(80.0, 80.0))], 40.0)
+    assert turns.share_of_ceiling == pytest.approx(0.625)
+    assert turns.pairs == Figure(64.0, 64.0, 64.0, 0.0, 2)
 
 
 def test_inputs_are_a_function_of_seed_rank_and_copy() -> None:
@@ -218,112 +242,6 @@ def test_the_ceiling_kernel_fills_every_peers_region(world_size: int) -> None:
         for rank, source in enumerate(sources):
             expected = source.view(world_size, words)[peer]
             assert torch.equal(regions[rank], torch.zeros_like(expected) if rank == peer else expected)
-
-
-class NotingContender:
-    """Notes the order of calls."""
-
-    name, leaves_out, kernel_prefix = "noting", "nothing", "ep_"
-
-    def __init__(self, *, capturable: bool = True, alternates: bool = False) -> None:
-        self.capturable, self.alternates = capturable, alternates
-        self.calls: list[tuple[str, int]] = []
-
-    def dispatch(self, copy: int) -> int:
-        self.calls.append(("dispatch", copy))
-        return copy
-
-    def combine(self, copy: int, handle: int) -> int:
-        assert copy == handle
-        self.calls.append(("combine", copy))
-        return copy
-
-    def check(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        return None
-
-
-class StubClock:
-    """A clock of a device that is not there: every step takes 3 us."""
-
-    device = torch.device("cuda", 0)
-
-    def align(self) -> None:
-        return None
-
-    def measure(self, action: object, *, samples: int, warmup: int) -> list[float]:
-        return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
-
-    def measure_steps(self, steps: list, *, samples: int, warmup: int) -> list[list[float]]:
-        for step in steps:
-            step()
-        return [[3.0] * len(steps) for _ in range(samples)]
-
-
-class StubGraph:
-    """Replays nothing."""
-
-    def replay(self) -> None:
-        return None
-
-
-@pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs and profiles without a device, agreement without a group."""
-    monkeypatch.setattr(together, "everyone", lambda value: [value])
-    monkeypatch.setattr(measure, "everyone", lambda value: [value])
-    monkeypatch.setattr(measure, "capture", lambda calls, device: Captured(StubGraph(), [call() for call in calls]))
-    monkeypatch.setattr(measure, "kernel_times", lambda *_, **__: KernelTimes([2.0], ("ep_x",)))
-
-
-@pytest.mark.usefixtures("one_process")
-def test_every_phase_is_measured_by_every_method() -> None:
-    settings = Settings(calls=4, samples=2, warmup=1)
-    contender = NotingContender()
-    measured = measure.measure_contender(contender, copies=3, settings=settings, clock=StubClock())
-    assert list(measured.phases) == ["dispatch", "combine", "both"]
-    for samples in measured.phases.values():
-        assert (samples.graph, samples.eager) == ((0.75, 0.75), (0.75, 0.75))
-        assert (samples.kernel, samples.kernels, samples.note) == ((2.0,), ("ep_x",), "")
-    assert measured.pairs is not None
-    assert measured.pairs.results == [0, 1, 2, 0]
-    phases = [name for name, _ in contender.calls]
-    assert phases[:6] == ["dispatch"] * 3 + ["combine"] * 3  # handles, warm-up
-    assert phases[6:14] == ["dispatch"] * 8
-    assert phases[14:22] == ["combine"] * 8
-    assert phases[22:] == ["dispatch", "combine"] * 8
-    assert [copy for _, copy in contender.calls[6:10]] == [0, 1, 2, 0]
-
-
-@pytest.mark.usefixtures("one_process")
-def test_a_contender_that_alternates_is_never_called_otherwise() -> None:
-    contender = NotingContender(alternates=True)
-    measured = measure.measure_contender(contender, copies=2, settings=Settings(calls=3, samples=2), clock=StubClock())
-    assert [name for name, _ in contender.calls] == ["dispatch", "combine"] * (len(contender.calls) // 2)
-    assert measured.phases["dispatch"].eager == (3.0, 3.0)
-    assert measured.phases["combine"].graph == ()
-    assert (measured.phases["both"].eager, measured.phases["both"].graph) == ((6.0, 6.0), (1.0, 1.0))
-
-
-@pytest.mark.usefixtures("one_process")
-def test_without_a_graph_the_reason_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    arguments = {
-        "copies": 1,
-        "settings": Settings(calls=2, samples=2, host_calls=1, host_samples=3),
-        "clock": StubClock(),
-    }
-    synchronising = measure.measure_contender(NotingContender(capturable=False), **arguments).phases["both"]
-    assert (len(synchronising.eager), synchronising.graph) == (3, ())
-    assert "synchronise" in synchronising.note
-    monkeypatch.setattr(measure, "capture", fail)
-    failed = measure.measure_contender(NotingContender(), **arguments).phases["both"]
-    assert failed.note == "the capture failed: RuntimeError: operation not permitted when stream is capturing"
-    assert (failed.eager, failed.kernel) == ((1.5, 1.5), (2.0,))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interpreted kernels")

@@ -16,8 +16,8 @@ WIRE_SHARE, WIRE_SLACK_US = 1.05, 10.0
 
 RULE = (
     f"faster: a lower median than every other contender of the case, by the same method (CUDA graph replay where both "
-    f"have it, else eager calls). At the wire, from {WIRE_TOKENS} tokens on: a median of at most {WIRE_SHARE} x the "
-    f"busiest link's bytes / the ceiling of the same run + {WIRE_SLACK_US:.0f} us"
+    f"have it, else pairs inside a graph, else eager calls). At the wire, from {WIRE_TOKENS} tokens on: a median of at "
+    f"most {WIRE_SHARE} x the busiest link's bytes / the ceiling of the same run + {WIRE_SLACK_US:.0f} us"
 )
 
 
@@ -46,7 +46,7 @@ class Verdict:
         faster: in all of them; None without any.
         wire_us, allowed_us: time of the busiest link at the ceiling, and with what is allowed on top; None where the
             wire is not judged.
-        within_wire: the median by graph replay (eager calls where there is none) is at most ``allowed_us``, or None.
+        within_wire: the median by the first of ``METHODS`` that was used is at most ``allowed_us``, or None.
         text: all that in a line.
     """
 

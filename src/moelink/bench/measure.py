@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from moelink.bench.contenders import Contender
+from moelink.bench.marks import capture_marked, measure_marked
 from moelink.bench.presets import Settings
 from moelink.bench.timing import Action, Captured, Clock, capture, kernel_times
 from moelink.bench.together import attempt, everyone
 
 Phase = Literal["dispatch", "combine", "both"]
 PHASES: tuple[Phase, ...] = ("dispatch", "combine", "both")
+
+ALTERNATES = "alone only between events, as its calls must alternate"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class PhaseSamples:
 
     Attributes:
         graph: replays of a CUDA graph of many calls.
+        pairs: replays of a CUDA graph of many dispatches, each followed by its combine: this phase's part, by events
+            inside the graph. Of phases alone.
         eager: calls made one by one (events on CUDA, wall-clock time on CPUs).
         kernel: device time of the kernels of each call.
         kernels: names of those kernels.
@@ -28,6 +35,7 @@ class PhaseSamples:
     """
 
     graph: tuple[float, ...] = ()
+    pairs: tuple[float, ...] = ()
     eager: tuple[float, ...] = ()
     kernel: tuple[float, ...] = ()
     kernels: tuple[str, ...] = ()
@@ -40,11 +48,11 @@ class Measured:
 
     Attributes:
         phases: by phase.
-        pairs: the graph of dispatches, each followed by its combine, or None without one.
+        graph: that of phase "both", or None without one.
     """
 
     phases: Mapping[Phase, PhaseSamples]
-    pairs: Captured | None = None
+    graph: Captured | None = None
 
 
 def measure_contender(
@@ -52,30 +60,45 @@ def measure_contender(
 ) -> Measured:
     """Measure all phases. Collective: all ranks measure the same contender.
 
-    Combine is measured on handles of earlier dispatches of the same inputs. A method that fails on the way raises.
+    Combine alone is measured on handles of earlier dispatches of the same inputs. Where calls must alternate no phase
+    is repeated alone: its samples are parts of alternating calls. A method that fails on the way raises.
     ``warm``: every input has been dispatched and combined before.
     """
-    if contender.alternates:
-        return _alternating(contender, copies, settings, clock)
-    handles = [contender.dispatch(copy) for copy in range(copies)]
+
+    def both(copy: int) -> Any:
+        return contender.combine(copy, contender.dispatch(copy))
+
     if not warm:
-        for copy, handle in enumerate(handles):
-            contender.combine(copy, handle)
-    calls: dict[Phase, Callable[[int], Any]] = {
-        "dispatch": contender.dispatch,
-        "combine": lambda copy: contender.combine(copy, handles[copy]),
-        "both": lambda copy: contender.combine(copy, contender.dispatch(copy)),
-    }
+        for copy in range(copies):
+            both(copy)
+    calls: dict[Phase, Callable[[int], Any]] = {"both": both}
+    if not contender.alternates:
+        handles = [contender.dispatch(copy) for copy in range(copies)]
+        calls = {
+            "dispatch": contender.dispatch,
+            "combine": lambda copy: contender.combine(copy, handles[copy]),
+            "both": both,
+        }
+    amount, samples = _amount(contender, settings)
+    steps = _pair_steps(contender, copies, amount)
     phases: dict[Phase, PhaseSamples] = {}
-    captured = None
+    if contender.alternates:
+        times = clock.measure_steps(steps, samples=samples, warmup=min(1, settings.warmup))
+        phases |= {phase: PhaseSamples(eager=part, note=ALTERNATES) for phase, part in _parts(times).items()}
+    graph = None
     for phase, call in calls.items():
-        phases[phase], captured = _measure_phase(contender, call, copies, settings, clock)
-    return Measured(phases, captured)
+        phases[phase], graph = _measure_phase(contender, call, copies, settings, clock)
+    marked, reason = _capture(contender, clock, lambda: capture_marked(steps, clock.device))
+    times = [] if marked is None else measure_marked(marked, samples=samples, warmup=settings.warmup, clock=clock)
+    for phase, part in _parts(times).items():
+        phases[phase] = replace(phases[phase], pairs=part, note=_with_reason(phases[phase].note, reason))
+    return Measured({phase: phases[phase] for phase in PHASES}, graph)
 
 
 def _measure_phase(
     contender: Contender, call: Callable[[int], Any], copies: int, settings: Settings, clock: Clock
 ) -> tuple[PhaseSamples, Captured | None]:
+    """Calls that are repeated, and their graph."""
     calls, samples = _amount(contender, settings)
 
     def eager() -> None:
@@ -83,54 +106,56 @@ def _measure_phase(
             call(index % copies)
 
     by_eager = _per_call(clock.measure(eager, samples=samples, warmup=min(1, settings.warmup)), calls)
-    captured, note = _capture(contender, [lambda i=index: call(i % copies) for index in range(calls)], clock)  # type: ignore[misc]
-    if captured is None:
-        return PhaseSamples((), by_eager, *_kernels(contender, [eager], calls, clock), note), None
-    by_graph = _per_call(clock.measure(captured.replay, samples=samples, warmup=settings.warmup), calls)
-    return PhaseSamples(by_graph, by_eager, *_kernels(contender, [captured.replay, eager], calls, clock)), captured
+    repeated = [lambda i=index: call(i % copies) for index in range(calls)]  # type: ignore[misc]
+    captured, note = _capture(contender, clock, lambda: capture(repeated, clock.device))
+    by_graph: tuple[float, ...] = ()
+    # A capture that failed may have left calls that must alternate out of turn: they are not made again.
+    actions: list[Action] = [] if contender.alternates else [eager]
+    if captured is not None:
+        by_graph = _per_call(clock.measure(captured.replay, samples=samples, warmup=settings.warmup), calls)
+        actions = [captured.replay, *actions]
+    kernel, kernels = _kernels(contender, actions, calls, clock)
+    return PhaseSamples(graph=by_graph, eager=by_eager, kernel=kernel, kernels=kernels, note=note), captured
 
 
-def _capture(contender: Contender, calls: list[Callable[[], Any]], clock: Clock) -> tuple[Captured | None, str]:
-    """A graph of ``calls``, or None on all ranks and why."""
+def _capture(contender: Contender, clock: Clock, capturing: Callable[[], T]) -> tuple[T | None, str]:
+    """What ``capturing`` returns, or None on all ranks and why."""
     if clock.device.type != "cuda":
         return None, "no CUDA graphs on a CPU"
     if not contender.capturable:
         return None, "not in a CUDA graph: its calls synchronise with the host"
-    captured, reason = attempt(lambda: capture(calls, clock.device))
+    captured, reason = attempt(capturing)
     return captured, f"the capture failed: {reason}" if reason else ""
 
 
-def _alternating(contender: Contender, copies: int, settings: Settings, clock: Clock) -> Measured:
-    """Phases in turn: events between eager calls separate them; a graph holds pairs only."""
-    calls, samples = _amount(contender, settings)
+def _pair_steps(contender: Contender, copies: int, calls: int) -> list[Callable[[], Any]]:
+    """``calls`` dispatches, each followed by its combine."""
     handles: list[Any] = [None] * copies
 
-    def dispatch(copy: int) -> None:
+    def dispatch(copy: int) -> Any:
         handles[copy] = contender.dispatch(copy)
+        return handles[copy]
 
-    def pair(copy: int) -> Any:
-        return contender.combine(copy, contender.dispatch(copy))
-
-    for copy in range(copies):
-        pair(copy)
-    steps: list[Action] = []
+    steps: list[Callable[[], Any]] = []
     for index in range(calls):
         copy = index % copies
         steps += [lambda c=copy: dispatch(c), lambda c=copy: contender.combine(c, handles[c])]  # type: ignore[misc]
-    times = clock.measure_steps(steps, samples=samples, warmup=min(1, settings.warmup))
-    note = "alone only between events, as its calls must alternate"
-    phases: dict[Phase, PhaseSamples] = {
-        "dispatch": PhaseSamples(eager=tuple(sum(sample[::2]) / calls for sample in times), note=note),
-        "combine": PhaseSamples(eager=tuple(sum(sample[1::2]) / calls for sample in times), note=note),
+    return steps
+
+
+def _parts(times: Sequence[Sequence[float]]) -> dict[Phase, tuple[float, ...]]:
+    """Samples of each phase alone, per call, from the times of all steps of :func:`_pair_steps`."""
+    return {
+        phase: tuple(sum(sample[first::2]) / len(sample[first::2]) for sample in times)
+        for first, phase in enumerate(PHASES[:2])
     }
-    eager = tuple(sum(sample) / calls for sample in times)
-    captured, reason = _capture(contender, [lambda i=index: pair(i % copies) for index in range(calls)], clock)  # type: ignore[misc]
-    if captured is None:
-        phases["both"] = PhaseSamples(eager=eager, note=reason)
-        return Measured(phases)
-    by_graph = _per_call(clock.measure(captured.replay, samples=samples, warmup=settings.warmup), calls)
-    phases["both"] = PhaseSamples(by_graph, eager, *_kernels(contender, [captured.replay], calls, clock))
-    return Measured(phases, captured)
+
+
+def _with_reason(note: str, reason: str) -> str:
+    """``note`` of a phase, and why it has no pairs; what kept it from a graph of its own is not said again."""
+    if not reason or reason == note:
+        return note
+    return "; ".join(text for text in (note, f"no pairs: {reason}") if text)
 
 
 def _amount(contender: Contender, settings: Settings) -> tuple[int, int]:

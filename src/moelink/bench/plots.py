@@ -13,6 +13,7 @@ from typing import Any
 
 from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
 from moelink.bench.measure import PHASES
+from moelink.bench.report import METHODS
 from moelink.plots import FAINT, INK, MUTED, OTHERS, OURS, new_figure
 
 COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
@@ -24,7 +25,7 @@ STYLES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Point:
-    """One figure of one document: microseconds, by graph replay ("graph") where there is one, else "eager" calls."""
+    """One figure of one document: microseconds, by the first of ``METHODS`` that was used."""
 
     ranks: int
     tokens: int
@@ -51,8 +52,8 @@ def points_of(document: dict[str, Any]) -> list[Point]:
         if case["distribution"] != "uniform" or case["num_sms"] is not None:
             continue
         for phase, result in row["phases"].items():
-            method = "graph" if result["graph"] else "eager"
-            if result[method]:
+            method = next((name for name in METHODS if result.get(name)), None)
+            if method is not None:
                 what = (document["ranks"], case["tokens"], case["format"], row["contender"], phase)
                 points.append(Point(*what, method, result[method], entry["wire_us"][phase], result["share_of_ceiling"]))
     return points
@@ -164,11 +165,11 @@ def _latency(axes: Any, points: Sequence[Point], phase: str) -> None:
     formats = list(dict.fromkeys(point.format for point in points))
     for (contender, fmt), line in _series(chosen).items():
         tokens = [p.tokens for p in line]
-        eager = line[0].method == "eager"
+        method = line[0].method
         label = contender if len(formats) == 1 else f"{contender}, {fmt}"
         style = {"linestyle": STYLES[formats.index(fmt) % len(STYLES)], "color": _color(contender, contenders)}
-        fill = {"markerfacecolor": "white", "linewidth": 0.8} if eager else {"linewidth": 1.7}
-        label += ", call by call" * eager
+        fill = {"markerfacecolor": "white", "linewidth": 0.8} if method == "eager" else {"linewidth": 1.7}
+        label += {"graph": "", "pairs": ", in pairs", "eager": ", call by call"}[method]
         axes.plot(tokens, [p.median for p in line], marker="o", markersize=3.5, label=label, **style, **fill)
         low, high = ([p.figure[edge] for p in line] for edge in ("p20", "p80"))
         axes.fill_between(tokens, low, high, color=style["color"], alpha=0.15, linewidth=0)

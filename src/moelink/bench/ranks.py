@@ -203,9 +203,9 @@ def time_contender(
     wanted = contender.results()
     measured = measure_contender(contender, copies=workload.copies, settings=plan.settings, clock=clock, warm=True)
     fault = contender.check()
-    if measured.pairs is not None:
+    if measured.graph is not None:
         contender.spoil()
-        measured.pairs.replay()
+        measured.graph.replay()
         fault = contender.check()
         if any(not torch.equal(a, b) for a, b in zip(contender.results(), wanted, strict=True)):
             fault = f"{contender.name}: a replayed graph returns something else than the same calls made one by one"

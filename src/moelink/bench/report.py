@@ -14,8 +14,9 @@ from moelink.bench.ranks import RankReport, RankRow
 from moelink.bench.stats import Figure, slowest_rank
 from moelink.bench.wire import WireBytes, combine_row_bytes, dispatch_message_bytes, wire_bytes
 
-Method = Literal["graph", "eager"]
-METHODS: tuple[Method, ...] = ("graph", "eager")
+Method = Literal["graph", "pairs", "eager"]
+METHODS: tuple[Method, ...] = ("graph", "pairs", "eager")
+"""The one that says most of the device first."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,16 @@ class PhaseResult:
 
     Attributes:
         graph: event time over replays of a CUDA graph.
+        pairs: the phase's part of such a graph of dispatches, each followed by its combine; of phases alone.
         eager: event time of eager calls (wall-clock time on CPUs).
         kernel: device time of the kernels.
         kernels: their names.
-        share_of_ceiling: time that the busiest link needs at the ceiling / median by graph (eager without one).
+        share_of_ceiling: time that the busiest link needs at the ceiling / median by the first method that was used.
         note: why a method was not used.
     """
 
     graph: Figure | None
+    pairs: Figure | None
     eager: Figure | None
     kernel: Figure | None
     kernels: tuple[str, ...]
@@ -89,8 +92,8 @@ class Row:
         return None if figure is None else figure.median
 
     def best(self, phase: Phase) -> Figure | None:
-        """The figure by graph replay, or of eager calls where there is none."""
-        return self.figure(phase, "graph") or self.figure(phase, "eager")
+        """The figure by the first of :data:`METHODS` that was used."""
+        return next((figure for method in METHODS if (figure := self.figure(phase, method))), None)
 
 
 def figure_of(by_rank: Sequence[Sequence[float]]) -> Figure | None:
@@ -108,12 +111,12 @@ def figure_of(by_rank: Sequence[Sequence[float]]) -> Figure | None:
 
 def phase_result(by_rank: Sequence[PhaseSamples], wire_us: float | None) -> PhaseResult:
     """The figures of one phase."""
-    graph, eager, kernel = (
-        figure_of([getattr(samples, name) for samples in by_rank]) for name in ("graph", "eager", "kernel")
+    graph, pairs, eager, kernel = (
+        figure_of([getattr(samples, name) for samples in by_rank]) for name in (*METHODS, "kernel")
     )
-    best = graph or eager
+    best = graph or pairs or eager
     share = wire_us / best.median if wire_us is not None and best is not None and best.median > 0 else None
-    return PhaseResult(graph, eager, kernel, by_rank[0].kernels, share, by_rank[0].note)
+    return PhaseResult(graph, pairs, eager, kernel, by_rank[0].kernels, share, by_rank[0].note)
 
 
 def case_results(plan: Plan, reports: Sequence[RankReport], ceiling: Ceiling) -> tuple[CaseResult, ...]:

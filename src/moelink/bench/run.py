@@ -33,10 +33,11 @@ METHOD = (
     "Each call in a sample has its own input and outputs as far as `copies` goes; before each sample more bytes than "
     "the second-level cache holds are written and all ranks are aligned. A figure is the median (20th, 80th "
     "percentile) over samples of the slowest rank, microseconds per call; skew is the median difference between "
-    "slowest and fastest rank. graph: events around one replay of a CUDA graph of `calls` calls. eager: events around "
-    "as many calls made one by one, `host_calls` where calls synchronise with the host (wall-clock time on CPUs). "
-    "kernel: device time of the kernels of each call of one such run. Outputs have `capacity` rows instead of the "
-    "worst case"
+    "slowest and fastest rank. graph: events around one replay of a CUDA graph of `calls` calls. pairs: events inside "
+    "one replay of a CUDA graph of `calls` dispatches, each followed by its combine, before the first call and after "
+    "every one; a phase's part of it. eager: events around as many calls made one by one, `host_calls` where calls "
+    "synchronise with the host (wall-clock time on CPUs). kernel: device time of the kernels of each call of one such "
+    "run. Outputs have `capacity` rows instead of the worst case"
 )
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from moelink.cli.render import quantity, table
 
 PHASES = ("dispatch", "combine", "both")
+METHODS = ("graph", "pairs", "eager", "kernel")
 
 
 def cell(figure: dict[str, Any] | None) -> str:
@@ -19,17 +20,20 @@ def cell(figure: dict[str, Any] | None) -> str:
 
 
 def method_rows(row: dict[str, Any]) -> list[tuple[str, list[str], str, str]]:
-    """(method, cells by phase, skew, shares) for every method that the row has."""
+    """(method, cells by phase, skew, shares) for every method that the row has.
+
+    Shares of the ceiling stand with the first method that has figures of phases alone: they are made of those.
+    """
+    shares = [row["phases"].get(phase, {}).get("share_of_ceiling") for phase in PHASES[:2]]
+    share = " / ".join("-" if value is None else f"{100 * value:.0f} %" for value in shares)
     rows = []
-    for method in ("graph", "eager", "kernel"):
+    for method in METHODS:
         figures = [row["phases"].get(phase, {}).get(method) for phase in PHASES]
         if any(figures):
             skew = figures[-1] or next(figure for figure in figures if figure)
-            rows.append((method, [cell(figure) for figure in figures], f"{skew['skew']:.1f}", ""))
-    if rows:
-        shares = [row["phases"].get(phase, {}).get("share_of_ceiling") for phase in PHASES[:2]]
-        text = " / ".join("-" if share is None else f"{100 * share:.0f} %" for share in shares)
-        rows[0] = (*rows[0][:3], text)
+            alone = any(figures[:2])
+            rows.append((method, [cell(figure) for figure in figures], f"{skew['skew']:.1f}", share if alone else ""))
+            share = "" if alone else share
     return rows
 
 

@@ -19,6 +19,8 @@ from moelink.plan.traffic import PHASES, LinkBytes, Units, link_bytes
 from moelink.transports.base import Phase
 
 BENCHMARK, BENCH_SCHEMA = "moelink bench", 1
+METHODS = ("graph", "pairs", "eager")
+"""Of the bench; the first that a phase was measured by counts."""
 ROUTINGS = ("uniform", "zipf")
 """Distributions of the bench that the plan knows too. (Its third, one-rank, is no routing that one would plan for.)"""
 
@@ -41,7 +43,7 @@ class Point:
     Attributes:
         run: where it was measured.
         layer, routing, phase: what.
-        method: "graph" or "eager".
+        method: "graph", "pairs" or "eager".
         measured_us: median over samples of the slowest rank, microseconds per call.
     """
 
@@ -117,7 +119,7 @@ def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list
         )  # fmt: skip
         for phase in PHASES:
             result = row["phases"].get(phase)
-            method = next((name for name in ("graph", "eager") if result and result[name]), None)
+            method = next((name for name in METHODS if result and result.get(name)), None)
             if result and method:
                 median = float(result[method]["median"])
                 points.append(Point(run, layer, case["distribution"], phase, method, median))

@@ -1,0 +1,107 @@
+"""What reads results of the bench: those with pairs, and those of before there were any."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelink.bench import make_plan, run
+from moelink.bench.ceiling import CeilingSamples
+from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.bench.measure import PhaseSamples
+from moelink.bench.ranks import RankReport, RankRow
+from moelink.bench.report import results_of
+from moelink.cli.bench_view import bench_view, method_rows
+from moelink.cli.render import make_console
+from moelink.plan.measured import load_points
+from test_benchmark_scripts import script
+
+PEER = "FlashInfer one-sided"
+ALONE = ("dispatch", "combine")
+
+
+def with_pairs() -> dict[str, Any]:
+    """A result of one case and one rank: ours by all methods, a peer whose calls must alternate, the baseline."""
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(128,))
+    eager = PhaseSamples(eager=(900.0,))
+    every = PhaseSamples(graph=(20.0,), pairs=(22.0,), eager=(120.0,), kernel=(19.0,))
+    turns = PhaseSamples(pairs=(25.0,), eager=(110.0,), note="alone only between events")
+    both = PhaseSamples(graph=(41.0,), eager=(230.0,))
+    rows = (
+        RankRow(0, COLLECTIVE, phases=dict.fromkeys((*ALONE, "both"), eager)),
+        RankRow(0, SYMMETRIC, phases={**dict.fromkeys(ALONE, every), "both": both}),
+    )
+    link = CeilingSamples(1_000_000, ((10.0,),))
+    report = RankReport("Some GPU", "", link, ("ok",), (((1,),),), (16,), rows)
+    peers = [[RankRow(0, PEER, phases={**dict.fromkeys(ALONE, turns), "both": both})]]
+    document = run.make_document(plan, results_of(plan, [report], peers), commit="abc1234", command="moelink bench")
+    loaded: dict[str, Any] = json.loads(json.dumps(document))
+    return loaded
+
+
+def without_pairs() -> dict[str, Any]:
+    """The same, written before there were pairs."""
+    document = copy.deepcopy(with_pairs())
+    for row in document["rows"]:
+        for result in row["phases"].values():
+            del result["pairs"]
+    return document
+
+
+def row_of(document: dict[str, Any], contender: str) -> dict[str, Any]:
+    (row,) = (row for row in document["rows"] if row["contender"] == contender)
+    return row
+
+
+def test_pairs_are_in_the_document() -> None:
+    document = with_pairs()
+    assert row_of(document, PEER)["phases"]["dispatch"]["pairs"]["median"] == 25.0
+    assert row_of(document, PEER)["phases"]["both"]["pairs"] is None
+    (verdict,) = (verdict for verdict in document["verdicts"] if verdict["phase"] == "dispatch")
+    assert {duel["contender"]: duel["method"] for duel in verdict["duels"]} == {COLLECTIVE: "eager", PEER: "pairs"}
+    assert "pairs: events inside" in document["method"]
+    assert "else pairs" in document["rule"]
+
+
+@pytest.mark.parametrize(("make", "method"), [(with_pairs, "pairs"), (without_pairs, "eager")])
+def test_documents_become_text_and_tables(
+    make: Any, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = make()
+    row = row_of(document, PEER)
+    by_method = {name: (cells[0], share) for name, cells, _, share in method_rows(row)}
+    share = by_method.pop(method)[1]
+    assert share.endswith("%"), "of the first method by which phases alone were measured"
+    rest = {"graph": ("-", ""), "eager": ("110.0 (110.0-110.0)", "")}
+    assert by_method == {name: line for name, line in rest.items() if name != method}
+    console = make_console()
+    console.print(bench_view(console, document))
+    assert ("25.0 (25.0-25.0)" in capsys.readouterr().out) == (method == "pairs")
+    render = script("render", monkeypatch)
+    median = row["phases"]["dispatch"][method]["median"]
+    assert render.cell(row["phases"]["dispatch"]) == f"{median:.1f} ({median:.1f} – {median:.1f}) {method}"
+    assert render.medians(row) == ("25.0† / 25.0† / 41.0" if method == "pairs" else "– / – / 41.0")
+    assert render.medians(row_of(document, SYMMETRIC)) == "20.0 / 20.0 / 41.0"
+    assert render.medians(row_of(document, COLLECTIVE)) == "900.0 / 900.0 / 900.0"
+    for text in (render.speed_summary([document]), render.page([("x.json", document)])):
+        assert (render.PAIRS_ARE in text) == (method == "pairs")
+
+
+@pytest.mark.parametrize(("make", "method"), [(with_pairs, "pairs"), (without_pairs, "eager")])
+def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: Path) -> None:
+    from moelink.bench.plots import draw_bench, points_of
+
+    document = make()
+    points = {(point.contender, point.phase): point.method for point in points_of(document)}
+    assert [points[PEER, phase] for phase in (*ALONE, "both")] == [method, method, "graph"]
+    assert [points[SYMMETRIC, phase] for phase in (*ALONE, "both")] == ["graph"] * 3
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(document))
+    for contender, by in ((SYMMETRIC, "graph"), (COLLECTIVE, "eager"), (PEER, method)):
+        assert {point.method for point in load_points([path], contender=contender)} == {by}
+    pytest.importorskip("matplotlib")
+    draw_bench([document], tmp_path / "bench.svg")
+    drawn = (tmp_path / "bench.svg").read_text()
+    assert (f"{PEER}, in pairs" in drawn) == (method == "pairs")
