@@ -78,7 +78,8 @@ def _sum_noted(noted, stride, num_local, S: tl.constexpr):
     sizes = tl.zeros([S.LP], tl.int32)
     for s0 in range(0, S.W, step):
         for j in tl.static_range(step):
-            rows = tl.load(noted + e * stride + s0 + j, mask=only(s0 + j < S.W, e < num_local), other=0)
+            s = s0 + j
+            rows = tl.load(noted + e * stride + s, mask=only(s < S.W, e < num_local), other=0)
             sizes += tl.minimum(tl.maximum(rows, 0), S.T * S.K)
     return sizes
 
