@@ -91,9 +91,9 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
     send, receive, spread = 4 * sms, sms, 1
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
-        shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share < 4 * sms]
+        shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
         spread = max(shares, default=1)
-        send = min(4 * sms, messages * spread + 1)
+        send = min(min(4 * sms, messages * spread) + 1, 5 * sms - 1)
         # On a whole device what finds no room waits for it, which a budget does not allow (``kernels.turns``).
         room = 4 * sms if config.num_sms is None else 5 * sms - send
         receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens) + 1)

@@ -62,10 +62,8 @@ class Recipe:
             rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
             cached=cached,
         )  # fmt: skip
-        launch, later = (
-            dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE)),
-            layout_launch(config, device),
-        )
+        launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
+        later = layout_launch(config, device)
         cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
         senders = 1 + cut.programs
         shared, local, groups = shared_bounds(config, num_tokens), config.num_local_experts, config.num_groups
