@@ -56,7 +56,7 @@ def test_scenario_under_every_schedule(name, form):
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_the_next_call_waits_for_the_slowest_reader(phase, form):
     """One program of rank 0 reads long after all others have ended, and reads nothing of the call after."""
-    slow = {"dispatch": "rank0:ep_fused_dispatch_kernel[4]", "combine": "rank0:ep_fused_combine_kernel[3]"}[phase]
+    slow = {"dispatch": "rank0:ep_fused_dispatch_kernel[4]", "combine": "rank0:ep_fused_combine_kernel[5]"}[phase]
     calls = {
         "dispatch": dict(cases=[*TWO, Small(FORMAT, "uniform", seed=6, tokens=(1, 4))], combine=False),
         "combine": dict(cases=[dataclasses.replace(ONE[0], salt=salt) for salt in range(2)], one_dispatch=True),
@@ -137,7 +137,7 @@ def test_rows_of_a_refused_combine_land_before_the_next_one():
     )
 
     def speed(name):
-        return 0.01 if name in ("rank1:ep_fused_combine_kernel[0]", "rank1:ep_fused_combine_kernel[1]") else 1.0
+        return 0.01 if name in ("rank1:ep_fused_combine_kernel[1]", "rank1:ep_fused_combine_kernel[2]") else 1.0
 
     for seed in range(2):
         refused_combine(seed, [first, second], first, second, speed=speed, drain=0.0)

@@ -155,9 +155,10 @@ def test_rows_of_a_refused_combine_land_before_the_next_one():
     )
 
     def speed(name):
-        if name == "rank1:ep_fused_combine_kernel[1]":  # which sends to rank 0
+        if name == "rank1:ep_fused_combine_kernel[2]":  # which sends to rank 0
             return 0.004
-        return 0.002 if name in ("rank0:ep_fused_combine_kernel[2]", "rank0:ep_fused_combine_kernel[3]") else 1.0
+        home = [f"rank0:ep_fused_combine_kernel[{program}]" for program in (3, 4, 5)]
+        return 0.002 if name in home else 1.0
 
     run_disagreement(0, reduce=[True] * 4, refusing=0, few=slow, more=other, speed=speed, drain=0.0)
 
