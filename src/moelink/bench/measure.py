@@ -88,7 +88,10 @@ def measure_contender(
     graph = None
     for phase, call in calls.items():
         phases[phase], graph = _measure_phase(contender, call, copies, settings, clock)
-    marked, reason = _capture(contender, clock, lambda: capture_marked(steps, clock.device))
+    marked, reason = None, phases["both"].note
+    # A capture that failed may have left calls that must alternate out of turn: they are not made again.
+    if graph is not None or not contender.alternates:
+        marked, reason = _capture(contender, clock, lambda: capture_marked(steps, clock.device))
     times = [] if marked is None else measure_marked(marked, samples=samples, warmup=settings.warmup, clock=clock)
     for phase, part in _parts(times).items():
         phases[phase] = replace(phases[phase], pairs=part, note=_with_reason(phases[phase].note, reason))
@@ -109,7 +112,7 @@ def _measure_phase(
     repeated = [lambda i=index: call(i % copies) for index in range(calls)]  # type: ignore[misc]
     captured, note = _capture(contender, clock, lambda: capture(repeated, clock.device))
     by_graph: tuple[float, ...] = ()
-    # A capture that failed may have left calls that must alternate out of turn: they are not made again.
+    # For the same reason as above.
     actions: list[Action] = [] if contender.alternates else [eager]
     if captured is not None:
         by_graph = _per_call(clock.measure(captured.replay, samples=samples, warmup=settings.warmup), calls)

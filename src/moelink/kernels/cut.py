@@ -81,8 +81,8 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
     """Programs of a combine of ``num_tokens`` own tokens.
 
     Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, or a
-    few, and of a token. Many: four of five send, one sums. Of either role the first program only says or checks that
-    all ranks are in this call, where there are others.
+    few, and of a token. Many: four of five send, one sums. With few tokens there is one more of
+    either role, which says or checks that all ranks are in this call.
     """
     if device.type == "cpu":
         return Launch(3, 3)

@@ -71,7 +71,7 @@ def note_messages(message_of_row, row, at, S: tl.constexpr):
 @triton.jit
 def group_at(g, sizes, starts, aligned, bases, shared, shared_rows, capacity, S: tl.constexpr):
     """Start, real rows, rows and first scale block of routed group ``g`` (-1: the shared one), within capacity."""
-    pick = tl.arange(0, S.LP) == g
+    pick = tl.arange(0, S.LOOK) == g
     size = tl.sum(tl.where(pick, sizes, 0), 0)
     start = tl.sum(tl.where(pick, starts, 0), 0)
     rows = tl.sum(tl.where(pick, aligned, 0), 0)

@@ -170,7 +170,7 @@ def place_group(
     """Copy messages ``slot`` [GATHER] of ``source``, those that are ``valid``, to their rows, and note for combine
     where they are.
 
-    ``base`` [LP]: first row of this source in each expert's group; ``sizes`` [LP]: its rows there. Layout "rank":
+    ``base`` [LOOK]: first row of this source in each expert's group; ``sizes`` [LOOK]: its rows there. Layout "rank":
     ``base`` is the first row of this source. CACHED: ``base`` is not used, ``sizes`` are all sources' rows, and what is
     noted is read. What is small is read for all of them at once, and each one's payload and scales while the one before
     is stored: what loads leave out stays undefined, as anything that was moved in would wait for them.

@@ -27,36 +27,36 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 def _look_at_counts(control, source, awaited, num_local, call, limit, S: tl.constexpr):
     """Wait until all sources' counts belong to ``call``, if they are ``awaited``, and sum what was looked at.
 
-    Returns as :func:`wait_for_counts`. Each of S.LP threads or more looks at a word of the headers, and at one local
-    expert's of each source, several of these under way at a time.
+    Returns as :func:`wait_for_counts`; of several sources that are missing the first. Each of S.LOOK lanes looks at a
+    word of the headers, and at one local expert's of each source, several of these under way at a time.
     """
     looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
     step: tl.constexpr = S.WP if S.WP < 8 else 8
     counts = (own_block(control, S) + S.O_COUNTS).to(I64)
     poison = (own_block(control, S) + S.O_POISON).to(I64)
-    i = tl.arange(0, S.LP)
+    i = tl.arange(0, S.LOOK)
     heads = only(awaited, i < S.W * _HEADER)
     local = only(awaited, i < num_local)
     stamp = call & 0x7FFFFFFF
-    sizes = tl.zeros([S.LP], tl.int32)
-    before = tl.zeros([S.LP], tl.int32)
-    own = tl.zeros([S.LP], tl.int32)
+    sizes = tl.zeros([S.LOOK], tl.int32)
+    before = tl.zeros([S.LOOK], tl.int32)
+    own = tl.zeros([S.LOOK], tl.int32)
     missing = tl.full([], 0, tl.int32)
     start = clock(S.CLOCK)
     look = tl.full([], 0, tl.int32)
     state = look + 2
     while state == 2:
-        sizes = tl.zeros([S.LP], tl.int32)
-        before = tl.zeros([S.LP], tl.int32)
-        own = tl.zeros([S.LP], tl.int32)
+        sizes = tl.zeros([S.LOOK], tl.int32)
+        before = tl.zeros([S.LOOK], tl.int32)
+        own = tl.zeros([S.LOOK], tl.int32)
         word = tl.load(counts + i // _HEADER * S.CW + i % _HEADER, mask=heads, other=0, volatile=True)
-        late = tl.where(heads & ((word >> 32) != stamp), i // _HEADER + 1, 0)
+        late = tl.where(heads & ((word >> 32) != stamp), S.W - i // _HEADER, 0)
         for s0 in range(0, S.W, step):
             for j in tl.static_range(step):
                 s = s0 + j
                 mask = only(s < S.W, local)
                 word = tl.load(counts + s * S.CW + _HEADER + i, mask=mask, other=0, volatile=True)
-                late = tl.where(mask & ((word >> 32) != stamp), s + 1, late)
+                late = tl.maximum(late, tl.where(mask & ((word >> 32) != stamp), S.W - s, 0))
                 rows = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.T * S.K)
                 sizes += rows
                 before += tl.where(s < source, rows, 0)
@@ -67,15 +67,15 @@ def _look_at_counts(control, source, awaited, num_local, call, limit, S: tl.cons
         if (state == 2) & (look % looks == 0):
             state = patience(poison, start, limit, S.CLOCK)
     tl.debug_barrier()
-    return state, tl.maximum(missing - 1, 0), sizes, before, own
+    return state, tl.where(missing > 0, S.W - missing, 0), sizes, before, own
 
 
 @triton.jit
 def _sum_noted(noted, stride, num_local, S: tl.constexpr):
-    """CACHED: rows of all sources for each local expert [LP], out of a column of an earlier call's counts."""
+    """CACHED: rows of all sources for each local expert [LOOK], out of a column of an earlier call's counts."""
     step: tl.constexpr = S.WP if S.WP < 8 else 8
-    e = tl.arange(0, S.LP)
-    sizes = tl.zeros([S.LP], tl.int32)
+    e = tl.arange(0, S.LOOK)
+    sizes = tl.zeros([S.LOOK], tl.int32)
     for s0 in range(0, S.W, step):
         for j in tl.static_range(step):
             s = s0 + j
@@ -88,8 +88,8 @@ def _sum_noted(noted, stride, num_local, S: tl.constexpr):
 def wait_for_counts(control, noted, stride, source, me, num_local, call, limit, S: tl.constexpr):
     """Wait for the counts of every source, and sum them; CACHED: wait for their headers, and sum what is ``noted``.
 
-    Returns (arrived, source that is missing, and per local expert [LP] rows of all sources, of those before ``source``,
-    and of ``source``; CACHED: of all, none, of all). A second look at the same call waits for nothing.
+    Returns (arrived, source that is missing, and per local expert [LOOK] rows of all sources, of those before
+    ``source``, and of ``source``; CACHED: of all, none, of all). A second look at the same call waits for nothing.
     """
     mine = own_block(control, S)
     near = tl.full([], 1, tl.int32)
@@ -98,7 +98,7 @@ def wait_for_counts(control, noted, stride, source, me, num_local, call, limit, 
         near, far, _ = wait_for_far(mine, S.O_COUNTS_FLAG, tl.arange(0, S.WP) >= 0, me, call, limit, S)
     if S.CACHED:
         sizes = _sum_noted(noted, stride, num_local, S)
-        before = tl.zeros([S.LP], tl.int32)
+        before = tl.zeros([S.LOOK], tl.int32)
         own = sizes
         r = tl.arange(0, S.WP)[:, None]
         c = tl.arange(0, _HEADER)[None, :]
@@ -163,7 +163,7 @@ def malformed(control, routed, num_local, S: tl.constexpr):
 
 @triton.jit
 def group_starts(sizes, shared, S: tl.constexpr):
-    """Starts [LP] of the routed groups, and rows of the shared group, each group rounded up to ALIGN rows."""
+    """Starts of the routed groups, and rows of the shared group, each group rounded up to ALIGN rows."""
     aligned = tl.cdiv(sizes, S.ALIGN) * S.ALIGN
     shared_rows = tl.cdiv(shared, S.ALIGN) * S.ALIGN
     return tl.cumsum(aligned, 0) - aligned + shared_rows, aligned, shared_rows
@@ -171,7 +171,7 @@ def group_starts(sizes, shared, S: tl.constexpr):
 
 @triton.jit
 def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
-    """First 128-row block of each routed group [LP] in the 128x4 scale layout, and blocks of the shared group."""
+    """First 128-row block of each routed group in the 128x4 scale layout, and blocks of the shared group."""
     rows = tl.minimum(starts + aligned, capacity) - tl.minimum(starts, capacity)
     blocks = tl.cdiv(rows, 128)
     shared_blocks = tl.cdiv(tl.minimum(shared_rows, capacity), 128)

@@ -82,7 +82,7 @@ def place_messages(
     ``shares``-th message of it; with more, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages
     at most.
 
-    ``before``, ``own`` [LP]: rows of the sources before this one, and its own, for each local expert; CACHED: ``own``
+    ``before``, ``own`` [LOOK]: rows of the sources before this one, and its own, for each local expert; CACHED: ``own``
     is that of all sources.
 
     Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
@@ -163,9 +163,9 @@ def receive(
     number = program - tl.minimum(num_programs - 1, 1)
     source = tl.maximum(number, 0) % S.W
     lane = number // S.W
-    sizes = tl.zeros([S.LP], tl.int32)
-    before = tl.zeros([S.LP], tl.int32)
-    own = tl.zeros([S.LP], tl.int32)
+    sizes = tl.zeros([S.LOOK], tl.int32)
+    before = tl.zeros([S.LOOK], tl.int32)
+    own = tl.zeros([S.LOOK], tl.int32)
     if ok == 0:
         reads = status == 0
         if S.NODE < S.W:
@@ -261,10 +261,11 @@ def receive(
                     me, rank, num_local, shared_begin, shared_end, capacity, scale_rows, call, limit, S,
                 )  # fmt: skip
                 source += others
-                if source < S.W:
-                    arrived, missing, again, before, own = wait_for_counts(
+                if (ok > 0) & (source < S.W):
+                    ok, peer, again, before, own = wait_for_counts(
                         control, noted, counts_stride, source, me, num_local, call, limit, S
                     )  # fmt: skip
+                    settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
                     count, programs, most = columns_of(control, routed, source, S)
     if ok > 0:
         count_drained(table, control, me, _PHASE, call, program, num_programs, S, "relaxed")

@@ -2,14 +2,13 @@
 
 Programs share the tokens, and when there are few of these the blocks of columns. For its token a program waits for
 exactly the rows of it: ``combine_flag`` of rank r and the token's message slot there (``slot_of``, noted by dispatch's
-sender) must have reached the call. The waits are acquires, so the rows are seen. Program 0 has no tokens but where it
-is alone: it waits for the ``combine_head`` of every rank, whether or not that sends rows.
+sender) must have reached the call. The waits are acquires, so the rows are seen. Program 0 waits for the
+``combine_head`` of every rank, whether or not that sends rows; it has tokens only where all programs are needed.
 
 Once all programs are done the call is counted as received; the next launch tells every rank so, which may then
 overwrite ``rows`` (``kernels.drained``): the next call cannot overtake this one. A rank that refused a call counts it
-at once; as
-without sums other ranks may store the same rows in the next call, its peers, before they finish, wait for what they
-themselves sent to it.
+at once; as without sums other ranks may store the same rows in the next call, its peers, before they finish, wait for
+what they themselves sent to it.
 
 Sums: accumulator +0 in fp32 (fp64 for fp64); sums of ranks ascending, or weighted rows in slot order; then the shared
 expert's row, ``shared=``, and the epilogue's tensor, in that order; one rounding.
@@ -346,14 +345,12 @@ def gather_home(
         choices = mask
         if (ok > 0) & brought & (status == 0):
             ok, choices = wait_for_choices(table, record, control, me, call, limit, S)
-    # All but the first sum, which looks at heads; in allreduce mode there are none.
-    apart: tl.constexpr = 0 if S.ALLREDUCE else 1
-    others = tl.maximum(num_programs - apart, 1)
-    number = program - tl.minimum(num_programs - 1, apart)
     blocks = (S.H + S.BLOCK - 1) // S.BLOCK
-    parts = tl.where(num_tokens * blocks <= others, blocks, 1)
+    parts = tl.where(num_tokens * blocks <= num_programs, blocks, 1)
     items = num_tokens * parts
-    for i in range(tl.where(number < 0, items, number), items, others):
+    # Where there are programs to spare the first one, which looked at heads, sums nothing.
+    spare = (num_programs > items).to(tl.int32)
+    for i in range(tl.where(program < spare, items, program - spare), items, tl.maximum(num_programs - spare, 1)):
         if ok > 0:
             token = i // parts
             slots = tl.load(slot_of + token * S.W + r, mask=mask, other=-1)

@@ -12,9 +12,9 @@ To a home rank of few tokens sums go without flags (``kernels.small_rows``).
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
-refusal even when no rows were due to it; it sends no rows but where it is alone. A refusing rank sends no rows but
-raises all flags. Where a combine takes several passes over the slots, one that is refused ends with the first: who
-refuses makes one call.
+refusal even when no rows were due to it; where messages travel in parts it sends no rows, unless it is alone. A
+refusing rank sends no rows but raises all flags. Where a combine takes several passes over the slots, one that is
+refused ends with the first: who refuses makes one call.
 
 Sums: accumulator +0, slots ascending, product rounded before it is added (no fused multiply-add), one rounding to the
 row's dtype. A slot of another rank, a row dropped for ``capacity`` and a row number out of range contribute nothing.
@@ -302,9 +302,10 @@ def send_tokens_back(
                     put_heads(table, control, me, call, S)
                 if status != 0:
                     raise_all_flags(table, control, me, call, S)
-            # All but the first send rows, as what it publishes has to arrive before it goes on.
-            others = tl.maximum(num_programs - 1, 1)
-            number = program - tl.minimum(num_programs - 1, 1)
+            # Of few tokens all but the first send rows, as what it publishes has to arrive before it goes on.
+            apart: tl.constexpr = 1 if S.PARTS > 1 else 0
+            others = tl.maximum(num_programs - apart, 1)
+            number = program - tl.minimum(num_programs - 1, apart)
             if (status == 0) & (number >= 0):
                 # One home rank for each program where they suffice; no two ranks begin with the same one.
                 for i in range(number % S.W, S.W, others):

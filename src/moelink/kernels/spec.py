@@ -92,8 +92,7 @@ class CommonSpec:
 
     Attributes:
         W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
-        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts (dispatch: LP is at
-            least a program's threads, and the words of all headers of counts). T: max_tokens_per_rank.
+        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
         TB: tokens that a program counts at a time; TC: if they are more than its own.
         THREADS: most threads of a program; 1 where it is interpreted.
         SMS: multiprocessors that the programs of a launch may use, 0 for all; SMID: how a program knows its own
@@ -201,7 +200,8 @@ class DispatchSpec(CommonSpec):
         BATCH: tokens whose messages a program publishes together. ALONE: most tokens of a call in which each program
             counts for itself what is before its own; 0: only programs of one token do. SENDERS: most sending programs;
             TR: of whose tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places
-            at a time. CW, CP: words of a source's counts, and the next power of two.
+            at a time. CW, CP: words of a source's counts, and the next power of two. LOOK:
+            of them looked at, and summed, at a time.
     """
 
     SOURCE: int
@@ -247,6 +247,7 @@ class DispatchSpec(CommonSpec):
     M_WEIGHTS: int
     CW: int
     CP: int
+    LOOK: int
     O_TALLY_FLAG: int
     O_TALLIES: int
     O_MESSAGE_FLAG: int
@@ -310,11 +311,11 @@ def dispatch_spec(
     if scale_bytes:
         assert fmt.scale_layout is not None
         layout = ROW_MAJOR if cfg.layout == "rank" else _SCALE_LAYOUTS[fmt.scale_layout.name]
-    sizes = common(workspace, device)
+    shared = common(workspace, device)
     # What a look at counts saw is used: a word, or more, for each thread (``kernels.signals``).
-    sizes["LP"] = max(sizes["LP"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
+    look = max(shared["LP"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
     return DispatchSpec(
-        **sizes,
+        **shared, LOOK=shared["LP"] if cached else look,
         SOURCE=source, WORD_P=tl.pointer_type(word), NWORDS=nbytes // word_bytes,
         BLOCK=block,
         INPUT=TRITON_DTYPES.get(input_dtype, tl.uint8), DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
