@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench_stubs import NotingContender, StubClock, StubDevice, StubGraph, TakingContender
+from bench_fakes import FakeClock, FakeDevice, FakeGraph, NotingContender, TakingContender
 from moelink.bench import Settings, measure, together
 from moelink.bench.timing import KernelTimes
 
@@ -11,18 +11,18 @@ PAIR = ["dispatch", "combine"]
 
 
 @pytest.fixture
-def stub_device(monkeypatch: pytest.MonkeyPatch) -> StubDevice:
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Graphs and profiles without a device, agreement without a group."""
     monkeypatch.setattr(together, "everyone", lambda value: [value])
     monkeypatch.setattr(measure, "everyone", lambda value: [value])
     monkeypatch.setattr(measure, "kernel_times", lambda *_, **__: KernelTimes([2.0], ("ep_x",)))
-    return StubDevice(monkeypatch)
+    return FakeDevice(monkeypatch)
 
 
-def test_every_phase_is_measured_by_every_method(stub_device: StubDevice) -> None:
+def test_every_phase_is_measured_by_every_method(fake_device: FakeDevice) -> None:
     settings = Settings(calls=4, samples=2, warmup=1)
     contender = NotingContender()
-    measured = measure.measure_contender(contender, copies=3, settings=settings, clock=StubClock(stub_device))
+    measured = measure.measure_contender(contender, copies=3, settings=settings, clock=FakeClock(fake_device))
     assert list(measured.phases) == ["dispatch", "combine", "both"]
     for phase, samples in measured.phases.items():
         assert (samples.graph, samples.eager) == ((0.75, 0.75), (0.75, 0.75))
@@ -40,22 +40,22 @@ def test_every_phase_is_measured_by_every_method(stub_device: StubDevice) -> Non
 
 
 @pytest.mark.parametrize("alternates", [False, True])
-def test_pairs_are_each_phase_s_part_of_a_replay(stub_device: StubDevice, alternates: bool) -> None:
+def test_pairs_are_each_phase_s_part_of_a_replay(fake_device: FakeDevice, alternates: bool) -> None:
     """Copies 0, 1, 0. Of replays 1 to 6, 2 is the warm-up, 4 and 6 are the samples, and the others only come first."""
     measured = measure.measure_contender(
-        TakingContender(stub_device, alternates=alternates), copies=2,
-        settings=Settings(calls=3, samples=2, warmup=1), clock=StubClock(stub_device),
+        TakingContender(fake_device, alternates=alternates), copies=2,
+        settings=Settings(calls=3, samples=2, warmup=1), clock=FakeClock(fake_device),
     )  # fmt: skip
     assert measured.phases["dispatch"].pairs == pytest.approx([4 / 3 + 40, 4 / 3 + 60])
     assert measured.phases["combine"].pairs == pytest.approx([8 / 3 + 400, 8 / 3 + 600])
     assert measured.phases["both"].pairs == ()
-    assert stub_device.log[-16:] == ["wait", *(["align", "replay", "align", "replay", "wait"] * 3)]
+    assert fake_device.log[-16:] == ["wait", *(["align", "replay", "align", "replay", "wait"] * 3)]
 
 
-def test_a_contender_that_alternates_is_never_called_otherwise(stub_device: StubDevice) -> None:
+def test_a_contender_that_alternates_is_never_called_otherwise(fake_device: FakeDevice) -> None:
     contender = NotingContender(alternates=True)
     measured = measure.measure_contender(
-        contender, copies=2, settings=Settings(calls=3, samples=2), clock=StubClock(stub_device)
+        contender, copies=2, settings=Settings(calls=3, samples=2), clock=FakeClock(fake_device)
     )
     assert [name for name, _ in contender.calls] == PAIR * (len(contender.calls) // 2)
     assert list(measured.phases) == ["dispatch", "combine", "both"]
@@ -66,14 +66,14 @@ def test_a_contender_that_alternates_is_never_called_otherwise(stub_device: Stub
     assert measured.phases["both"].kernel == (2.0,)
 
 
-def test_without_a_graph_the_reason_is_noted(stub_device: StubDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_graph_the_reason_is_noted(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     arguments = {
         "copies": 1,
         "settings": Settings(calls=2, samples=2, host_calls=1, host_samples=3),
-        "clock": StubClock(stub_device),
+        "clock": FakeClock(fake_device),
     }
     synchronising = measure.measure_contender(NotingContender(capturable=False), **arguments).phases
     assert (len(synchronising["both"].eager), synchronising["both"].graph) == (3, ())
@@ -95,7 +95,7 @@ def test_without_a_graph_the_reason_is_noted(stub_device: StubDevice, monkeypatc
 
 
 def test_a_torch_without_events_in_graphs_has_no_pairs(
-    stub_device: StubDevice, monkeypatch: pytest.MonkeyPatch
+    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def event(*, enable_timing: bool = False, blocking: bool = False) -> None:
         return None
@@ -103,7 +103,7 @@ def test_a_torch_without_events_in_graphs_has_no_pairs(
     monkeypatch.setattr(torch.cuda, "Event", event)
     contender = NotingContender()
     phases = measure.measure_contender(
-        contender, copies=1, settings=Settings(calls=2, samples=2), clock=StubClock(stub_device)
+        contender, copies=1, settings=Settings(calls=2, samples=2), clock=FakeClock(fake_device)
     ).phases
     for phase in PAIR:
         assert phases[phase].pairs == ()
@@ -115,7 +115,7 @@ def test_a_torch_without_events_in_graphs_has_no_pairs(
 
 
 def test_no_rank_replays_what_another_could_not_capture(
-    stub_device: StubDevice, monkeypatch: pytest.MonkeyPatch
+    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agreements = []
 
@@ -123,16 +123,16 @@ def test_no_rank_replays_what_another_could_not_capture(
         agreements.append(value)
         return [value, "RuntimeError: elsewhere" if len(agreements) == 2 else ""]
 
-    made: list[StubGraph] = []
+    made: list[FakeGraph] = []
 
-    def make() -> StubGraph:
-        made.append(StubGraph(stub_device))
+    def make() -> FakeGraph:
+        made.append(FakeGraph(fake_device))
         return made[-1]
 
     monkeypatch.setattr(together, "everyone", everyone)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
     phases = measure.measure_contender(
-        NotingContender(alternates=True), copies=1, settings=Settings(calls=2), clock=StubClock(stub_device)
+        NotingContender(alternates=True), copies=1, settings=Settings(calls=2), clock=FakeClock(fake_device)
     ).phases
     assert agreements == ["", ""], "pairs of calls, then the same with events: both could be captured here"
     assert [graph.replays > 0 for graph in made] == [True, False]

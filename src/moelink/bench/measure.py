@@ -112,7 +112,7 @@ def _measure_phase(
     repeated = [lambda i=index: call(i % copies) for index in range(calls)]  # type: ignore[misc]
     captured, note = _capture(contender, clock, lambda: capture(repeated, clock.device))
     by_graph: tuple[float, ...] = ()
-    # For the same reason as above.
+    # Calls that must alternate are not made after a capture that failed, as in measure_contender.
     actions: list[Action] = [] if contender.alternates else [eager]
     if captured is not None:
         by_graph = _per_call(clock.measure(captured.replay, samples=samples, warmup=settings.warmup), calls)

@@ -93,7 +93,7 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
         parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
         spread = max(shares, default=1)
-        send = min(min(4 * sms, messages * spread) + 1, 5 * sms - 1)
+        send = min(4 * sms, messages * spread, 5 * sms - 2) + 1
         # On a whole device what finds no room waits for it, which a budget does not allow (``kernels.turns``).
         room = 4 * sms if config.num_sms is None else 5 * sms - send
         receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens) + 1)

@@ -110,7 +110,7 @@ class Combine:
 
     def _parts(self, typed: bool) -> Parts:
         plan: SymmetricPlan = self.request.recv.handle.plan
-        return plan.parts if typed else plan.addresses
+        return plan.given(typed)
 
     def _rows(self) -> tuple[Any, Any]:
         """Rows and their weights."""

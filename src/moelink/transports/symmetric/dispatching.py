@@ -137,10 +137,6 @@ class Dispatch:
         self._x, self._input_scale, self._weights = x, input_scale, weights
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
-    def _parts(self, typed: bool) -> Parts:
-        """This call's notes."""
-        return self.plan.parts if typed else self.plan.addresses
-
     def _rows(self, typed: bool, parts: Parts) -> tuple[Any, ...]:
         """What the sender role reads and notes."""
         request, nothing = self.request, self.rank.table
@@ -171,17 +167,17 @@ class Dispatch:
         if routing is None:
             return parts.received, self.output.handle.counts  # not read
         plan: SymmetricPlan = routing.handle.plan
-        return (plan.parts if typed else plan.addresses).received, routing.handle.counts
+        return plan.given(typed).received, routing.handle.counts
 
     def _sent(self, typed: bool) -> tuple[Any, ...]:
-        parts = self._parts(typed)
+        parts = self.plan.given(typed)
         return (*self._rows(typed, parts), self._routed(typed, parts)[0])
 
     def _received(self, typed: bool) -> tuple[Any, ...]:
-        return self._outputs(typed, self._parts(typed))
+        return self._outputs(typed, self.plan.given(typed))
 
     def _both(self, typed: bool) -> tuple[Any, ...]:
-        parts = self._parts(typed)
+        parts = self.plan.given(typed)
         return (*self._rows(typed, parts), *self._outputs(typed, parts))
 
     def send(self) -> None:

@@ -81,6 +81,10 @@ class SymmetricPlan:
         parts = Parts._make([start + 4 * begin for begin in self._layout.begins])
         return parts if self.own is None else parts._replace(received=self.own.data_ptr())
 
+    def given(self, typed: bool) -> Parts:
+        """The parts as a launch asks for them (:meth:`Rank.launch`): as tensors, or their addresses."""
+        return self.parts if typed else self.addresses
+
     def brought_nothing(self) -> bool:
         """Whether the call was refused or failed. Synchronises on CUDA."""
         return int(self.parts.received[-1, 0]) != 0

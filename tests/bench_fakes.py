@@ -34,7 +34,7 @@ class NotingContender:
         return None
 
 
-class StubDevice:
+class FakeDevice:
     """Graphs of work whose time is known.
 
     Attributes:
@@ -45,16 +45,16 @@ class StubDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.log = 0.0, []
         self.busy = False
-        self.capturing: StubGraph | None = None
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: StubGraph(self))
-        monkeypatch.setattr(torch.cuda, "Event", lambda **options: StubEvent(self, **options))
+        self.capturing: FakeGraph | None = None
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(self))
+        monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(self, **options))
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
 
     @contextmanager
-    def capture(self, graph: StubGraph, *, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: FakeGraph, *, capture_error_mode: str) -> Iterator[None]:
         self.capturing = graph
         try:
             yield
@@ -66,10 +66,10 @@ class StubDevice:
         self.busy = False
 
 
-class StubGraph:
+class FakeGraph:
     """Nodes that take the number of the replay."""
 
-    def __init__(self, device: StubDevice) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         self.device, self.replays = device, 0
         self.nodes: list[Callable[[int], None]] = []
 
@@ -81,10 +81,10 @@ class StubGraph:
             node(self.replays)
 
 
-class StubEvent:
+class FakeEvent:
     """Can be recorded in a capture only, and read only when the device has nothing left to do."""
 
-    def __init__(self, device: StubDevice, *, enable_timing: bool, external: bool) -> None:
+    def __init__(self, device: FakeDevice, *, enable_timing: bool, external: bool) -> None:
         assert enable_timing
         assert external
         self.device, self.time = device, float("nan")
@@ -95,7 +95,7 @@ class StubEvent:
 
         self.device.capturing.nodes.append(stamp)
 
-    def elapsed_time(self, end: StubEvent) -> float:
+    def elapsed_time(self, end: FakeEvent) -> float:
         """Milliseconds."""
         assert not self.device.busy
         return (end.time - self.time) / 1e3
@@ -104,7 +104,7 @@ class StubEvent:
 class TakingContender(NotingContender):
     """In a graph's replay number n, dispatch of copy c takes c + 1 + 10 n us, combine 2 (c + 1) + 100 n us."""
 
-    def __init__(self, device: StubDevice, **options: bool) -> None:
+    def __init__(self, device: FakeDevice, **options: bool) -> None:
         super().__init__(**options)
         self._device = device
 
@@ -124,12 +124,12 @@ class TakingContender(NotingContender):
             self._device.capturing.nodes.append(run)
 
 
-class StubClock:
+class FakeClock:
     """Every step takes 3 us; aligning takes 7 us of the device's time, which are nobody's."""
 
     device = torch.device("cuda", 0)
 
-    def __init__(self, device: StubDevice) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         self._device = device
 
     def align(self) -> None:
