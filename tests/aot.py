@@ -25,6 +25,8 @@ POINTERS = {
     "epilogue": "*bf16", "limit": "i64", "epilogue_tensors": ("*i64",),
 }  # fmt: skip
 MEMORY = re.compile(r"^\s*(?:@!?%?\w+ )?((?:ld|st|atom|red|bar|fence|membar)\b[\w.:]*)", re.M)
+HINT = re.compile(r"\.(?:cs|L[12]::\w+)\b")
+"""What an instruction says of caches."""
 GCN = re.compile(r"^\s*((?:global|buffer|scratch|flat)_[a-z_0-9]+)", re.M)
 
 
@@ -121,9 +123,11 @@ def main(target):
         binary = compile_kernel(kernel, spec, target, x)
         ptx = binary.asm.get("ptx")
         text = ptx or binary.asm["amdgcn"]
-        ops = (MEMORY if ptx else GCN).findall(text)
+        found = (MEMORY if ptx else GCN).findall(text)
+        ops = [HINT.sub("", op) for op in found]
         print(json.dumps({
             "name": name, "ops": Counter(ops), "unguarded": unguarded(ops),
+            "once": Counter(op[:2] for op in found if HINT.search(op)),
             "barriers_between_rows": barriers_between_rows(ops),
             "local": sum("local" in op or op.startswith("scratch") for op in ops),
             "masked_histograms": sum(

@@ -53,6 +53,9 @@ def test_memory_order_and_width_on_nvidia(target):
         if "dispatch" in name:
             # The value would be moved in behind the load, which no prefetch survives.
             assert kernel["bare_loads"] > 0, f"{name} waits for rows where it begins to load them"
+        # Of many tokens: what a receiver stores, what a sender of dispatch and home read.
+        assert ("st" in kernel["once"]) == name.startswith(("dispatch_wait", "fused_dispatch")), name
+        assert ("ld" in kernel["once"]) == name.startswith(("dispatch_async", "combine_wait", "fused")), name
         if "dispatch_async" in name:
             # Once a piece, for its scales, and not once more for each of the 8 ranks.
             pieces = ops["st.global.v4.b32"] // 8

@@ -128,3 +128,18 @@ def test_numbers_that_change_are_not_specialised_on(kernel):
     }  # fmt: skip
     numbers = set(inspect.signature(kernel.fn).parameters) - pointers - {"S"}
     assert numbers <= changing
+
+
+@pytest.mark.parametrize("world_size, most, small, programs", [
+    (2, 1, 1, (9, 5)), (8, 256, 256, (529, 528)), (16, 256, 146, (529, 528)), (2, 1024, 1024, (396, 264)),
+    (4, 512, 512, (396, 264)), (4, 1024, 0, (528, 132)), (8, 512, 0, (528, 132)), (2, 2048, 0, (528, 132)),
+])  # fmt: skip
+def test_sums_go_without_flags_where_there_is_room(monkeypatch, world_size, most, small, programs):
+    """Rows of 14336 bytes on a device of 132 multiprocessors; ``programs`` that send and that sum."""
+    monkeypatch.setattr(cut, "multiprocessors", lambda device: 132)
+    config = moelink.EPConfig(
+        num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=most, world_size=world_size
+    )
+    launch = cut.combine_launch(config, torch.device("cuda", 0), most)
+    assert workspaces.Workspace(config).small_tokens == small
+    assert (launch.send, launch.receive) == programs

@@ -65,7 +65,7 @@ something in between."""
 
 SMALL_BYTES = 1 << 25
 """Most bytes of a block for sums that go home without flags (``kernels.small_calls``), which have a place of their own.
-Communicators of few tokens have it."""
+Communicators of up to FEW_TOKENS per rank have it, and of up to MANY_TOKENS where it holds all of a call's."""
 
 MOST_THREADS = 512
 """Most threads of a program of any launch: 8 warps, which have 64 threads on AMD."""

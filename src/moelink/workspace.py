@@ -71,6 +71,7 @@ from moelink.protocol import (
     CONTROL_WORDS,
     COUNT_HEADER,
     FEW_TOKENS,
+    MANY_TOKENS,
     MAX_SENDERS,
     POISON_WORDS,
     SMALL_BYTES,
@@ -185,13 +186,19 @@ class Workspace:
     @property
     def small_tokens(self) -> int:
         """Most tokens of a call whose sums go home without flags; 0 where all have them: across nodes, without
-        sums, where tokens are many, and where a row is not cut into words of 4 bytes."""
+        sums, where tokens are many, and where a row is not cut into words of 4 bytes. Where they are neither few nor
+        many, all or none, as the launch is cut for one form.
+
+        Example: of rows of 14336 bytes 2 ranks have room for 1024 tokens, 4 for 512, and 8 for 256.
+        """
         cfg = self.config
         whole = cfg.combine_dtype.itemsize in (2, 4) and cfg.combine_row_bytes % 4 == 0
         if not self.small or self.far_ranks or cfg.mode == "allreduce" or not cfg.pre_reduce or not whole:
             return 0
-        most = SMALL_BYTES // (self.world_size * self.row_bytes)
-        return min(cfg.max_tokens_per_rank, most) if cfg.max_tokens_per_rank <= FEW_TOKENS else 0
+        tokens, room = cfg.max_tokens_per_rank, SMALL_BYTES // (self.world_size * self.row_bytes)
+        if tokens <= FEW_TOKENS:
+            return min(tokens, room)
+        return tokens if tokens <= min(MANY_TOKENS, room) else 0
 
     @property
     def regions(self) -> RegionTable:

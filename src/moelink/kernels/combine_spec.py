@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.spec import TRITON_DTYPES, CommonSpec, common, far_offset, threads_of
-from moelink.protocol import COMBINE_BLOCK, OPTIONS_BY_ROW, OPTIONS_SUMS
+from moelink.protocol import COMBINE_BLOCK, MANY_TOKENS, OPTIONS_BY_ROW, OPTIONS_SUMS
 from moelink.workspace import Workspace
 
 
@@ -31,6 +31,9 @@ class CombineSpec(CommonSpec):
             a power of two.
         SMALL: most tokens of a home rank to which sums travel without flags (``kernels.small_calls``); 0: they never
             do.
+        ONCE: how experts' rows are loaded, as Triton names it: unless tokens are many, they are the first to leave the
+            second-level cache again, which holds what comes over the links and what the next calls need. Many drive
+            all of that out in any case, and then the fewer instructions count.
         KB: bytes of a message's row in far_kept. BY_ROW: staged rows are numbered by the row, else by the message.
     """
 
@@ -60,6 +63,7 @@ class CombineSpec(CommonSpec):
     O_ROWS: int
     SMALL: int
     O_SMALL: int
+    ONCE: str
     KB: int
     BY_ROW: bool
     O_ROW_FLAG: int
@@ -109,6 +113,7 @@ def combine_spec(
         O_STATUS=regions["combine_status"].offset,
         O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
         SMALL=most_small, O_SMALL=regions["small_rows"].offset if most_small else 0,
+        ONCE="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
         KB=regions["far_kept"].shape[2] if workspace.far_ranks else 0, BY_ROW=not cfg.pre_reduce,
         O_ROW_FLAG=far_offset(workspace, "row_flag"), O_FAR_KEPT=far_offset(workspace, "far_kept"),
         O_STAGED_STATUS=far_offset(workspace, "staged_status"), O_STAGED_KEPT=far_offset(workspace, "staged_kept"),

@@ -81,16 +81,18 @@ def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> L
     """Programs of a combine of ``num_tokens`` own tokens.
 
     Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, or a
-    few, and of a token. Many: four of five send, one sums. With few tokens there is one more of
-    either role, which says or checks that all ranks are in this call.
+    few, and of a token. Many: four of five send, one sums; where sums need no flags three send and two sum, as who
+    sends waits for nothing and who sums clears what it read. With few tokens there is one more of either role, which
+    says or checks that all ranks are in this call.
     """
     if device.type == "cpu":
         return Launch(3, 3)
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or multiprocessors(device)
-    send, receive, spread = 4 * sms, sms, 1
+    workspace = Workspace(config)
+    send, receive, spread = (3 * sms, 2 * sms, 1) if workspace.small_tokens else (4 * sms, sms, 1)
     if config.max_tokens_per_rank <= FEW_TOKENS:
-        parts, messages = Workspace(config).combine_parts, ranks * max(1, num_tokens)
+        parts, messages = workspace.combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
         spread = max(shares, default=1)
         send = min(4 * sms, messages * spread, 5 * sms - 2) + 1

@@ -26,17 +26,19 @@ def load_piece(x, token, piece, end, S: tl.constexpr):
         if S.INPUT.primitive_bitwidth == 16:
             c = g[:, None] * (S.GROUP // 2) + tl.arange(0, S.GROUP // 2)[None, :]
             source = x.to(I32, bitcast=True) + tl.cast(token, tl.int64) * (S.H // 2)
-            return tl.load(source + c, mask=only(token < end, c < S.H // 2))
+            return tl.load(source + c, mask=only(token < end, c < S.H // 2), eviction_policy=S.ONCE)
         else:
             c = g[:, None] * S.GROUP + tl.arange(0, S.GROUP)[None, :]
-            return tl.load(x + tl.cast(token, tl.int64) * S.H + c, mask=only(token < end, c < S.H))
+            source = x + tl.cast(token, tl.int64) * S.H
+            return tl.load(source + c, mask=only(token < end, c < S.H), eviction_policy=S.ONCE)
     elif S.SOURCE == 1:
         c = piece * S.BLOCK + tl.arange(0, S.BLOCK)
-        return tl.load(x + tl.cast(token, tl.int64) * S.H + c, mask=only(token < end, c < S.H))
+        source = x + tl.cast(token, tl.int64) * S.H
+        return tl.load(source + c, mask=only(token < end, c < S.H), eviction_policy=S.ONCE)
     else:
         c = piece * S.BLOCK + tl.arange(0, S.BLOCK)
         source = x.to(S.WORD_P, bitcast=True) + tl.cast(token, tl.int64) * S.NWORDS
-        return tl.load(source + c, mask=only(token < end, c < S.NWORDS))
+        return tl.load(source + c, mask=only(token < end, c < S.NWORDS), eviction_policy=S.ONCE)
 
 
 @triton.jit

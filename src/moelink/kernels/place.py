@@ -152,13 +152,17 @@ def place_headers(
 
 @triton.jit
 def store_rows(words, c, places, tokens_out, S: tl.constexpr):
-    """Words ``c`` of a row, which are ``words``, to the rows ``places`` [RP], -1 for none."""
+    """Words ``c`` of a row, which are ``words``, to the rows ``places`` [RP], -1 for none.
+
+    They are the first to leave the second-level cache: an expert's weights drive them out in any case, and messages and
+    what combine reads are better kept there.
+    """
     present = (places >= 0).to(tl.int32)
     nth = tl.cumsum(present, 0) - present
     for n in range(0, tl.sum(present, 0)):  # of a message's rows few are here: its other experts are elsewhere
         place = tl.max(tl.where((present > 0) & (nth == n), places, 0), 0)
         to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
-        tl.store(to + c, words, mask=c < S.NWORDS)
+        tl.store(to + c, words, mask=c < S.NWORDS, cache_modifier=".cs")
 
 
 @triton.jit

@@ -228,7 +228,8 @@ def reduce_and_copy_to_output(
                     sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
                     address = mine + S.O_ROWS + tl.cast(rank * S.T + token, tl.int64) * S.ROW
                     source = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                    total += tl.load(source + c, mask=only(sent, c < S.H), other=0.0).to(S.ACC)
+                    row = tl.load(source + c, mask=only(sent, c < S.H), other=0.0, eviction_policy="evict_first")
+                    total += row.to(S.ACC)
         else:
             for j in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
                 kept = tl.sum(tl.where(k == j, here.to(tl.int32), 0), 0) > 0
@@ -239,7 +240,8 @@ def reduce_and_copy_to_output(
                 else:
                     address = mine + S.O_ROWS + tl.cast(token * S.COPIES + j - slot_begin, tl.int64) * S.ROW
                     source = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                    part_j = tl.load(source + c, mask=only(kept, c < S.H), other=0.0)
+                    mask = only(kept, c < S.H)
+                    part_j = tl.load(source + c, mask=mask, other=0.0, eviction_policy="evict_first")
                 if S.REDUCE:
                     product = part_j.to(S.ACC)
                     if S.HOME_WEIGHTS:

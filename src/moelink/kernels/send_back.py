@@ -55,7 +55,8 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
     for k in tl.static_range(S.SLOTS):
         row = tl.load(rows + k)
         keep = (row >= 0) & (row < y_rows)
-        part = tl.load(y + row.to(tl.int64) * S.H + c, mask=only(keep, c < S.H), other=0.0).to(S.ACC)
+        source = y + row.to(tl.int64) * S.H
+        part = tl.load(source + c, mask=only(keep, c < S.H), other=0.0, eviction_policy=S.ONCE).to(S.ACC)
         if S.ROW_WEIGHTS:
             part = part * tl.load(row_weights + row, mask=keep, other=0.0)
         elif S.HOME_WEIGHTS:
@@ -101,7 +102,7 @@ def copy_columns(to, part, y, row, S: tl.constexpr):
     """Part ``part`` of row ``row`` to the row at ``to``."""
     for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
         c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
-        column = tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0)
+        column = tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0, eviction_policy=S.ONCE)
         tl.store(to + c, column, mask=c < S.H)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.cache_keys import settle_cache_key
-from moelink.protocol import COUNT_HEADER, COUNTED_ALONE, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
+from moelink.protocol import COUNT_HEADER, COUNTED_ALONE, FEW_TOKENS, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
 from moelink.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -197,6 +197,7 @@ class DispatchSpec(CommonSpec):
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. CACHED: an earlier call's
             routing is used again. OPTIONS: what every rank must choose alike. ROWS, RP: rows of a message, and the
             next power of two. GP: group offsets, as a power of two.
+        ONCE: how rows are loaded, as Triton names it: many tokens' are the first to leave the second-level cache again.
         BATCH: tokens whose messages a program publishes together. ALONE: most tokens of a call in which each program
             counts for itself what is before its own; 0: only programs of one token do. SENDERS: most sending programs;
             TR: of whose tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places
@@ -235,6 +236,7 @@ class DispatchSpec(CommonSpec):
     GP: int
     BATCH: int
     ALONE: int
+    ONCE: str
     GATHER: int
     SENDERS: int
     TR: int
@@ -322,7 +324,7 @@ def dispatch_spec(
         ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
         GROUP=fmt.group, NG=groups, GB=group_block, PB=nbytes // groups,
         PIECES=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
-        word_bytes) // block), GATHER=gather,
+        word_bytes) // block), GATHER=gather, ONCE="evict_first" if most > FEW_TOKENS else "",
         SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
         SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
         LATER=later and layout in (TRANSPOSED, TILES) and many,
