@@ -119,7 +119,7 @@ def compile_ahead(plan: Plan, rank: int, world_size: int, device: torch.device) 
     """Compile the symmetric transport's kernels of all cases, each on one rank; the others find them in the cache."""
     if device.type != "cuda":
         return
-    # The distribution is not known to the compiler. A budget is, but those of open communicators must fit the device, so
+    # The distribution is not known to the compiler. A budget is, but those of open communicators must fit the device:
     # the first calls of each compile for it.
     distinct = list(dict.fromkeys(replace(case, distribution="uniform", num_sms=None) for case in plan.cases))
     with ExitStack() as opened:
