@@ -18,7 +18,9 @@ from moelink.testing import assert_bitwise_equal
 
 TIMEOUT = 3.0
 SIZES = {"tokens": 512, "hidden": 2048, "experts": 24, "topk": 4}
-FIELDS = {"num_experts": 24, "topk": 4, "hidden_size": 2048, "max_tokens_per_rank": 512, "timeout": TIMEOUT}
+FIELDS = {"num_experts": 24, "topk": 4, "hidden_size": 2048, "timeout": TIMEOUT, "transport": "symmetric"}
+WITHOUT_FLAGS, WITH_FLAGS = 512, 2048
+"""Most tokens of a rank: sums go home without flags, or with them."""
 
 
 def round_trip(ep: moelink.Communicator, rank: int, seed: int, graph: Any = None) -> None:
@@ -45,10 +47,10 @@ def caught(ep: moelink.Communicator, rank: int, strike: Any) -> Told:
         return Told(type(error).__name__, error.rank, error.peer, error.phase, error.call, time.monotonic() - last)
 
 
-def falls(rank: int, world_size: int, victim: int, how: str, place: str) -> dict[str, Any] | None:
+def falls(rank: int, world_size: int, victim: int, how: str, place: str, most: int) -> dict[str, Any] | None:
     """Rank ``victim`` is killed or stopped while its kernels run, or between the halves of ``place``."""
     prepare(rank)
-    ep = moelink.init(**FIELDS, transport="symmetric")
+    ep = moelink.init(**FIELDS, max_tokens_per_rank=most)
     ep.warmup()  # or the victim's compiler would take the others' time
     for seed in range(3):
         round_trip(ep, rank, seed)

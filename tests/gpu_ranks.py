@@ -22,6 +22,8 @@ REAL_SIZES: tuple[tuple[int, int, int, int, str, dict[str, Any]], ...] = (
     (3000, 6, 60, 130, "bf16", {"expert_alignment": 16}),
     (3000, 10, 72, 33, "fp32", {"mode": "allreduce", "combine_dtype": torch.float32}),
     (7168, 6, 64, 1000, "nvfp4", {"fused_shared_expert": True, "pre_reduce": False}),
+    # Neither few tokens nor many, and more bytes than sums without flags may take, on two ranks, too.
+    (8192, 4, 32, 600, "bf16", {"combine_dtype": torch.float32}),
 )
 
 MANY = {

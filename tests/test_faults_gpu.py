@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fault_ranks_gpu
-from fault_ranks_gpu import TIMEOUT
+from fault_ranks_gpu import FIELDS, TIMEOUT, WITH_FLAGS, WITHOUT_FLAGS
 from gpu_compile import compile_all, warmup_kernels
 from moelink.testing import run_ranks
 
@@ -17,24 +17,25 @@ pytestmark = [
 ]
 
 FALLS = [
-    ("killed", "dispatch", 0),
-    ("killed", "combine", 1),
-    ("killed", "running", WORLD - 1),
-    ("stopped", "dispatch", 1),
+    ("killed", "dispatch", 0, WITHOUT_FLAGS),
+    ("killed", "combine", 1, WITH_FLAGS),
+    ("killed", "combine", 1, WITHOUT_FLAGS),
+    ("killed", "running", WORLD - 1, WITH_FLAGS),
+    ("stopped", "dispatch", 1, WITHOUT_FLAGS),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Everything that all ranks launch, and later the survivors."""
-    fields = {**fault_ranks_gpu.FIELDS, "transport": "symmetric"}
-    compile_all([kernel for world in (WORLD, WORLD - 1) for kernel in warmup_kernels(fields, world)])
+    setups = [{**FIELDS, "max_tokens_per_rank": most} for most in (WITHOUT_FLAGS, WITH_FLAGS)]
+    compile_all([kernel for world in (WORLD, WORLD - 1) for each in setups for kernel in warmup_kernels(each, world)])
 
 
-@pytest.mark.parametrize("how, place, victim", FALLS, ids=lambda value: str(value))
-def test_the_others_name_it_in_time_and_go_on_without_it(how: str, place: str, victim: int) -> None:
+@pytest.mark.parametrize("how, place, victim, most", FALLS, ids=lambda value: str(value))
+def test_the_others_name_it_in_time_and_go_on_without_it(how: str, place: str, victim: int, most: int) -> None:
     mortal = {victim} if how == "killed" else set()
-    results = run_ranks(fault_ranks_gpu.falls, WORLD, victim, how, place, mortal=mortal, timeout=250)
+    results = run_ranks(fault_ranks_gpu.falls, WORLD, victim, how, place, most, mortal=mortal, timeout=250)
     for rank, result in enumerate(results):
         if rank == victim:
             assert result is None or result["told"].peer == victim

@@ -38,12 +38,14 @@ def compiled(target):
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_memory_order_and_width_on_nvidia(target):
     kernels = [kernel for kernel in compiled(target) if "scale_layout" not in kernel["name"]]
-    assert len(kernels) == (16 if target == "sm_90" else 6)
+    assert len(kernels) == (18 if target == "sm_90" else 6)
     for kernel in kernels:
         name, ops = kernel["name"], kernel["ops"]
         assert any(".sys.release.exch" in op or ".release.sys.exch" in op for op in ops), name
         assert any(".sys.acquire" in op or ".acquire.sys" in op for op in ops), name
-        assert not any(".gpu.release" in op or ".cta.release" in op for op in ops), name
+        # To this device alone a launch says only that it has cleared the sums it read (``kernels.small_calls``).
+        near = {op for op in ops if ".gpu.release" in op or ".cta.release" in op}
+        assert near == ({"atom.global.gpu.release.add.u64"} if name == "without_flags_combine_wait" else set()), name
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
         assert kernel["local"] == 0, f"{name} spills"
         # Triton 3.6 reorders a reshaped block of values on its way to a histogram, but not the block of its mask.
@@ -53,9 +55,10 @@ def test_memory_order_and_width_on_nvidia(target):
         if "dispatch" in name:
             # The value would be moved in behind the load, which no prefetch survives.
             assert kernel["bare_loads"] > 0, f"{name} waits for rows where it begins to load them"
-        # Of many tokens: what a receiver stores, what a sender of dispatch and home read.
+        # Of many tokens: what a receiver stores, what a sender of dispatch and home read. Up to 1024: experts' rows.
         assert ("st" in kernel["once"]) == name.startswith(("dispatch_wait", "fused_dispatch")), name
-        assert ("ld" in kernel["once"]) == name.startswith(("dispatch_async", "combine_wait", "fused")), name
+        reads = name.startswith(("dispatch_async", "combine_wait", "fused", "without_flags"))
+        assert ("ld" in kernel["once"]) == reads, name
         if "dispatch_async" in name:
             # Once a piece, for its scales, and not once more for each of the 8 ranks.
             pieces = ops["st.global.v4.b32"] // 8

@@ -37,7 +37,7 @@ def test_equals_oracle(monkeypatch, shape, setup):
     send, receive, batch, gather = shape
     spec_of = dispatching.dispatch_spec
     monkeypatch.setattr(dispatching, "dispatch_launch", lambda *args, **options: Launch(send, receive))
-    monkeypatch.setattr(combining, "combine_launch", lambda *args: Launch(receive, send))
+    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(receive, send))
     monkeypatch.setattr(
         dispatching, "dispatch_spec",
         lambda *args, **options: dataclasses.replace(spec_of(*args, **options), BATCH=batch, GATHER=gather),
@@ -58,13 +58,33 @@ def test_equals_oracle(monkeypatch, shape, setup):
     transport.close()
 
 
+@pytest.mark.parametrize("send, receive", [(3, 1), (2, 40), (1, 5)])
+def test_whole_rows_that_need_no_flags_equal_oracle(monkeypatch, send, receive):
+    """As of 257 to 1024 tokens: rows of 44 columns travel whole, in three blocks, several a program."""
+    for module in (workspaces, specs):
+        monkeypatch.setattr(module, "COMBINE_BLOCK", 16)
+    monkeypatch.setattr(workspaces, "FEW_TOKENS", 2)
+    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(send, receive))
+    specs.combine_spec.cache_clear()
+    setup = Setup("bf16", (("hidden_size", 44),))
+    workspace = workspaces.Workspace(setup.config(WORLD))
+    assert (workspace.combine_parts, workspace.small_tokens) == (1, workspace.config.max_tokens_per_rank)
+    transport = one_process(setup.fields, WORLD)
+    for seed in range(2):
+        case = Case(setup, "uniform", seed=seed)
+        check_case(case, WORLD, run_case(transport, case, range(WORLD)))
+    transport.check()
+    transport.close()
+    specs.combine_spec.cache_clear()
+
+
 @pytest.mark.parametrize("reduce", [True, False], ids=["sums", "rows"])
 @pytest.mark.parametrize("send, receive, spread", [(3, 1, 3), (2, 40, 1), (7, 40, 3), (1, 5, 1)])
 def test_rows_in_parts_equal_oracle(monkeypatch, send, receive, spread, reduce):
     """Blocks of 16 columns: rows of 44 travel home in 3 parts."""
     for module in (workspaces, specs):
         monkeypatch.setattr(module, "COMBINE_BLOCK", 16)
-    monkeypatch.setattr(combining, "combine_launch", lambda *args: Launch(send, receive, spread=spread))
+    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(send, receive, spread=spread))
     setup = Setup("bf16", (("hidden_size", 44), ("pre_reduce", reduce)))
     assert workspaces.Workspace(setup.config(WORLD)).combine_parts == 3
     transport = one_process(setup.fields, WORLD)
@@ -108,7 +128,8 @@ def test_other_token_counts_need_no_other_kernels(monkeypatch, most, fields):
     counts = [*range(0, most, 7), most]
     for encodes in (False, True):
         assert len({str(cut.dispatch_launch(config, device, n, encodes=encodes).options) for n in counts}) == 1
-    assert len({str(cut.combine_launch(config, device, n).options) for n in counts}) == 1
+    workspace = workspaces.Workspace(config)
+    assert len({str(cut.combine_launch(workspace, device, n, sums=True).options) for n in counts}) == 1
 
 
 @pytest.mark.parametrize("kernel", [
@@ -131,15 +152,21 @@ def test_numbers_that_change_are_not_specialised_on(kernel):
 
 
 @pytest.mark.parametrize("world_size, most, small, programs", [
-    (2, 1, 1, (9, 5)), (8, 256, 256, (529, 528)), (16, 256, 146, (529, 528)), (2, 1024, 1024, (396, 264)),
-    (4, 512, 512, (396, 264)), (4, 1024, 0, (528, 132)), (8, 512, 0, (528, 132)), (2, 2048, 0, (528, 132)),
+    (2, 1, 1, (9, 5)), (8, 256, 256, (529, 528)), (16, 256, 146, (529, 528)), (8, 257, 257, (396, 264)),
+    (8, 293, 0, (528, 132)), (4, 585, 585, (396, 264)), (4, 586, 0, (528, 132)), (2, 1024, 1024, (396, 264)),
+    (2, 1025, 0, (528, 132)),
 ])  # fmt: skip
 def test_sums_go_without_flags_where_there_is_room(monkeypatch, world_size, most, small, programs):
     """Rows of 14336 bytes on a device of 132 multiprocessors; ``programs`` that send and that sum."""
     monkeypatch.setattr(cut, "multiprocessors", lambda device: 132)
-    config = moelink.EPConfig(
-        num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=most, world_size=world_size
-    )
-    launch = cut.combine_launch(config, torch.device("cuda", 0), most)
-    assert workspaces.Workspace(config).small_tokens == small
+    fields = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": most}
+    device = torch.device("cuda", 0)
+    workspace = workspaces.Workspace(moelink.EPConfig(**fields, world_size=world_size))
+    launch = cut.combine_launch(workspace, device, most, sums=True)
+    assert workspace.small_tokens == small
     assert (launch.send, launch.receive) == programs
+    rows = workspaces.Workspace(moelink.EPConfig(**fields, world_size=world_size, pre_reduce=False))
+    assert rows.small_tokens == 0
+    for block, sums in ((workspace, False), (rows, True)):
+        none = cut.combine_launch(block, device, most, sums=sums)
+        assert (none.send, none.receive) == (programs if most <= 256 else (528, 132))

@@ -64,5 +64,5 @@ def test_every_format(fmt, options):
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block128"])
 def test_many_tokens_on_few_programs(fmt):
     """Tokens in runs, shared tallies and cursors that take turns, as 4096 tokens on a whole device have them."""
-    setup = Setup(fmt, (("num_sms", 4), ("max_tokens_per_rank", 300)))
+    setup = Setup(fmt, (("num_sms", 4), ("max_tokens_per_rank", 1100)))
     check_on_one_device([Case(setup, "uniform", seed=1)])

@@ -15,6 +15,7 @@ from moelink.kernels.cut import Cut, Launch
 from moelink.protocol import TURN_WORDS
 from moelink.transports.symmetric import combining, dispatching
 from moelink.transports.symmetric import rank as ranks
+from moelink.workspace import Workspace
 from protocol_runs import FORMAT, SEEDS, run, scenarios
 from turn_kernels import Budget, note
 
@@ -71,17 +72,17 @@ def test_the_grid_of_a_budget():
 @pytest.mark.parametrize("most", [1, 32, 256, 1024, 4096])
 @pytest.mark.parametrize("num_sms", [1, 2, 24, 131])
 @pytest.mark.parametrize("layout", [{"expert_alignment": 64}, {"layout": "rank"}], ids=str)
-def test_a_budget_holds_all_programs_of_a_launch(layout, num_sms, most):
-    config = moelink.EPConfig(
-        num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=most, world_size=8, num_sms=num_sms, **layout
-    )
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_budget_holds_all_programs_of_a_launch(world_size, layout, num_sms, most):
+    fields = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": most, "num_sms": num_sms}
+    config = moelink.EPConfig(**fields, **layout, world_size=world_size)
     device = torch.device("cuda", 0)
     for tokens in {0, 1, most // 2, most}:
         for encodes in (False, True):
             launch = cut.dispatch_launch(config, device, tokens, encodes=encodes)
-            senders = 1 + Cut.of(tokens, programs=launch.send, world_size=8).programs
+            senders = 1 + Cut.of(tokens, programs=launch.send, world_size=world_size).programs
             assert 0 < launch.receive <= launch.resident * num_sms - senders
-        launch = cut.combine_launch(config, device, tokens)
+        launch = cut.combine_launch(Workspace(config), device, tokens, sums=True)
         assert 0 < launch.receive <= launch.resident * num_sms - launch.send
         launch = cut.layout_launch(config, device)
         assert 0 < launch.receive <= launch.resident * num_sms
@@ -94,7 +95,7 @@ def budget(monkeypatch):
     monkeypatch.setattr(ranks, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(dispatching, "dispatch_launch", lambda *args, **options: Launch(2, 2, resident=3))
     monkeypatch.setattr(dispatching, "layout_launch", lambda *args: Launch(0, 4, resident=3))
-    monkeypatch.setattr(combining, "combine_launch", lambda *args: Launch(2, 2, resident=3))
+    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(2, 2, resident=3))
     for module, name in ((dispatching, "dispatch_spec"), (combining, "combine_spec")):
         make = getattr(module, name)
 

@@ -46,8 +46,8 @@ staged_kept          [W - N, T, 16 n]
 staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
 ===================  ====================  ===============================================================
 
-Size: T x (W x message + (W or K) x row) bytes, where T is small up to 32 MiB of small rows, and a few flags: what
-DESIGN allows.
+Size: T x (W x message + (W or K) x row) bytes, where sums need no flags up to 32 MiB of small rows, and a few flags:
+what DESIGN allows.
 Nothing is double buffered. Send buffers are there across nodes only.
 
 Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
@@ -189,7 +189,7 @@ class Workspace:
         sums, where tokens are many, and where a row is not cut into words of 4 bytes. Where they are neither few nor
         many, all or none, as the launch is cut for one form.
 
-        Example: of rows of 14336 bytes 2 ranks have room for 1024 tokens, 4 for 512, and 8 for 256.
+        Example: for rows of 14336 bytes 2 ranks have room for 1170 tokens each, 4 for 585, and 8 for 292.
         """
         cfg = self.config
         whole = cfg.combine_dtype.itemsize in (2, 4) and cfg.combine_row_bytes % 4 == 0

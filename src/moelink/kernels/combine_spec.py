@@ -31,8 +31,8 @@ class CombineSpec(CommonSpec):
             a power of two.
         SMALL: most tokens of a home rank to which sums travel without flags (``kernels.small_calls``); 0: they never
             do.
-        ONCE: how experts' rows are loaded, as Triton names it: unless tokens are many, they are the first to leave the
-            second-level cache again, which holds what comes over the links and what the next calls need. Many drive
+        ONCE: how experts' rows are loaded, as Triton names it: those of up to MANY_TOKENS are the first to leave the
+            second-level cache again, which holds what comes over the links and what the next calls need. More drive
             all of that out in any case, and then the fewer instructions count.
         KB: bytes of a message's row in far_kept. BY_ROW: staged rows are numbered by the row, else by the message.
     """

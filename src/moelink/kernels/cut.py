@@ -77,20 +77,20 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
     return Launch(send, receive, maxnreg=80, resident=3)
 
 
-def combine_launch(config: EPConfig, device: torch.device, num_tokens: int) -> Launch:
-    """Programs of a combine of ``num_tokens`` own tokens.
+def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, *, sums: bool) -> Launch:
+    """Programs of a combine of ``num_tokens`` own tokens, in which ``sums`` travel, or else every row.
 
     Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, or a
-    few, and of a token. Many: four of five send, one sums; where sums need no flags three send and two sum, as who
-    sends waits for nothing and who sums clears what it read. With few tokens there is one more of either role, which
-    says or checks that all ranks are in this call.
+    few, and of a token, and one more of either role, which says or checks that all ranks are in this call. More: four
+    of five send, one sums; but where sums need no flags, up to MANY_TOKENS, three send and two sum, as who sends waits
+    for nothing and who sums clears what it read.
     """
     if device.type == "cpu":
         return Launch(3, 3)
+    config = workspace.config
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or multiprocessors(device)
-    workspace = Workspace(config)
-    send, receive, spread = (3 * sms, 2 * sms, 1) if workspace.small_tokens else (4 * sms, sms, 1)
+    send, receive, spread = (3 * sms, 2 * sms, 1) if sums and workspace.small_tokens else (4 * sms, sms, 1)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = workspace.combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]

@@ -154,8 +154,8 @@ def place_headers(
 def store_rows(words, c, places, tokens_out, S: tl.constexpr):
     """Words ``c`` of a row, which are ``words``, to the rows ``places`` [RP], -1 for none.
 
-    They are the first to leave the second-level cache: an expert's weights drive them out in any case, and messages and
-    what combine reads are better kept there.
+    They are the first to leave the second-level cache: most of them are driven out by experts' weights before they are
+    read, and messages are read from there.
     """
     present = (places >= 0).to(tl.int32)
     nth = tl.cumsum(present, 0) - present

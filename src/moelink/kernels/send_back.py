@@ -8,7 +8,7 @@ pre-reduction, each of them at (token, slot), and which of them there are in ``c
 Where tokens are few a message's columns travel in PARTS, each with a flag of its own and, as far as programs suffice,
 by a program of its own: one that sums all columns takes the time of several memory latencies.
 
-To a home rank of few tokens sums go without flags (``kernels.small_rows``).
+Sums of a small call go without flags (``kernels.small_calls``).
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a

@@ -1,10 +1,10 @@
 """Small calls: those whose rows are their own signal (``kernels.small_rows``); which these are, and where rows lie.
 
 A row that travels with a flag costs a fence between the two: the sender waits until the row has arrived before it may
-say so, a round trip between two GPUs. With few tokens that is most of a call. So home looks at the row itself. It holds
-zeros where nothing has come, and what comes is never zero: bits travel inverted, and no element has all bits set, as a
-NaN like that becomes another one (``small_rows.bits_of``). Each element is stored in one piece, and no order between
-any two matters. Combine's sums travel so; a dispatch's payload may have any bits.
+say so, a round trip between two GPUs. With few tokens that is most of a call, of 512 an eighth. So home looks at the
+row itself. It holds zeros where nothing has come, and what comes is never zero: bits travel inverted, and no element
+has all bits set, as a NaN like that becomes another one (``small_rows.bits_of``). Each element is stored in one piece,
+and no order between any two matters. Combine's sums travel so; a dispatch's payload may have any bits.
 
 Who writes: rank r stores row (r, number) at home, and no other peer ever does; home stores zeros there once it has read
 it. Why the next call cannot overtake, or be mistaken: a rank stores only once home has drained the call before

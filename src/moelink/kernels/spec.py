@@ -197,7 +197,8 @@ class DispatchSpec(CommonSpec):
         ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. CACHED: an earlier call's
             routing is used again. OPTIONS: what every rank must choose alike. ROWS, RP: rows of a message, and the
             next power of two. GP: group offsets, as a power of two.
-        ONCE: how rows are loaded, as Triton names it: many tokens' are the first to leave the second-level cache again.
+        ONCE: how rows are loaded, as Triton names it: those of more than FEW_TOKENS are the first to leave the
+            second-level cache again.
         BATCH: tokens whose messages a program publishes together. ALONE: most tokens of a call in which each program
             counts for itself what is before its own; 0: only programs of one token do. SENDERS: most sending programs;
             TR: of whose tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places

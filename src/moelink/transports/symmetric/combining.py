@@ -57,7 +57,7 @@ class Recipe:
             rank.workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
             shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums,
         )  # fmt: skip
-        launch = combine_launch(config, rank.device, num_tokens)
+        launch = combine_launch(rank.workspace, rank.device, num_tokens, sums=bool(spec.SUMS))
         travels = not spec.ALLREDUCE
         senders = launch.send if travels else 0
         slots = () if reduce else (config.topk,)
@@ -185,7 +185,7 @@ def refuse_combine(rank: Rank) -> None:
     spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
     if spec.ALLREDUCE:
         return
-    how: Any = {"S": spec, "launch": combine_launch(rank.config, rank.device, 0), **_EXACT}
+    how: Any = {"S": spec, "launch": combine_launch(rank.workspace, rank.device, 0, sums=True), **_EXACT}
     dummy = rank.nothing
     rank.launch(
         rank.program(kernels.ep_combine_async_kernel, 1, **how), lambda _: [dummy] * 5,
