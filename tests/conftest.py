@@ -23,3 +23,12 @@ def filled_memory():
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_ahead(request):
+    """On GPU machines: what the selected GPU tests launch is in Triton's cache before the first of them begins."""
+    if torch.cuda.is_available():
+        from gpu_compile import ahead, compile_all
+
+        compile_all(ahead(item for item in request.session.items if item.get_closest_marker("gpu")))

@@ -1,12 +1,19 @@
-"""Kernels compiled before the ranks of a GPU test start, by as many processes as there are processors.
+"""Kernels compiled before GPU tests start, by as many processes as there are processors.
 
 Ranks are as few as devices, and would compile one kernel after the other for minutes while a machine's other processors
-wait. What is compiled here they find in the cache that all processes share.
+wait. What is compiled here they find in the cache that all processes share. A test says what it launches with the
+marker ``kernels``; all that were selected are compiled at once (``conftest.compiled_ahead``), as starting so many
+processes takes seconds, too.
+
+    @pytest.mark.kernels(of=lambda tokens: kernels_of(fields(tokens), WORLD))
+    @pytest.mark.parametrize("tokens", [1, 32])
+    def test_something(tokens): ...
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing
 import os
 import time
@@ -77,13 +84,33 @@ def warmup_kernels(fields: Mapping[str, Any], world_size: int) -> list[Kernel]:
     ]
 
 
-def compile_all(kernels: Sequence[Kernel], *, timeout: float = 300.0) -> float:
+def ahead(tests: Iterable[Any]) -> list[Kernel]:
+    """What ``tests``, pytest's items, launch: what their markers ``kernels`` return. Tests that will be skipped launch
+    nothing."""
+    found: list[Kernel] = []
+    for test in tests:
+        marker = test.get_closest_marker("kernels")
+        if marker is not None and not any(mark.args[0] for mark in test.iter_markers("skipif")):
+            found += named_by(marker, test)
+    return found
+
+
+def named_by(marker: Any, test: Any) -> list[Kernel]:
+    """What ``marker`` names for ``test``: its function ``of`` takes the parameters that it has names for."""
+    function = marker.kwargs["of"]
+    parameters = test.callspec.params if hasattr(test, "callspec") else {}
+    return list(function(**{name: parameters[name] for name in inspect.signature(function).parameters}))
+
+
+def compile_all(kernels: Sequence[Kernel], *, timeout: float = 900.0) -> float:
     """Compile ``kernels``, each of them once, and load them on the CUDA devices in turn. Returns the seconds it took.
 
     Afterwards the processes are gone, and so is what they held on the devices.
     """
     start = time.monotonic()
     tasks = list(dict.fromkeys(kernels))
+    if not tasks:
+        return 0.0
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "moelink"])
     workers = min(len(tasks), len(os.sched_getaffinity(0)), MAX_WORKERS)

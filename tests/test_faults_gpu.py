@@ -5,7 +5,7 @@ import torch
 
 import fault_ranks_gpu
 from fault_ranks_gpu import FIELDS, TIMEOUT, WITH_FLAGS, WITHOUT_FLAGS
-from gpu_compile import compile_all, warmup_kernels
+from gpu_compile import Kernel, warmup_kernels
 from moelink.testing import run_ranks
 
 WORLD = min(4, torch.cuda.device_count())
@@ -25,13 +25,13 @@ FALLS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
+def kernels(most: int) -> list[Kernel]:
     """Everything that all ranks launch, and later the survivors."""
-    setups = [{**FIELDS, "max_tokens_per_rank": most} for most in (WITHOUT_FLAGS, WITH_FLAGS)]
-    compile_all([kernel for world in (WORLD, WORLD - 1) for each in setups for kernel in warmup_kernels(each, world)])
+    fields = {**FIELDS, "max_tokens_per_rank": most}
+    return [kernel for world in (WORLD, WORLD - 1) for kernel in warmup_kernels(fields, world)]
 
 
+@pytest.mark.kernels(of=kernels)
 @pytest.mark.parametrize("how, place, victim, most", FALLS, ids=lambda value: str(value))
 def test_the_others_name_it_in_time_and_go_on_without_it(how: str, place: str, victim: int, most: int) -> None:
     mortal = {victim} if how == "killed" else set()

@@ -13,24 +13,23 @@ import torch
 import gpu_matrix
 import moelink
 from cases import FORMATS
-from gpu_compile import compile_all
 from matrix_configs import AXES, CONFIGS, MOST, SIZES, Config, Form, meetings
 from moelink.workspace import Workspace
 
 WORLD = min(8, torch.cuda.device_count())
 
 
-@pytest.fixture(scope="module")
-def compiled() -> None:
-    """Every kernel is in the cache before the first ranks start."""
-    compile_all(gpu_matrix.kernels(CONFIGS, WORLD))
+def of_format(fmt: str) -> list[Config]:
+    """The configurations of a format."""
+    return [config for config in CONFIGS if config.form.dispatch_format == fmt]
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=lambda fmt: gpu_matrix.kernels(of_format(fmt), WORLD))
 @pytest.mark.skipif(WORLD < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_transports_and_oracle_are_equal(fmt, compiled):
-    jobs = gpu_matrix.jobs_of([config for config in CONFIGS if config.form.dispatch_format == fmt], WORLD)
+def test_transports_and_oracle_are_equal(fmt):
+    jobs = gpu_matrix.jobs_of(of_format(fmt), WORLD)
     found = gpu_matrix.differences_of(jobs, WORLD)
     assert not found, "\n".join(found)
 

@@ -10,7 +10,7 @@ import torch
 import gpu_ranks
 import nodes_ranks_gpu
 from cases import check_case
-from gpu_compile import compile_all, kernels_of, warmup_kernels
+from gpu_compile import kernels_of, warmup_kernels
 from moelink.errors import UnsupportedError
 from moelink.memory.nvshmem import device_library
 from moelink.testing import run_ranks
@@ -38,14 +38,21 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
     pytest.mark.timeout(900),
 ]
+REAL = (0, 1, 4, 7)
+"""Of ``gpu_ranks.REAL_SIZES``."""
 each_split = pytest.mark.parametrize("world, node", SPLITS or [(2, 1)])
 
 
+def real_kernels(world, node):
+    fields = [gpu_ranks.real_fields(index) | {"ranks_per_node": node} for index in REAL]
+    return [kernel for each in fields for kernel in kernels_of(each, world)]
+
+
+@pytest.mark.kernels(of=lambda world, node: nodes_ranks_gpu.kernels(world, node, nodes_ranks_gpu.all_cases()))
 @each_split
 def test_equals_oracle(world, node):
     """Bit for bit what the oracle says, so also what a communicator of one node gives."""
     cases = nodes_ranks_gpu.all_cases()
-    compile_all(nodes_ranks_gpu.kernels(world, node, cases))
     results = run_ranks(nodes_ranks_gpu.run_nodes, world, node, cases, timeout=850)
     for index, case in enumerate(cases):
         for way in (0, 1):
@@ -54,32 +61,30 @@ def test_equals_oracle(world, node):
         assert all(near == list(range(rank // node * node, rank // node * node + node)) for _, _, near in result)
 
 
+@pytest.mark.kernels(of=real_kernels)
 @each_split
 def test_equals_collective_at_real_sizes(world, node):
-    indices = (0, 1, 4, 7)
-    fields = [gpu_ranks.real_fields(index) | {"ranks_per_node": node} for index in indices]
-    compile_all([kernel for each in fields for kernel in kernels_of(each, world)])
-    for done in run_ranks(gpu_ranks.equals_collective, world, indices, {"ranks_per_node": node}, timeout=850):
-        assert len(done) == len(indices)
+    for done in run_ranks(gpu_ranks.equals_collective, world, REAL, {"ranks_per_node": node}, timeout=850):
+        assert len(done) == len(REAL)
 
 
+@pytest.mark.kernels(of=lambda world, node: kernels_of(gpu_ranks.graph_fields(world) | {"ranks_per_node": node}, world))
 @each_split
 def test_graphs_replay_with_other_inputs_and_sizes(world, node):
-    compile_all(kernels_of(gpu_ranks.graph_fields(world) | {"ranks_per_node": node}, world))
     for rank, results in enumerate(run_ranks(gpu_ranks.graphs, world, {"ranks_per_node": node}, timeout=600)):
         assert all(results.values()), (rank, results)
 
 
+@pytest.mark.kernels(of=lambda world, node: kernels_of(gpu_ranks.MANY | {"ranks_per_node": node}, world))
 @each_split
 def test_five_thousand_calls(world, node):
-    compile_all(kernels_of(gpu_ranks.MANY | {"ranks_per_node": node}, world))
     for wrong, _ in run_ranks(gpu_ranks.many_calls, world, 5_000, {"ranks_per_node": node}, timeout=600):
         assert wrong == 0
 
 
+@pytest.mark.kernels(of=lambda world, node: warmup_kernels(gpu_ranks.ABSENT | {"ranks_per_node": node}, world))
 @each_split
 def test_a_rank_that_never_calls_is_named_in_time(world, node):
-    compile_all(warmup_kernels(gpu_ranks.ABSENT | {"ranks_per_node": node}, world))
     results = run_ranks(nodes_ranks_gpu.absent_rank, world, node, timeout=600)
     for rank, result in enumerate(results):
         if rank == 1:

@@ -6,7 +6,7 @@ import torch
 import gpu_ranks
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, check_case, real_shapes
-from gpu_compile import compile_all, kernels_of, warmup_kernels
+from gpu_compile import kernels_of, warmup_kernels
 from moelink.testing import run_ranks
 
 WORLD = min(8, torch.cuda.device_count())
@@ -18,25 +18,43 @@ pytestmark = [
 ]
 
 
-def compile_setups(cases):
-    compile_all([kernel for setup, _ in by_setup(cases) for kernel in kernels_of(setup.fields, WORLD)])
+def kernels(cases):
+    return [kernel for setup, _ in by_setup(cases) for kernel in kernels_of(setup.fields, WORLD)]
 
 
+def small_cases():
+    """The small cases of the CPU tests in every format x layout x mode and reduction."""
+    cases = []
+    for fmt in FORMATS:
+        for options in (
+            {},
+            {"layout": "rank"},
+            {"fused_shared_expert": True, "pre_reduce": False},
+            {"mode": "allreduce"},
+        ):
+            setup = Setup(fmt, tuple(options.items()))
+            cases += [Case(setup, scenario, seed=i) for i, scenario in enumerate(SCENARIOS)]
+    return cases
+
+
+@pytest.mark.kernels(of=lambda: [
+    kernel
+    for index in range(len(gpu_ranks.REAL_SIZES))
+    for kernel in kernels_of(gpu_ranks.real_fields(index), WORLD)
+])  # fmt: skip
 def test_equals_collective_at_real_sizes():
-    fields = [gpu_ranks.real_fields(index) for index in range(len(gpu_ranks.REAL_SIZES))]
-    compile_all([kernel for each in fields for kernel in kernels_of(each, WORLD)])
     for done in run_ranks(gpu_ranks.equals_collective, WORLD, timeout=500):
         assert len(done) == len(gpu_ranks.REAL_SIZES)
 
 
+@pytest.mark.kernels(of=lambda: kernels_of(gpu_ranks.graph_fields(WORLD), WORLD))
 def test_graphs_replay_with_other_inputs_and_sizes():
-    compile_all(kernels_of(gpu_ranks.graph_fields(WORLD), WORLD))
     for rank, results in enumerate(run_ranks(gpu_ranks.graphs, WORLD, timeout=300)):
         assert all(results.values()), (rank, results)
 
 
+@pytest.mark.kernels(of=lambda: warmup_kernels(gpu_ranks.ABSENT, WORLD))
 def test_a_rank_that_never_calls_is_named_in_time():
-    compile_all(warmup_kernels(gpu_ranks.ABSENT, WORLD))
     results = run_ranks(gpu_ranks.absent_rank, WORLD, timeout=300)
     for rank, result in enumerate(results):
         if rank == 1:
@@ -74,34 +92,24 @@ def test_one_process_drives_all_devices(fmt):
             check_case(case, WORLD, results)
 
 
+@pytest.mark.kernels(of=lambda: kernels_of(gpu_ranks.MANY, WORLD))
 def test_twenty_thousand_calls():
-    compile_all(kernels_of(gpu_ranks.MANY, WORLD))
     for wrong, seconds in run_ranks(gpu_ranks.many_calls, WORLD, 20_000, timeout=500):
         assert wrong == 0
         assert seconds < 400
 
 
+@pytest.mark.kernels(of=lambda: kernels(real_shapes()))
 def test_real_shapes_equal_oracle():
     cases = real_shapes()
-    compile_setups(cases)
     results = run_ranks(gpu_ranks.run_cases, WORLD, cases, timeout=300)
     for index, case in enumerate(cases):
         check_case(case, WORLD, [result[index] for result in results])
 
 
+@pytest.mark.kernels(of=lambda: kernels(small_cases()))
 def test_equals_oracle():
-    """Every format x layout x mode and reduction, on the small cases of the CPU tests."""
-    cases = []
-    for fmt in FORMATS:
-        for options in (
-            {},
-            {"layout": "rank"},
-            {"fused_shared_expert": True, "pre_reduce": False},
-            {"mode": "allreduce"},
-        ):
-            setup = Setup(fmt, tuple(options.items()))
-            cases += [Case(setup, scenario, seed=i) for i, scenario in enumerate(SCENARIOS)]
-    compile_setups(cases)
+    cases = small_cases()
     results = run_ranks(gpu_ranks.run_cases, WORLD, cases, timeout=550)
     for index, case in enumerate(cases):
         check_case(case, WORLD, [result[index] for result in results])

@@ -182,7 +182,7 @@ def test_rows_of_a_refused_small_call_are_not_those_of_a_later_one(refused):
         around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
 
 
-@pytest.mark.parametrize("refused", REFUSALS[2:], ids=str)
+@pytest.mark.parametrize("refused", REFUSALS[2::3], ids=str)
 def test_whole_rows_of_several_blocks_outlive_refusals(monkeypatch, refused):
     """As of 257 to 1024 tokens, which are not few: no parts, and a row has two blocks."""
     monkeypatch.setattr(workspaces, "FEW_TOKENS", 2)

@@ -9,7 +9,7 @@ import torch
 
 import moelink
 from cases import FORMATS, by_setup, check_case, features, matrix
-from gpu_compile import FUSED, HALVES, compile_all, kernels_of, warmup_kernels
+from gpu_compile import FUSED, HALVES, kernels_of, warmup_kernels
 from moelink.transports.base import CombineRequest, DispatchRequest
 from symmetric_ranks import one_process, run_case
 
@@ -45,9 +45,16 @@ def requests_on_devices(monkeypatch):
     )
 
 
-def check_all(cases, fused):
+def kernels(cases, fused):
     parts = FUSED if fused else HALVES
-    compile_all([k for case in cases for k in kernels_of(case.setup.fields, WORLD, parts, weights=case.weights)])
+    return [k for case in cases for k in kernels_of(case.setup.fields, WORLD, parts, weights=case.weights)]
+
+
+def of_format(fmt):
+    return [case for case in matrix() if case.setup.dispatch_format == fmt]
+
+
+def check_all(cases, fused):
     for setup, group in by_setup(cases):
         transport = one_process({**setup.fields, "timeout": 10.0}, WORLD, "cuda")
         for case in group:
@@ -55,12 +62,14 @@ def check_all(cases, fused):
         transport.close()
 
 
+@pytest.mark.kernels(of=lambda fmt, fused: kernels(of_format(fmt), fused))
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_matrix_equals_oracle(fmt, fused):
-    check_all([case for case in matrix() if case.setup.dispatch_format == fmt], fused)
+    check_all(of_format(fmt), fused)
 
 
+@pytest.mark.kernels(of=lambda: kernels(features(), fused=True))
 def test_features_equal_oracle():
     check_all(features(), fused=True)
 
@@ -85,10 +94,10 @@ def round_trip(transport, xs, ids, weights, fused=True):
     return recvs, transport.combine([CombineRequest(y, r) for y, r in zip(ys, recvs, strict=True)], fused=fused).wait()
 
 
+@pytest.mark.kernels(of=lambda tokens, fused: kernels_of(real_shape(tokens=tokens), WORLD, FUSED if fused else HALVES))
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("tokens", [1, 32, 128, 1024])
 def test_identity_experts_at_real_shapes(tokens, fused):
-    compile_all(kernels_of(real_shape(tokens=tokens), WORLD, FUSED if fused else HALVES))
     transport = one_process(real_shape(tokens=tokens), WORLD, "cuda")
     g = torch.Generator().manual_seed(tokens)
     for _ in range(3):
@@ -103,10 +112,10 @@ def test_identity_experts_at_real_shapes(tokens, fused):
     transport.close()
 
 
+@pytest.mark.kernels(of=lambda: warmup_kernels(real_shape(tokens=16), 1))
 def test_graph_replays_alternate_with_eager_calls():
     """One device captures and replays; token counts differ by -1 ids; eager calls in between."""
     config = real_shape(tokens=16)
-    compile_all(warmup_kernels(config, 1))
     transport = one_process(config, 1, "cuda")
     x = torch.randn(16, 7168, device="cuda:0").bfloat16()
     ids = torch.stack([torch.randperm(32 * WORLD)[:8] for _ in range(16)]).cuda()

@@ -1,0 +1,68 @@
+"""What GPU tests say they launch: read here without GPUs, as a marker that raises would cost a GPU machine's time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_compile import Kernel, ahead, kernels_of
+
+TESTS = Path(__file__).parent
+NAMED = ("faults", "matrix", "nodes", "processes", "startup", "symmetric")
+COUNT = """
+import pytest, sys
+from collections import Counter
+from gpu_compile import named_by
+
+class Plugin:
+    def pytest_collection_finish(self, session):
+        count = Counter()
+        for item in session.items:
+            marker = item.get_closest_marker("kernels")
+            if marker is not None:
+                count[item.module.__name__] += len(named_by(marker, item))
+        print("counted", dict(count))
+
+sys.exit(pytest.main(["--collect-only", "-q", "-m", "gpu", *sys.argv[1:]], plugins=[Plugin()]))
+"""
+
+
+def item(of, *, skipped=False, **parameters):
+    """A test as pytest has it."""
+    marker = pytest.mark.kernels(of=of).mark
+    skip = pytest.mark.skipif(skipped, reason="").mark
+    return SimpleNamespace(
+        get_closest_marker=lambda name: marker if name == "kernels" and of is not None else None,
+        iter_markers=lambda name: [skip] if name == "skipif" else [],
+        callspec=SimpleNamespace(params=parameters),
+    )
+
+
+def test_markers_are_called_with_the_parameters_they_name():
+    fields = {"num_experts": 4, "topk": 1, "hidden_size": 128, "capacity": 3}
+    tests = [
+        item(lambda tokens: kernels_of(fields | {"max_tokens_per_rank": tokens}, 2), tokens=7, fused=True),
+        item(lambda: kernels_of(fields, 2, ["combine"])),
+        item(lambda: 1 / 0, skipped=True),
+        item(None),
+    ]
+    few = (("num_experts", 4), ("topk", 1), ("hidden_size", 128))
+    some = (*few, ("max_tokens_per_rank", 7))
+    assert ahead(tests) == [Kernel(some, 2, "dispatch"), Kernel(some, 2, "combine"), Kernel(few, 2, "combine")]
+
+
+def test_gpu_tests_say_what_they_launch():
+    files = [str(TESTS / f"test_{name}_gpu.py") for name in NAMED]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, "-p", "no:cacheprovider", *files],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("counted")]
+    assert all(f"'test_{name}_gpu'" in line for name in NAMED), done.stdout + done.stderr
