@@ -25,10 +25,26 @@ def filled_memory():
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled_ahead(request):
-    """On GPU machines: what the selected GPU tests launch is in Triton's cache before the first of them begins."""
-    if torch.cuda.is_available():
+@pytest.fixture
+def blocks(monkeypatch):
+    """A function that sets how many columns of a row combine sums at a time, and, if given, how many tokens are few."""
+    import moelink.kernels.combine_spec as specs
+    import moelink.workspace as workspaces
+
+    def set_blocks(columns, few=workspaces.FEW_TOKENS):
+        for module in (workspaces, specs):
+            monkeypatch.setattr(module, "COMBINE_BLOCK", columns)
+        monkeypatch.setattr(workspaces, "FEW_TOKENS", few)
+
+    specs.combine_spec.cache_clear()
+    yield set_blocks
+    specs.combine_spec.cache_clear()
+
+
+def pytest_collection_finish(session):
+    """On GPU machines: what the selected GPU tests launch is in Triton's cache before the first of them begins, so none
+    of it counts as the time of a test."""
+    if torch.cuda.is_available() and not session.config.option.collectonly:
         from gpu_compile import ahead, compile_all
 
-        compile_all(ahead(item for item in request.session.items if item.get_closest_marker("gpu")))
+        compile_all(ahead(item for item in session.items if item.get_closest_marker("gpu")))

@@ -2,7 +2,7 @@
 
 Ranks are as few as devices, and would compile one kernel after the other for minutes while a machine's other processors
 wait. What is compiled here they find in the cache that all processes share. A test says what it launches with the
-marker ``kernels``; all that were selected are compiled at once (``conftest.compiled_ahead``), as starting so many
+marker ``kernels``; all that were selected are compiled at once (``conftest.py``), as starting so many
 processes takes seconds, too.
 
     @pytest.mark.kernels(of=lambda tokens: kernels_of(fields(tokens), WORLD))
@@ -73,6 +73,11 @@ def kernels_of(fields: Mapping[str, Any], world_size: int, parts: Iterable[str] 
     """The kernels of one setup. ``more``: the other fields of :class:`Kernel`."""
     deciding = tuple((name, value) for name, value in fields.items() if name not in UNIMPORTANT)
     return [Kernel(deciding, world_size, part, **more) for part in parts]
+
+
+def kernels_of_all(setups: Iterable[Mapping[str, Any]], world_size: int) -> list[Kernel]:
+    """The fused kernels of several setups."""
+    return [kernel for fields in setups for kernel in kernels_of(fields, world_size)]
 
 
 def warmup_kernels(fields: Mapping[str, Any], world_size: int) -> list[Kernel]:

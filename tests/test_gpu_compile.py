@@ -34,7 +34,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-m", "gpu", *sys.argv[1:]], plugi
 def item(of, *, skipped=False, **parameters):
     """A test as pytest has it."""
     marker = pytest.mark.kernels(of=of).mark
-    skip = pytest.mark.skipif(skipped, reason="").mark
+    skip = pytest.mark.skipif(skipped, reason="a test as it stands on another machine").mark
     return SimpleNamespace(
         get_closest_marker=lambda name: marker if name == "kernels" and of is not None else None,
         iter_markers=lambda name: [skip] if name == "skipif" else [],
@@ -57,12 +57,7 @@ def test_markers_are_called_with_the_parameters_they_name():
 
 def test_gpu_tests_say_what_they_launch():
     files = [str(TESTS / f"test_{name}_gpu.py") for name in NAMED]
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT, "-p", "no:cacheprovider", *files],
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("counted")]
-    assert all(f"'test_{name}_gpu'" in line for name in NAMED), done.stdout + done.stderr
+    command = [sys.executable, "-c", COUNT, "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=200)
+    counted = "".join(line for line in done.stdout.splitlines() if line.startswith("counted"))
+    assert all(f"'test_{name}_gpu'" in counted for name in NAMED), done.stdout + done.stderr

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import moelink
-import moelink.kernels.combine_spec as specs
 import moelink.workspace as workspaces
 from cases import Case, Result, Setup, check_case
 from moelink.kernels import combine, cut, dispatch
@@ -59,13 +58,10 @@ def test_equals_oracle(monkeypatch, shape, setup):
 
 
 @pytest.mark.parametrize("send, receive", [(3, 1), (2, 40), (1, 5)])
-def test_whole_rows_that_need_no_flags_equal_oracle(monkeypatch, send, receive):
+def test_whole_rows_that_need_no_flags_equal_oracle(monkeypatch, blocks, send, receive):
     """As of 257 to 1024 tokens: rows of 44 columns travel whole, in three blocks, several a program."""
-    for module in (workspaces, specs):
-        monkeypatch.setattr(module, "COMBINE_BLOCK", 16)
-    monkeypatch.setattr(workspaces, "FEW_TOKENS", 2)
+    blocks(16, few=2)
     monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(send, receive))
-    specs.combine_spec.cache_clear()
     setup = Setup("bf16", (("hidden_size", 44),))
     workspace = workspaces.Workspace(setup.config(WORLD))
     assert (workspace.combine_parts, workspace.small_tokens) == (1, workspace.config.max_tokens_per_rank)
@@ -75,15 +71,13 @@ def test_whole_rows_that_need_no_flags_equal_oracle(monkeypatch, send, receive):
         check_case(case, WORLD, run_case(transport, case, range(WORLD)))
     transport.check()
     transport.close()
-    specs.combine_spec.cache_clear()
 
 
 @pytest.mark.parametrize("reduce", [True, False], ids=["sums", "rows"])
 @pytest.mark.parametrize("send, receive, spread", [(3, 1, 3), (2, 40, 1), (7, 40, 3), (1, 5, 1)])
-def test_rows_in_parts_equal_oracle(monkeypatch, send, receive, spread, reduce):
+def test_rows_in_parts_equal_oracle(monkeypatch, blocks, send, receive, spread, reduce):
     """Blocks of 16 columns: rows of 44 travel home in 3 parts."""
-    for module in (workspaces, specs):
-        monkeypatch.setattr(module, "COMBINE_BLOCK", 16)
+    blocks(16)
     monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(send, receive, spread=spread))
     setup = Setup("bf16", (("hidden_size", 44), ("pre_reduce", reduce)))
     assert workspaces.Workspace(setup.config(WORLD)).combine_parts == 3
@@ -96,13 +90,11 @@ def test_rows_in_parts_equal_oracle(monkeypatch, send, receive, spread, reduce):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("hidden", [36, 46, 47])
-def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, dtype, hidden):
+def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, blocks, dtype, hidden):
     """Of three ranks two have few enough tokens to need no flags, so that both forms meet in one call."""
     row = 128 * -(-hidden * dtype.itemsize // 128)
     monkeypatch.setattr(workspaces, "SMALL_BYTES", WORLD * row * 4)
-    monkeypatch.setattr(specs, "COMBINE_BLOCK", 16)
-    monkeypatch.setattr(workspaces, "COMBINE_BLOCK", 16)
-    specs.combine_spec.cache_clear()
+    blocks(16)
     dispatch_format = "fp64" if dtype == torch.float64 else "bf16"
     setup = Setup(dispatch_format, (("hidden_size", hidden), ("combine_dtype", dtype)))
     words = dtype.itemsize < 8 and hidden * dtype.itemsize % 4 == 0
@@ -113,7 +105,6 @@ def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, dtype, hid
         check_case(case, WORLD, run_case(transport, case, range(WORLD)))
     transport.check()
     transport.close()
-    specs.combine_spec.cache_clear()
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_sms": 24}, {"dispatch_format": "nvfp4"}, {"mode": "allreduce"}], ids=str)

@@ -10,7 +10,7 @@ import torch
 import gpu_ranks
 import nodes_ranks_gpu
 from cases import check_case
-from gpu_compile import kernels_of, warmup_kernels
+from gpu_compile import kernels_of, kernels_of_all, warmup_kernels
 from moelink.errors import UnsupportedError
 from moelink.memory.nvshmem import device_library
 from moelink.testing import run_ranks
@@ -44,8 +44,7 @@ each_split = pytest.mark.parametrize("world, node", SPLITS or [(2, 1)])
 
 
 def real_kernels(world, node):
-    fields = [gpu_ranks.real_fields(index) | {"ranks_per_node": node} for index in REAL]
-    return [kernel for each in fields for kernel in kernels_of(each, world)]
+    return kernels_of_all((gpu_ranks.real_fields(index) | {"ranks_per_node": node} for index in REAL), world)
 
 
 @pytest.mark.kernels(of=lambda world, node: nodes_ranks_gpu.kernels(world, node, nodes_ranks_gpu.all_cases()))

@@ -6,7 +6,7 @@ import torch
 import gpu_ranks
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, check_case, real_shapes
-from gpu_compile import kernels_of, warmup_kernels
+from gpu_compile import kernels_of, kernels_of_all, warmup_kernels
 from moelink.testing import run_ranks
 
 WORLD = min(8, torch.cuda.device_count())
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def kernels(cases):
-    return [kernel for setup, _ in by_setup(cases) for kernel in kernels_of(setup.fields, WORLD)]
+    return kernels_of_all((setup.fields for setup, _ in by_setup(cases)), WORLD)
 
 
 def small_cases():
@@ -37,11 +37,7 @@ def small_cases():
     return cases
 
 
-@pytest.mark.kernels(of=lambda: [
-    kernel
-    for index in range(len(gpu_ranks.REAL_SIZES))
-    for kernel in kernels_of(gpu_ranks.real_fields(index), WORLD)
-])  # fmt: skip
+@pytest.mark.kernels(of=lambda: kernels_of_all(map(gpu_ranks.real_fields, range(len(gpu_ranks.REAL_SIZES))), WORLD))
 def test_equals_collective_at_real_sizes():
     for done in run_ranks(gpu_ranks.equals_collective, WORLD, timeout=500):
         assert len(done) == len(gpu_ranks.REAL_SIZES)

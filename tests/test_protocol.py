@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 import moelink
-import moelink.kernels.combine_spec as specs
 import moelink.workspace as workspaces
 from cases import FIELDS, Packed, Result, Setup, check_case
 from interleaving import Deadlock, Scheduler
@@ -29,6 +28,7 @@ from moelink.kernels import (
     signals,
     small_rows,
 )
+from moelink.kernels.combine_spec import combine_spec
 from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
@@ -42,9 +42,9 @@ def form(request, monkeypatch):
     """Sums go home as rows that are their own signal, as those of small calls do, or with flags behind them."""
     if request.param == "flags":
         monkeypatch.setattr(workspaces, "SMALL_BYTES", 0)
-    specs.combine_spec.cache_clear()
+    combine_spec.cache_clear()
     yield request.param
-    specs.combine_spec.cache_clear()
+    combine_spec.cache_clear()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -183,18 +183,14 @@ def test_rows_of_a_refused_small_call_are_not_those_of_a_later_one(refused):
 
 
 @pytest.mark.parametrize("refused", REFUSALS[2::3], ids=str)
-def test_whole_rows_of_several_blocks_outlive_refusals(monkeypatch, refused):
+def test_whole_rows_of_several_blocks_outlive_refusals(blocks, refused):
     """As of 257 to 1024 tokens, which are not few: no parts, and a row has two blocks."""
-    monkeypatch.setattr(workspaces, "FEW_TOKENS", 2)
-    for module in (workspaces, specs):
-        monkeypatch.setattr(module, "COMBINE_BLOCK", 4)
-    specs.combine_spec.cache_clear()
+    blocks(4, few=2)
     workspace = workspaces.Workspace(FORMAT.config(WORLD))
     assert (workspace.combine_parts, workspace.small_tokens) == (1, 4)
     for seed in range(2):
         around_refusals(seed, refused)
         around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
-    specs.combine_spec.cache_clear()
 
 
 @triton.jit
