@@ -161,7 +161,7 @@ class Communicator:
             routing: an earlier output whose routing is used again: its ids and its counts, which are neither counted
                 nor exchanged then. All ranks give one of the same earlier call, or none does.
             host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
-            out: an earlier output whose tensors are overwritten.
+            out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
 
         When x or topk_weights requires grad, so do ``recv.tokens`` (of a format with scales: its dequantised rows, see
         :func:`moelink.ops.dequantize`, straight through the rounding) and ``recv.weights``. More in docs/pytorch.md.

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+
+from moelink.blank import Blank
+from moelink.config import EPConfig
+from moelink.formats.base import ScaleLayout
 
 T = TypeVar("T")
 
@@ -81,3 +89,54 @@ class DispatchOutput:
     handle: DispatchHandle = field(repr=False)
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """The tensors of a DispatchOutput, not made yet.
+
+    Attributes:
+        present: by field, those that there are.
+        absent: the fields that are None.
+    """
+
+    present: tuple[tuple[str, Blank], ...]
+    absent: Mapping[str, None]
+
+    @classmethod
+    def of(cls, config: EPConfig, *, rows: int, weighted: bool) -> OutputShape:
+        """That of ``rows`` rows; ``weighted`` when router weights travelled."""
+        fmt, expert = config.format, config.layout == "expert"
+        groups, topk, weight = config.num_groups, config.topk, config.weight_dtype
+        scales = scales_offsets = None
+        if fmt.scale_dtype is not None and fmt.scale_layout is not None:
+            width = fmt.scale_width(config.hidden_size)
+            shape = fmt.scale_layout.shape(rows, width, groups) if expert else (rows, width)
+            scales = Blank.of(*shape, dtype=fmt.scale_dtype)
+            if expert and _has_offsets(fmt.scale_layout, groups):
+                scales_offsets = Blank.of(groups)
+        blanks = {
+            "tokens": Blank.of(rows, fmt.payload_width(config.hidden_size), dtype=fmt.payload_dtype),
+            "scales": scales,
+            "row_offsets": Blank.of(groups + 1),
+            "expert_ids": Blank.of(groups) if expert else None,
+            "src_info": Blank.of(rows, 3),
+            "scales_offsets": scales_offsets,
+            "weights": Blank.of(rows, dtype=weight) if weighted and expert else None,
+            "num_recv_tokens": Blank.of(),
+            "overflow": Blank.of(),
+            "topk_ids": None if expert else Blank.of(rows, topk),
+            "topk_weights": Blank.of(rows, topk, dtype=weight) if weighted and not expert else None,
+        }
+        present = tuple((name, blank) for name, blank in blanks.items() if blank is not None)
+        return cls(present, MappingProxyType({name: None for name, blank in blanks.items() if blank is None}))
+
+    def allocate(self, handle: DispatchHandle, device: torch.device) -> DispatchOutput:
+        """Uninitialised tensors, in an output of ``handle``."""
+        tensors = {name: blank.on(device) for name, blank in self.present}
+        return make(DispatchOutput, {**tensors, **self.absent, "handle": handle})
+
+
+@lru_cache(maxsize=64)
+def _has_offsets(layout: ScaleLayout, num_groups: int) -> bool:
+    return layout.scales_offsets(torch.zeros(num_groups + 1, dtype=torch.int32)) is not None

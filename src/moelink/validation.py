@@ -6,6 +6,7 @@ Every refusal is an ArgumentError that names the argument, what was expected and
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ForeignHandleError
 from moelink.hooks import Hook
-from moelink.output import DispatchOutput
+from moelink.output import DispatchOutput, OutputShape
 from moelink.transports.base import CombineRequest, DispatchRequest
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
+ALIGNMENT = 16
+"""Bytes. Kernels store the rows of a dispatch in words of so many; every allocation of torch begins at a multiple."""
 
 
 def check_tensor(
@@ -138,18 +141,28 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
         raise ArgumentError("out", "an earlier DispatchOutput", type(out).__name__)
     if request.host_counts:
         raise ArgumentError("out", "None with host_counts=True (its size is not known beforehand)", "a DispatchOutput")
-    width = config.format.payload_width(config.hidden_size)
-    check_tensor(
-        "out.tokens",
-        out.tokens,
-        shape=(config.row_capacity, width),
-        dtypes=(config.format.payload_dtype,),
-        device=device,
-    )
-    check_tensor("out.src_info", out.src_info, shape=(config.row_capacity, 3), dtypes=(torch.int32,), device=device)
     carried = out.weights if config.layout == "expert" else out.topk_weights
-    if (request.topk_weights is None) != (carried is None):
+    weighted = request.topk_weights is not None
+    if weighted != (carried is not None):
         raise ArgumentError("out", "router weights in out exactly when topk_weights is given", f"{carried is not None}")
+    wanted = _shape_of_outputs(config, weighted)
+    for name, blank in wanted.present:
+        tensor = check_tensor(
+            f"out.{name}", getattr(out, name), shape=blank.shape, dtypes=(blank.dtype,), device=device
+        )
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ArgumentError(
+                f"out.{name}", f"memory that begins at a multiple of {ALIGNMENT} bytes, as torch allocates it",
+                f"{tensor.data_ptr() % ALIGNMENT} bytes past one",
+            )  # fmt: skip
+    for name in wanted.absent:
+        if getattr(out, name) is not None:
+            raise ArgumentError(f"out.{name}", "None, which a call like this returns", "a tensor")
+
+
+@lru_cache(maxsize=64)
+def _shape_of_outputs(config: EPConfig, weighted: bool) -> OutputShape:
+    return OutputShape.of(config, rows=config.row_capacity, weighted=weighted)
 
 
 def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, device: torch.device) -> CombineRequest:

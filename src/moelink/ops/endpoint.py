@@ -16,10 +16,9 @@ from moelink.group import World
 from moelink.ops.lanes import Lanes
 from moelink.ops.record import MAX_PARTS, PackedPlan, allocate, count_parts, own_parts, pack, unpack
 from moelink.ops.registry import REGISTRY
-from moelink.output import DispatchHandle, DispatchOutput
+from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.session import Session
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
-from moelink.transports.collective.outputs import OutputShape
 
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
 

@@ -15,10 +15,9 @@ from moelink.kernels import dispatch as kernels
 from moelink.kernels.cut import Cut, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
 from moelink.kernels.spec import COPY, ENCODE, dispatch_spec
-from moelink.output import DispatchHandle, DispatchOutput, make
+from moelink.output import DispatchHandle, DispatchOutput, OutputShape, make
 from moelink.protocol import STATUS_ABORT, STATUS_OK
 from moelink.transports.base import DispatchRequest
-from moelink.transports.collective.outputs import OutputShape
 from moelink.transports.symmetric.plan import Parts, SymmetricPlan
 from moelink.transports.symmetric.program import Program
 from moelink.transports.symmetric.rank import Rank
