@@ -79,3 +79,22 @@ def test_what_a_call_does_not_return_is_refused():
             moelink.ArgumentError, match=r"^out.scales: expected None, which a call like this returns, got"
         ):
             ep.dispatch(*arguments, out=dataclasses.replace(good, scales=good.weights))
+
+
+def test_what_a_call_reads_cannot_be_what_it_overwrites():
+    ep, (x, ids, weights) = call(dispatch_format="fp32", combine_dtype=torch.float32)
+    own = "expected memory of its own, got memory that the call reads, too$"
+    with ep:
+        recv = ep.dispatch(x.float(), ids, weights)
+        with pytest.raises(moelink.ArgumentError, match=f"^out.tokens: {own}"):
+            ep.dispatch(recv.tokens[:3], ids, weights, out=recv)
+        with pytest.raises(moelink.ArgumentError, match=f"^out.expert_ids: {own}"):
+            ep.dispatch(x.float(), recv.expert_ids.view(3, 2), weights, out=recv)
+        y = recv.tokens.clone()
+        with pytest.raises(moelink.ArgumentError, match=f"^out: {own}"):
+            ep.combine(y, recv, out=y[1:4])
+        residuals = torch.ones(4, 256)
+        with pytest.raises(moelink.ArgumentError, match=f"^out: {own}"):
+            ep.combine(y, recv, epilogue=residuals[1:], out=residuals[:3])
+        want = ep.combine(y, recv, epilogue=residuals[:3])
+        assert_bitwise_equal(ep.combine(y, recv, epilogue=residuals[:3], out=residuals[:3]), want)

@@ -5,7 +5,7 @@ Every refusal is an ArgumentError that names the argument, what was expected and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -146,6 +146,7 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
     if weighted != (carried is not None):
         raise ArgumentError("out", "router weights in out exactly when topk_weights is given", f"{carried is not None}")
     wanted = _shape_of_outputs(config, weighted)
+    reads = (request.x, request.scales, request.topk_ids, request.topk_weights, request.input_scale)
     for name, blank in wanted.present:
         tensor = check_tensor(
             f"out.{name}", getattr(out, name), shape=blank.shape, dtypes=(blank.dtype,), device=device
@@ -155,6 +156,7 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
                 f"out.{name}", f"memory that begins at a multiple of {ALIGNMENT} bytes, as torch allocates it",
                 f"{tensor.data_ptr() % ALIGNMENT} bytes past one",
             )  # fmt: skip
+        _refuse_overlap(f"out.{name}", tensor, reads)
     for name in wanted.absent:
         if getattr(out, name) is not None:
             raise ArgumentError(f"out.{name}", "None, which a call like this returns", "a tensor")
@@ -197,8 +199,25 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         check_tensor("shared", request.shared, shape=(num_tokens, config.hidden_size), dtypes=_FLOATS, device=device)
     if request.out is not None and not isinstance(request.epilogue, Hook):
         full = (num_tokens, config.hidden_size) if request.reduce else (num_tokens, config.topk, config.hidden_size)
-        check_tensor("out", request.out, shape=full, dtypes=(config.combine_dtype,), device=device)
+        out = check_tensor("out", request.out, shape=full, dtypes=(config.combine_dtype,), device=device)
+        weights = recv.handle.topk_weights if request.topk_weights is None else request.topk_weights
+        _refuse_overlap("out", out, (request.y, recv.handle.topk_ids, recv.weights, weights))
+        # Rows to be added may be overwritten in their places: each element is read before it is stored.
+        added = (request.shared, request.epilogue)
+        _refuse_overlap("out", out, [t for t in added if not (isinstance(t, Tensor) and _in_place(t, out))])
     return request
+
+
+def _in_place(tensor: Tensor, out: Tensor) -> bool:
+    return tensor.data_ptr() == out.data_ptr() and tensor.dtype == out.dtype and tensor.shape == out.shape
+
+
+def _refuse_overlap(name: str, out: Tensor, reads: Iterable[object]) -> None:
+    """Calls read and store in no order that a caller could know: what is stored must not be read."""
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    for tensor in reads:
+        if isinstance(tensor, Tensor) and tensor.data_ptr() < end and begin < tensor.data_ptr() + tensor.nbytes:
+            raise ArgumentError(name, "memory of its own", "memory that the call reads, too")
 
 
 def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> None:
