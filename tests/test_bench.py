@@ -64,7 +64,7 @@ def test_smoke_result_has_everything(smoke: Path) -> None:
     # Typed with the whole path, which is nobody else's business.
     assert document["command"] == "moelink bench --preset smoke --out smoke.json --json"
     assert document["gate"]["passed"]
-    assert len(document["gate"]["checked"]) == len(document["cases"]) == 2
+    assert len(document["gate"]["checked"]) == len(document["cases"]) == 3
     assert document["ceiling"]["gb_per_s"] > 0
     assert len(document["ceiling"]["by_rank"]) == 2
     assert all(case["capacity"] >= 1 and case["dispatch"]["busiest"] > 0 for case in document["cases"])
@@ -74,7 +74,7 @@ def test_smoke_result_has_everything(smoke: Path) -> None:
 def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
     document = json.loads(smoke.read_text())
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    for index in range(2):
+    for index in range(3):
         rows = [row for row in document["rows"] if row["case"] == index]
         assert [row["contender"] for row in rows] == [
             COLLECTIVE, "torch all_to_all_vdev_2d", "FlashInfer one-sided", SYMMETRIC,
@@ -93,7 +93,7 @@ def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
                 assert phase["share_of_ceiling"] > 0
                 assert phase["graph"] is None
                 assert "graph" in phase["note"]
-    assert len(document["verdicts"]) == (6 if interpreted else 0)
+    assert len(document["verdicts"]) == (9 if interpreted else 0)
     for verdict in document["verdicts"]:
         (duel,) = verdict["duels"]
         assert (duel["contender"], duel["method"]) == (COLLECTIVE, "eager")
@@ -119,6 +119,7 @@ def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
 
 def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
+    from moelink.bench.plots import points_of
     from moelink.cli.bench_view import bench_view
     from moelink.cli.render import make_console
 
@@ -126,8 +127,9 @@ def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest
     console = make_console()
     console.print(bench_view(console, document))
     text = capsys.readouterr().out
-    for words in ("correctness gate passed in 2 cases", COLLECTIVE, "runs on CUDA devices only", "5 tokens, bf16"):
+    for words in ("correctness gate passed in 3 cases", COLLECTIVE, "runs on CUDA devices only", "5 tokens, bf16"):
         assert words in text
+    assert {point.tokens for point in points_of(document)} == {5}, "neither skewed routing nor rows by rank"
     other = {**document, "ranks": 4}
     (tmp_path / "other.json").write_text(json.dumps(other))
     for name in ("bench.png", "bench.svg"):
@@ -195,8 +197,8 @@ def test_a_red_document_has_no_figure() -> None:
     assert not {"rows", "cases", "ceiling", "verdicts"} & set(document)
 
 
-def one_rank_case(fmt: str) -> tuple[Case, Batch]:
-    case = dataclasses.replace(SMALL, format=fmt, hidden_size=256)
+def one_rank_case(fmt: str, layout: str) -> tuple[Case, Batch]:
+    case = dataclasses.replace(SMALL, format=fmt, hidden_size=256, layout=layout)
     return case, rank_batch(case, seed=3, rank=0, copy=0, world_size=1, device=CPU)
 
 
@@ -220,10 +222,12 @@ class Spoiled:
         self._ep.check()
 
 
+@pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block128", "nvfp4"])
-def test_the_gate_accepts_what_is_right_and_names_what_is_not(fmt: str) -> None:
-    case, batch = one_rank_case(fmt)
+def test_the_gate_accepts_what_is_right_and_names_what_is_not(fmt: str, layout: str) -> None:
+    case, batch = one_rank_case(fmt, layout)
     sizes = {"num_experts": 6, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4, "dispatch_format": fmt}
+    sizes["layout"] = layout
     with moelink.init(**sizes, transport="collective") as ep:
         check = {"batch": batch, "case": case, "rank": 0, "world_size": 1}
         assert check_transports({"one": ep, "two": ep}, **check) == ""
@@ -249,7 +253,9 @@ def test_peers_that_cannot_run_say_why() -> None:
         rows = run.run_peer(dataclasses.replace(plan, device="cpu"), name, bench_ranks.broken_combine_main)
         assert [row.reason for row in rows[1]] == ["runs on CUDA devices only"] * 5
     rows = run.run_peer(plan, "torch all_to_all_vdev_2d", bench_ranks.broken_combine_main)
-    assert {row.reason for row in rows[0]} == {"has no budget of multiprocessors"}
+    by_rank = make_plan("decode", ranks=2, device="cuda", layout="rank")
+    assert run.run_peer(by_rank, "torch all_to_all_vdev_2d", bench_ranks.broken_combine_main) == rows
+    assert {row.reason for row in rows[0]} == {"has neither a budget of multiprocessors nor rows by rank"}
     assert run.last_line("Traceback:\n  File x\nRuntimeError: it broke\n\n") == "RuntimeError: it broke"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import moelink
 from moelink.bench import PRESETS, Case, Settings, make_plan
 from moelink.bench.ceiling import CeilingSamples, ceiling_of
 from moelink.bench.contenders import COLLECTIVE, SYMMETRIC, compile_calls, open_communicator
-from moelink.bench.gate import expert_factor
+from moelink.bench.gate import expert_factor, row_factors
 from moelink.bench.judge import judge
 from moelink.bench.measure import PhaseSamples
 from moelink.bench.peer_vdev import group_of_expert
@@ -184,6 +185,26 @@ def test_capacity_fits_what_is_received() -> None:
     assert output_rows(case, 10_000, 2) == 10_000
 
 
+def test_capacity_by_rank_fits_the_messages() -> None:
+    """The example of rows_needed, too, whose groups of four experts' rows are not."""
+    case = dataclasses.replace(SMALL, format="fp8_block128", hidden_size=128, layout="rank")
+    most = 0
+    for copy in range(3):
+        for rank in range(3):
+            every = [rank_ids(case, seed=0, rank=source, copy=copy, world_size=3) for source in range(3)]
+            most = max(most, sum(int((ids // 2 == rank).any(1).sum()) for ids in every))
+    assert rows_needed(case, seed=0, copies=3, world_size=3) == most
+    assert output_rows(case, most, 3) <= case.ep_config(0, 3).max_rows == 12
+
+
+def test_factors_of_rows_are_sums_where_rows_are_by_rank() -> None:
+    recv = mock.Mock(topk_ids=torch.tensor([[0, 1], [1, -1], [9, 9]]), topk_weights=torch.tensor([[0.5, 0.25]] * 3))
+    assert row_factors(recv, 2, first=0).tolist() == [0.0, -0.5]
+    assert row_factors(recv, 2, first=1).tolist() == [0.5 * -1 + 0.25 * 2, 0.5 * 2]
+    recv = mock.Mock(topk_ids=None, row_offsets=torch.tensor([0, 1, 3]))
+    assert row_factors(recv, 3, first=0).tolist() == [0.5, -1.0, -1.0]
+
+
 def test_inputs_rotate_past_the_cache() -> None:
     settings = Settings()
     assert num_copies(Case(tokens=1), settings) == 20
@@ -197,6 +218,12 @@ def test_presets() -> None:
     assert {case.tokens for case in PRESETS["prefill"]()} == {512, 1024, 2048, 4096, 8192}
     assert {case.distribution for case in PRESETS["skew"]()} == {"uniform", "zipf", "one-rank"}
     assert {case.num_sms for case in PRESETS["sms"]()} >= {8, 64, None}
+    by_layout = [
+        [case.tokens for case in PRESETS["layouts"]() if case.layout == layout] for layout in ("expert", "rank")
+    ]
+    assert by_layout[0] == by_layout[1]
+    assert Case(tokens=3, layout="rank", num_sms=8).label == "3 tokens, fp8_block128, 8 SMs, by rank"
+    assert {case.layout for case in make_plan("decode", ranks=2, device="cuda", layout="rank").cases} == {"rank"}
     for name in PRESETS:
         plan = make_plan(name, ranks=4, device="cuda")
         assert len(plan.cases) == len(set(plan.cases))

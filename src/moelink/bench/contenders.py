@@ -123,7 +123,7 @@ def open_communicator(
     return moelink.init(
         num_experts=case.num_experts, topk=case.topk, hidden_size=case.hidden_size, max_tokens_per_rank=case.tokens,
         dispatch_format=case.format, capacity=capacity, num_sms=case.num_sms if transport == "symmetric" else None,
-        transport=transport, device=device, timeout=timeout,  # type: ignore[arg-type]
+        layout=case.layout, transport=transport, device=device, timeout=timeout,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

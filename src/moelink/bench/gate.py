@@ -22,7 +22,7 @@ ROUNDINGS = 3.1
 """An expert's result, the sum on its rank and the sum at home are rounded to bf16; the rest is fp32 arithmetic."""
 
 EXACT_FIELDS = ("row_offsets", "expert_ids", "scales_offsets", "num_recv_tokens", "overflow")
-ROW_FIELDS = ("tokens", "src_info", "weights")
+ROW_FIELDS = ("tokens", "src_info", "weights", "topk_ids", "topk_weights")
 
 
 def expert_factor(expert: Tensor) -> Tensor:
@@ -39,6 +39,8 @@ def row_major_scales(recv: DispatchOutput, case: Case) -> Tensor | None:
     if recv.scales is None or fmt.scale_layout is None:
         return None
     offsets = recv.row_offsets.long()
+    if case.layout == "rank":
+        return recv.scales[: int(offsets[-1])]
     sizes = offsets[1:] - offsets[:-1]
     rows = torch.arange(int(offsets[-1]), device=sizes.device)
     groups = torch.repeat_interleave(torch.arange(sizes.numel(), device=sizes.device), sizes)
@@ -49,15 +51,30 @@ def row_major_scales(recv: DispatchOutput, case: Case) -> Tensor | None:
 
 
 def run_experts(recv: DispatchOutput, case: Case, *, rank: int, world_size: int) -> Tensor:
-    """[rows, hidden_size] bf16: each row back to numbers, times its expert's factor; zero past the last row."""
-    offsets = recv.row_offsets.long()
-    total, sizes = int(offsets[-1]), offsets[1:] - offsets[:-1]
-    first = ExpertMap(case.num_experts, world_size).first(rank)
-    expert = first + torch.repeat_interleave(torch.arange(sizes.numel(), device=sizes.device), sizes)
+    """[rows, hidden_size] bf16: each row back to numbers, times :func:`row_factors`; zero past the last row."""
+    total = int(recv.row_offsets[-1])
     rows = get_format(case.format).dequantize(recv.tokens[:total], row_major_scales(recv, case))
     y = torch.zeros(len(recv.tokens), case.hidden_size, dtype=torch.bfloat16, device=rows.device)
-    y[:total] = (rows * expert_factor(expert)[:, None]).to(torch.bfloat16)
+    factors = row_factors(recv, total, ExpertMap(case.num_experts, world_size).first(rank))
+    y[:total] = (rows * factors[:, None]).to(torch.bfloat16)
     return y
+
+
+def row_factors(recv: DispatchOutput, total: int, first: int) -> Tensor:
+    """[total] fp32: factor of each row's expert, or the weighted sum of a row's experts where it is for several (layout
+    "rank"). ``first``: this rank's first expert.
+
+    Example: expert 0 multiplies with 0.5, expert 1 with -1. A row of layout "rank" for both, of weights 0.5 and 0.25,
+    is multiplied with 0.25 - 0.25 = 0.
+    """
+    if recv.topk_ids is not None:
+        ids, weights = recv.topk_ids[:total], recv.topk_weights
+        assert weights is not None
+        return (weights[:total] * expert_factor(first + ids) * (ids >= 0)).sum(1)
+    offsets = recv.row_offsets.long()
+    sizes = offsets[1:] - offsets[:-1]
+    groups = torch.repeat_interleave(torch.arange(sizes.numel(), device=sizes.device), sizes)
+    return expert_factor(first + groups)
 
 
 def difference_from_truth(out: Tensor, batch: Batch, case: Case) -> str:

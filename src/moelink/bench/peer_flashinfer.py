@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,15 +14,19 @@ from torch import Tensor
 
 from moelink.bench.presets import Case
 from moelink.bench.workload import Workload
+from moelink.config import Layout
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.routing import ExpertMap
 
 NAME = "FlashInfer one-sided"
-LEAVES_OUT = (
-    "packing rows by expert (they stay as they arrive, by source rank), quantising (its rows already are), "
-    "pre-reduction (one row per token and rank is given ready-made, in its workspace)"
-)
+_QUANTISED = "quantising (its rows already are)"
+LEAVES_OUT: Mapping[Layout, str] = MappingProxyType({
+    "expert": f"packing rows by expert (they stay as they arrive, by source rank), {_QUANTISED}, pre-reduction (one "
+    "row per token and rank is given ready-made, in its workspace)",
+    "rank": f"bringing rows out of its workspace and home through it, {_QUANTISED}",
+})  # fmt: skip
+"""By moelink's layout of received rows."""
 
 
 def is_installed() -> bool:
@@ -58,7 +64,6 @@ class FlashInferContender:
     """Dispatch of quantised rows, scales, ids and weights; combine of one bf16 row per (token, rank)."""
 
     name = NAME
-    leaves_out = LEAVES_OUT
     capturable = True
     alternates = True
     kernel_prefix = ""
@@ -70,6 +75,7 @@ class FlashInferContender:
         comm = importlib.import_module("flashinfer.comm")
         mnnvl = importlib.import_module("flashinfer.comm.mnnvl")
         self._case = case = workload.case
+        self.leaves_out = LEAVES_OUT[case.layout]
         mapping = comm.Mapping(
             rank=rank, world_size=world_size, gpus_per_node=world_size, tp_size=world_size, moe_ep_size=world_size
         )

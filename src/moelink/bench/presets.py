@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from moelink.config import EPConfig
+from moelink.config import EPConfig, Layout
 from moelink.errors import ConfigError
 
 Distribution = Literal["uniform", "zipf", "one-rank"]
@@ -26,6 +26,8 @@ class Case:
         distribution: how ids are drawn: "uniform", "zipf" (exponent 1 over experts), or "one-rank" (all experts of
             all tokens are on rank 0).
         num_sms: multiprocessors that moelink may use, or None for all.
+        layout: of received rows: "expert", or "rank", one a (token, rank), whose slots the experts' side has summed
+            before combine.
     """
 
     tokens: int
@@ -35,6 +37,7 @@ class Case:
     format: str = "fp8_block128"
     distribution: Distribution = "uniform"
     num_sms: int | None = None
+    layout: Layout = "expert"
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -52,6 +55,8 @@ class Case:
             words.append(self.distribution)
         if self.num_sms is not None:
             words.append(f"{self.num_sms} SMs")
+        if self.layout != "expert":
+            words.append(f"by {self.layout}")
         return ", ".join(words)
 
     def ep_config(self, rank: int, world_size: int) -> EPConfig:
@@ -59,7 +64,7 @@ class Case:
         return EPConfig(
             num_experts=self.num_experts, topk=self.topk, hidden_size=self.hidden_size,
             max_tokens_per_rank=self.tokens, dispatch_format=self.format, num_sms=self.num_sms,
-            world_size=world_size, rank=rank,
+            layout=self.layout, world_size=world_size, rank=rank,
         )  # fmt: skip
 
 
@@ -124,6 +129,7 @@ class Plan:
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
 SM_BUDGETS = (8, 16, 24, 32, 64, None)
+LAYOUTS: tuple[Layout, ...] = ("expert", "rank")
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "zipf", "one-rank")
 SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rotation_bytes=0)
 """On CPUs a call of interpreted kernels takes most of a second, and only the harness is of interest."""
@@ -149,11 +155,16 @@ def _sms() -> tuple[Case, ...]:
     return tuple(Case(tokens=tokens, num_sms=budget) for tokens in (128, 4096) for budget in SM_BUDGETS)
 
 
+def _layouts() -> tuple[Case, ...]:
+    return tuple(Case(tokens=tokens, layout=layout) for tokens in (1, 32, 128, 512, 4096) for layout in LAYOUTS)
+
+
 def _smoke() -> tuple[Case, ...]:
     sizes = {"hidden_size": 256, "num_experts": 6, "topk": 2}
     return (
         Case(tokens=5, format="bf16", **sizes),  # type: ignore[arg-type]
         Case(tokens=3, format="fp8_block128", distribution="zipf", **sizes),  # type: ignore[arg-type]
+        Case(tokens=3, format="fp8_block128", layout="rank", **sizes),  # type: ignore[arg-type]
     )
 
 
@@ -163,6 +174,7 @@ PRESETS: Mapping[str, Callable[[], tuple[Case, ...]]] = MappingProxyType({
     "formats": _formats,
     "skew": _skew,
     "sms": _sms,
+    "layouts": _layouts,
     "smoke": _smoke,
 })  # fmt: skip
 """Name of a preset to its cases."""
@@ -179,6 +191,7 @@ def make_plan(
     seed: int = 0,
     peers: bool = True,
     timeout: float = 600.0,
+    layout: Layout | None = None,
     **sizes: int | None,
 ) -> Plan:
     """A preset with some of its settings replaced.
@@ -187,6 +200,7 @@ def make_plan(
         preset: a key of :data:`PRESETS`.
         tokens, formats: replace the preset's (each of its other variations is kept).
         samples: samples per figure, or None for the preset's.
+        layout: replaces the preset's, None leaves it.
         sizes: fields of :class:`Case` (``hidden_size``, ``num_experts``, ``topk``, ``num_sms``) to replace; None
             leaves the preset's.
 
@@ -199,6 +213,8 @@ def make_plan(
     fields = {name: value for name, value in sizes.items() if value is not None}
     if fields:
         cases = tuple(dataclasses.replace(case, **fields) for case in cases)  # type: ignore[arg-type]
+    if layout is not None:
+        cases = tuple(dataclasses.replace(case, layout=layout) for case in cases)
     if formats:
         cases = tuple(dataclasses.replace(case, format=name) for name in formats for case in cases)
     if tokens:

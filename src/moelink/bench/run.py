@@ -13,7 +13,7 @@ from typing import Any
 
 from moelink.bench import peer_flashinfer, peer_vdev, provenance, wire
 from moelink.bench.judge import RULE, judge, overall
-from moelink.bench.presets import Plan
+from moelink.bench.presets import LAYOUTS, Plan
 from moelink.bench.ranks import RankReport, RankRow, flashinfer_main, moelink_main, vdev_main
 from moelink.bench.report import Results, results_of, to_document
 from moelink.errors import ConfigError
@@ -86,15 +86,17 @@ def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
 def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> list[list[RankRow]]:
     """One peer's rows, by rank. Whatever goes wrong becomes the reason of its rows.
 
-    Cases with a budget of multiprocessors are left out: it is moelink's alone.
+    Left out are cases with a budget of multiprocessors, which is moelink's alone, and those with one row a rank of
+    all_to_all_vdev_2d, which sends a row to each expert.
     """
-    chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None]
+    layouts = LAYOUTS if name == peer_flashinfer.NAME else ("expert",)
+    chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and case.layout in layouts]
     if plan.device != "cuda":
         return [_reason_rows(plan, "runs on CUDA devices only", [name])] * plan.ranks
     if name == peer_flashinfer.NAME and not peer_flashinfer.is_installed():
         return [_reason_rows(plan, "flashinfer is not installed", [name])] * plan.ranks
     if not chosen:
-        return [_reason_rows(plan, "has no budget of multiprocessors", [name])] * plan.ranks
+        return [_reason_rows(plan, "has neither a budget of multiprocessors nor rows by rank", [name])] * plan.ranks
     part = Plan(
         preset=plan.preset, cases=tuple(plan.cases[index] for index in chosen), device=plan.device, ranks=plan.ranks,
         settings=plan.settings, timeout=PEER_TIMEOUT,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moelink.arith import align_up
 from moelink.bench.presets import Case, Settings
+from moelink.bench.wire import count_messages
 from moelink.routing import ExpertMap
 
 CAPACITY_MARGIN = 1.25
@@ -106,8 +107,11 @@ def rows_needed(case: Case, *, seed: int, copies: int, world_size: int) -> int:
     """Most rows, padding of groups included, that any rank receives from any of the inputs.
 
     Example: 2 ranks, 4 experts, 3 tokens of topk 1, rank 0's tokens all on expert 0 and rank 1's on expert 2: rank 0
-    receives 3 rows and rank 1 too; with groups of 4 rows (fp8_block128) each needs 4.
+    receives 3 rows and rank 1 too; with groups of 4 rows (fp8_block128) each needs 4. In layout "rank" rows are
+    messages, in groups of no least size: 3.
     """
+    if case.layout == "rank":
+        return max(_messages_received(case, seed=seed, copy=copy, world_size=world_size) for copy in range(copies))
     config = case.ep_config(0, world_size)
     experts, most = ExpertMap(case.num_experts, world_size), 0
     for copy in range(copies):
@@ -120,6 +124,13 @@ def rows_needed(case: Case, *, seed: int, copies: int, world_size: int) -> int:
             first = experts.first(rank)
             most = max(most, sum(aligned[first : first + experts.num_local(rank)]))
     return most
+
+
+def _messages_received(case: Case, *, seed: int, copy: int, world_size: int) -> int:
+    """Most messages that any rank receives from input ``copy`` of all ranks."""
+    drawn = (rank_ids(case, seed=seed, rank=rank, copy=copy, world_size=world_size) for rank in range(world_size))
+    sent = (count_messages(ids, case, world_size) for ids in drawn)
+    return max(map(sum, zip(*sent, strict=True)))
 
 
 def output_rows(case: Case, needed: int, world_size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from moelink.bench import PRESETS, make_plan, run_bench
-from moelink.bench.presets import DeviceKind
+from moelink.bench.presets import LAYOUTS, DeviceKind
 from moelink.bench.provenance import command_line
 from moelink.cli import render
 from moelink.cli.bench_view import bench_view
@@ -24,6 +24,7 @@ bench_app = typer.Typer(
 )
 
 Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
+LayoutName = Enum("LayoutName", {name: name for name in LAYOUTS}, type=str)  # type: ignore[misc]
 
 
 def default_ranks(device: str) -> int:
@@ -49,6 +50,7 @@ def bench(
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.")] = None,
     topk: Annotated[int | None, typer.Option(min=1, help="Experts per token.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts over all ranks.")] = None,
+    layout: Annotated[LayoutName | None, typer.Option(help="Layout of received rows instead of the preset's.")] = None,
     num_sms: Annotated[int | None, typer.Option(min=1, help="Multiprocessors that moelink may use.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per figure.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of inputs and routing.")] = 0,
@@ -73,7 +75,7 @@ def bench(
     plan = make_plan(
         name, ranks=ranks or default_ranks(device), device=device, tokens=tokens or (), formats=format or (),
         samples=samples, seed=seed, peers=peers, timeout=timeout, hidden_size=hidden, topk=topk, num_experts=experts,
-        num_sms=num_sms,
+        num_sms=num_sms, layout=None if layout is None else layout.value,
     )  # fmt: skip
     with progress_on_stderr() as progress:
         document = run_bench(plan, commit=commit, command=command_line("moelink", sys.argv[1:]), progress=progress)

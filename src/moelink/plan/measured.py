@@ -102,7 +102,7 @@ def load_result(path: Path) -> dict[str, Any]:
 def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list[Point]:
     """What a result says about ``contender``: every phase of every case the plan can describe.
 
-    Left out: other distributions than :data:`ROUTINGS`, and cases with a budget of multiprocessors.
+    Left out: other distributions than :data:`ROUTINGS`, cases with a budget of multiprocessors, and layout "rank".
     """
     run = Run(
         file, document.get("commit"), document["date"], ", ".join(sorted(set(document["devices"]))), document["ranks"]
@@ -111,6 +111,8 @@ def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list
     for row in document["rows"]:
         case = document["cases"][row["case"]]["case"]
         if row["contender"] != contender or case["distribution"] not in ROUTINGS or case["num_sms"] is not None:
+            continue
+        if case.get("layout", "expert") != "expert":  # older results do not say
             continue
         layer = Layer(
             num_experts=case["num_experts"], topk=case["topk"], hidden_size=case["hidden_size"],
