@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,31 @@ def test_a_sweep_s_settings_are_in_force_while_it_says_so(monkeypatch: pytest.Mo
     assert spec() == usual
     with sweep.in_force(sweep.setting("3,5,4,80,8"), "combine", fields):
         assert spec().BATCH == usual.BATCH
+
+
+def test_multiplications_with_additions_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against exact fractions, and where rounding to fp64 in between would land on the middle of two fp32."""
+    fma = script("quotients", monkeypatch).fma
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-40, 3, (3, 500), generator=generator)
+    a, b, c = torch.randn(3, 500, generator=generator) * torch.exp2(exponents.float())
+    for x, y, z, got in zip(*(t.tolist() for t in (a, b, c, fma(a, b, c))), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        near = [got, *(torch.nextafter(torch.tensor(got), torch.tensor(to)).item() for to in (9e9, -9e9))]
+        assert min(near, key=lambda value: abs(Fraction(value) - exact)) == got
+    a, b, c = (torch.tensor([value]) for value in (2.0**-24 * (1 + 2.0**-18), 1 - 2.0**-18, 1 + 2.0**-23))
+    for sign in (1, -1):  # 2**-60 below the middle
+        assert fma(sign * a, b, sign * c).item() == sign * (1 + 2.0**-23)
+        assert (sign * a.double() * b.double() + sign * c.double()).float().item() == sign * (1 + 2.0**-22)
+
+
+def test_one_correction_makes_quotients_of_bf16_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's example, and a part of what it tries."""
+    quotients = script("quotients", monkeypatch)
+    one = quotients.corrected(*(torch.tensor([value]) for value in (1.0, 3.0, 0.25, 0.5)))
+    assert one.item() == 0.375
+    found = quotients.measure(scale_bits=9)
+    assert found["bf16_by_fp32"]["pairs"] == 128 * 512
+    for wrong in (found["bf16_by_fp32"]["wrong"], found["fp32_by_448"]["wrong"]):
+        assert wrong[0] > 0
+        assert wrong[1:] == [0, 0]
