@@ -71,11 +71,16 @@ def init(
         >>> out[:, 0].tolist()
         [1.0, 1.0, 0.5]
     """
-    where = _default_device() if device is None else torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
-    world = connect(group, where, timeout)
+    refused: ConfigError | None = None
     try:
+        where = _default_device() if device is None else plain_device(device)
+    except ConfigError as error:
+        refused, where = error, _default_device()
+    usable = timeout if isinstance(timeout, (int, float)) and 0 < timeout < float("inf") else 60.0
+    world = connect(group, where, usable)
+    try:
+        if refused is not None:
+            raise refused
         config = EPConfig(
             num_experts=num_experts,
             topk=topk,
@@ -97,16 +102,31 @@ def init(
             rank=world.rank,
         )
     except ConfigError:
-        refuse(world, timeout if isinstance(timeout, (int, float)) and timeout > 0 else 60.0)
+        refuse(world, usable)
         raise
     return _open(config, where, world)
 
 
 def _open(config: EPConfig, device: torch.device, world: World) -> Communicator:
     """The communicator of this rank of ``world``. Collective over it."""
-    built = build_in_group(config, device, world)
+    with torch.inference_mode(False):  # calls write to what is made here, in any mode
+        built = build_in_group(config, device, world)
     _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, built.transport.name, device)
     return Communicator(Session([config], [device], built.transport, built.identity, built.watch), world)
+
+
+def plain_device(device: torch.device | str) -> torch.device:
+    """``device`` as tensors there name it: with its number on CUDA, without on CPUs. ConfigError for what is none."""
+    try:
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            "device", "a device of this machine, 'cpu' or 'cuda:0' say", f"{device!r} ({reason})"
+        ) from error
+    return torch.device("cpu") if place.type == "cpu" else place
 
 
 def _default_device() -> torch.device:

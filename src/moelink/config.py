@@ -27,8 +27,8 @@ class MemoryReport:
     """Bytes that one rank will hold, before anything is allocated.
 
     Attributes:
-        wire_send: worst-case bytes of the messages one dispatch and one combine send (staging of the collective
-            transport, which keeps it between calls).
+        wire_send: worst-case bytes of the messages one dispatch and one combine send, and of a message a token that
+            they are copied from (staging of the collective transport, which keeps it between calls).
         wire_recv: the same for what they receive.
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
         block: the symmetric transport's block in place of ``wire_send`` and ``wire_recv``
@@ -137,6 +137,8 @@ class EPConfig:
             raise ConfigError("rank", f"below world_size {self.world_size}", self.rank)
         if self.ranks_per_node is not None and self.world_size % self.ranks_per_node:
             raise ConfigError("ranks_per_node", f"a divisor of world_size {self.world_size}", self.ranks_per_node)
+        if not isinstance(self.dispatch_format, str):
+            raise ConfigError("dispatch_format", "the name of a format", self.dispatch_format)
         self.format.validate_hidden(self.hidden_size)
         if self.layout == "rank":
             for name, allowed in (("fused_shared_expert", False), ("pre_reduce", True), ("expert_alignment", 1)):
@@ -237,17 +239,29 @@ class EPConfig:
         travels = self.mode == "alltoall"
         copies = min(self.world_size, self.topk)
         rows_home = copies if self.pre_reduce else self.topk
-        send = self.max_tokens_per_rank * copies * self.dispatch_message.nbytes
+        own = self.max_tokens_per_rank * self.dispatch_message.nbytes
+        send = own * copies
         recv = self.max_recv_tokens * self.dispatch_message.nbytes
         home = self.max_tokens_per_rank * rows_home * self.home_message_bytes
         back = self.max_recv_tokens * (1 if self.pre_reduce else self.topk) * self.home_message_bytes
-        row = self.format.bytes_per_token(self.hidden_size) + 3 * 4 + self.weight_dtype.itemsize
-        outputs = self.row_capacity * row + self.max_tokens_per_rank * self.combine_row_bytes
         workspace = Workspace(self)
         return MemoryReport(
-            wire_send=max(send, back) * travels, wire_recv=max(recv, home) * travels, outputs=outputs,
+            wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
+            outputs=self._dispatch_output_bytes() + self.max_tokens_per_rank * self.combine_row_bytes,
             block=workspace.nbytes, notes=(workspace.note_words(self.max_tokens_per_rank) + self.row_capacity) * 4,
         )  # fmt: skip
+
+    def _dispatch_output_bytes(self) -> int:
+        """Bytes of what a dispatch with router weights returns (:class:`moelink.output.OutputShape`), at least."""
+        fmt, rows, groups = self.format, self.row_capacity, self.num_groups
+        scales, ranked = 0, self.layout == "rank"
+        if fmt.scale_dtype is not None and fmt.scale_layout is not None:
+            width = fmt.scale_width(self.hidden_size)
+            shape = (rows, width) if ranked else fmt.scale_layout.shape(rows, width, groups)
+            scales = math.prod(shape) * fmt.scale_dtype.itemsize
+        per_row = fmt.payload_bytes(self.hidden_size) + 3 * 4
+        per_row += self.topk * (4 + self.weight_dtype.itemsize) if ranked else self.weight_dtype.itemsize
+        return rows * per_row + scales + (3 * groups + 3) * 4  # offsets, ids and scales' offsets of groups, two counts
 
     def shared_fields(self) -> dict[str, str]:
         """Fields that must agree on every rank, as text (what ``init`` compares)."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moelink.communicator import make_dispatch_request
+from moelink.communicator import make_dispatch_request, plain_device
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ConfigError
 from moelink.hooks import Hook
@@ -46,10 +46,11 @@ def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> Device
     for name in ("group", "device"):
         if name in fields:
             raise ConfigError(name, "nothing with init_devices, which is given its devices", fields[name])
-    places = [torch.device(device) for device in devices]
+    places = [plain_device(device) for device in devices]
     configs = [EPConfig(**fields, world_size=len(places), rank=rank) for rank in range(len(places))]
     identity = secrets.token_hex(8)
-    transport = build_in_process(configs, places, identity)
+    with torch.inference_mode(False):  # calls write to what is made here, in any mode
+        transport = build_in_process(configs, places, identity)
     return DeviceCommunicator(Session(configs, places, transport, identity))
 
 
@@ -196,8 +197,9 @@ class DeviceCommunicator:
         count = len(self._session.configs)
         if values is None:
             return [None] * count
-        if isinstance(values, Tensor) or len(values) != count:
-            raise ArgumentError(name, f"a list of {count} entries, one per device", type(values).__name__)
+        if not isinstance(values, (list, tuple)) or len(values) != count:
+            got = f"{len(values)} entries" if isinstance(values, (list, tuple)) else type(values).__name__
+            raise ArgumentError(name, f"a list of {count} entries, one per device", got)
         return list(values)
 
     def warmup(self) -> None:

@@ -32,6 +32,7 @@ from moelink.formats.casts import to_bf16
 from moelink.hooks import Hook
 from moelink.validation import check_tensor
 
+Check = Callable[[int, int, torch.device], None]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _UNITS = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,14 +41,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def cast(out: Tensor) -> Hook:
     """Store the sums in the dtype of ``out`` [num_tokens, hidden_size], contiguous."""
     _check_rows("out", out)
-    return _hook("cast", _cast, out)
+    return _hook("cast", _cast, out, check=_fits(out=out))
 
 
 def bias(vector: Tensor, out: Tensor) -> Hook:
     """Add ``vector`` [hidden_size] to every token's sum and store in ``out`` [num_tokens, hidden_size], contiguous."""
     _check_rows("out", out)
     check_tensor("vector", vector, shape=out.shape[1:], dtypes=_FLOATS, device=out.device)
-    return _hook("bias", _bias, out, vector)
+    return _hook("bias", _bias, out, vector, check=_fits(out=out))
 
 
 def residual(tensor: Tensor, out: Tensor) -> Hook:
@@ -57,7 +58,7 @@ def residual(tensor: Tensor, out: Tensor) -> Hook:
     """
     _check_rows("out", out)
     check_tensor("tensor", tensor, shape=(None, out.shape[1]), dtypes=_FLOATS, device=out.device)
-    return _hook("residual", _residual, out, tensor)
+    return _hook("residual", _residual, out, tensor, check=_fits(out=out, tensor=tensor))
 
 
 def block_quantize(
@@ -98,11 +99,24 @@ def block_quantize(
 
     bits = scales_out if scales_out.dtype == torch.float32 else scales_out.view(torch.uint8)
     tensors = (payload_out, bits, _width(payload_out), *extra)
-    return Hook(_triton(lambda kernels: kernels.QUANTIZE.get(fmt.name)), quantize, tensors)
+    check = _fits(fmt.group, scales_out=scales_out)
+    return Hook(_triton(lambda kernels: kernels.QUANTIZE.get(fmt.name)), quantize, tensors, check)
 
 
-def _hook(name: str, torch_fn: Callable[..., None], out: Tensor, *more: Tensor) -> Hook:
-    return Hook(_triton(lambda kernels: getattr(kernels, name)), torch_fn, (out, _width(out), *more))
+def _hook(name: str, torch_fn: Callable[..., None], out: Tensor, *more: Tensor, check: Check) -> Hook:
+    return Hook(_triton(lambda kernels: getattr(kernels, name)), torch_fn, (out, _width(out), *more), check)
+
+
+def _fits(elements: int = 1, **rows: Tensor) -> Check:
+    """The check that each of ``rows`` [n, hidden_size / elements] has a row for every token, where combine runs."""
+
+    def check(num_tokens: int, hidden_size: int, device: torch.device) -> None:
+        for name, tensor in rows.items():
+            if tensor.shape[0] < num_tokens or tensor.shape[1] * elements != hidden_size or tensor.device != device:
+                wanted = f"at least {num_tokens} rows of {hidden_size // elements} on {device}"
+                raise ArgumentError(f"epilogue.{name}", wanted, f"shape {list(tensor.shape)} on {tensor.device}")
+
+    return check
 
 
 def _triton(pick: Callable[[Any], Any]) -> Any:

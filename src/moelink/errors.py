@@ -137,16 +137,18 @@ class ProtocolError(PeerError):
 class PeerTimeoutError(PeerError):
     """A peer did not arrive within ``timeout``. The communicator is poisoned: every later call raises this error.
 
-    ``expected`` and ``got`` are the peer's progress: the call number it had to reach and the one it had reached
-    (None when it did not answer). Recover: ``close()`` and ``init`` again, or ``recover(ranks)`` over the survivors.
+    ``peer`` is -1 when it is not known which one. ``expected`` and ``got`` are its progress: the call number it had to
+    reach and the one it had reached (None when it did not answer). Recover: ``close()`` and ``init`` again, or
+    ``recover(ranks)`` over the survivors.
     """
 
     def __init__(
         self, *, rank: int, peer: int, phase: str, call: int, expected: int, got: int | None, detail: str = ""
     ) -> None:
         reached = "it does not answer" if got is None else f"it has reached call {got}"
+        who = f"rank {peer}" if peer >= 0 else "a rank"
         super().__init__(
-            f"rank {rank}: rank {peer} did not arrive in {phase} (call {call}): expected call {expected}, {reached}"
+            f"rank {rank}: {who} did not arrive in {phase} (call {call}): expected call {expected}, {reached}"
             + (f" ({detail})" if detail else ""),
             rank=rank,
             peer=peer,

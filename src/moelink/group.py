@@ -59,7 +59,10 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         if not is_launched():
             return World(rank=0, world_size=1)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except dist.DistError as error:
+            raise _late(int(os.environ["RANK"]), [], str(error)) from error
     ranks = dist.get_process_group_ranks(group)
     rank, world_size = dist.get_rank(group), len(ranks)
     if rank < 0:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -30,26 +32,40 @@ class Hook:
               [n, c] bool. It is called instead of the store and stores for itself.
         tensors: the tensors, passed through unchanged. For an epilogue the first one is, by convention, the output:
             combine returns it when no ``out`` is given.
+        check: called with combine's ``(num_tokens, hidden_size, device)`` before any data moves; raises ArgumentError
+            where ``tensors`` do not fit. A kernel that got them would read and store past their ends.
     """
 
     triton_fn: Any
     torch_fn: Callable[..., Any]
     tensors: tuple[Tensor, ...] = ()
+    check: Callable[[int, int, torch.device], None] | None = None
 
 
 def evaluate_input_scale(scale: Tensor | Hook | None) -> Tensor | None:
-    """The global input scale as an fp32 tensor of one element, or None."""
+    """The global input scale as an fp32 tensor of one element, or None. ArgumentError for what is none of a hook."""
     if isinstance(scale, Hook):
         scale = torch.as_tensor(scale.torch_fn(scale.tensors), dtype=torch.float32)
+        if scale.numel() != 1:
+            raise ArgumentError("input_scale", "a hook that returns one element", f"shape {list(scale.shape)}")
     return None if scale is None else scale.reshape(())
 
 
 def evaluate_weights(
     weights: Tensor | Hook | None, *, num_tokens: int, topk: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    """Router weights [num_tokens, topk] of ``dtype``, or None."""
+    """Router weights [num_tokens, topk] of ``dtype``, or None. ArgumentError for what is none of a hook."""
     if isinstance(weights, Hook):
         token = torch.arange(num_tokens, device=device)[:, None]
         slot = torch.arange(topk, device=device)[None, :]
-        weights = torch.as_tensor(weights.torch_fn(weights.tensors, token, slot)).expand(num_tokens, topk)
+        given = torch.as_tensor(weights.torch_fn(weights.tensors, token, slot))
+        if given.device != device:
+            raise ArgumentError("topk_weights", f"a hook that returns a tensor on {device}", f"one on {given.device}")
+        try:
+            weights = given.expand(num_tokens, topk)
+        except RuntimeError:
+            shape = f"[{num_tokens}, {topk}]"
+            raise ArgumentError(
+                "topk_weights", f"a hook that returns what can be broadcast to {shape}", f"shape {list(given.shape)}"
+            ) from None
     return weights if weights is None or weights.dtype == dtype else weights.to(dtype)

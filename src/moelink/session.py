@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -10,16 +11,14 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.errors import ArgumentError, ClosedError, ForeignHandleError, PendingError, UnsupportedError
+from moelink.errors import ClosedError, PendingError, UnsupportedError
+from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic, Transport
 from moelink.validation import check_combine, check_dispatch, check_ids, kind_of
 from moelink.watch import Watch
 
 T = TypeVar("T")
-
-REFUSALS = (ArgumentError, ForeignHandleError, UnsupportedError)
-"""What a call raises when its arguments are refused."""
 
 
 class PendingOperation(Generic[T]):
@@ -28,15 +27,32 @@ class PendingOperation(Generic[T]):
     Inputs must stay alive and unmodified until :meth:`wait` has returned.
     """
 
-    def __init__(self, operation: Pending[T], finished: Callable[[], None]) -> None:
-        self._operation, self._finished = operation, finished
+    def __init__(
+        self, phase: Phase, operation: Pending[T], *, finished: Callable[[], None], closed: Callable[[], bool]
+    ) -> None:
+        self._phase, self._operation, self._finished, self._closed = phase, operation, finished, closed
+        self._done = False
+        self._failure: Exception | None = None
 
     def wait(self) -> T:
-        """The result, the same as the synchronous call's; may be called again. Raises what the call met."""
+        """The result, the same as the synchronous call's; may be called again. Raises what the call met.
+
+        Raises:
+            ClosedError: the communicator was closed before, and with it what the call needs.
+        """
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if not self._done and self._closed():
+            raise ClosedError(self._phase)
         try:
-            return self._operation.wait()
+            result = self._operation.wait()
+        except Exception as failure:
+            self._failure = failure
+            raise
         finally:
             self._finished()
+        self._done = True
+        return result
 
 
 class Session:
@@ -72,7 +88,8 @@ class Session:
                 self._check_dispatch(config, device, request)
                 if torch.is_grad_enabled():
                     _refuse_gradients(request.x, request.topk_weights, request.input_scale)
-        except REFUSALS:
+            requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
+        except Exception:
             self._refuse("dispatch", requests[0].over)
             raise
         operation = self.transport.dispatch(requests, fused=fused)
@@ -96,7 +113,8 @@ class Session:
                 check_combine(config, request, identity=self.identity, device=device)
                 if torch.is_grad_enabled():
                     _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
-        except REFUSALS:
+            requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
+        except Exception:
             self._refuse("combine", requests[0].over)
             raise
         operation = self.transport.combine(requests, fused=fused)
@@ -113,7 +131,7 @@ class Session:
         self._enter(phase)
         try:
             yield
-        except REFUSALS:
+        except Exception:
             self._refuse(phase, over())
             raise
 
@@ -134,7 +152,7 @@ class Session:
             if self._pending.get(phase) is operation:
                 del self._pending[phase]
 
-        return PendingOperation(operation, finished)
+        return PendingOperation(phase, operation, finished=finished, closed=lambda: self.closed)
 
     def warmup(self) -> None:
         """Compile and allocate what the first call would."""
@@ -178,6 +196,32 @@ class Session:
         finally:
             if self.watch is not None:
                 self.watch.close()
+
+
+def _without_hooks(config: EPConfig, device: torch.device, request: DispatchRequest) -> DispatchRequest:
+    """``request`` with what its hooks return, which may be refused as any argument may."""
+    weights, scale = request.topk_weights, request.input_scale
+    if isinstance(weights, Hook):
+        weights = _evaluated(config, device, weights, request.x.shape[0])
+        request = dataclasses.replace(request, topk_weights=weights)
+    if isinstance(scale, Hook):
+        request = dataclasses.replace(request, input_scale=evaluate_input_scale(scale))
+    return request
+
+
+def _without_weight_hook(config: EPConfig, device: torch.device, request: CombineRequest) -> CombineRequest:
+    weights = request.topk_weights
+    if not isinstance(weights, Hook):
+        return request
+    tokens = request.recv.handle.num_tokens
+    return dataclasses.replace(request, topk_weights=_evaluated(config, device, weights, tokens))
+
+
+def _evaluated(config: EPConfig, device: torch.device, weights: Hook, num_tokens: int) -> Tensor | None:
+    with torch.no_grad():
+        return evaluate_weights(
+            weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=config.weight_dtype
+        )
 
 
 def _refuse_gradients(*values: object) -> None:

@@ -191,6 +191,8 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         check_tensor("epilogue", request.epilogue, shape=shape, dtypes=_FLOATS, device=device)
     if isinstance(request.epilogue, Hook):
         _check_hook_output(request, request.epilogue, num_tokens)
+        if request.epilogue.check is not None:
+            request.epilogue.check(num_tokens, config.hidden_size, device)
     if request.shared is not None:
         if config.fused_shared_expert:
             raise ArgumentError("shared", "None with fused_shared_expert (its rows are in y)", "a tensor")

@@ -64,6 +64,12 @@ class Watch:
         call, expected = suspicion.call, suspicion.expected
         return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=sighting.reached), sightings)
 
+    def admit(self, phase: str, call: int) -> Failure:
+        """This rank cannot finish call ``call``, which its peers are in: tell them."""
+        if self.told is not None:
+            return self.told
+        return self._report(Failure(self.rank, phase, call, expected=call, got=call - 1), self._probe())
+
     def _report(self, failure: Failure, sightings: Mapping[int, Sighting]) -> Failure:
         """Tell every peer. Those that do not answer get it when they do; nobody waits for them."""
         for answers in (False, True):

@@ -142,9 +142,9 @@ def _checked_dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchR
                     raise UnsupportedError(
                         f"{name}: no gradient flows to it (quantisation is straight-through); detach it"
                     )
-    weights = _weights(endpoint, request.topk_weights, request.x.shape[0], request.x.device)
-    scale = request.input_scale
-    scale = evaluate_input_scale(scale) if isinstance(scale, Hook) else scale
+        weights = _weights(endpoint, request.topk_weights, request.x.shape[0], request.x.device)
+        scale = request.input_scale
+        scale = evaluate_input_scale(scale) if isinstance(scale, Hook) else scale
     return dataclasses.replace(request, topk_weights=weights, input_scale=scale)
 
 
@@ -158,7 +158,7 @@ def _checked_combine(endpoint: Endpoint, request: CombineRequest) -> CombineRequ
                 "epilogue: a Hook stores for itself, which no gradient follows and no compiler traces: pass a bias or "
                 "a residual, or apply it to combine's result"
             )
-    weights = _weights(endpoint, request.topk_weights, request.recv.handle.num_tokens, request.y.device)
+        weights = _weights(endpoint, request.topk_weights, request.recv.handle.num_tokens, request.y.device)
     return dataclasses.replace(request, topk_weights=weights)
 
 

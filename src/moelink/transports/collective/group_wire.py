@@ -186,7 +186,10 @@ class GroupWire:
         return result
 
     def _drive(self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float) -> list[R]:
-        """Advance one call. A failure before its first exchange is told to peers as a refusal."""
+        """Advance one call. A failure before its first exchange is told to peers as a refusal.
+
+        After it they wait for this rank's rows, which would be those of its next call: there is none.
+        """
         if steps is None:
             self._learn(self._announce(call, phase, None), deadline)
             return []
@@ -210,6 +213,11 @@ class GroupWire:
                 request = steps.send(reply)
             except StopIteration as stop:
                 return [stop.value]
+            except BadMessageError:
+                raise
+            except Exception:
+                self._poison(self._watch.admit(phase, call).error(self._world.rank))
+                raise
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
         """Start swapping headers with every rank; None refuses the call."""

@@ -20,5 +20,6 @@ class Scratch:
         size = rows * row_bytes
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.device != device:
-            buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # a later call may not be in inference mode
+                buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer[:size].view(rows, row_bytes)

@@ -87,11 +87,16 @@ class SymmetricTransport:
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
-        self._enter()
+        self._raise_error()
         with _without_gradients():
-            calls = [
-                Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
-            ]
+            try:
+                calls = [
+                    Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
+                ]
+            except Exception:  # no memory for the outputs, say: peers are in the call
+                self.refuse("dispatch", over=requests[0].routing)
+                raise
+        self._count_call()
         if fused and self._may_fuse:
             self._each(calls, Dispatch.send_and_receive, apart=False)
             self._under_way.append(calls)
@@ -109,9 +114,14 @@ class SymmetricTransport:
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
-        self._enter()
+        self._raise_error()
         with _without_gradients():
-            calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
+            try:
+                calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
+            except Exception:
+                self.refuse("combine", over=requests[0].recv)
+                raise
+        self._count_call()
         passes = calls[0].passes
         if fused and self._may_fuse:
             for slot in passes:
@@ -153,15 +163,13 @@ class SymmetricTransport:
         if self._on_cpu:
             self._raise_error()
 
-    def _enter(self) -> None:
-        self._raise_error()
+    def _count_call(self) -> None:
         if self._watch is not None:
             self._watch.enter()
 
     def _raise_error(self) -> None:
-        """Raise what the records say now; nothing is waited for."""
-        for rank in self.ranks:
-            error = rank.error()
+        """Raise what the records say now; nothing is waited for. Every rank's is read: a refusal is told once."""
+        for error in [rank.error() for rank in self.ranks]:
             if error is not None:
                 raise error
 
@@ -178,8 +186,7 @@ class SymmetricTransport:
             return
         if over is not None and over.handle.plan.brought_nothing():
             return
-        if self._watch is not None:
-            self._watch.enter()
+        self._count_call()
         self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
 
     def warmup(self) -> None:
