@@ -8,7 +8,7 @@ import torch
 
 import moelink
 from moelink import epilogues
-from moelink.communicator import plain_device
+from moelink.group import plain_device
 from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
 
@@ -220,3 +220,30 @@ def test_a_memory_report_counts_all_that_a_dispatch_returns(fmt, layout, more):
     counted = config.memory_report().outputs - 4 * config.combine_row_bytes
     assert 0 <= counted - returned <= 4 * 2 * config.num_groups
     assert dataclasses.replace(config, max_tokens_per_rank=8).memory_report().outputs > config.memory_report().outputs
+
+
+def elsewhere(rank, world_size, transport):
+    """Everything on the CPU, as told, while tensors without a device are made where there is no memory."""
+    d = data(rank)
+    torch.set_default_device("meta")
+    outs = []
+    for fields in ({}, {"layout": "rank"}, {"dispatch_format": "mxfp8"}, {"fused_shared_expert": True}):
+        with moelink.init(**SIZES, **fields, transport=transport, device="cpu", timeout=60) as ep:
+            x = d.x.clone().requires_grad_(fields == {})
+            recv = ep.dispatch(x, d.topk_ids, d.topk_weights)
+            y = torch.ones(len(recv.tokens), 32, device="cpu", dtype=torch.bfloat16) * recv.tokens.float().mean()
+            out = ep.combine(y.bfloat16(), recv)
+            if x.requires_grad:
+                out.sum().backward()
+                assert x.grad.device.type == "cpu"
+            ep.check()
+            assert ep.dispatch(d.x, d.topk_ids, host_counts=True).tokens.device.type == "cpu"
+            outs.append(out.shape)
+    torch.set_default_device("cpu")
+    return outs
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_default_device_elsewhere_changes_nothing(transport):
+    for outs in run_ranks(elsewhere, 2, transport, timeout=200):
+        assert [tuple(shape) for shape in outs] == [(3, 32)] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor
 from moelink import ops
 from moelink.config import EPConfig, Layout, Mode, TransportName
 from moelink.errors import ClosedError, ConfigError
-from moelink.group import World, connect
+from moelink.group import World, connect, default_device, plain_device
 from moelink.handshake import refuse
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
@@ -73,9 +72,9 @@ def init(
     """
     refused: ConfigError | None = None
     try:
-        where = _default_device() if device is None else plain_device(device)
+        where = default_device() if device is None else plain_device(device)
     except ConfigError as error:
-        refused, where = error, _default_device()
+        refused, where = error, default_device()
     usable = timeout if isinstance(timeout, (int, float)) and 0 < timeout < float("inf") else 60.0
     world = connect(group, where, usable)
     try:
@@ -113,26 +112,6 @@ def _open(config: EPConfig, device: torch.device, world: World) -> Communicator:
         built = build_in_group(config, device, world)
     _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, built.transport.name, device)
     return Communicator(Session([config], [device], built.transport, built.identity, built.watch), world)
-
-
-def plain_device(device: torch.device | str) -> torch.device:
-    """``device`` as tensors there name it: with its number on CUDA, without on CPUs. ConfigError for what is none."""
-    try:
-        place = torch.device(device)
-        if place.type == "cuda" and place.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    except (RuntimeError, TypeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            "device", "a device of this machine, 'cpu' or 'cuda:0' say", f"{device!r} ({reason})"
-        ) from error
-    return torch.device("cpu") if place.type == "cpu" else place
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
 class Communicator:

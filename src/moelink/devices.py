@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moelink.communicator import make_dispatch_request, plain_device
+from moelink.communicator import make_dispatch_request
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ConfigError
+from moelink.group import plain_device
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 from moelink.session import PendingOperation, Session

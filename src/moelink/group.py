@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from moelink.errors import PeerTimeoutError, UnsupportedError
+from moelink.errors import ConfigError, PeerTimeoutError, UnsupportedError
 
 _LIMIT = 1 << 20
 
@@ -43,6 +43,27 @@ class World:
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """A launcher (torchrun) started this process as one rank of several."""
     return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def plain_device(device: torch.device | str) -> torch.device:
+    """``device`` as tensors there name it: with its number on CUDA, without on CPUs. ConfigError for what is none."""
+    try:
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            "device", "a device of this machine, 'cpu' or 'cuda:0' say", f"{device!r} ({reason})"
+        ) from error
+    return torch.device("cpu") if place.type == "cpu" else place
+
+
+def default_device() -> torch.device:
+    """This rank's device where none is named: the CUDA device of LOCAL_RANK, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World:
@@ -143,7 +164,7 @@ def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
             raise _late(world.rank, [], str(error)) from error
         return everyone
 
-    sizes = [int(size) for size in gather(torch.tensor([len(payload)]))]
+    sizes = [int(size) for size in gather(torch.tensor([len(payload)], device="cpu"))]
     if max(sizes) > _LIMIT or min(sizes) < 0:
         raise UnsupportedError(f"init payloads of {sizes} bytes, at most {_LIMIT} allowed")
     padded = torch.frombuffer(bytearray(payload.ljust(max(sizes) + 1, b"\0")), dtype=torch.uint8)

@@ -139,4 +139,4 @@ class OutputShape:
 
 @lru_cache(maxsize=64)
 def _has_offsets(layout: ScaleLayout, num_groups: int) -> bool:
-    return layout.scales_offsets(torch.zeros(num_groups + 1, dtype=torch.int32)) is not None
+    return layout.scales_offsets(torch.zeros(num_groups + 1, dtype=torch.int32, device="cpu")) is not None

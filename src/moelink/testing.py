@@ -140,14 +140,14 @@ def rank_data(
     ``repeats`` lets one token name an expert twice (needed when topk exceeds num_experts).
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
-    x = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
-    popularity = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
-    ids = torch.empty(num_tokens, topk, dtype=torch.int32)
+    x = torch.randn(num_tokens, hidden_size, generator=generator, device="cpu").to(dtype)
+    popularity = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu") ** -skew
+    ids = torch.empty(num_tokens, topk, dtype=torch.int32, device="cpu")
     if num_tokens:
         draws = popularity.expand(num_tokens, -1)
         ids = torch.multinomial(draws, topk, replacement=repeats or topk > num_experts, generator=generator).int()
-    ids[torch.rand(ids.shape, generator=generator) < holes] = -1
-    weights = torch.rand(num_tokens, topk, generator=generator)
+    ids[torch.rand(ids.shape, generator=generator, device="cpu") < holes] = -1
+    weights = torch.rand(num_tokens, topk, generator=generator, device="cpu")
     return RankData(x=x, topk_ids=ids, topk_weights=weights)
 
 
@@ -166,7 +166,7 @@ def assert_bitwise_equal(got: Tensor | None, expected: Tensor | None, what: str 
     different = (a != b).any(1).nonzero()
     if len(different):
         first = int(different[0])
-        where = torch.unravel_index(torch.tensor(first), got.shape)
+        where = torch.unravel_index(torch.tensor(first, device="cpu"), got.shape)
         left, right = (t.detach().cpu().contiguous().reshape(-1)[first].to(torch.float64) for t in (got, expected))
         raise AssertionError(
             f"{what}: {len(different)} of {got.numel()} elements differ, first at {[int(i) for i in where]}: "

@@ -67,7 +67,7 @@ class Courier:
         # Copies by numpy keep Python's lock: who gives it up for a few bytes waits for it, behind a kernel that spins.
         self._blocks = [memory.peer(rank).numpy() for rank in range(memory.world_size)]
         self._entries = 1 << max(1, max_puts - 1).bit_length()
-        self.ring = torch.zeros(RING_HEADER_WORDS + self._entries * RING_ENTRY_WORDS, dtype=torch.int64)
+        self.ring = torch.zeros(RING_HEADER_WORDS + self._entries * RING_ENTRY_WORDS, dtype=torch.int64, device="cpu")
         self.ring[1] = self._entries
         self._words = self.ring.numpy()
         self._taken = 0

@@ -66,7 +66,7 @@ class CourierNetwork:
 
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
         self.courier = Courier(memory, max_puts=workspace.max_puts, seed=rank)
-        ring = torch.tensor([self.courier.ring.data_ptr()])
+        ring = torch.tensor([self.courier.ring.data_ptr()], device="cpu")
         self.table = torch.cat([near_pointers(memory, workspace, rank), ring])
         self.options: dict[str, Any] = {}
         self.tensors: tuple[Tensor, ...] = (self.courier.ring,)

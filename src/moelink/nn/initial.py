@@ -25,5 +25,5 @@ def draw(weight: Tensor, *, seed: int, stream: int) -> None:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + stream)
     bound = weight.shape[-1] ** -0.5
     with torch.no_grad():
-        values = torch.rand(weight.shape, generator=generator, dtype=torch.float32)
+        values = torch.rand(weight.shape, generator=generator, dtype=torch.float32, device=generator.device)
         weight.copy_(values.mul_(2 * bound).sub_(bound))

@@ -77,7 +77,7 @@ class Traits:
         """Those of a session with one local rank."""
         config, transport = session.configs[0], session.transport.name
         ranked, layout = config.layout == "rank", config.format.scale_layout
-        offsets = torch.zeros(config.num_groups + 1, dtype=torch.int32)
+        offsets = torch.zeros(config.num_groups + 1, dtype=torch.int32, device="cpu")
         return cls(
             owner=session.identity,
             rank=config.rank,

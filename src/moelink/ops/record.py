@@ -109,7 +109,7 @@ def _pack_collective(plan: CollectivePlan, config: EPConfig) -> Tensor:
     got, rows = plan.messages, plan.rows
     shared = plan.shared if plan.shared is not None else range(-1, -1)
     header = [len(got.send_tokens), len(got.tokens), 0 if rows is None else len(rows.row), shared.start, shared.stop]
-    host = torch.tensor([*header, *got.send_counts, *got.recv_counts])
+    host = torch.tensor([*header, *got.send_counts, *got.recv_counts], device="cpu")
     parts = {**vars(got), **vars(plan), **({} if rows is None else vars(rows)), "host": host}
     sections = _sections(config)
     words = torch.empty(sum(sections.values()), dtype=torch.int64, device=got.tokens.device)

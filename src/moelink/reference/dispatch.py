@@ -252,7 +252,9 @@ def reference_dispatch(
     encoded = [_encode(config, facts, xs[r], None if scales is None else scales[r], input_scales[r]) for r in world]
     payloads = [_copyable(payload) for payload, _ in encoded]
     row_scales = [row for _, row in encoded if row is not None]
-    used_scales = torch.tensor([1.0 if s is None else float(s) for s in input_scales], dtype=torch.float32)
+    used_scales = torch.tensor(
+        [1.0 if s is None else float(s) for s in input_scales], dtype=torch.float32, device="cpu"
+    )
 
     outputs = []
     for rank in world:
@@ -311,15 +313,15 @@ def _routing_columns(
     if config.layout == "expert":
         if given is None:
             return None, None, None
-        weights = torch.zeros(capacity, dtype=dtype)
+        weights = torch.zeros(capacity, dtype=dtype, device="cpu")
         for row in rows:
             source, token, slot = row.origin
             weights[row.row] = 1.0 if slot < 0 else given[source][token][slot]
         return weights, None, None
     ids = [source.tolist() for source in topk_ids]
     mine = [e for e, owner in enumerate(expert_owners(config)) if owner == rank]
-    local_ids = torch.full((capacity, config.topk), -1, dtype=torch.int32)
-    local_weights = torch.zeros(capacity, config.topk, dtype=dtype)
+    local_ids = torch.full((capacity, config.topk), -1, dtype=torch.int32, device="cpu")
+    local_weights = torch.zeros(capacity, config.topk, dtype=dtype, device="cpu")
     for row in rows:
         source, token, _ = row.origin
         for slot, expert in enumerate(ids[source][token]):

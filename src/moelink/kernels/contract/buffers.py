@@ -205,7 +205,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         dev_ptrs=pointers[:, :, 0 if params.skip_a2a else rank].cpu(),
         pointers=pointers,
         atomic_counters=(control, control),
-        record=torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda"),
+        record=torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"),
         memory=memory,
         n_sms=n_sms,
         spare=torch.empty(

@@ -146,7 +146,7 @@ class _HomeRows:
         got = self._keys(received)[: sum(recv_counts)].long()
         bad = (got < 0) | (got >= limit)
         if bool(bad.any()):
-            sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(got.device)
+            sources = torch.repeat_interleave(torch.tensor(recv_counts, device="cpu")).to(got.device)
             raise BadMessageError(int(sources[bad][0]), "returned a row to a token that does not exist")
         return self._rows(received), got
 

@@ -130,7 +130,7 @@ def _read(
     """What the received messages say. Every index off the wire is checked before anything uses it."""
     tokens = message.field(received, "token")[: sum(recv_counts), 0].long()
     local_ids = message.field(received, "ids")[: sum(recv_counts)].clone()
-    sources = torch.repeat_interleave(torch.tensor(recv_counts)).to(received.device)
+    sources = torch.repeat_interleave(torch.tensor(recv_counts, device="cpu")).to(received.device)
     bad = (tokens < 0) | (tokens >= config.max_tokens_per_rank)
     bad |= ((local_ids < -1) | (local_ids >= config.num_local_experts)).any(1)
     if bool(bad.any()):

@@ -225,7 +225,7 @@ class GroupWire:
         options = 0 if announce is None else digest(announce.options)
         counts = [0] * self._world.world_size if announce is None else announce.counts
         mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, options)
-        headers = torch.tensor([(*mine, count) for count in counts])
+        headers = torch.tensor([(*mine, count) for count in counts], device="cpu")
         received = torch.empty_like(headers)
         work = self._world.control.alltoall_base(received, headers, [], [])
         return _Headers(call, phase, announce, headers, received, work)

@@ -37,7 +37,7 @@ def fill_output(
     )
     result.row_offsets.copy_(plan.row_offsets.clamp(max=total))
     if result.expert_ids is not None:
-        torch.arange(config.num_groups, out=result.expert_ids)
+        torch.arange(config.num_groups, out=result.expert_ids, device=result.expert_ids.device)
     if plan.rows is None:
         _fill_rank(plan, message, result, received, total)
     else:

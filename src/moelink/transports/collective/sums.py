@@ -61,12 +61,12 @@ def _add_rows(
     if y.is_cuda:
         _add_by_layers(out, y, weights, row=row, target=target, dtype=dtype)
         return
-    edges = torch.arange(0, len(out) + _BLOCK, _BLOCK)
+    edges = torch.arange(0, len(out) + _BLOCK, _BLOCK, device="cpu")
     starts = torch.searchsorted(target, edges).tolist()
     most = max((end - begin for begin, end in zip(starts[:-1], starts[1:], strict=True)), default=0)
-    sums = torch.empty(_BLOCK, out.shape[1], dtype=dtype)
-    raw = torch.empty(most, out.shape[1], dtype=y.dtype)
-    terms = torch.empty(most, out.shape[1], dtype=dtype)
+    sums = torch.empty(_BLOCK, out.shape[1], dtype=dtype, device="cpu")
+    raw = torch.empty(most, out.shape[1], dtype=y.dtype, device="cpu")
+    terms = torch.empty(most, out.shape[1], dtype=dtype, device="cpu")
     factors = None if weights is None else weights[row][:, None]
     for block, (begin, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         torch.index_select(y, 0, row[begin:end], out=raw[: end - begin])

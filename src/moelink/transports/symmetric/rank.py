@@ -78,7 +78,7 @@ class Rank:
             self.table = memory.pointers[config.rank : config.rank + 1].clone()
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
-        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self._words = self.record.numpy()
         # Of the latest dispatch, whose rows' scales are laid out before the next one begins (``kernels.scale_layout``).
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
