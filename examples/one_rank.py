@@ -11,7 +11,7 @@ x = torch.arange(4.0)[:, None].expand(4, 256).to(torch.bfloat16).contiguous()  #
 topk_ids = torch.tensor([[0, 2], [2, 1], [0, -1], [2, 0]])  # -1: this slot goes nowhere
 topk_weights = torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]])
 
-with moelink.init(num_experts=3, topk=2, hidden_size=256, max_tokens_per_rank=4) as ep:
+with moelink.init(num_experts=3, topk=2, hidden_size=256, max_tokens_per_rank=4, device="cpu") as ep:
     recv = ep.dispatch(x, topk_ids, topk_weights)
     starts = recv.row_offsets.tolist()
     for expert in range(3):

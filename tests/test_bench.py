@@ -170,6 +170,32 @@ def run_main(*arguments: str) -> int:
     return CliRunner().invoke(app.app, list(arguments)).exit_code
 
 
+def test_what_cannot_be_written_or_read_is_said_in_a_line(smoke: Path, tmp_path: Path) -> None:
+    """Before anything is measured, where it is about a result that has yet to be made."""
+    from typer.testing import CliRunner
+
+    from moelink.cli import app
+
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    for arguments in (
+        ["bench", "--preset", "smoke", "--out", str(blocked / "x.json")],
+        ["bench", "--preset", "smoke", "--plot", str(tmp_path)],
+        ["bench", "plot", str(smoke), "--out", str(blocked / "x.png")],
+    ):
+        done = CliRunner().invoke(app.app, arguments)
+        assert done.exit_code == 1
+        assert "moelink: cannot write " in done.output
+        assert "starting" not in done.output
+        assert len(done.output.strip().splitlines()) == 1
+    for text in ("# not JSON", "{}", '{"benchmark": "pairs"}'):
+        blocked.write_text(text)
+        done = CliRunner().invoke(app.app, ["bench", "plot", str(blocked), "--out", str(tmp_path / "x.png")])
+        assert isinstance(done.exception, moelink.ConfigError), done.output
+        assert "results: expected JSON files of moelink bench" in str(done.exception)
+    assert not (tmp_path / "x.png").exists()
+
+
 def test_a_red_gate_shows_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,10 @@ from moelink.bench.presets import LAYOUTS, DeviceKind
 from moelink.bench.provenance import command_line
 from moelink.cli import render
 from moelink.cli.bench_view import bench_view
-from moelink.cli.files import drawing, write_json
+from moelink.cli.files import check_writable, drawing, write_json
 from moelink.cli.progress import progress_on_stderr
 from moelink.errors import ConfigError
+from moelink.plan.measured import read_result
 
 bench_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -77,6 +78,7 @@ def bench(
         samples=samples, seed=seed, peers=peers, timeout=timeout, hidden_size=hidden, topk=topk, num_experts=experts,
         num_sms=num_sms, layout=None if layout is None else layout.value,
     )  # fmt: skip
+    check_writable(out, plot)
     with progress_on_stderr() as progress:
         document = run_bench(plan, commit=commit, command=command_line("moelink", sys.argv[1:]), progress=progress)
     if document is not None:
@@ -84,18 +86,18 @@ def bench(
 
 
 def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_output: bool) -> None:
-    """Print, write and draw a result; or say why there is none and exit with 1."""
+    """Print, write and draw a result, in this order, as a picture may fail; or say why there is none, and exit."""
     if not document["gate"]["passed"]:
         typer.echo(f"moelink: the correctness gate failed, no figures: {document['gate']['fault']}", err=True)
         raise typer.Exit(1)
+    if json_output:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        console = render.make_console()
+        console.print(bench_view(console, document))
     write_json(document, out)
     if plot is not None:
         draw([document], plot)
-    if json_output:
-        typer.echo(json.dumps(document, indent=2))
-        return
-    console = render.make_console()
-    console.print(bench_view(console, document))
 
 
 @bench_app.command("plot")
@@ -104,7 +106,7 @@ def plot_results(
     out: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")],
 ) -> None:
     """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks."""
-    draw([json.loads(path.read_text()) for path in results], out)
+    draw([read_result(path) for path in results], out)
 
 
 def draw(documents: list[dict[str, Any]], path: Path) -> None:

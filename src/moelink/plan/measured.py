@@ -79,10 +79,22 @@ class Comparison:
 
 
 def load_result(path: Path) -> dict[str, Any]:
+    """A document of ``moelink bench`` on GPUs.
+
+    Raises:
+        ConfigError: as :func:`read_result`, or it is not of GPUs.
+    """
+    document = read_result(path)
+    if document.get("device") != "cuda":
+        raise ConfigError("results", "times of GPUs (a CPU run shows that things work)", f"{path.name}, of CPUs")
+    return document
+
+
+def read_result(path: Path) -> dict[str, Any]:
     """A document of ``moelink bench``.
 
     Raises:
-        ConfigError: it is none of this schema, not of GPUs, or its correctness gate failed, so that it has no figures.
+        ConfigError: it is none of this schema, or its correctness gate failed, so that it has no figures.
     """
     try:
         document = json.loads(path.read_text())
@@ -92,8 +104,6 @@ def load_result(path: Path) -> dict[str, Any]:
         raise ConfigError("results", "JSON files of moelink bench", path.name)
     if document.get("schema_version") != BENCH_SCHEMA:
         raise ConfigError("results", f"schema_version {BENCH_SCHEMA}", f"{document.get('schema_version')} in {path}")
-    if document.get("device") != "cuda":
-        raise ConfigError("results", "times of GPUs (a CPU run shows that things work)", f"{path.name}, of CPUs")
     if not document["gate"]["passed"]:
         raise ConfigError("results", "a run whose correctness gate passed", path.name)
     return document
