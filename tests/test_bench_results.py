@@ -105,3 +105,14 @@ def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: 
     draw_bench([document], tmp_path / "bench.svg")
     drawn = (tmp_path / "bench.svg").read_text()
     assert (f"{PEER}, in pairs" in drawn) == (method == "pairs")
+    assert f"{PEER}, call by call" not in drawn, "its pair is replayed: a phase by the host's time is no match for that"
+    assert f"{COLLECTIVE}, call by call" in drawn
+
+
+def test_a_picture_of_several_commits_says_so() -> None:
+    from moelink.bench.plots import commits
+
+    made = [{"ranks": ranks, "commit": commit} for ranks, commit in ((4, "b" * 40), (2, "a" * 40), (2, "a" * 40))]
+    assert commits(made) == "2: aaaaaaa, 4: bbbbbbb"
+    assert commits(made[1:]) == ""
+    assert commits([*made, {"ranks": 4, "commit": None}]) == "2: aaaaaaa, 4: bbbbbbb and unknown"
