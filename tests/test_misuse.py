@@ -67,7 +67,7 @@ def test_hooks_that_break_are_refused_on_all_ranks(transport):
 def failing_format(rank, world_size):
     """Rank 1 fails between the headers and the rows: it says so, and makes no calls any more that could be mistaken."""
     found = []
-    with moelink.init(**SIZES, transport="collective", timeout=4) as ep:
+    with moelink.init(**SIZES, transport="collective", timeout=15) as ep:
         d = data(rank)
         if rank == 1:
             object.__setattr__(ep.config, "__class__", type("Broken", (type(ep.config),), {"format": property(broken)}))
@@ -93,6 +93,25 @@ def test_a_rank_that_fails_after_its_header_ends_the_communicator_and_is_named()
     assert second[0] == "ZeroDivisionError: a user's mistake"
     assert all(words.startswith(("PeerTimeoutError", "PeerLostError")) and "rank 1" in words for words in first), first
     assert second[1].startswith("PeerTimeoutError"), second
+
+
+def failing_epilogue(rank, world_size):
+    """Rank 1 fails once all rows are home: its peers have theirs, and the next call is as it should be."""
+    with moelink.init(**SIZES, transport="collective", timeout=15) as ep:
+        d = data(rank)
+        recv = ep.dispatch(d.x, d.topk_ids)
+        out = torch.zeros(3, 32, dtype=torch.bfloat16)
+        if rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                ep.combine(recv.tokens, recv, epilogue=moelink.Hook(None, raising, (out,)))
+        else:
+            ep.combine(recv.tokens, recv)
+        return ep.combine(recv.tokens, recv)
+
+
+def test_a_rank_that_fails_at_home_fails_alone():
+    for rank, out in enumerate(run_ranks(failing_epilogue, 2, timeout=120)):
+        assert_bitwise_equal(out, (data(rank).x.float() * 2).to(out.dtype))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

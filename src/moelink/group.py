@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,9 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except dist.DistError as error:
+            # Only that nobody came in time: a port that is taken, or a name that is not known, is nobody's absence.
+            if not re.search(r"time(d )?out", str(error), re.IGNORECASE):
+                raise
             raise _late(int(os.environ["RANK"]), [], str(error)) from error
     ranks = dist.get_process_group_ranks(group)
     rank, world_size = dist.get_rank(group), len(ranks)

@@ -42,10 +42,13 @@ class Hook:
     check: Callable[[int, int, torch.device], None] | None = None
 
 
-def evaluate_input_scale(scale: Tensor | Hook | None) -> Tensor | None:
-    """The global input scale as an fp32 tensor of one element, or None. ArgumentError for what is none of a hook."""
+def evaluate_input_scale(scale: Tensor | Hook | None, *, device: torch.device | None = None) -> Tensor | None:
+    """The global input scale as an fp32 tensor of one element, or None. ArgumentError for what is none of a hook.
+
+    ``device``: where a hook's is brought to, which may return a number.
+    """
     if isinstance(scale, Hook):
-        scale = torch.as_tensor(scale.torch_fn(scale.tensors), dtype=torch.float32)
+        scale = torch.as_tensor(scale.torch_fn(scale.tensors), dtype=torch.float32, device=device)
         if scale.numel() != 1:
             raise ArgumentError("input_scale", "a hook that returns one element", f"shape {list(scale.shape)}")
     return None if scale is None else scale.reshape(())
@@ -62,7 +65,7 @@ def evaluate_weights(
         if given.device != device:
             raise ArgumentError("topk_weights", f"a hook that returns a tensor on {device}", f"one on {given.device}")
         try:
-            weights = given.expand(num_tokens, topk)
+            weights = given.expand(num_tokens, topk).contiguous()
         except RuntimeError:
             shape = f"[{num_tokens}, {topk}]"
             raise ArgumentError(

@@ -28,9 +28,17 @@ class PendingOperation(Generic[T]):
     """
 
     def __init__(
-        self, phase: Phase, operation: Pending[T], *, finished: Callable[[], None], closed: Callable[[], bool]
+        self,
+        phase: Phase,
+        operation: Pending[T],
+        given: object,
+        *,
+        finished: Callable[[], None],
+        closed: Callable[[], bool],
     ) -> None:
         self._phase, self._operation, self._finished, self._closed = phase, operation, finished, closed
+        # What hooks returned is known to nobody else, and the call may read it on a stream of its own.
+        self._given: object = given
         self._done = False
         self._failure: Exception | None = None
 
@@ -51,7 +59,7 @@ class PendingOperation(Generic[T]):
             raise
         finally:
             self._finished()
-        self._done = True
+        self._done, self._given = True, None
         return result
 
 
@@ -93,7 +101,7 @@ class Session:
             self._refuse("dispatch", requests[0].over)
             raise
         operation = self.transport.dispatch(requests, fused=fused)
-        return operation if fused else self._started("dispatch", operation)
+        return operation if fused else self._started("dispatch", operation, requests)
 
     def _check_dispatch(self, config: EPConfig, device: torch.device, request: DispatchRequest) -> None:
         """Most calls are like an earlier one that was checked, and to see that takes a quarter of the time."""
@@ -118,7 +126,7 @@ class Session:
             self._refuse("combine", requests[0].over)
             raise
         operation = self.transport.combine(requests, fused=fused)
-        return operation if fused else self._started("combine", operation)
+        return operation if fused else self._started("combine", operation, requests)
 
     @contextmanager
     def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
@@ -145,14 +153,14 @@ class Session:
         mine = isinstance(over, DispatchOutput) and over.handle.owner == self.identity
         self.transport.refuse(phase, over=over if mine else None)  # type: ignore[arg-type]
 
-    def _started(self, phase: Phase, operation: Pending[T]) -> PendingOperation[T]:
+    def _started(self, phase: Phase, operation: Pending[T], given: object) -> PendingOperation[T]:
         self._pending[phase] = operation
 
         def finished() -> None:
             if self._pending.get(phase) is operation:
                 del self._pending[phase]
 
-        return PendingOperation(phase, operation, finished=finished, closed=lambda: self.closed)
+        return PendingOperation(phase, operation, given, finished=finished, closed=lambda: self.closed)
 
     def warmup(self) -> None:
         """Compile and allocate what the first call would."""
@@ -205,7 +213,7 @@ def _without_hooks(config: EPConfig, device: torch.device, request: DispatchRequ
         weights = _evaluated(config, device, weights, request.x.shape[0])
         request = dataclasses.replace(request, topk_weights=weights)
     if isinstance(scale, Hook):
-        request = dataclasses.replace(request, input_scale=evaluate_input_scale(scale))
+        request = dataclasses.replace(request, input_scale=evaluate_input_scale(scale, device=device))
     return request
 
 

@@ -24,7 +24,7 @@ _QUANTISED = "quantising (its rows already are)"
 LEAVES_OUT: Mapping[Layout, str] = MappingProxyType({
     "expert": f"packing rows by expert (they stay as they arrive, by source rank), {_QUANTISED}, pre-reduction (one "
     "row per token and rank is given ready-made, in its workspace)",
-    "rank": f"bringing rows out of its workspace and home through it, {_QUANTISED}",
+    "rank": f"by rank: bringing rows out of its workspace and home through it, {_QUANTISED}",
 })  # fmt: skip
 """By moelink's layout of received rows."""
 

@@ -96,7 +96,8 @@ def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> li
     if name == peer_flashinfer.NAME and not peer_flashinfer.is_installed():
         return [_reason_rows(plan, "flashinfer is not installed", [name])] * plan.ranks
     if not chosen:
-        return [_reason_rows(plan, "has neither a budget of multiprocessors nor rows by rank", [name])] * plan.ranks
+        lacking = "a budget of multiprocessors" + " and rows by rank" * (name != peer_flashinfer.NAME)
+        return [_reason_rows(plan, f"is without {lacking}", [name])] * plan.ranks
     part = Plan(
         preset=plan.preset, cases=tuple(plan.cases[index] for index in chosen), device=plan.device, ranks=plan.ranks,
         settings=plan.settings, timeout=PEER_TIMEOUT,

@@ -63,8 +63,8 @@ def case_table(console: Console, document: dict[str, Any], index: int) -> Table:
 def notes(document: dict[str, Any]) -> Text:
     """What the numbers mean, and what contenders leave out."""
     lines = [document["method"], f"bytes: {document['bytes_formula']}"]
-    for name, text in {row["contender"]: row["leaves_out"] for row in document["rows"] if row["leaves_out"]}.items():
-        lines.append(f"{name} leaves out: {text}")
+    left_out = dict.fromkeys((row["contender"], row["leaves_out"]) for row in document["rows"] if row["leaves_out"])
+    lines += [f"{name} leaves out: {text}" for name, text in left_out]
     said = {
         (row["contender"], result["note"])
         for row in document["rows"]

@@ -144,7 +144,7 @@ def _checked_dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchR
                     )
         weights = _weights(endpoint, request.topk_weights, request.x.shape[0], request.x.device)
         scale = request.input_scale
-        scale = evaluate_input_scale(scale) if isinstance(scale, Hook) else scale
+        scale = evaluate_input_scale(scale, device=request.x.device) if isinstance(scale, Hook) else scale
     return dataclasses.replace(request, topk_weights=weights, input_scale=scale)
 
 

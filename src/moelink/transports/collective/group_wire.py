@@ -188,7 +188,8 @@ class GroupWire:
     def _drive(self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float) -> list[R]:
         """Advance one call. A failure before its first exchange is told to peers as a refusal.
 
-        After it they wait for this rank's rows, which would be those of its next call: there is none.
+        After it they wait for this rank's rows, which would be those of its next call: there is none. Once rows have
+        moved, which is the last exchange, a failure is this rank's alone.
         """
         if steps is None:
             self._learn(self._announce(call, phase, None), deadline)
@@ -216,7 +217,8 @@ class GroupWire:
             except BadMessageError:
                 raise
             except Exception:
-                self._poison(self._watch.admit(phase, call).error(self._world.rank))
+                if not isinstance(request, Transfer):
+                    self._poison(self._watch.admit(phase, call).error(self._world.rank))
                 raise
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
