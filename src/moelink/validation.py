@@ -14,13 +14,12 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ForeignHandleError
 from moelink.hooks import Hook
+from moelink.layout import ALIGNMENT
 from moelink.output import DispatchOutput, OutputShape
 from moelink.transports.base import CombineRequest, DispatchRequest
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
-ALIGNMENT = 16
-"""Bytes. Kernels store the rows of a dispatch in words of so many; every allocation of torch begins at a multiple."""
 
 
 def check_tensor(
@@ -151,7 +150,7 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
         tensor = check_tensor(
             f"out.{name}", getattr(out, name), shape=blank.shape, dtypes=(blank.dtype,), device=device
         )
-        if tensor.data_ptr() % ALIGNMENT:
+        if tensor.data_ptr() % ALIGNMENT:  # rows are stored in words of so many bytes
             raise ArgumentError(
                 f"out.{name}", f"memory that begins at a multiple of {ALIGNMENT} bytes, as torch allocates it",
                 f"{tensor.data_ptr() % ALIGNMENT} bytes past one",

@@ -129,7 +129,7 @@ class Plan:
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
 SM_BUDGETS = (8, 16, 24, 32, 64, None)
-LAYOUTS: tuple[Layout, ...] = ("expert", "rank")
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "zipf", "one-rank")
 SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rotation_bytes=0)
 """On CPUs a call of interpreted kernels takes most of a second, and only the harness is of interest."""
