@@ -86,11 +86,12 @@ def kernels(everything):
     import torch
 
     import moelink
-    from moelink.kernels import combine, dispatch
-    from moelink.kernels.combine_spec import combine_spec
-    from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
-    from moelink.kernels.spec import dispatch_spec
-    from moelink.workspace import Workspace
+    from moelink.kernels.combine import kernel as combine
+    from moelink.kernels.dispatch import kernel as dispatch
+    from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
+    from moelink.kernels.launch.combine_constants import combine_spec
+    from moelink.kernels.launch.constants import dispatch_spec
+    from moelink.memory.workspace import Workspace
 
     device = torch.device("cuda")
     shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)

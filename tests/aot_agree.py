@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moelink.kernels.signals import agree
+from moelink.kernels.sync.signals import agree
 
 
 @triton.jit

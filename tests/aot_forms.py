@@ -26,10 +26,11 @@ from aot import source_of
 from cases import FORMATS
 from matrix_configs import CONFIGS, Config
 from matrix_configs import Form as MatrixForm
-from moelink.kernels import combine, dispatch
-from moelink.kernels.combine_spec import CombineSpec, combine_spec
-from moelink.kernels.spec import DispatchSpec, dispatch_spec
-from moelink.workspace import Workspace
+from moelink.kernels.combine import kernel as combine
+from moelink.kernels.dispatch import kernel as dispatch
+from moelink.kernels.launch.combine_constants import CombineSpec, combine_spec
+from moelink.kernels.launch.constants import DispatchSpec, dispatch_spec
+from moelink.memory.workspace import Workspace
 
 Form = tuple[str, Any, Any, dict[str, str]]
 """Name, kernel, spec and pointer types."""
@@ -70,7 +71,7 @@ LOOKS_USED = ("small_rows.sum_rows", "plan._look_at_counts")
 
 def narrow_looks(text: str, threads: int) -> list[str]:
     """Volatile loads of fewer elements than a program has threads, in a kernel's ``text`` and in the functions that use
-    what they load: of these warps hold copies of their own (``kernels.signals``)."""
+    what they load: of these warps hold copies of their own (``kernels.sync.signals``)."""
     found, function = [], ""
     for line in text.splitlines():
         named = re.search(r'tt\.func .*?@"?([\w.]+)', line)

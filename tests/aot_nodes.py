@@ -18,11 +18,12 @@ import torch
 import moelink
 from aot import MEMORY, compile_kernel, unguarded
 from moelink.errors import UnsupportedError
-from moelink.kernels import combine, dispatch
-from moelink.kernels.combine_spec import combine_spec
-from moelink.kernels.spec import dispatch_spec
+from moelink.kernels.combine import kernel as combine
+from moelink.kernels.dispatch import kernel as dispatch
+from moelink.kernels.launch.combine_constants import combine_spec
+from moelink.kernels.launch.constants import dispatch_spec
 from moelink.memory.network import NvshmemNetwork
-from moelink.workspace import Workspace
+from moelink.memory.workspace import Workspace
 
 WORLD, NODE = 8, 4
 SHAPE = dict(num_experts=32, topk=8, hidden_size=2048, max_tokens_per_rank=64, world_size=WORLD, ranks_per_node=NODE)

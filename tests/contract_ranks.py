@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from cases import FIELDS, Case, Packed, Result, Setup, check_case
-from moelink.kernels import contract
+from moelink import contract
 from moelink.memory import create_all
 
 

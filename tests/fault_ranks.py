@@ -15,7 +15,8 @@ import torch
 
 import moelink
 import moelink.ops
-from moelink import communicator, recovery
+from moelink import communicator
+from moelink.control import recovery
 from moelink.testing import assert_bitwise_equal, rank_data
 
 FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}

@@ -108,6 +108,6 @@ def falls(rank: int, world_size: int, victim: int, how: str, place: str, most: i
 
 def new_block_bytes(ep: moelink.Communicator) -> int:
     """Bytes of a rank's workspace."""
-    from moelink.workspace import Workspace
+    from moelink.memory.workspace import Workspace
 
     return Workspace(ep.config).nbytes

@@ -2,8 +2,9 @@
 
 All ranks run in one process on one thread (:mod:`interleaving`): every store and every atomic is a place to stop at.
 Time passes only when nobody can go on, so that a wait expires exactly when what it waits for never comes; a schedule
-takes milliseconds, whatever the time-out. Peers are asked who lives by the real :class:`~moelink.watch.Watch`, over a
-pretended network. What is really different with processes (sockets, SIGKILL, memory) is in ``test_faults.py``.
+takes milliseconds, whatever the time-out. Peers are asked who lives by the real
+:class:`~moelink.control.failure_detector.Watch`, over a pretended network. What is really different with processes
+(sockets, SIGKILL, memory) is in ``test_faults.py``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import moelink
 from cases import FIELDS, Case, Setup, check_rows
 from interleaving import Scheduler
 from moelink import reference
-from moelink.liveness import Failure, Sighting
+from moelink.control.failure_detector import Watch
+from moelink.control.probe import Failure, Sighting
 from moelink.memory import create_all
+from moelink.memory.workspace import Workspace
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.symmetric import SymmetricTransport
-from moelink.watch import Watch
-from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, poison_memory
 
 WORLD = 3
@@ -94,7 +95,7 @@ class PretendedAddress:
     scheduler: FaultScheduler
 
     def probe(self, report: Failure | None) -> Sighting:
-        """As :func:`moelink.liveness.probe`."""
+        """As :func:`moelink.control.probe.probe`."""
         self.beacon.failure = self.beacon.failure or report  # in a stopped rank's socket until it continues
         return Sighting(call=None if self.old_rank == self.scheduler.silent else self.beacon.call)
 
@@ -102,7 +103,7 @@ class PretendedAddress:
 def probe_all(
     addresses: Sequence[PretendedAddress], ranks: Sequence[int], report: Failure | None = None
 ) -> dict[int, Sighting]:
-    """As :func:`moelink.liveness.probe_all`."""
+    """As :func:`moelink.control.probe.probe_all`."""
     return {rank: addresses[rank].probe(report) for rank in ranks}
 
 

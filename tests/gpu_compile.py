@@ -27,11 +27,11 @@ import torch
 
 import moelink
 from moelink.memory import create_all
+from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink.transports.symmetric.combining import Combine
-from moelink.transports.symmetric.dispatching import Dispatch
+from moelink.transports.symmetric.combine import Combine
+from moelink.transports.symmetric.dispatch import Dispatch
 from moelink.transports.symmetric.rank import Rank
-from moelink.workspace import Workspace
 
 MAX_WORKERS = 60
 FUSED = ("dispatch", "combine")

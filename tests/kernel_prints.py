@@ -1,8 +1,8 @@
-"""Fingerprints of the kernels inside a node: whether a change of the source is one of the kernels.
+"""Fingerprints of the kernels: whether a change of the source is one of the kernels.
 
-``python kernel_prints.py`` prints a line for every form of the GPU matrix: a hash of its intermediate form (TTIR) for
-sm_90, and its name. Two trees that print the same have the same kernels, whatever was moved or renamed in between, so
-that GPU runs of one speak for the other. Run without TRITON_INTERPRET.
+``python kernel_prints.py`` prints a line for every form of the GPU matrix and of ranks in two nodes: a hash of its
+intermediate form (TTIR) for sm_90, and its name. Two trees that print the same have the same kernels, whatever was
+moved or renamed in between, so that GPU runs of one speak for the other. Run without TRITON_INTERPRET.
 
     git stash; python kernel_prints.py > before; git stash pop; python kernel_prints.py | diff before -
 """
@@ -10,19 +10,20 @@ that GPU runs of one speak for the other. Run without TRITON_INTERPRET.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import sys
 
-from aot_forms import NODES, TARGET, forms, lower
+from aot_forms import TARGET, forms, lower
 from ttir_text import nameless
 
 
-def main() -> None:
-    """Print all of them."""
-    for name, kernel, spec, pointers in forms():
-        if not name.startswith(NODES):
-            lowered = lower(kernel, spec, pointers)
-            ttir = lowered.backend.make_ttir(lowered.module, {}, lowered.options, TARGET.arch)
-            print(hashlib.sha1(nameless(str(ttir)).encode()).hexdigest()[:16], name, flush=True)
+def main(part: int = 0, parts: int = 1) -> None:
+    """Print every ``parts``-th of them from ``part``, those of ranks in several nodes included."""
+    for name, kernel, spec, pointers in itertools.islice(forms(), part, None, parts):
+        lowered = lower(kernel, spec, pointers)
+        ttir = lowered.backend.make_ttir(lowered.module, {}, lowered.options, TARGET.arch)
+        print(hashlib.sha1(nameless(str(ttir)).encode()).hexdigest()[:16], name, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -13,9 +13,9 @@ from cases import Case, Result, Setup, check_case, check_rows, unpack
 from interleaving import Scheduler
 from moelink import reference
 from moelink.memory import Courier, create_all, network
-from moelink.protocol import CALL_SHIFT, COMBINE_RECEIVED, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
+from moelink.memory.protocol import CALL_SHIFT, COMBINE_RECEIVED, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
+from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import SymmetricTransport
-from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
 
 SEEDS = range(20)

@@ -11,9 +11,9 @@ import torch
 import moelink
 from cases import Case, Result, Setup
 from moelink.memory import create_all
+from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
-from moelink.workspace import Workspace
 
 
 def one_process(fields: dict[str, Any], world_size: int, device: str = "cpu") -> SymmetricTransport:

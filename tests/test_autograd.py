@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import moelink
 from gradients import TOPK, Case, Inputs, expected, gradient_cases, gradients, inputs, layer
 from moelink import epilogues
-from moelink.layout import DispatchMessage
+from moelink.memory.layout import DispatchMessage
 from moelink.testing import run_ranks
 
 CASES = gradient_cases()

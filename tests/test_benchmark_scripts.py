@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moelink.bench import Case
-from moelink.workspace import Workspace
+from moelink.memory.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,12 +11,12 @@ import torch
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Setup
 from moelink import ops
-from moelink.protocol import CALL_SHIFT, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT, INVALID_IDS
-from moelink.session import Session
+from moelink.memory.protocol import CALL_SHIFT, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT, INVALID_IDS
+from moelink.memory.workspace import Workspace
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink.transports.symmetric import dispatching
-from moelink.workspace import Workspace
+from moelink.transports.session import Session
+from moelink.transports.symmetric import dispatch as dispatching
 from symmetric_ranks import apart, combine_requests, dispatch_requests, one_process, over, poison_memory
 
 BF16 = Setup("bf16")

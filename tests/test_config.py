@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import moelink
 from moelink import EPConfig
-from moelink.layout import DispatchMessage, Region, RegionTable
+from moelink.memory.layout import DispatchMessage, Region, RegionTable
+from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap, aligned_offsets, plan_rows, plan_sends, shared_slice
-from moelink.transports.symmetric.plan import NotesLayout, SymmetricPlan
-from moelink.workspace import Workspace
+from moelink.transports.symmetric.notes import NotesLayout, SymmetricPlan
 
 BASE = {"num_experts": 8, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4}
 

@@ -10,9 +10,9 @@ import torch
 import moelink
 from cases import Case, Packed, Result, check_case
 from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, run, setup
+from moelink import contract
 from moelink.errors import ArgumentError, ConfigError, PeerTimeoutError, UnsupportedError
 from moelink.hooks import Hook
-from moelink.kernels import contract
 from moelink.memory import SingleProcessMemory, create_all
 from moelink.testing import assert_bitwise_equal
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from contract_names import PAGES
+from moelink import contract
+from moelink.contract.layouts import combine_kernel, dispatch_kernel
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.kernels import contract
-from moelink.kernels.contract.layouts import combine_kernel, dispatch_kernel
-from moelink.kernels.spec import is_interpreted
+from moelink.kernels.launch.constants import is_interpreted
 
 DOCS = Path(__file__).parent.parent / "docs" / "contract.md"
 
@@ -84,7 +84,7 @@ def test_layouts_of_a_deepseek_shape_match_the_workspace() -> None:
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled where there is a GPU")
 @pytest.mark.parametrize("name", ("params", "buffers"))
 def test_examples_run(name: str) -> None:
-    module = importlib.import_module(f"moelink.kernels.contract.{name}")
+    module = importlib.import_module(f"moelink.contract.{name}")
     assert doctest.testmod(module).failed == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moelink
-import moelink.workspace as workspaces
+import moelink.memory.workspace as workspaces
 from fault_ranks import stop_for
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
 

@@ -15,7 +15,7 @@ import pytest
 import fault_ranks
 import moelink
 from fault_ranks import TIMEOUTS
-from moelink.recovery import NOTHING, Proposal, _agree
+from moelink.control.recovery import NOTHING, Proposal, _agree
 from moelink.testing import run_ranks
 
 TRANSPORTS = ("collective", "symmetric")

@@ -20,20 +20,20 @@ import torch
 import moelink
 from cases import Case, Setup, check_rows
 from moelink import reference
+from moelink.control.failure_detector import Watch
+from moelink.control.group import World, decode_fields, encode_fields
+from moelink.control.handshake import _Said
+from moelink.control.probe import GONE, NO_ANSWER, Address, Beacon, probe, read_proposal
+from moelink.control.recovery import Proposal
 from moelink.errors import ProtocolError
-from moelink.group import World, decode_fields, encode_fields
-from moelink.handshake import _Said
-from moelink.kernels.spec import is_interpreted
-from moelink.liveness import GONE, NO_ANSWER, Address, Beacon, probe, read_proposal
+from moelink.kernels.launch.constants import is_interpreted
 from moelink.memory import create_all
-from moelink.protocol import COUNT_HEADER
-from moelink.recovery import Proposal
+from moelink.memory.protocol import COUNT_HEADER
+from moelink.memory.workspace import Workspace
 from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.symmetric import SymmetricTransport
-from moelink.watch import Watch
-from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, over
 
 WORLD = 2
@@ -115,7 +115,7 @@ class Victim:
 
 
 def overwrite(words: torch.Tensor, place: int, value: int) -> None:
-    """Another value in a word that is its own signal (``kernels.tagged``), of the same call."""
+    """Another value in a word that is its own signal (``kernels.sync.ll_words``), of the same call."""
     words[place] = (words[place] >> 32 << 32) | (value & 0xFFFFFFFF)
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moelink.kernels import routes
+from moelink.kernels.dispatch import route as routes
 from moelink.routing import ExpertMap
 
 

@@ -12,14 +12,20 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels import finish, network, padding, place, signals, swallow, tagged
-from moelink.kernels.cut import Cut
+from moelink.kernels.combine import finish
+from moelink.kernels.dispatch import padding
+from moelink.kernels.dispatch import unpack as place
+from moelink.kernels.launch.constants import dispatch_spec, host_clock
+from moelink.kernels.launch.grid import Cut
 from moelink.kernels.numeric import round_bf16
-from moelink.kernels.spec import dispatch_spec, host_clock
+from moelink.kernels.sync import internode as network
+from moelink.kernels.sync import ll_words as tagged
+from moelink.kernels.sync import quiesce as swallow
+from moelink.kernels.sync import signals
 from moelink.memory import connect, create_all
-from moelink.protocol import CODE_TIMEOUT, PHASE_DISPATCH
+from moelink.memory.protocol import CODE_TIMEOUT, PHASE_DISPATCH
+from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
-from moelink.workspace import Workspace
 from symmetric_ranks import one_process
 
 SMALL = dict(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=4)
@@ -205,7 +211,7 @@ def test_noted_rows_are_in_their_groups():
 
 
 def test_what_a_call_sent_is_noted_for_calls_over_its_routing():
-    """The example of ``kernels.send_again``, for rank 0 of 2, whose seventh call it is."""
+    """The example of ``kernels.dispatch.send_cached``, for rank 0 of 2, whose seventh call it is."""
     transport = one_process(SMALL, 2)
     ids = torch.tensor([[0, 3], [1, 0], [-1, 2]])
     requests = [DispatchRequest(torch.ones(3, 8, dtype=torch.bfloat16), ids) for _ in range(2)]

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moelink.kernels import small_calls, small_rows
-from moelink.protocol import COMBINE_WITH_FLAGS, CONTROL_WORDS
+from moelink.kernels.sync import small_calls, small_rows
+from moelink.memory.protocol import COMBINE_WITH_FLAGS, CONTROL_WORDS
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -21,7 +21,7 @@ def _address(block, out, S: tl.constexpr):
 
 
 def test_rows_of_small_calls_lie_side_by_side():
-    """The example of ``kernels.small_calls``, in a region at offset 640 of a block at address 1024."""
+    """The example of ``kernels.sync.small_calls``, in a region at offset 640 of a block at address 1024."""
     out = torch.zeros(1, dtype=torch.int64)
     _address[(1,)](torch.tensor([1024, 2]), out, S=SimpleNamespace(O_SMALL=640, SMALL=4, ROW=32))
     assert out.item() - 1024 - 640 == 32 * (2 * 4 + 1)

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import moelink
-import moelink.workspace as workspaces
+import moelink.memory.workspace as workspaces
 from cases import Case, Result, Setup, check_case
-from moelink.kernels import combine, cut, dispatch
-from moelink.kernels.cut import Launch
-from moelink.transports.symmetric import combining, dispatching
+from moelink.kernels.combine import kernel as combine
+from moelink.kernels.dispatch import kernel as dispatch
+from moelink.kernels.launch import grid as cut
+from moelink.kernels.launch.grid import Launch
+from moelink.transports.symmetric import combine as combining
+from moelink.transports.symmetric import dispatch as dispatching
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, over, run_case
 
 WORLD = 3

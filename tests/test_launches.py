@@ -13,8 +13,8 @@ import moelink
 from moelink.ops import record
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import rank as module
-from moelink.transports.symmetric.combining import Combine
-from moelink.transports.symmetric.dispatching import Dispatch
+from moelink.transports.symmetric.combine import Combine
+from moelink.transports.symmetric.dispatch import Dispatch
 from moelink.transports.symmetric.program import Program
 from moelink.transports.symmetric.rank import Rank
 

@@ -14,7 +14,7 @@ import gpu_matrix
 import moelink
 from cases import FORMATS
 from matrix_configs import AXES, CONFIGS, MOST, SIZES, Config, Form, meetings
-from moelink.workspace import Workspace
+from moelink.memory.workspace import Workspace
 
 WORLD = min(8, torch.cuda.device_count())
 

@@ -9,8 +9,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from moelink.errors import MoelinkError
-from moelink.layout import RegionTable
 from moelink.memory import create_all
+from moelink.memory.layout import RegionTable
 
 
 @triton.jit

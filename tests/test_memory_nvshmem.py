@@ -19,8 +19,8 @@ import torch.distributed as dist
 import moelink
 from moelink.errors import ArgumentError, ClosedError, ConfigMismatchError, UnsupportedError
 from moelink.memory import Members, NvshmemMemory, network, nvshmem, torch_symm
+from moelink.memory.workspace import Workspace
 from moelink.transports.select import choose_transport
-from moelink.workspace import Workspace
 
 WORLD, NODE, NBYTES = 4, 2, 1000
 SECONDS = 20.0

@@ -8,7 +8,7 @@ import torch
 
 import moelink
 from moelink import epilogues
-from moelink.group import plain_device
+from moelink.control.group import plain_device
 from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
 

@@ -16,10 +16,10 @@ from cases import FORMATS, SCENARIOS, Case, Setup, check_case, run_cases
 from moelink.errors import MoelinkError, UnsupportedError
 from moelink.memory import Courier, SymmetricMemory, create_all, network
 from moelink.memory.network import CourierNetwork
-from moelink.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
+from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
+from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data, run_ranks
 from moelink.transports.select import choose_transport
-from moelink.workspace import Workspace
 
 CPU = torch.device("cpu")
 OPTIONS: tuple[dict[str, object], ...] = (

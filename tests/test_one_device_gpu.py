@@ -11,9 +11,9 @@ import torch
 import moelink
 from cases import FORMATS, Case, Result, Setup, check_case, real_shapes
 from moelink.memory import create_all
+from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
-from moelink.workspace import Workspace
 
 WORLD = 4
 OPTIONS = ({}, {"layout": "rank"}, {"pre_reduce": False}, {"mode": "allreduce"}, {"expert_alignment": 130})

@@ -19,7 +19,7 @@ import moelink
 from cases import Case, Setup
 from moelink import ops
 from moelink.ops import library, record
-from moelink.ops.registry import REGISTRY
+from moelink.ops.context import REGISTRY
 from moelink.output import DispatchOutput
 from moelink.testing import assert_bitwise_equal, run_ranks
 from op_layers import HIDDEN, IDS, E, H, K, T, noting, one_rank

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moelink.errors import ConfigError
+from moelink.memory.workspace import Workspace
 from moelink.plan import Layer, make_plan, parse_ranks
 from moelink.plan.report import Memory
 from moelink.plan.routing import Trace, Uniform
@@ -18,7 +19,6 @@ from moelink.plan.traffic import COPIES, PHASES, LinkBytes, Units, link_bytes
 from moelink.routing import ExpertMap
 from moelink.testing import run_ranks
 from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink.workspace import Workspace
 from plan_ranks import send_and_return
 from symmetric_ranks import one_process
 

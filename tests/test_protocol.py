@@ -12,23 +12,16 @@ import triton
 import triton.language as tl
 
 import moelink
-import moelink.workspace as workspaces
+import moelink.memory.workspace as workspaces
 from cases import FIELDS, Packed, Result, Setup, check_case
 from interleaving import Deadlock, Scheduler
-from moelink.kernels import (
-    counts,
-    drained,
-    receive,
-    reduce,
-    send,
-    send_again,
-    send_back,
-    send_one,
-    send_run,
-    signals,
-    small_rows,
-)
-from moelink.kernels.combine_spec import combine_spec
+from moelink.kernels.combine import reduce
+from moelink.kernels.combine import send as send_back
+from moelink.kernels.dispatch import counts, receive, send, send_one, send_run
+from moelink.kernels.dispatch import send_cached as send_again
+from moelink.kernels.launch.combine_constants import combine_spec
+from moelink.kernels.sync import credit as drained
+from moelink.kernels.sync import signals, small_rows
 from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 

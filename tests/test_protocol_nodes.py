@@ -16,7 +16,10 @@ import triton.language as tl
 import moelink
 from cases import Result, Setup
 from interleaving import Deadlock, Scheduler
-from moelink.kernels import counts, message, plan, receive, reduce, send_back, send_one, send_run
+from moelink.kernels.combine import reduce
+from moelink.kernels.combine import send as send_back
+from moelink.kernels.dispatch import counts, message, receive, send_one, send_run
+from moelink.kernels.dispatch import row_offsets as plan
 from protocol_runs import Small, SpitefulCourier, caught, check, one_call, play, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests
 

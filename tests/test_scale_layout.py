@@ -1,4 +1,4 @@
-"""Scales in their layout by a launch of their own (``kernels.scale_layout``) are those that receivers store."""
+"""Scales in their layout by a launch of their own (``kernels.dispatch.scales``) are those that receivers store."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 import moelink
 from cases import Case, Result, Setup, check_case
-from moelink.kernels import cut
-from moelink.kernels.scale_layout import ep_lay_out_scales_kernel
-from moelink.kernels.spec import dispatch_spec
-from moelink.protocol import MANY_TOKENS
-from moelink.transports.symmetric import dispatching
-from moelink.workspace import Workspace
+from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
+from moelink.kernels.launch import grid as cut
+from moelink.kernels.launch.constants import dispatch_spec
+from moelink.memory.protocol import MANY_TOKENS
+from moelink.memory.workspace import Workspace
+from moelink.transports.symmetric import dispatch as dispatching
 from symmetric_ranks import combine_requests, dispatch_requests, one_process
 
 WORLD = 2

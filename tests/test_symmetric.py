@@ -13,9 +13,9 @@ from cases import FORMATS, Case, Result, Setup, by_setup, check_case, features, 
 from memory_ranks import run_ranks
 from moelink.hooks import Hook
 from moelink.memory import PosixMemory, create_all
+from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
-from moelink.workspace import Workspace
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
 BF16 = Setup("bf16")

@@ -10,12 +10,13 @@ from triton.runtime.interpreter import interpreter_builder
 
 import moelink
 from interleaving import Scheduler
-from moelink.kernels import cut
-from moelink.kernels.cut import Cut, Launch
-from moelink.protocol import TURN_WORDS
-from moelink.transports.symmetric import combining, dispatching
+from moelink.kernels.launch import grid as cut
+from moelink.kernels.launch.grid import Cut, Launch
+from moelink.memory.protocol import TURN_WORDS
+from moelink.memory.workspace import Workspace
+from moelink.transports.symmetric import combine as combining
+from moelink.transports.symmetric import dispatch as dispatching
 from moelink.transports.symmetric import rank as ranks
-from moelink.workspace import Workspace
 from protocol_runs import FORMAT, SEEDS, run, scenarios
 from turn_kernels import Budget, note
 

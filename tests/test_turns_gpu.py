@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from moelink.kernels.cut import grid, multiprocessors
-from moelink.protocol import TURN_WORDS
+from moelink.kernels.launch.grid import grid, multiprocessors
+from moelink.memory.protocol import TURN_WORDS
 from turn_kernels import Budget, note
 
 pytestmark = pytest.mark.gpu

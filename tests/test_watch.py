@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from moelink.liveness import GONE, Address, Beacon, Failure, probe
-from moelink.watch import Watch
+from moelink.control.failure_detector import Watch
+from moelink.control.probe import GONE, Address, Beacon, Failure, probe
 
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
 

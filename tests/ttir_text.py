@@ -6,11 +6,12 @@ import re
 
 NAME = re.compile(r"%[A-Za-z_0-9\-]+")
 CONSTANT = re.compile(r"\s*(%[A-Za-z_0-9\-]+) = arith\.constant (.*)")
+SYMBOL = re.compile(r'@(?:"[^"]*"|[\w.$]+)')
 SPEC = re.compile(r"(Dispatch|Combine)Spec_[0-9a-f]+")
 
 
 def nameless(text: str) -> str:
-    """TTIR without what does not matter: where it comes from, what values are called, where constants stand.
+    """TTIR without what does not matter: where it comes from, names of values and functions, where constants stand.
 
     Example: the lines ``%a = arith.constant 1 : i32`` and ``%b = arith.addi %a, %x : i32 loc(#loc7)`` become
     ``%2 = arith.addi <1 : i32>, %1 : i32``.
@@ -44,4 +45,6 @@ def nameless(text: str) -> str:
         else:
             line = NAME.sub(use, line)
         done.append(line)
-    return SPEC.sub("Spec", "\n".join(done))
+    symbols: dict[str, str] = {}
+    text = SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"@{len(symbols)}"), "\n".join(done))
+    return SPEC.sub("Spec", text)

@@ -1,4 +1,4 @@
-"""Who works in a launch with a budget of multiprocessors, as ``kernels.turns`` decides it, noted."""
+"""Who works in a launch with a budget of multiprocessors, as ``kernels.launch.sm_limit`` decides it, noted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 import triton
 import triton.language as tl
 
-from moelink.kernels import turns
+from moelink.kernels.launch import sm_limit as turns
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What ``kernels.turns`` reads of a spec."""
+    """What ``kernels.launch.sm_limit`` reads of a spec."""
 
     SMS: object
     SMID: object

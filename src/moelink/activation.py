@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats import Format, get_format
-from moelink.validation import check_tensor
+from moelink.transports.validation import check_tensor
 
 Implementation = Literal["auto", "torch", "triton"]
 
@@ -218,7 +218,8 @@ def _run_kernel(
     fmt: Format,
     clamp: Clamp | None,
 ) -> None:
-    from moelink.kernels import activation, spec
+    from moelink.kernels import activation
+    from moelink.kernels.launch import constants as spec
 
     if not x.is_cuda and not spec.is_interpreted():
         raise UnsupportedError(

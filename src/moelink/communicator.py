@@ -13,15 +13,15 @@ from torch import Tensor
 
 from moelink import ops
 from moelink.config import EPConfig, Layout, Mode, TransportName
+from moelink.control.group import World, connect, default_device, plain_device
+from moelink.control.handshake import refuse
+from moelink.control.recovery import check_survivors, config_of_survivors, named_as_before, regroup
 from moelink.errors import ClosedError, ConfigError
-from moelink.group import World, connect, default_device, plain_device
-from moelink.handshake import refuse
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
-from moelink.recovery import check_survivors, config_of_survivors, named_as_before, regroup
-from moelink.session import Session
 from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
 from moelink.transports.build import build_in_group
+from moelink.transports.session import Session
 
 _log = logging.getLogger("moelink")
 
@@ -291,7 +291,7 @@ class Communicator:
 
     @property
     def atomic_counters(self) -> tuple[Tensor, Tensor]:
-        """The on-device counters of the dispatch and the combine group (words: ``moelink.protocol``), int64.
+        """The on-device counters of the dispatch and the combine group (words: ``moelink.memory.protocol``), int64.
 
         Raises UnsupportedError on the collective transport.
         """
@@ -304,7 +304,7 @@ class Communicator:
         rank to leave out). They are numbered anew in ascending order, experts are dealt out anew over them (see
         ``config.num_local_experts``; weights have to follow), everything else of the configuration stays. This
         communicator is closed; what its finished calls returned stays as it is, but cannot be combined any more. How
-        ranks agree, and why late writes of a rank left out do no harm: :mod:`moelink.recovery`, docs/faults.md.
+        ranks agree, and why late writes of a rank left out do no harm: :mod:`moelink.control.recovery`, docs/faults.md.
 
         It may be called again: on this communicator when it raised, on the new one when another rank dies.
 

@@ -12,8 +12,8 @@ import torch
 from moelink.arith import align_up, ceil_div
 from moelink.errors import ConfigError
 from moelink.formats import Format, get_format
-from moelink.layout import ALIGNMENT, DispatchMessage
-from moelink.workspace import Workspace
+from moelink.memory.layout import ALIGNMENT, DispatchMessage
+from moelink.memory.workspace import Workspace
 
 Layout = Literal["expert", "rank"]
 Mode = Literal["alltoall", "allreduce"]
@@ -32,7 +32,7 @@ class MemoryReport:
         wire_recv: the same for what they receive.
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
         block: the symmetric transport's block in place of ``wire_send`` and ``wire_recv``
-            (:class:`moelink.workspace.Workspace`).
+            (:class:`moelink.memory.workspace.Workspace`).
         notes: what one of its dispatches notes for combine, beside ``outputs``, and which message each row came with.
     """
 
@@ -217,6 +217,11 @@ class EPConfig:
     def row_capacity(self) -> int:
         """Rows of the dispatch output: ``capacity``, or the worst case."""
         return self.max_rows if self.capacity is None else self.capacity
+
+    @property
+    def most_row_capacity(self) -> int:
+        """The largest :attr:`row_capacity` of any rank: rank 0 owns as many experts as any."""
+        return dataclasses.replace(self, rank=0).row_capacity
 
     @property
     def dispatch_message(self) -> DispatchMessage:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from moelink.communicator import make_dispatch_request
 from moelink.config import EPConfig
+from moelink.control.group import plain_device
 from moelink.errors import ArgumentError, ConfigError
-from moelink.group import plain_device
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
-from moelink.session import PendingOperation, Session
 from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
 from moelink.transports.build import build_in_process
+from moelink.transports.session import PendingOperation, Session
 
 V = TypeVar("V")
 

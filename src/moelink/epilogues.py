@@ -30,7 +30,7 @@ from moelink.errors import ArgumentError
 from moelink.formats import get_format
 from moelink.formats.casts import to_bf16
 from moelink.hooks import Hook
-from moelink.validation import check_tensor
+from moelink.transports.validation import check_tensor
 
 Check = Callable[[int, int, torch.device], None]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -16,8 +16,8 @@ from moelink.bench.judge import RULE, judge, overall
 from moelink.bench.presets import LAYOUTS, Plan
 from moelink.bench.ranks import RankReport, RankRow, flashinfer_main, moelink_main, vdev_main
 from moelink.bench.report import Results, results_of, to_document
+from moelink.control.group import is_launched
 from moelink.errors import ConfigError
-from moelink.group import is_launched
 from moelink.testing import RankFailedError, RankHungError, run_ranks
 
 SCHEMA_VERSION = 1

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moelink.control.group import is_launched
 from moelink.demo.config import DemoConfig
 from moelink.demo.judge import Truth, judge
 from moelink.demo.launched import run_launched
 from moelink.demo.ranks import RankOutput, rank_main
 from moelink.demo.results import DemoReport
 from moelink.errors import ConfigError
-from moelink.group import is_launched
 from moelink.testing import run_ranks
 
 Progress = Callable[[str], None]

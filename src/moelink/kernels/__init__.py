@@ -43,7 +43,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """The contract's names, on first use: ``from moelink.kernels import ep_init, ep_fused_dispatch``."""
     if not name.startswith("__") and name != "contract":
-        contract = importlib.import_module("moelink.kernels.contract")
+        contract = importlib.import_module("moelink.contract")
         if name in contract.__all__:
             return getattr(contract, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

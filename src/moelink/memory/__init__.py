@@ -14,8 +14,8 @@ Between nodes a :class:`Network` (made by :func:`connect`) carries bytes from bl
 """
 
 from moelink.memory.base import SymmetricMemory
-from moelink.memory.courier import Courier
 from moelink.memory.network import Network, connect
+from moelink.memory.network_proxy import Courier
 from moelink.memory.nvshmem import NvshmemMemory
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange

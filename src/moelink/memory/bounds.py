@@ -25,8 +25,8 @@ from triton.runtime import interpreter
 from moelink.errors import MoelinkError, UnsupportedError
 
 if TYPE_CHECKING:
-    from moelink.layout import RegionTable
     from moelink.memory.base import SymmetricMemory
+    from moelink.memory.layout import RegionTable
 
 _ENTRY_POINTS = {
     "create_masked_load": "load",

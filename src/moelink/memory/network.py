@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moelink.errors import MoelinkError
 from moelink.memory.base import SymmetricMemory
-from moelink.memory.courier import Courier
+from moelink.memory.network_proxy import Courier
 from moelink.memory.nvshmem import device_library, initialize_module, refuse_rocm
-from moelink.workspace import Workspace
+from moelink.memory.workspace import Workspace
 
 
 class Network(Protocol):
@@ -20,7 +20,7 @@ class Network(Protocol):
 
     Attributes:
         table: what kernels get as ``table``: addresses of the blocks of this node's ranks, 0 for all others, and behind
-            them what ``kernels.network.put`` needs.
+            them what ``kernels.sync.internode.put`` needs.
         options: compile options of the kernels, hashable.
         tensors: memory outside the blocks that kernels reach by what is in ``table``.
     """
@@ -58,7 +58,7 @@ class OneNode:
 
 
 class CourierNetwork:
-    """:class:`~moelink.memory.courier.Courier`: nodes that are processes, or only ranks, of one machine.
+    """:class:`~moelink.memory.network_proxy.Courier`: nodes that are processes, or only ranks, of one machine.
 
     A rank that ends, or lets go of this, without :meth:`close` has done its part of the last call, and what it put is
     carried to its end nevertheless: peers wait for it.

@@ -1,7 +1,7 @@
 """Symmetric memory of ranks on several nodes, one CUDA device each, by NVSHMEM: torch's backend of that name.
 
 Ranks of a node address one another's blocks; to the others NVSHMEM's device functions carry bytes
-(``kernels.network``). What is asked of ``torch.distributed._symmetric_memory`` here, and why:
+(``kernels.sync.internode``). What is asked of ``torch.distributed._symmetric_memory`` here, and why:
 
 * NVSHMEM numbers the processes of the *job*: torch initialises it, once a process, with the default group's ranks. So
   a communicator must be all of that group, in its order; then NVSHMEM's number of a process is its rank.

@@ -5,7 +5,7 @@
 
 ==============  ========================================================================================================
 ``endpoint``    what operators know of a communicator; outputs as flat tensors and back
-``registry``    communicators by name          ``record``    a transport's plan as tensors
+``record``      a transport's routing notes as tensors
 ``lanes``       what moves gradients           ``library``   schemas, implementations, fakes
 ``autograd``    the gradients                  ``calls``     from a request to an operator and back
 ``rows``        dequantised rows, through which gradients flow
@@ -16,7 +16,7 @@ Importing registers the operators; no device is touched.
 
 import moelink.ops.autograd  # noqa: F401 - registers the gradients
 from moelink.ops.calls import combine, dispatch, needs_operator, start_combine, start_dispatch
-from moelink.ops.endpoint import Endpoint
+from moelink.ops.context import Endpoint
 from moelink.ops.rows import dequantize
 
 __all__ = [

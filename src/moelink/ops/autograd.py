@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moelink.ops import library
-from moelink.ops.endpoint import CARRIER, FIELDS, NUM_OUTPUTS, record_of
-from moelink.ops.registry import REGISTRY
+from moelink.ops.context import CARRIER, FIELDS, NUM_OUTPUTS, REGISTRY, record_of
 
 _TOKENS, _SRC_INFO, _TOPK_IDS = (FIELDS.index(name) for name in ("tokens", "src_info", "topk_ids"))
 _WEIGHTS, _TOPK_WEIGHTS = (FIELDS.index(name) for name in ("weights", "topk_weights"))

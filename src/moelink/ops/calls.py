@@ -16,10 +16,10 @@ from torch import Tensor
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.ops import library
-from moelink.ops.endpoint import Endpoint, Request
+from moelink.ops.context import Endpoint, Request
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
-from moelink.validation import check_recv
+from moelink.transports.validation import check_recv
 
 
 def needs_operator(request: DispatchRequest | CombineRequest) -> bool:

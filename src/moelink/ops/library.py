@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from moelink.formats import get_format
-from moelink.ops.endpoint import NUM_OUTPUTS, Endpoint
-from moelink.ops.registry import REGISTRY
-from moelink.session import Session
+from moelink.ops.context import NUM_OUTPUTS, REGISTRY, Endpoint
 from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.session import Session
 
 LIBRARY = torch.library.Library("moelink", "DEF")
 """The registrations live as long as this object."""

@@ -49,8 +49,8 @@ def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> 
     if transport == "collective":
         return _unpack_collective(tensors[0], config)
     # Not imported at the top: it loads Triton, which not every platform has.
-    from moelink.transports.symmetric.plan import NotesLayout, SymmetricPlan
-    from moelink.workspace import Workspace
+    from moelink.memory.workspace import Workspace
+    from moelink.transports.symmetric.notes import NotesLayout, SymmetricPlan
 
     notes, own = tensors
     return SymmetricPlan(NotesLayout.of(Workspace(config)), notes, own if own.numel() else None)
@@ -63,8 +63,8 @@ def allocate(
     routing of an earlier one."""
     if transport == "collective":
         return (torch.empty(sum(_sections(config).values()), dtype=torch.int64, device=device),)
-    from moelink.transports.symmetric.plan import Parts
-    from moelink.workspace import Workspace
+    from moelink.memory.workspace import Workspace
+    from moelink.transports.symmetric.notes import Parts
 
     workspace = Workspace(config)
     own = Parts._make(workspace.note_shapes(num_tokens)).received if again else (0,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,13 @@ from moelink.config import EPConfig
 from moelink.formats.plain import Plain
 from moelink.output import DispatchOutput
 
-if TYPE_CHECKING:
-    from moelink.communicator import Communicator
+
+class Configured(Protocol):
+    """What has a configuration: a communicator."""
+
+    @property
+    def config(self) -> EPConfig:
+        """The validated configuration."""
 
 
 class _Straight(torch.autograd.Function):
@@ -31,7 +36,7 @@ class _Straight(torch.autograd.Function):
 
 
 def dequantize(
-    ep: Communicator, recv: DispatchOutput, *, input_scale: Tensor | None = None, dtype: torch.dtype | None = None
+    ep: Configured, recv: DispatchOutput, *, input_scale: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """``recv.tokens`` as numbers, [rows, hidden_size] of ``dtype`` (default: ``combine_dtype``), in any format.
 

@@ -38,11 +38,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from moelink.config import EPConfig
+from moelink.memory.workspace import Workspace
 from moelink.plan.routing import Floats
 from moelink.plan.settings import Layer
 from moelink.plan.statistics import Statistics
 from moelink.transports.base import Phase
-from moelink.workspace import Workspace
 
 Copies = Literal["rank", "node"]
 COPIES: tuple[Copies, ...] = get_args(Copies)

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from moelink.config import EPConfig
+from moelink.control.failure_detector import Watch
+from moelink.control.group import World, add_data_group, gather_bytes
+from moelink.control.handshake import Agreement, agree
+from moelink.control.probe import Beacon
 from moelink.errors import UnsupportedError
-from moelink.group import World, add_data_group, gather_bytes
-from moelink.handshake import Agreement, agree
-from moelink.liveness import Beacon
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all
+from moelink.memory.workspace import Workspace
 from moelink.transports.base import Transport
 from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.select import choose_transport
-from moelink.watch import Watch
-from moelink.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _symmetric(
     configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory], identity: str, watch: Watch | None = None
 ) -> Transport:
     # Imported here because its kernels need Triton, which not every platform has.
-    from moelink.kernels.spec import is_interpreted
+    from moelink.kernels.launch.constants import is_interpreted
     from moelink.transports.symmetric import SymmetricTransport
 
     if memories[0].local.device.type == "cpu" and not is_interpreted():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import moelink
 from moelink.config import Mode, TransportName
 from moelink.errors import ConfigError
-from moelink.ops.lanes import GRADIENT_FORMATS
+from moelink.ops.gradient_communicators import GRADIENT_FORMATS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.hooks import Hook, evaluate_weights
-from moelink.layout import ALIGNMENT
+from moelink.memory.layout import ALIGNMENT
 from moelink.routing import RowPlan
 from moelink.transports.base import CombineRequest
 from moelink.transports.collective.plan import CollectivePlan

@@ -8,7 +8,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.formats import Quantized
 from moelink.hooks import evaluate_input_scale, evaluate_weights
-from moelink.layout import DispatchMessage, as_bytes
+from moelink.memory.layout import DispatchMessage, as_bytes
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.routing import ExpertMap, plan_sends
 from moelink.transports.base import DispatchRequest

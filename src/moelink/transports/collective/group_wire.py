@@ -12,7 +12,7 @@ Protocol of one call (call numbers count dispatches and combines together, from 
 3. Rows move in one all-to-all of uint8.
 
 One deadline covers the whole call, from the moment it was issued. When it passes, or a connection breaks, the rank at
-fault is found by asking (:mod:`moelink.liveness`), the communicator is poisoned and peers are told.
+fault is found by asking (:mod:`moelink.control.probe`), the communicator is poisoned and peers are told.
 
 Calls run on one background thread in the order they were issued, so that an asynchronous call returns at once even
 while a peer is late; on CUDA they run on a stream of their own, forked from the caller's.
@@ -32,11 +32,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from moelink.control.failure_detector import Watch
+from moelink.control.group import World, release
 from moelink.errors import PeerAbortedError, PeerError, ProtocolError
-from moelink.group import World, release
 from moelink.transports.base import Phase
 from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
-from moelink.watch import Watch
 
 R = TypeVar("R")
 

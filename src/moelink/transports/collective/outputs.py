@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.layout import DispatchMessage
+from moelink.memory.layout import DispatchMessage
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.routing import RowPlan
 from moelink.transports.collective.plan import CollectivePlan

@@ -12,7 +12,7 @@ class Program:
 
     Attributes:
         kernel: the function. S: its spec. options: of the compiler.
-        programs: programs that work. count: programs to launch for that (:func:`moelink.kernels.cut.grid`).
+        programs: programs that work. count: programs to launch for that (:func:`moelink.kernels.launch.grid.grid`).
         compiled: the kernel on the device, by the types and alignments of the caller's tensors.
     """
 

@@ -12,16 +12,17 @@ from triton import knobs
 from triton.runtime import driver
 
 from moelink.config import EPConfig
+from moelink.control.failure_detector import Watch
+from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
-from moelink.kernels.cache_keys import settle_cache_key
-from moelink.kernels.combine_spec import combine_spec
-from moelink.kernels.cut import Launch, grid, multiprocessors
-from moelink.kernels.drained import ep_tell_drained_kernel
-from moelink.kernels.spec import budget_of, clock_ticks
-from moelink.liveness import Failure
+from moelink.kernels.launch.cache_keys import settle_cache_key
+from moelink.kernels.launch.combine_constants import combine_spec
+from moelink.kernels.launch.constants import budget_of, clock_ticks
+from moelink.kernels.launch.grid import Launch, grid, multiprocessors
+from moelink.kernels.sync.credit import ep_tell_drained_kernel
 from moelink.memory import SymmetricMemory, connect
-from moelink.protocol import (
+from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
     CODE_OPTIONS,
@@ -33,12 +34,11 @@ from moelink.protocol import (
     PHASES,
     RECORD_WORDS,
 )
+from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
-from moelink.transports.symmetric.budget import SM_BUDGET
-from moelink.transports.symmetric.plan import NotesLayout
+from moelink.transports.symmetric.notes import NotesLayout
 from moelink.transports.symmetric.program import Program
-from moelink.watch import Watch
-from moelink.workspace import Workspace
+from moelink.transports.symmetric.sm_budget import SM_BUDGET
 
 R = TypeVar("R", bound="_Recipe")
 
@@ -80,7 +80,8 @@ class Rank:
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self._words = self.record.numpy()
-        # Of the latest dispatch, whose rows' scales are laid out before the next one begins (``kernels.scale_layout``).
+        # Of the latest dispatch, whose rows' scales are laid out before the next one begins
+        # (``kernels.dispatch.scales``).
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
         self.limit = clock_ticks(config.timeout, self.device)

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
+from moelink.control.failure_detector import Watch
 from moelink.errors import CapacityError, RoutingError
-from moelink.kernels.contract import pointer_table
 from moelink.memory import SymmetricMemory
+from moelink.memory.pointers import pointer_table
+from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
+from moelink.memory.workspace import Workspace
 from moelink.output import DispatchOutput
-from moelink.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
-from moelink.transports.symmetric.combining import Combine, refuse_combine
-from moelink.transports.symmetric.dispatching import Dispatch, refuse_dispatch
+from moelink.transports.symmetric.combine import Combine, refuse_combine
+from moelink.transports.symmetric.dispatch import Dispatch, refuse_dispatch
 from moelink.transports.symmetric.rank import Rank
-from moelink.watch import Watch
-from moelink.workspace import Workspace
 
 T = TypeVar("T")
 
@@ -248,7 +248,7 @@ class SymmetricTransport:
         return [pointer_table(self._workspace, rank.table)[:, :, rank.me].cpu() for rank in self.ranks]
 
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
-        """Per local rank the on-device counters of both groups, which are one block (words: ``moelink.protocol``)."""
+        """Per local rank the on-device counters of both groups: one block (words: ``moelink.memory.protocol``)."""
         return [(rank.control, rank.control) for rank in self.ranks]
 
     def close(self) -> None:

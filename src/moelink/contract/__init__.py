@@ -1,0 +1,48 @@
+"""The contract's launchers, by their names, over buffers and pointers of the caller.
+
+===========  ==========================================================================================
+params       ``EPParams``: what the contract fixes when it compiles
+layouts      ``EPCombineKernel``, ``EPDispatchKernel``: layout functions and launch facts
+buffers      ``ep_init`` -> ``EPBuffers``: pointer tables, rank, counters, error record
+tensors      ``TokenHandler``, ``EPRouting``: what the caller allocates once and passes to every call
+dispatch     ``ep_fused_dispatch``, ``ep_dispatch_async``, ``ep_dispatch_wait``
+combine      ``ep_fused_combine``, ``ep_combine_async``, ``ep_combine_wait``
+devices      ``distributed_ep_dispatch``, ``distributed_ep_combine``: all devices of one process
+===========  ==========================================================================================
+
+``moelink.init`` is the comfortable way to the same kernels: it allocates, tells peers of refused arguments, and raises
+errors. These functions allocate nothing and hide nothing. ``docs/contract.md`` has the whole list of names.
+"""
+
+from moelink.contract.buffers import EPBuffers, ep_init
+from moelink.contract.combine import ep_combine_async, ep_combine_wait, ep_fused_combine
+from moelink.contract.devices import distributed_ep_combine, distributed_ep_dispatch
+from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch
+from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel
+from moelink.contract.params import EPParams
+from moelink.contract.tensors import EPRouting, TokenHandler
+from moelink.memory.pointers import COMBINE, DISPATCH, RECV, RECV_COUNT, SEND, pointer_table
+
+__all__ = [
+    "COMBINE",
+    "DISPATCH",
+    "RECV",
+    "RECV_COUNT",
+    "SEND",
+    "EPBuffers",
+    "EPCombineKernel",
+    "EPDispatchKernel",
+    "EPParams",
+    "EPRouting",
+    "TokenHandler",
+    "distributed_ep_combine",
+    "distributed_ep_dispatch",
+    "ep_combine_async",
+    "ep_combine_wait",
+    "ep_dispatch_async",
+    "ep_dispatch_wait",
+    "ep_fused_combine",
+    "ep_fused_dispatch",
+    "ep_init",
+    "pointer_table",
+]

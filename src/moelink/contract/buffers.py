@@ -1,0 +1,190 @@
+"""``ep_init``: from a block of symmetric memory on every rank to pointer tables, counters and an error record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel, combine_kernel, dispatch_kernel
+from moelink.contract.params import EPParams
+from moelink.errors import ArgumentError, PeerAbortedError, PeerTimeoutError, UnsupportedError
+from moelink.kernels.launch.constants import clock_ticks, is_interpreted
+from moelink.memory import Network, SymmetricMemory, connect
+from moelink.memory.pointers import COMBINE, DISPATCH, REGIONS, pointer_table
+from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
+from moelink.memory.workspace import Workspace
+from moelink.routing import ExpertMap
+
+
+@dataclass(frozen=True)
+class EPBuffers:
+    """What ``ep_init`` gives a rank. ``W`` is the ranks that exchange: ``n_ranks``, or 1 with ``skip_a2a``.
+
+    Attributes:
+        params: the parameters.
+        my_rank: this rank.
+        dev_ptrs: [2, 3] int64 on the host: this rank's own buffers, [dispatch, combine] x [send, recv, recv_count];
+            0 for the send buffers inside a node.
+        pointers: [2, 3, W] int64 on the device: the same of every rank, addresses valid on this device; 0 for ranks of
+            other nodes. Across nodes there may be more columns, for the network.
+        atomic_counters: the counters of group 0 and of group 1, [16] int64 on the device. Both are one block, whose
+            words ``moelink.memory.protocol`` names: calls made, programs arrived, ids refused, rows dropped, bytes
+            moved.
+        record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
+        memory: the blocks; closing them is the caller's.
+        n_sms: multiprocessors that launches are cut for.
+        spare: [G or W + 1] int32, where numbers go that nobody wants: of groups, and of messages, for dispatches over
+            the same routing.
+        config: the parameters under this package's names.
+        workspace: regions of a block.
+        starts: first byte of each group's recv buffer in a block.
+        network: what carries rows to other nodes; :meth:`close` ends it.
+    """
+
+    params: EPParams
+    my_rank: int
+    dev_ptrs: Tensor
+    pointers: Tensor
+    atomic_counters: tuple[Tensor, Tensor]
+    record: Tensor = field(repr=False)
+    memory: SymmetricMemory = field(repr=False)
+    n_sms: int
+    spare: Tensor = field(repr=False)
+    config: EPConfig = field(repr=False)
+    workspace: Workspace = field(repr=False)
+    starts: tuple[int, int] = field(repr=False)
+    network: Network = field(repr=False)
+
+    def close(self) -> None:
+        """Carry to its end what is under way between nodes; before the blocks are closed. Safe to call twice."""
+        self.network.close()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the block and the counters are, and every tensor of a launch must be."""
+        return self.pointers.device
+
+    @property
+    def me(self) -> int:
+        """Index of this rank among those that exchange."""
+        return 0 if self.params.skip_a2a else self.my_rank
+
+    @property
+    def first_expert(self) -> int:
+        """Global id of this rank's first expert."""
+        return ExpertMap(self.params.n_experts, self.params.n_ranks).first(self.my_rank)
+
+    @property
+    def limit(self) -> int:
+        """Clock ticks after which a wait gives up."""
+        return clock_ticks(self.params.timeout, self.device)
+
+    @property
+    def dispatch_kernel(self) -> EPDispatchKernel:
+        """Layout and launch facts of dispatch."""
+        return dispatch_kernel(self.params, n_sms=self.n_sms, warp_size=_warp_size())
+
+    @property
+    def combine_kernel(self) -> EPCombineKernel:
+        """Layout and launch facts of combine."""
+        return combine_kernel(self.params, n_sms=self.n_sms, warp_size=_warp_size())
+
+    def raise_error(self) -> None:
+        """Raise what the kernels that have run so far met; nothing is waited for.
+
+        Raises:
+            PeerTimeoutError: a peer did not arrive. These buffers are poisoned: every later launch returns at once.
+            PeerAbortedError: a peer refused a call; the next one works.
+        """
+        words = self.record.tolist()
+        if words[0]:
+            rank, peer, phase, call, expected, got = words[1:7]
+            detail = "" if rank == self.my_rank else f"told by rank {rank}"
+            raise PeerTimeoutError(
+                rank=rank, peer=peer, phase=PHASES[phase], call=call, expected=expected, got=got, detail=detail
+            )
+        if words[ABORT_RECORD]:
+            self.record[ABORT_RECORD:] = 0
+            _, peer, phase, call = words[ABORT_RECORD + 1 : ABORT_RECORD + 5]
+            raise PeerAbortedError(rank=self.my_rank, peer=peer, phase=PHASES[phase], call=call)
+
+
+def _warp_size() -> int:
+    return 64 if torch.version.hip else 32
+
+
+def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = None) -> EPBuffers:
+    """Lay the buffers of both groups out in ``memory`` and return their addresses, this rank's number and its counters.
+
+    Every rank calls it with the same parameters; it waits for nobody. The blocks must be zero, as they are when new,
+    or have been used with the same parameters only. One process with many devices calls it once per device.
+
+    Args:
+        params: sizes and options.
+        memory: this rank's view of all ranks' blocks, :attr:`EPParams.nbytes` or more each. With ``skip_a2a`` a block
+            of one's own is enough.
+        my_rank: this rank; default that of ``memory``. Needed when ``memory`` holds a single block with ``skip_a2a``.
+
+    Raises:
+        ArgumentError: the blocks are too few or too small, or there is no such rank.
+        UnsupportedError: the block of a peer of this node cannot be addressed from here, the device is a CPU and
+            kernels are compiled, or there is no network for these devices.
+
+    Example: two ranks in one process (``TRITON_INTERPRET=1`` on CPUs):
+
+        >>> from moelink.memory import create_all
+        >>> params = EPParams(dispatch_fmt_str="BF16", hidden_size=16, top_k=2, n_experts=4, max_token_per_rank=8,
+        ...                   n_gpus_per_node=2)
+        >>> eps = [ep_init(params, memory) for memory in create_all(["cpu", "cpu"], params.nbytes)]
+        >>> eps[1].my_rank, tuple(eps[1].dev_ptrs.shape), tuple(eps[1].pointers.shape)
+        (1, (2, 3), (2, 3, 2))
+    """
+    rank = memory.rank if my_rank is None else my_rank
+    device = memory.local.device
+    if not 0 <= rank < params.n_ranks:
+        raise ArgumentError("my_rank", f"in [0, {params.n_ranks})", rank)
+    if not params.skip_a2a and (memory.world_size != params.n_ranks or rank != memory.rank):
+        raise ArgumentError(
+            "memory", f"rank {rank}'s view of {params.n_ranks} blocks", f"rank {memory.rank}'s of {memory.world_size}"
+        )
+    if memory.nbytes < params.nbytes:
+        raise ArgumentError("memory", f"blocks of at least {params.nbytes} bytes", f"{memory.nbytes} bytes")
+    if device.type == "cpu" and not is_interpreted():
+        raise UnsupportedError(
+            "on a CPU kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before importing it"
+        )
+    workspace = params.workspace
+    blocks = memory.pointers[memory.rank : memory.rank + 1] if params.skip_a2a else memory.pointers
+    size = workspace.node_size
+    for peer, address in enumerate(blocks.tolist()):
+        if address == 0 and (params.skip_a2a or peer // size == rank // size):
+            raise UnsupportedError(
+                f"rank {rank} cannot address the memory of rank {peer}: P2P is not supported between their devices; "
+                "use moelink.init(transport='collective')"
+            )
+    network = connect(memory, workspace, rank)
+    pointers = pointer_table(workspace, blocks if params.skip_a2a else network.table)
+    control = workspace.regions["control"].view(memory.local)
+    n_sms = params.n_sms
+    if n_sms is None:
+        n_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return EPBuffers(
+        params=params,
+        my_rank=rank,
+        dev_ptrs=pointers[:, :, 0 if params.skip_a2a else rank].cpu(),
+        pointers=pointers,
+        atomic_counters=(control, control),
+        record=torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"),
+        memory=memory,
+        n_sms=n_sms,
+        spare=torch.empty(
+            max(params.config(rank).num_groups, workspace.world_size + 1), dtype=torch.int32, device=device
+        ),
+        config=params.config(rank),
+        workspace=workspace,
+        starts=(workspace.regions[REGIONS[DISPATCH][0]].offset, workspace.regions[REGIONS[COMBINE][0]].offset),
+        network=network,
+    )

@@ -1,0 +1,229 @@
+"""Launchers of combine over tensors and pointers of the caller: fused, and split into two launches.
+
+The rules of ``contract.dispatch`` hold here, too. Products are rounded before they are added (no fused
+multiply-add), so results are the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+
+from moelink.contract.buffers import EPBuffers
+from moelink.contract.launch import launch, or_dummy, relative_to, tell_drained
+from moelink.contract.tensors import (
+    EPRouting,
+    check_counters,
+    check_ids,
+    check_pointers,
+    check_tensor,
+    describe,
+)
+from moelink.errors import ArgumentError
+from moelink.hooks import Hook
+from moelink.kernels.combine import kernel as kernels
+from moelink.kernels.launch.combine_constants import CombineSpec, combine_spec
+from moelink.kernels.launch.grid import shared_bounds
+from moelink.memory.pointers import COMBINE
+from moelink.memory.protocol import STATUS_OK
+
+_EXACT = {"enable_fp_fusion": False}
+
+
+def ep_fused_combine(
+    ep: EPBuffers,
+    output_tokens: Tensor,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    routing: EPRouting,
+    pointers: Tensor,
+    topk_ids: Tensor,
+    *,
+    router_weights: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    shared: Tensor | None = None,
+    epilogue_fn: Tensor | Hook | None = None,
+) -> None:
+    """Send expert outputs home, wait for what others send back, and sum it: one launch.
+
+    Args:
+        ep: what ``ep_init`` returned.
+        output_tokens: [T, hidden_size] of ``combine_dtype``, filled with the sums; or [T, top_k, hidden_size], filled
+            with the rows as they came (without ``pre_reduce``, weights, shared expert or epilogue): zero where a slot
+            has none.
+        atomic_counters: ``ep.atomic_counters[1]``.
+        input_tokens: [rows, hidden_size] of ``combine_dtype``: row i is the experts' output for row i of dispatch's.
+        routing: filled by the dispatch that is combined. It may be an earlier one, and combined before.
+        pointers: ``ep.pointers[1]``: [3, W] send, recv and recv_count of every rank.
+        topk_ids: [T, top_k], the ids of that dispatch.
+        router_weights: [T, top_k] of the accumulation dtype, multiplied with the rows at home (without ``pre_reduce``).
+        row_weights: [rows] ``token_handler.weights`` of a dispatch that was given weights, multiplied where the rows
+            are (with ``pre_reduce`` or ``skip_a2a``). Without either kind rows are summed unweighted.
+        shared: [T, hidden_size] of ``combine_dtype`` to add before the rounding: the output of a shared expert that is
+            not fused.
+        epilogue_fn: a bias [hidden_size] or residual [T, hidden_size] to add before the rounding, or a Hook with a
+            ``triton_fn`` that stores instead (``output_tokens`` stays untouched).
+
+    Raises:
+        ArgumentError: a tensor does not fit; nothing was launched.
+    """
+    given = _Given(
+        ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights, row_weights,
+        shared, epilogue_fn,
+    )  # fmt: skip
+    senders = given.senders
+    launch(
+        ep, kernels.ep_fused_combine_kernel, senders + ep.combine_kernel.n_reduce_sms, pointers, atomic_counters,
+        *given.rows, *given.messages, *given.ends, *given.sizes, 0, 1, STATUS_OK, senders, ep.limit, S=given.spec,
+        **_EXACT,
+    )  # fmt: skip
+
+
+def ep_combine_async(
+    ep: EPBuffers,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    routing: EPRouting,
+    pointers: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+) -> None:
+    """The first half of :func:`ep_fused_combine`: send rows home. ``input_tokens`` stay unmodified until the second.
+
+    With ``skip_a2a`` nothing travels, and nothing is launched.
+    """
+    _check_sender(ep, atomic_counters, input_tokens, routing, pointers, row_weights)
+    spec = _spec(ep, row_weights=row_weights is not None)
+    if spec.ALLREDUCE:
+        return
+    launch(
+        ep, kernels.ep_combine_async_kernel, ep.combine_kernel.n_send_sms, pointers, atomic_counters, input_tokens,
+        or_dummy(row_weights, pointers), routing.rows_of_message, routing.message_token, routing.received, ep.me,
+        len(input_tokens), 0, 1, STATUS_OK, ep.limit, S=spec, **_EXACT,
+    )  # fmt: skip
+
+
+def ep_combine_wait(
+    ep: EPBuffers,
+    output_tokens: Tensor,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    routing: EPRouting,
+    pointers: Tensor,
+    topk_ids: Tensor,
+    *,
+    router_weights: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    shared: Tensor | None = None,
+    epilogue_fn: Tensor | Hook | None = None,
+) -> None:
+    """The second half: wait for the rows and sum them.
+
+    ``input_tokens`` are read again with ``skip_a2a`` and for the fused shared expert.
+    """
+    given = _Given(
+        ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights, row_weights,
+        shared, epilogue_fn,
+    )  # fmt: skip
+    launch(
+        ep, kernels.ep_combine_wait_kernel, ep.combine_kernel.n_reduce_sms, pointers, atomic_counters, *given.rows,
+        routing.received, *given.ends, *given.sizes, 0, STATUS_OK, ep.limit, S=given.spec, **_EXACT,
+    )  # fmt: skip
+    tell_drained(ep, pointers, atomic_counters, given.spec)
+
+
+def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
+    spec = combine_spec(ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options)
+    return cast(CombineSpec, relative_to(spec, ep.starts[COMBINE]))
+
+
+def _check_sender(
+    ep: EPBuffers,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    routing: EPRouting,
+    pointers: Tensor,
+    row_weights: Tensor | None,
+) -> None:
+    config = ep.config
+    check_pointers(ep, "pointers", pointers)
+    check_counters(ep, atomic_counters)
+    check_tensor(ep, "input_tokens", input_tokens, (len(input_tokens), config.hidden_size), config.combine_dtype)
+    routing.check(ep)
+    if row_weights is not None:
+        if not (config.pre_reduce or config.mode == "allreduce"):
+            expected = "None without pre_reduce and skip_a2a: rows are weighted at home, by router_weights"
+            raise ArgumentError("row_weights", expected, describe(row_weights))
+        check_tensor(ep, "row_weights", row_weights, (len(input_tokens),), config.weight_dtype)
+
+
+class _Given:
+    """Checked tensors of a combine, in the kernels' order."""
+
+    def __init__(
+        self,
+        ep: EPBuffers,
+        output_tokens: Tensor,
+        atomic_counters: Tensor,
+        input_tokens: Tensor,
+        routing: EPRouting,
+        pointers: Tensor,
+        topk_ids: Tensor,
+        router_weights: Tensor | None,
+        row_weights: Tensor | None,
+        shared: Tensor | None,
+        epilogue_fn: Tensor | Hook | None,
+    ) -> None:
+        config = ep.config
+        _check_sender(ep, atomic_counters, input_tokens, routing, pointers, row_weights)
+        count = check_ids(ep, topk_ids)
+        shape: tuple[int, ...] = (count, config.hidden_size)
+        reduce = not (isinstance(output_tokens, Tensor) and output_tokens.dim() == 3)
+        if not reduce:
+            shape = (count, config.topk, config.hidden_size)
+            given = (router_weights, row_weights, shared, epilogue_fn)
+            if config.fused_shared_expert or config.pre_reduce or any(value is not None for value in given):
+                expected = "[T, hidden_size] with pre_reduce, weights, a shared expert or an epilogue"
+                raise ArgumentError("output_tokens", expected, describe(output_tokens))
+        check_tensor(ep, "output_tokens", output_tokens, shape, config.combine_dtype)
+        if router_weights is not None:
+            if row_weights is not None or config.pre_reduce:
+                expected = "None with row_weights or pre_reduce: there, weights go into dispatch"
+                raise ArgumentError("router_weights", expected, describe(router_weights))
+            check_tensor(ep, "router_weights", router_weights, (count, config.topk), config.weight_dtype)
+        if shared is not None:
+            if config.fused_shared_expert or config.mode == "allreduce":
+                raise ArgumentError("shared", "None with fused_shared_expert or skip_a2a", describe(shared))
+            check_tensor(ep, "shared", shared, shape, config.combine_dtype)
+        bias, hook, tensors = _epilogue(ep, epilogue_fn, count)
+        self.spec = _spec(
+            ep, row_weights=row_weights is not None, home_weights=router_weights is not None, reduce=reduce,
+            shared=shared is not None, epilogue="" if bias is None else "bias" if bias.dim() == 1 else "residual",
+            hook=hook,
+        )  # fmt: skip
+        self.senders = 0 if self.spec.ALLREDUCE else ep.combine_kernel.n_send_sms
+        self.rows = (
+            input_tokens, or_dummy(row_weights, pointers), or_dummy(router_weights, pointers), topk_ids,
+            routing.slot_of, routing.rows_of_message,
+        )  # fmt: skip
+        self.messages = (routing.message_token, routing.received)
+        self.ends = (output_tokens, or_dummy(shared, pointers), or_dummy(bias, pointers), tensors or (pointers,))
+        self.sizes = (
+            ep.me, ep.first_expert, config.num_local_experts, count, len(input_tokens), *shared_bounds(ep.config, count)
+        )  # fmt: skip
+
+
+def _epilogue(
+    ep: EPBuffers, epilogue_fn: Tensor | Hook | None, count: int
+) -> tuple[Tensor | None, Any, tuple[Tensor, ...]]:
+    """(bias or residual, Triton function, its tensors)."""
+    if isinstance(epilogue_fn, Hook):
+        if epilogue_fn.triton_fn is None:
+            raise ArgumentError("epilogue_fn", "a Hook with a triton_fn", "one without")
+        return None, epilogue_fn.triton_fn, epilogue_fn.tensors
+    if epilogue_fn is not None:
+        hidden = ep.config.hidden_size
+        shape = (hidden,) if epilogue_fn.dim() == 1 else (count, hidden)
+        check_tensor(ep, "epilogue_fn", epilogue_fn, shape, epilogue_fn.dtype)
+    return epilogue_fn, None, ()

@@ -1,0 +1,133 @@
+"""One process that drives all ranks of a node: the contract's multi-device operations, for every format.
+
+Every argument but ``ep`` is what the launcher of one device takes, as a list with one entry per device. On GPUs each
+device gets one fused launch, all of them before the host waits for any. CPUs run launches one after the other, so there
+every rank's first half runs before any second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moelink.contract.buffers import EPBuffers
+from moelink.contract.combine import ep_combine_async, ep_combine_wait, ep_fused_combine
+from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch
+from moelink.contract.tensors import EPRouting, TokenHandler
+from moelink.errors import ArgumentError
+from moelink.hooks import Hook
+
+
+def distributed_ep_dispatch(
+    ep: Sequence[EPBuffers],
+    token_handler: Sequence[TokenHandler],
+    row_offsets: Sequence[Tensor],
+    expert_ids: Sequence[Tensor | None],
+    src_info: Sequence[Tensor],
+    atomic_counters: Sequence[Tensor],
+    input_tokens: Sequence[Tensor],
+    topk_ids: Sequence[Tensor],
+    pointers: Sequence[Tensor],
+    routing: Sequence[EPRouting],
+    *,
+    router_weights: Sequence[Tensor] | None = None,
+    input_scales: Sequence[Tensor] | None = None,
+) -> None:
+    """:func:`ep_fused_dispatch` on all devices of this process at once.
+
+    Raises:
+        ArgumentError: lists of different lengths, or what a launcher refuses.
+    """
+    count = len(ep)
+    weights = _spread("router_weights", router_weights, count)
+    scales = _spread("input_scales", input_scales, count)
+    outputs = _lists(
+        count, token_handler=token_handler, row_offsets=row_offsets, expert_ids=expert_ids, src_info=src_info
+    )
+    inputs = _lists(count, atomic_counters=atomic_counters, input_tokens=input_tokens, topk_ids=topk_ids)
+    ends = _lists(count, pointers=pointers, routing=routing)
+    if _launches_overlap(ep):
+        for i in range(count):
+            ep_fused_dispatch(
+                ep[i], *outputs[i], *inputs[i], *ends[i], router_weights=weights[i], input_scales=scales[i]
+            )
+        return
+    for i in range(count):
+        ep_dispatch_async(ep[i], *inputs[i], *ends[i], router_weights=weights[i], input_scales=scales[i])
+    for i in range(count):
+        ep_dispatch_wait(
+            ep[i],
+            token_handler[i],
+            row_offsets[i],
+            expert_ids[i],
+            src_info[i],
+            pointers[i],
+            atomic_counters[i],
+            routing[i],
+            num_input_tokens=len(input_tokens[i]),
+        )
+
+
+def distributed_ep_combine(
+    ep: Sequence[EPBuffers],
+    output_tokens: Sequence[Tensor],
+    atomic_counters: Sequence[Tensor],
+    input_tokens: Sequence[Tensor],
+    routing: Sequence[EPRouting],
+    pointers: Sequence[Tensor],
+    topk_ids: Sequence[Tensor],
+    *,
+    router_weights: Sequence[Tensor] | None = None,
+    row_weights: Sequence[Tensor] | None = None,
+    shared: Sequence[Tensor] | None = None,
+    epilogue_fn: Sequence[Tensor | Hook] | None = None,
+) -> None:
+    """:func:`ep_fused_combine` on all devices of this process at once.
+
+    Raises:
+        ArgumentError: lists of different lengths, or what a launcher refuses.
+    """
+    count = len(ep)
+    outputs = _lists(count, output_tokens=output_tokens)
+    inputs = _lists(
+        count, atomic_counters=atomic_counters, input_tokens=input_tokens, routing=routing, pointers=pointers
+    )
+    ids = _lists(count, topk_ids=topk_ids)
+    travelled = _spread("row_weights", row_weights, count)
+    spread = [
+        _spread(name, values, count)
+        for name, values in (("router_weights", router_weights), ("shared", shared), ("epilogue_fn", epilogue_fn))
+    ]
+    options = [
+        dict(row_weights=row, router_weights=home, shared=add, epilogue_fn=epilogue)
+        for row, home, add, epilogue in zip(travelled, *spread, strict=True)
+    ]
+    if _launches_overlap(ep):
+        for i in range(count):
+            ep_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i])
+        return
+    for i in range(count):
+        ep_combine_async(ep[i], *inputs[i], row_weights=travelled[i])
+    for i in range(count):
+        ep_combine_wait(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i])
+
+
+def _launches_overlap(ep: Sequence[EPBuffers]) -> bool:
+    """Launches on different devices run side by side, or there is only one."""
+    return len(ep) == 1 or ep[0].device.type == "cuda"
+
+
+def _spread(name: str, values: Sequence[object] | None, count: int) -> list[Any]:
+    """One entry per device; None stands for None everywhere."""
+    if values is None:
+        return [None] * count
+    if isinstance(values, Tensor) or len(values) != count:
+        raise ArgumentError(name, f"a list of {count} entries, one per device", type(values).__name__)
+    return list(values)
+
+
+def _lists(count: int, **arguments: Sequence[object]) -> list[tuple[Any, ...]]:
+    """The arguments of each device."""
+    return list(zip(*(_spread(name, values, count) for name, values in arguments.items()), strict=True))

@@ -1,0 +1,225 @@
+"""Launchers of dispatch over tensors and pointers of the caller: fused, and split into two launches.
+
+No memory is allocated and nothing synchronises: they may be captured in a CUDA graph. They launch on the current stream
+of their device; all launches of one rank belong on one stream, or on streams ordered by events. Every ``async`` is
+followed by its ``wait`` before the next ``async`` of the same group. Ranks make the same sequence of calls, each with
+any number of tokens.
+
+Arguments are checked before anything is launched; a rank whose arguments are refused launches nothing, so the waits of
+its peers end after ``timeout``. (``moelink.init`` tells them at once.)
+
+A CPU runs programs and launches one after the other: with several ranks in a process use the split form, every rank's
+``async`` before the first ``wait``, as :func:`~moelink.contract.devices.distributed_ep_dispatch` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moelink.contract.buffers import EPBuffers
+from moelink.contract.launch import launch, or_dummy, relative_to, tell_drained
+from moelink.contract.tensors import (
+    EPRouting,
+    TokenHandler,
+    check_counters,
+    check_ids,
+    check_pointers,
+    check_tensor,
+    describe,
+)
+from moelink.errors import ArgumentError
+from moelink.kernels.dispatch import kernel as kernels
+from moelink.kernels.launch.constants import COPY, DispatchSpec, dispatch_spec
+from moelink.kernels.launch.grid import Cut, shared_bounds
+from moelink.memory.pointers import DISPATCH
+from moelink.memory.protocol import STATUS_OK
+
+
+def ep_fused_dispatch(
+    ep: EPBuffers,
+    token_handler: TokenHandler,
+    row_offsets: Tensor,
+    expert_ids: Tensor | None,
+    src_info: Tensor,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    topk_ids: Tensor,
+    pointers: Tensor,
+    routing: EPRouting,
+    *,
+    router_weights: Tensor | None = None,
+    input_scales: Tensor | None = None,
+) -> None:
+    """Quantise and send tokens to their experts' ranks, wait for what others send, and pack it: one launch.
+
+    ``T`` tokens of this rank, ``G`` groups: local experts, and before them the shared one when it is fused.
+
+    Args:
+        ep: what ``ep_init`` returned.
+        token_handler: where rows and their scales go.
+        row_offsets: [G + 1] int32, filled: exclusive starts of the groups; the last one counts all rows.
+        expert_ids: [G] int32, filled with 0 .. G - 1, which never changes; None once that is done.
+        src_info: [rows, 3] int32, filled: source rank, source token, top-k slot.
+        atomic_counters: ``ep.atomic_counters[0]``.
+        input_tokens: [T, hidden_size] bf16, fp16 or fp32 (fp64 for format fp64), from a multiple of 4 bytes on.
+        topk_ids: [T, top_k] int32 or int64, -1 where not routed. Combine reads it again.
+        pointers: ``ep.pointers[0]``: [3, W] send, recv and recv_count of every rank.
+        routing: filled, for combine.
+        router_weights: [T, top_k] of the accumulation dtype, to travel with the rows. ``token_handler.weights`` gets
+            them. With ``pre_reduce`` that is the only way to weight.
+        input_scales: fp32, at least one element, of which the first counts: the global scale of NVFP4.
+
+    Raises:
+        ArgumentError: a tensor does not fit; nothing was launched.
+    """
+    given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
+    outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
+    given.require_weights(token_handler)
+    senders, receivers = given.senders, ep.dispatch_kernel.n_reduce_sms
+    sizes = (ep.me, ep.my_rank, ep.first_expert, ep.config.num_local_experts, ep.config.num_groups)
+    launch(
+        ep, kernels.ep_fused_dispatch_kernel, senders + receivers, pointers, atomic_counters, *given.tensors,
+        *outputs.tensors, *sizes, *given.cut, *given.shared, *outputs.extents, STATUS_OK, senders, ep.limit,
+        S=given.spec,
+    )  # fmt: skip
+
+
+def ep_dispatch_async(
+    ep: EPBuffers,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    topk_ids: Tensor,
+    pointers: Tensor,
+    routing: EPRouting,
+    *,
+    router_weights: Tensor | None = None,
+    input_scales: Tensor | None = None,
+) -> None:
+    """The first half of :func:`ep_fused_dispatch`: start the transfers. Inputs stay unmodified until the other half."""
+    given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
+    launch(
+        ep, kernels.ep_dispatch_async_kernel, given.senders, pointers, atomic_counters, *given.tensors,
+        routing.received, ep.me, ep.first_expert, ep.config.num_local_experts, *given.cut, *given.shared, STATUS_OK,
+        ep.limit, S=given.spec,
+    )  # fmt: skip
+
+
+def ep_dispatch_wait(
+    ep: EPBuffers,
+    token_handler: TokenHandler,
+    row_offsets: Tensor,
+    expert_ids: Tensor | None,
+    src_info: Tensor,
+    pointers: Tensor,
+    atomic_counters: Tensor,
+    routing: EPRouting,
+    *,
+    num_input_tokens: int,
+) -> None:
+    """The second half: wait for the transfers and pack what came.
+
+    ``num_input_tokens`` is ``T`` of the first half: rows of the shared group, when one is fused.
+    """
+    outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
+    check_pointers(ep, "pointers", pointers)
+    check_counters(ep, atomic_counters)
+    if not 0 <= num_input_tokens <= ep.params.max_token_per_rank:
+        raise ArgumentError("num_input_tokens", f"in [0, {ep.params.max_token_per_rank}]", num_input_tokens)
+    spec = _spec(ep, ep.config.format.input_dtypes[0], weights=token_handler.weights is not None)
+    launch(
+        ep, kernels.ep_dispatch_wait_kernel, ep.dispatch_kernel.n_reduce_sms, pointers, atomic_counters,
+        *outputs.tensors, ep.me, ep.my_rank, ep.config.num_local_experts, ep.config.num_groups,
+        *shared_bounds(ep.config, num_input_tokens), *outputs.extents, STATUS_OK, ep.limit, S=spec,
+    )  # fmt: skip
+    tell_drained(ep, pointers, atomic_counters, spec)
+
+
+def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale: bool = False) -> DispatchSpec:
+    spec = dispatch_spec(
+        ep.workspace, ep.device, input_dtype=input_dtype, quantized=False, weights=weights, input_scale=input_scale,
+        later=False,
+    )  # fmt: skip
+    return cast(DispatchSpec, relative_to(spec, ep.starts[DISPATCH]))
+
+
+class _Given:
+    """Checked inputs of the sender role, in the kernels' order."""
+
+    def __init__(
+        self,
+        ep: EPBuffers,
+        pointers: Tensor,
+        atomic_counters: Tensor,
+        input_tokens: Tensor,
+        topk_ids: Tensor,
+        routing: EPRouting,
+        router_weights: Tensor | None,
+        input_scales: Tensor | None,
+    ) -> None:
+        config = ep.config
+        check_pointers(ep, "pointers", pointers)
+        check_counters(ep, atomic_counters)
+        count = check_ids(ep, topk_ids)
+        check_tensor(ep, "input_tokens", input_tokens, (count, config.hidden_size), *config.format.input_dtypes)
+        if input_tokens.data_ptr() % 4:
+            start = f"{input_tokens.data_ptr() % 4} bytes behind one"
+            raise ArgumentError("input_tokens", "a tensor that begins at a multiple of 4 bytes", start)
+        routing.check(ep)
+        if router_weights is not None:
+            check_tensor(ep, "router_weights", router_weights, (count, config.topk), config.weight_dtype)
+        if input_scales is not None:
+            if not config.format.uses_input_scale:
+                raise ArgumentError("input_scales", f"None for format {config.format.name!r}", describe(input_scales))
+            check_tensor(ep, "input_scales", input_scales, (max(1, input_scales.numel()),), torch.float32)
+        self._weighted = router_weights is not None
+        self.spec = _spec(ep, input_tokens.dtype, weights=self._weighted, input_scale=input_scales is not None)
+        x = input_tokens.view(torch.uint8) if self.spec.SOURCE == COPY else input_tokens
+        self.tensors = (
+            x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers),
+            routing.slot_of, ep.spare,
+        )  # fmt: skip
+        movers = ep.dispatch_kernel.n_send_sms
+        cut = Cut.of(count, programs=movers, world_size=ep.workspace.world_size)
+        self.cut = (count, cut.tokens_per_program, cut.split)
+        self.shared = shared_bounds(ep.config, count)
+        self.senders = 1 + cut.programs
+
+    def require_weights(self, token_handler: TokenHandler) -> None:
+        """Weights travel to a tensor, or there is no such tensor."""
+        if self._weighted != (token_handler.weights is not None):
+            expected = "a tensor, as router_weights are given" if self._weighted else "None without router_weights"
+            raise ArgumentError("token_handler.weights", expected, describe(token_handler.weights))
+
+
+class _Outputs:
+    """Checked outputs of the receiver role, in the kernels' order."""
+
+    def __init__(
+        self,
+        ep: EPBuffers,
+        token_handler: TokenHandler,
+        row_offsets: Tensor,
+        expert_ids: Tensor | None,
+        src_info: Tensor,
+        routing: EPRouting,
+        dummy: Tensor,
+    ) -> None:
+        token_handler.check(ep)
+        rows, groups = len(token_handler.output_tokens), ep.config.num_groups
+        check_tensor(ep, "row_offsets", row_offsets, (groups + 1,), torch.int32)
+        check_tensor(ep, "src_info", src_info, (rows, 3), torch.int32)
+        if expert_ids is not None:
+            check_tensor(ep, "expert_ids", expert_ids, (groups,), torch.int32)
+        routing.check(ep)
+        scales = token_handler.output_scales
+        self.tensors: tuple[Any, ...] = (
+            token_handler.output_tokens.view(torch.uint8), dummy if scales is None else scales.view(torch.uint8),
+            row_offsets, or_dummy(expert_ids, ep.spare), src_info, or_dummy(token_handler.scales_offsets, dummy),
+            or_dummy(token_handler.weights, dummy), dummy, routing.num_recv_tokens, routing.overflow, routing.counts,
+            routing.received, routing.rows_of_message, routing.message_token, routing.received, routing.counts,
+        )  # fmt: skip
+        scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
+        self.extents = (rows, scale_rows, ep.config.world_size)

@@ -1,0 +1,213 @@
+"""Where things are in the buffers of the two groups, and how a launch is cut: functions of the parameters alone.
+
+Offsets are bytes from the address that ``dev_ptrs`` gives for the buffer. Coordinates are checked, so that an offset is
+always inside the buffer. ``R`` ranks, ``T`` = max_tokens_per_rank.
+
+Dispatch, at the destination:
+
+==========  ==============================  ====================================================================
+send        does not exist                  rows go from registers into the messages of every destination
+recv        messages [R, T, message]        message ``slot`` of rank ``source``: tokens ascending, without holes
+recv_count  counts [R, 8 + L] int64         one row per source: status and totals; rows per local expert: the low
+                                            half of each word, beside the call
+==========  ==============================  ====================================================================
+
+Combine, at the home rank:
+
+==========  ==============================  ====================================================================
+send        the expert outputs themselves   row of the caller's ``input_tokens``
+recv        rows [T, top_k, row], or with   the row of (token, slot); with ``pre_reduce`` the sum that rank ``copy``
+            pre_reduce [R, T, row]          formed for the token
+recv_count  combine_flag [R, T] int64       call whose row for message ``slot`` of rank ``sender`` is stored
+==========  ==============================  ====================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moelink.arith import align_up, ceil_div
+from moelink.contract.params import EPParams
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.memory.layout import REGION_ALIGNMENT
+from moelink.memory.protocol import COUNT_HEADER
+
+NUM_WARPS = 8
+"""Warps of every program of a communication kernel on a GPU."""
+
+
+def _inside(name: str, value: int, size: int) -> int:
+    if not 0 <= value < size:
+        raise ArgumentError(name, f"in [0, {size})", value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LaunchFacts:
+    """Parameters of the kernel objects, and what follows from them.
+
+    Attributes:
+        num_threads: threads of a program.
+        n_sms: multiprocessors that a launch is cut for.
+        top_k, n_experts, n_ranks, max_tokens_per_rank: as in :class:`EPParams`.
+        msg_bytes: bytes of a message (dispatch), of a row (combine).
+        p2p_world_size: ranks that address each other's memory.
+        use_shmem: puts to the ranks outside, which there must be for them.
+        fused_shared_expert, skip_a2a: as in :class:`EPParams`.
+        warp_size: threads of a warp.
+    """
+
+    num_threads: int
+    n_sms: int
+    top_k: int
+    n_experts: int
+    n_ranks: int
+    msg_bytes: int
+    max_tokens_per_rank: int
+    p2p_world_size: int
+    use_shmem: bool = False
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
+    warp_size: int = 32
+
+    def __post_init__(self) -> None:
+        if not self.use_shmem and self.far_ranks:
+            raise UnsupportedError(
+                f"p2p_world_size={self.p2p_world_size}, use_shmem=False: without puts all {self.n_ranks} ranks must "
+                "address each other's memory"
+            )
+
+    @property
+    def far_ranks(self) -> int:
+        """Ranks whose memory is reached by puts."""
+        return 0 if self.skip_a2a else self.n_ranks - self.p2p_world_size
+
+    @property
+    def n_local_experts(self) -> int:
+        """Experts of the rank that owns most."""
+        return ceil_div(self.n_experts, self.n_ranks)
+
+    @property
+    def n_send_sms(self) -> int:
+        """Programs that move rows to other ranks. (In dispatch one more counts.)"""
+        return max(1, self.n_sms - 1)
+
+    @property
+    def n_reduce_sms(self) -> int:
+        """Programs that place what arrives (dispatch) or sum it (combine)."""
+        return self.n_sms
+
+    @property
+    def n_wait_sms(self) -> int:
+        """Of those, programs that also wait for a word from every rank."""
+        return 1
+
+    @property
+    def n_warps(self) -> int:
+        """Warps of a program."""
+        return self.num_threads // self.warp_size
+
+    @property
+    def _copies(self) -> int:
+        return 1 if self.skip_a2a else self.n_ranks
+
+    @property
+    def _tokens(self) -> int:
+        return max(1, self.max_tokens_per_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPDispatchKernel(_LaunchFacts):
+    """Layout and launch facts of dispatch: the sibling of :class:`EPCombineKernel`."""
+
+    def send_buf_layout(self, slot: int, far: int = 0) -> int:
+        """Message ``slot`` for the ``far``-th rank of another node (counted from the next node on, around).
+
+        Raises UnsupportedError inside a node: a row is stored from registers into every destination's messages there.
+        """
+        if not self.far_ranks:
+            raise UnsupportedError("dispatch has no send buffer inside a node; its pointer is 0")
+        at = _inside("far", far, self.far_ranks) * self._tokens + _inside("slot", slot, self._tokens)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
+
+    def recv_buf_layout(self, source: int, slot: int) -> int:
+        """Message ``slot`` of rank ``source``. 7552-byte messages, 128 tokens: (1, 2) is at 130 * 7552 = 981760."""
+        at = _inside("source", source, self._copies) * self._tokens + _inside("slot", slot, self._tokens)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
+
+    def recv_count_layout(self, source: int, local_expert: int) -> int:
+        """The word that counts rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 8 * 48 = 384."""
+        row = COUNT_HEADER + self.n_local_experts
+        word = COUNT_HEADER + _inside("local_expert", local_expert, self.n_local_experts)
+        return (_inside("source", source, self._copies) * row + word) * 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPCombineKernel(_LaunchFacts):
+    """Layout and launch facts of combine.
+
+    Its phases are the kernels' functions of the same names: ``send_tokens_back`` (``kernels.combine.send``),
+    ``wait_for_all_arrivals``, ``reduce_and_copy_to_output`` and ``copy_shared_expert_outputs``
+    (``kernels.combine.reduce``).
+
+    Attributes:
+        pre_reduce: as in :class:`EPParams`.
+        n_parts: parts in which a message's row travels, each with a flag (``Workspace.combine_parts``).
+    """
+
+    pre_reduce: bool = False
+    n_parts: int = 1
+
+    def send_buf_layout(self, row: int) -> int:
+        """Row ``row`` of the expert outputs, which are sent from where they are; across nodes its copy that is put.
+        With ``pre_reduce`` that holds sums instead, and ``row`` is far * max_tokens_per_rank + slot of the message, far
+        as in :meth:`EPDispatchKernel.send_buf_layout`."""
+        if row < 0:
+            raise ArgumentError("row", "at least 0", row)
+        return row * (align_up(self.msg_bytes, REGION_ALIGNMENT) if self.far_ranks else self.msg_bytes)
+
+    def recv_buf_layout(self, token: int, copy: int) -> int:
+        """The row of ``token`` in slot ``copy`` (with pre_reduce: formed by rank ``copy``).
+
+        14336-byte rows, 8 slots, 128 tokens: (5, 2) is at (5 * 8 + 2) * 14336 = 602112; with pre_reduce at
+        (2 * 128 + 5) * 14336 = 3741696.
+        """
+        _inside("token", token, self._tokens)
+        if self.pre_reduce:
+            at = _inside("copy", copy, self._copies) * self._tokens + token
+        else:
+            at = token * self.top_k + _inside("copy", copy, self.top_k)
+        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
+
+    def recv_count_layout(self, sender: int, slot: int, part: int = 0) -> int:
+        """The int64 flag of part ``part`` of message ``slot`` of rank ``sender``.
+
+        128 tokens: (1, 3) is at (128 + 3) * 8 = 1048; in 4 parts (1, 3, 2) at ((128 + 3) * 4 + 2) * 8 = 4208.
+        """
+        message = _inside("sender", sender, self._copies) * self._tokens + _inside("slot", slot, self._tokens)
+        return (message * self.n_parts + _inside("part", part, self.n_parts)) * 8
+
+
+def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
+    return dict(
+        num_threads=NUM_WARPS * warp_size, n_sms=n_sms, top_k=params.top_k, n_experts=params.n_experts,
+        n_ranks=params.n_ranks, max_tokens_per_rank=params.max_token_per_rank,
+        p2p_world_size=1 if params.skip_a2a else params.n_gpus_per_node,
+        use_shmem=params.use_shmem is not False and params.n_nodes > 1 and not params.skip_a2a,
+        fused_shared_expert=params.fused_shared_expert, skip_a2a=params.skip_a2a, warp_size=warp_size,
+    )  # fmt: skip
+
+
+def dispatch_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPDispatchKernel:
+    """The facts of a dispatch with these parameters."""
+    return EPDispatchKernel(**_facts(params, n_sms, warp_size), msg_bytes=params.workspace.message_bytes)
+
+
+def combine_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPCombineKernel:
+    """The facts of a combine with these parameters."""
+    row = params.config(0).combine_row_bytes
+    return EPCombineKernel(
+        **_facts(params, n_sms, warp_size), msg_bytes=row, pre_reduce=params.pre_reduce,
+        n_parts=params.workspace.combine_parts,
+    )  # fmt: skip

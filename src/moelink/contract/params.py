@@ -1,0 +1,121 @@
+"""What the contract fixes when it compiles, by its names, and the configuration that it amounts to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moelink.config import EPConfig
+from moelink.errors import ConfigError, UnsupportedError
+from moelink.formats import format_names
+from moelink.memory.workspace import Workspace
+
+FORMAT_NAMES = {"BF16": "bf16", "BlockwiseFP8": "fp8_block128", "NVFP4": "nvfp4", "MXFP4": "mxfp4"}
+"""The contract's names of formats. Registered names of this package are accepted beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPParams:
+    """Parameters of ``ep_init`` and of every launcher. The same on every rank.
+
+    Example: 8 GPUs of one node, 256 experts, the arithmetic of the contract (every row travels, one rounding at home):
+
+        >>> params = EPParams(dispatch_fmt_str="BlockwiseFP8", hidden_size=7168, top_k=8, n_experts=256,
+        ...                   max_token_per_rank=128, n_gpus_per_node=8)
+        >>> params.config(0).dispatch_format, params.n_ranks, params.max_recv_tokens
+        ('fp8_block128', 8, 8288)
+
+    Attributes:
+        dispatch_fmt_str: "BF16", "BlockwiseFP8", "NVFP4", "MXFP4", or a registered format name.
+        hidden_size: elements of a row.
+        top_k: expert ids per token.
+        n_experts: routed experts over all ranks, with ``skip_a2a`` too; at least 1, not necessarily a multiple of
+            the ranks.
+        max_token_per_rank: most tokens that one rank dispatches.
+        n_gpus_per_node, n_nodes: ranks are their product, numbered node by node.
+        combine_dtype: of expert outputs, of rows on the way home, and of the result.
+        fused_shared_expert: group 0 of the output is the rank's own tokens.
+        skip_a2a: activations are replicated; each rank keeps the rows of its own experts, and nothing travels.
+        allreduce_world_size: with ``skip_a2a``, the ranks among which experts and shared rows are divided.
+        use_shmem: puts to ranks of other nodes. None means where there are any; False is refused where there are.
+        pre_reduce: sum a token's rows on the expert's rank before they travel. False is what the contract does.
+        expert_alignment: group sizes are rounded up to a multiple of it.
+        n_sms: multiprocessors that a launch is cut for, or None for all of the device (2 on a CPU).
+        timeout: seconds after which a wait gives up.
+    """
+
+    dispatch_fmt_str: str
+    hidden_size: int
+    top_k: int
+    n_experts: int
+    max_token_per_rank: int
+    n_gpus_per_node: int
+    n_nodes: int = 1
+    combine_dtype: torch.dtype = torch.bfloat16
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
+    allreduce_world_size: int = 1
+    use_shmem: bool | None = None
+    pre_reduce: bool = False
+    expert_alignment: int = 1
+    n_sms: int | None = None
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.dispatch_fmt_str not in FORMAT_NAMES and self.dispatch_fmt_str not in format_names():
+            known = ", ".join(map(repr, (*FORMAT_NAMES, *format_names())))
+            raise ConfigError("dispatch_fmt_str", f"one of {known}", self.dispatch_fmt_str)
+        for name in ("n_gpus_per_node", "n_nodes", "allreduce_world_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(name, "an integer >= 1", value)
+        if self.allreduce_world_size > 1 and not self.skip_a2a:
+            raise ConfigError("allreduce_world_size", "1 without skip_a2a", self.allreduce_world_size)
+        if self.use_shmem is False and self.n_nodes > 1 and not self.skip_a2a:
+            raise UnsupportedError(
+                f"n_nodes={self.n_nodes}, use_shmem=False: ranks of another node are reached by puts only; leave "
+                "use_shmem out, or use moelink.init(transport='collective')"
+            )
+        self.config(0)
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks among which the experts are divided."""
+        return self.allreduce_world_size if self.skip_a2a else self.n_gpus_per_node * self.n_nodes
+
+    @property
+    def workspace(self) -> Workspace:
+        """Regions of a rank's block."""
+        return Workspace(self.config(0), small=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that every rank must bring to ``ep_init``."""
+        return self.workspace.nbytes
+
+    @property
+    def max_recv_tokens(self) -> int:
+        """Rows that a rank's output needs at worst, padding and shared rows included."""
+        return self.config(0).max_rows
+
+    def config(self, rank: int) -> EPConfig:
+        """The same settings under this package's names."""
+        return EPConfig(
+            num_experts=self.n_experts,
+            topk=self.top_k,
+            hidden_size=self.hidden_size,
+            max_tokens_per_rank=self.max_token_per_rank,
+            dispatch_format=FORMAT_NAMES.get(self.dispatch_fmt_str, self.dispatch_fmt_str),
+            combine_dtype=self.combine_dtype,
+            expert_alignment=self.expert_alignment,
+            pre_reduce=self.pre_reduce,
+            fused_shared_expert=self.fused_shared_expert,
+            mode="allreduce" if self.skip_a2a else "alltoall",
+            transport="symmetric",
+            ranks_per_node=self.n_gpus_per_node if self.n_nodes > 1 and not self.skip_a2a else None,
+            num_sms=self.n_sms,
+            timeout=self.timeout,
+            world_size=self.n_ranks,
+            rank=rank,
+        )

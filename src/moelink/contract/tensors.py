@@ -1,0 +1,160 @@
+"""Tensors of a launch that the caller owns, and the checks that every launcher makes before it launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelink.contract.buffers import EPBuffers
+from moelink.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class TokenHandler:
+    """Output tensors whose dtypes and shapes the dispatch format decides. Uninitialised; the caller's, call after call.
+
+    Attributes:
+        output_tokens: [rows, width] of the payload dtype. Its rows are the capacity: what does not fit is dropped and
+            counted.
+        output_scales: scales in the format's layout, or None for formats without.
+        scales_offsets: [G] int32 for 128x4 scale tiles (NVFP4, MXFP8), else None.
+        weights: [rows] router weight of each row when ``router_weights`` go into dispatch, else None.
+    """
+
+    output_tokens: Tensor
+    output_scales: Tensor | None = None
+    scales_offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+    @classmethod
+    def allocate(cls, ep: EPBuffers, *, rows: int | None = None, weighted: bool = False) -> TokenHandler:
+        """New tensors for ``rows`` rows (default: the worst case)."""
+        config = ep.config
+        fmt, count = config.format, config.max_rows if rows is None else rows
+        shapes = _handler_shapes(ep, count)
+        tokens = torch.empty(shapes["output_tokens"], dtype=fmt.payload_dtype, device=ep.device)
+        scales = offsets = weights = None
+        if fmt.scale_dtype is not None:
+            scales = torch.empty(shapes["output_scales"], dtype=fmt.scale_dtype, device=ep.device)
+        if "scales_offsets" in shapes:
+            offsets = torch.empty(shapes["scales_offsets"], dtype=torch.int32, device=ep.device)
+        if weighted:
+            weights = torch.empty(count, dtype=config.weight_dtype, device=ep.device)
+        return cls(tokens, scales, offsets, weights)
+
+    def check(self, ep: EPBuffers) -> None:
+        """Raise ArgumentError unless the tensors fit the parameters."""
+        fmt, rows = ep.config.format, len(self.output_tokens)
+        shapes = _handler_shapes(ep, rows)
+        check_tensor(ep, "output_tokens", self.output_tokens, shapes["output_tokens"], fmt.payload_dtype)
+        for name, dtype in (("output_scales", fmt.scale_dtype), ("scales_offsets", torch.int32)):
+            value, shape = getattr(self, name), shapes.get(name)
+            if (value is None) != (shape is None):
+                expected = "None" if shape is None else f"a tensor {list(shape)}"
+                raise ArgumentError(name, f"{expected} for format {fmt.name!r}", describe(value))
+            if value is not None and shape is not None and dtype is not None:
+                check_tensor(ep, name, value, shape, dtype)
+        if self.weights is not None:
+            check_tensor(ep, "weights", self.weights, (rows,), ep.config.weight_dtype)
+
+
+def _handler_shapes(ep: EPBuffers, rows: int) -> dict[str, tuple[int, ...]]:
+    config = ep.config
+    fmt, hidden, groups = config.format, config.hidden_size, config.num_groups
+    shapes: dict[str, tuple[int, ...]] = {"output_tokens": (rows, fmt.payload_width(hidden))}
+    if fmt.scale_layout is not None:
+        shapes["output_scales"] = fmt.scale_layout.shape(rows, fmt.scale_width(hidden), groups)
+        if fmt.scale_layout.name == "tiles_128x4":
+            shapes["scales_offsets"] = (groups,)
+    return shapes
+
+
+@dataclass(frozen=True)
+class EPRouting:
+    """What dispatch finds out and combine needs: written by one, read by the other. The caller's, call after call.
+
+    It stands where the contract keeps row ranges in its atomic counters: there the next dispatch overwrites them, here
+    any dispatch can be combined later, as often as wanted. ``T`` = max_token_per_rank.
+
+    Attributes:
+        slot_of: [T, W] int32, message slot of each own token at each rank, -1 where it did not go.
+        rows_of_message: [W, T, top_k] int32, output row of each top-k slot of each message; -1 not here, -2 dropped.
+        message_token: [W, T] int32, source token of each message.
+        received: [W + 1, 2] int32: messages and tokens of each source; then 1 if the call failed.
+        counts: [L, n_ranks] int32, rows per (local expert, source rank), before capacity.
+        num_recv_tokens: [] int32, routed rows in the output.
+        overflow: [] int32, rows that did not fit it.
+    """
+
+    slot_of: Tensor
+    rows_of_message: Tensor
+    message_token: Tensor
+    received: Tensor
+    counts: Tensor
+    num_recv_tokens: Tensor
+    overflow: Tensor
+
+    @classmethod
+    def allocate(cls, ep: EPBuffers) -> EPRouting:
+        """New tensors, zero."""
+        shapes = _routing_shapes(ep)
+        return cls(**{name: torch.zeros(shape, dtype=torch.int32, device=ep.device) for name, shape in shapes.items()})
+
+    def check(self, ep: EPBuffers) -> None:
+        """Raise ArgumentError unless the tensors fit the parameters."""
+        for name, shape in _routing_shapes(ep).items():
+            check_tensor(ep, f"routing.{name}", getattr(self, name), shape, torch.int32)
+
+
+def _routing_shapes(ep: EPBuffers) -> dict[str, tuple[int, ...]]:
+    config, ranks = ep.config, ep.workspace.world_size
+    tokens = max(1, config.max_tokens_per_rank)
+    return {
+        "slot_of": (tokens, ranks),
+        "rows_of_message": (ranks, tokens, config.topk),
+        "message_token": (ranks, tokens),
+        "received": (ranks + 1, 2),
+        "counts": (config.num_local_experts, config.world_size),
+        "num_recv_tokens": (),
+        "overflow": (),
+    }
+
+
+def describe(value: object) -> str:
+    """A tensor's shape, dtype and device, or a type's name."""
+    if not isinstance(value, Tensor):
+        return "None" if value is None else type(value).__name__
+    return f"{list(value.shape)} {value.dtype} on {value.device}{'' if value.is_contiguous() else ', not contiguous'}"
+
+
+def check_tensor(ep: EPBuffers, name: str, value: object, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """Raise ArgumentError unless ``value`` is a contiguous tensor of that shape and a dtype of these on ep's device."""
+    fits = isinstance(value, Tensor) and tuple(value.shape) == shape and value.dtype in dtypes
+    if not (fits and isinstance(value, Tensor) and value.is_contiguous() and value.device == ep.device):
+        kinds = " or ".join(map(str, dtypes))
+        raise ArgumentError(name, f"{list(shape)} {kinds}, contiguous, on {ep.device}", describe(value))
+
+
+def check_pointers(ep: EPBuffers, name: str, pointers: Tensor) -> None:
+    """Raise ArgumentError unless ``pointers`` is a [3, n] table of one group, as ``ep_init`` returned."""
+    check_tensor(ep, name, pointers, tuple(ep.pointers.shape[1:]), torch.int64)
+
+
+def check_counters(ep: EPBuffers, atomic_counters: Tensor) -> None:
+    """Raise ArgumentError unless these are the counters that ``ep_init`` returned: by them kernels know where this
+    rank's block is."""
+    check_tensor(ep, "atomic_counters", atomic_counters, tuple(ep.atomic_counters[0].shape), torch.int64)
+    if atomic_counters.data_ptr() != ep.atomic_counters[0].data_ptr():
+        raise ArgumentError("atomic_counters", "the counters of these buffers (ep.atomic_counters)", "other ones")
+
+
+def check_ids(ep: EPBuffers, topk_ids: Tensor) -> int:
+    """Raise ArgumentError unless ``topk_ids`` fits; returns its number of tokens."""
+    count = len(topk_ids) if isinstance(topk_ids, Tensor) and topk_ids.dim() else -1
+    most = ep.params.max_token_per_rank
+    if not 0 <= count <= most:
+        raise ArgumentError("topk_ids", f"at most max_token_per_rank = {most} tokens", describe(topk_ids))
+    check_tensor(ep, "topk_ids", topk_ids, (count, ep.params.top_k), torch.int32, torch.int64)
+    return count

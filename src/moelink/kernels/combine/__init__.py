@@ -1,0 +1,1 @@
+"""The kernels of combine, in the order in which a row meets them: kernel, send, reduce."""

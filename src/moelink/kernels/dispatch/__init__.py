@@ -1,0 +1,1 @@
+"""The kernels of dispatch, in the order in which a token meets them: kernel, route, send, receive, unpack, scales."""

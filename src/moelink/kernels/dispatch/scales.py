@@ -1,0 +1,90 @@
+"""Dispatch of many tokens: scales are brought into their layout by a launch of their own, behind the receiver's.
+
+Grouped matmuls want the scales of a row far apart: fp8_block128's are in columns of all rows, those of the MX formats
+and nvfp4 in tiles of 128 rows. A receiver that stores them row by row writes 4 bytes here and there, 56 times a row,
+and with 32768 rows that took a quarter of a call. So it only notes for each row the number of the message that the row
+came with (-1 for padding), in place of ``scales_out``, and this kernel, which knows all rows, writes whole lines.
+
+A program takes 32 columns of 4 bytes of a tile of up to 128 rows of one group, reads them where they still lie, in the
+messages, row by row, and stores them column by column. Why messages cannot be overwritten meanwhile: a rank tells peers
+that it drained a call in its next launch of a phase (``kernels.sync.credit``), which follows this one in stream order.
+A number out of range (a peer's nonsense left a row without a message) counts as padding.
+
+After a call that brought nothing there are no rows, so nothing is done.
+
+Example: 2 groups whose rows are [0, 130) and [130, 134): three tiles, of 128, 2 and 4 rows. In the layout of tiles the
+word of row 33 of the first tile and scale columns 4 to 7 is word 128 * 1 + 4 * (33 % 32) + 33 // 32 = 133.
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.launch.sm_limit import take_turns
+from moelink.kernels.sync.signals import I32, own_block
+from moelink.memory.protocol import DISPATCH_RECEIVED
+
+_KIND = tl.constexpr(DISPATCH_RECEIVED)
+_ROWS = tl.constexpr(128)
+_COLUMNS = tl.constexpr(32)
+
+
+@triton.jit
+def groups_of(row_offsets, num_groups, S: tl.constexpr):
+    """Of each group: first row, rows, and number of the first tile behind it."""
+    g = tl.arange(0, S.GP)
+    begins = tl.load(row_offsets + g, mask=g < num_groups, other=0)
+    rows = tl.load(row_offsets + 1 + g, mask=g < num_groups, other=0) - begins
+    return begins, rows, tl.cumsum(tl.cdiv(rows, _ROWS), 0)
+
+
+@triton.jit
+def tile_of(begins, rows, ends, i):
+    """Of tile ``i`` over all groups: its group's first row and rows, and its number in the group."""
+    here = tl.arange(0, ends.shape[0]) == tl.sum((ends <= i).to(tl.int32), 0)
+    begin = tl.sum(tl.where(here, begins, 0), 0)
+    tile = i - tl.sum(tl.where(here, ends - tl.cdiv(rows, _ROWS), 0), 0)
+    return begin, tl.sum(tl.where(here, rows, 0), 0), tile
+
+
+@triton.jit
+def lay_out(
+    program, programs, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, S: tl.constexpr
+):  # fmt: skip
+    """Program ``program``: every ``programs``-th piece."""
+    mine = own_block(control, S)
+    out = scales_out.to(I32, bitcast=True)
+    words: tl.constexpr = (S.SW * S.SCALE.primitive_bitwidth // 8 + 3) // 4
+    rest: tl.constexpr = S.SW * S.SCALE.primitive_bitwidth // 8 % 4
+    blocks: tl.constexpr = (words + _COLUMNS - 1) // _COLUMNS
+    j = tl.arange(0, _ROWS)
+    begins, sizes, ends = groups_of(row_offsets, num_groups, S)
+    i = program
+    while i < tl.max(ends, 0) * blocks:
+        begin, rows, tile = tile_of(begins, sizes, ends, i // blocks)
+        # Along j addresses ascend, in either layout.
+        inner = tile * _ROWS + (j % 4 * 32 + j // 4 if S.SCALES == 2 else j)
+        row = begin + inner
+        at = tl.load(message_of_row + row, mask=inner < rows, other=-1)
+        real = (at >= 0) & (at < S.W * S.T)
+        message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE + S.M_SCALES
+        c = i % blocks * _COLUMNS + tl.arange(0, _COLUMNS)
+        mask = real[:, None] & (c < words)[None, :]
+        word = tl.load(message.to(I32)[:, None] + c[None, :], mask=mask, other=0)
+        if rest > 0:
+            word = tl.where((c == words - 1)[None, :], word & ((1 << (8 * rest)) - 1), word)
+        if S.SCALES == 2:
+            to = out + (tl.cast(i // blocks, tl.int64) * words + c)[None, :] * _ROWS + j[:, None]
+            tl.store(to, word, mask=(j >= 0)[:, None] & (c < words)[None, :])
+        else:
+            to = out + c.to(tl.int64)[None, :] * scale_rows + row[:, None]
+            tl.store(to, word, mask=(inner < rows)[:, None] & (c < words)[None, :])
+        i += programs
+
+
+@triton.jit(do_not_specialize=("num_groups", "scale_rows", "programs"))
+def ep_lay_out_scales_kernel(
+    table, record, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, programs, S: tl.constexpr
+):  # fmt: skip
+    """Scales of all rows [0, row_offsets[num_groups]), of which row r came with message ``message_of_row[r]``."""
+    pieces = (control, row_offsets, message_of_row, scales_out, num_groups, scale_rows)
+    take_turns(lay_out, control, _KIND, programs, pieces, S)

@@ -1,0 +1,1 @@
+"""What a launch needs besides its kernel: constants, grid, SM limit, the launcher."""

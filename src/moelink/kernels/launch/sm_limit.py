@@ -1,0 +1,90 @@
+"""Which program of a launch does what; with a budget of multiprocessors, also which ones do anything.
+
+Without a budget program i does the work of number i. With one (``S.SMS`` multiprocessors, ``init(num_sms=)``) the
+device would still spread programs over all multiprocessors that have room, and what is meant to run beside them found
+none of these empty. So as many are launched as the whole device holds (``cut.grid``). The first program to come to a
+multiprocessor asks whether it is one of those in use: the first S.SMS to ask are. Programs there take numbers, in the
+order in which they come; programs elsewhere end at once, as long as enough are left to take all numbers, and so does
+who comes when all are taken. Whatever else runs on the device, they are where there was room.
+
+Why nobody waits in vain: numbers are handed out in ascending order, so whoever has one knows that all lower ones have
+begun, which is what the hardware promises for program ids. Why no number is left over: of G programs, all but those
+that are let go take one, and no more than G - ``programs`` are let go.
+
+The words of a launch, in region ``turns``: numbers taken; multiprocessors that asked; programs let go; programs that
+know what they do; one for each multiprocessor. The last program to know clears them for the next launch of that kind,
+which follows in stream order; kinds that may run at the same time have words of their own.
+
+Example: S.SMS = 2, 4 multiprocessors that hold 3 programs each, 6 numbers: 12 programs are launched. Those of
+multiprocessors 3 and 0 are the first to ask, so their 6 programs take a number each and the other 6 are let go. If
+another kernel leaves room for one program on each, and multiprocessors 1 and 2 come last, 3 and 0 take 0 and 1, then
+programs of 1 and 2 go, and so on: after six have gone all that still come take numbers.
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.sync.signals import I32, own_block
+from moelink.memory.protocol import MOST_MULTIPROCESSORS, TURN_WORDS
+
+_MOST = tl.constexpr(MOST_MULTIPROCESSORS)
+_WORDS = tl.constexpr(TURN_WORDS)
+_ASKED, _LET_GO, _KNOWING = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_STATES = tl.constexpr(TURN_WORDS - MOST_MULTIPROCESSORS)
+_ASKING, _USED, _NOT_USED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def multiprocessor(SMID: tl.constexpr):
+    """Number of the multiprocessor that runs this program. SMID: "ptx", or (interpreted) a Python function."""
+    if SMID == "ptx":
+        return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return tl.full([], SMID(), tl.int32)
+
+
+@triton.jit
+def is_used(words, S: tl.constexpr):
+    """1 where this program's multiprocessor is one of the first S.SMS that had a program of this launch."""
+    none = tl.full([], 0, tl.int32)
+    state = words + _STATES + multiprocessor(S.SMID) % _MOST
+    seen = tl.atomic_cas(state, none, none + _ASKING, sem="relaxed", scope="gpu")
+    if seen == 0:
+        seen = tl.where(tl.atomic_add(words + _ASKED, 1, sem="relaxed", scope="gpu") < S.SMS, _USED, _NOT_USED)
+        tl.atomic_xchg(state, seen, sem="relaxed", scope="gpu")
+    while seen == _ASKING:
+        seen = tl.atomic_add(state, 0, sem="relaxed", scope="gpu")
+    return (seen == _USED).to(tl.int32)
+
+
+@triton.jit
+def take_number(words, programs, S: tl.constexpr):
+    """The number whose work this program does, of [0, ``programs``); another one if it does nothing."""
+    launched = tl.num_programs(0)
+    number = tl.full([], 0, tl.int32) + programs
+    stays = is_used(words, S)
+    if stays == 0:
+        gone = tl.atomic_add(words + _LET_GO, 1, sem="relaxed", scope="gpu")
+        stays = (gone >= launched - programs).to(tl.int32)
+    if stays > 0:
+        number = tl.atomic_add(words, 1, sem="relaxed", scope="gpu")
+    if tl.atomic_add(words + _KNOWING, 1, sem="acq_rel", scope="gpu") == launched - 1:
+        for i0 in tl.static_range(0, _WORDS, 128):
+            i = i0 + tl.arange(0, 128)
+            tl.store(words + i, tl.zeros([128], tl.int32), mask=i < _WORDS)
+    return number
+
+
+@triton.jit
+def take_turns(work, control, kind, programs, args, S: tl.constexpr):
+    """Do the ``work`` of all numbers [0, ``programs``): ``work(number, programs, *args, S)`` by a program each.
+
+    ``kind``: which words of this rank are for this launch, [0, TURN_KINDS).
+    """
+    if S.SMS == 0:
+        work(tl.program_id(0), programs, *args, S)
+    else:
+        words = (own_block(control, S) + S.O_TURNS).to(I32) + kind * _WORDS
+        number = take_number(words, programs, S)
+        if number < programs:
+            work(number, programs, *args, S)

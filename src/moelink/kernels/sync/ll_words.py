@@ -1,0 +1,56 @@
+"""Words that are their own signal: a value in the low half, the call it belongs to in the high half.
+
+A word is stored and read in one piece, so whoever reads the awaited call in it reads the value that was stored with it:
+no release has to wait until earlier stores have arrived, no second word has to be waited for, and a plain look that no
+cache answers is enough. That saves a round trip where few words are sent. A sender overwrites a word only after the
+receiver has drained the call before, so a receiver never sees a later call than the one it waits for; of the call
+number 31 bits are enough where each word is written in every call, as counts are.
+
+Example: value 5 of call 3 is 3 * 2**32 + 5.
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.sync.signals import agree, clock, patience
+
+
+@triton.jit
+def tagged(call, value):
+    """Words [N] of call ``call`` that hold the 32 bits of ``value`` [N]."""
+    return ((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def value_at(words, mask):
+    """What tagged words hold, int32; 0 where masked. For words that are known to belong to the call."""
+    return (tl.load(words, mask=mask, other=0, volatile=True) & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def wait_tagged(words, mask, call, poison, limit, CLOCK: tl.constexpr):
+    """Wait until all words under ``mask`` (a block [R, N] of int64 pointers) belong to ``call``.
+
+    Returns (arrived, row): arrived as in ``signals.wait_all``; row is the first one that misses words, if any does.
+    Many programs look at the same words, so they look with loads, which hold up nobody who stores there. What they hold
+    is read again by whoever wants it, in the form in which it is wanted: rearranging a block takes longer.
+    """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    start = clock(CLOCK)
+    look = tl.full([], 0, tl.int32)
+    state = look + 2
+    missing = tl.zeros(mask.shape, tl.int32)
+    while state == 2:
+        word = tl.load(words, mask=mask, other=0, volatile=True)
+        missing = (mask & ((word >> 32) != (call & 0x7FFFFFFF))).to(tl.int32)
+        here = tl.max(tl.reshape(missing, (mask.shape[0] * mask.shape[1],)), 0) == 0
+        state = tl.where(agree(here.to(tl.int32)) > 0, 1, 2)
+        look += 1
+        if (state == 2) & (look % looks == 0):
+            state = patience(poison, start, limit, CLOCK)
+    tl.debug_barrier()
+    row = tl.full([], 0, tl.int32)
+    if state != 1:
+        rows = tl.arange(0, missing.shape[0])
+        row = tl.min(tl.where(tl.max(missing, 1) > 0, rows, missing.shape[0]), 0)
+    return state, row

@@ -1,0 +1,339 @@
+"""Signals between ranks: publish, wait, give up. The memory order of every signal is stated here and only here.
+
+A signal is one int64 word in the receiver's block that only ever counts up: it holds the number of the last call for
+which the statement behind it became true ("my counts for you are stored", "message 3 is stored", "I have read all
+you sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
+int64, because a rank may leave a word untouched for longer than 2**31 calls.
+
+=============  ==================================================================================================
+publish        all stores of the program; ``debug_barrier`` (every thread's stores happen before the signal);
+               ``atomic_xchg(release, sys)`` by one thread per destination
+fence          ``debug_barrier``; ``atomic_add(own word, 0, acq_rel, sys)``, its result used; ``debug_barrier``: for
+               words that are their own signal (``kernels.sync.ll_words``) but speak for other stores too
+wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
+               is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
+look           a volatile load, which no cache answers: for words whose value is all there is to know
+               (``kernels.sync.ll_words``, ``kernels.sync.small_rows``), or after which there are only stores
+               (``kernels.sync.credit``). Every warp may load for itself, at another moment, so what a program does
+               after a look all of them must ``agree`` on.
+               Who uses *what* a look saw looks at blocks of S.THREADS elements or more: of a smaller one warps hold
+               copies, and Triton may load it twice, and of these copies only some are looked at
+arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
+               what the others did happens before its own signals (a release is cumulative, and these programs share
+               a device)
+count_arrival  ``debug_barrier``; ``atomic_add(role's word, share, relaxed, gpu)``, whose result nobody waits for: a
+               call is counted once all its programs have added their shares
+=============  ==================================================================================================
+
+Every wait is bounded by a clock: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host
+function when interpreted; it also ends when this rank is poisoned. The first wait that expires on a rank claims the
+error record, describes itself there, and writes the same to every peer, whose waits then end too.
+
+Example: three peers hold signals 4, 7, 3 and call 4 is awaited: the wait goes on, and if it expires it blames peer 2,
+the one furthest behind (``expected 4, got 3``).
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.sync.internode import I64, is_near, near_only, put
+from moelink.memory.protocol import (
+    ABORT_RECORD,
+    CALL_SHIFT,
+    CLAIM,
+    CODE_TIMEOUT,
+    FENCE,
+    MALFORMED,
+    MALFORMED_RANKS,
+    MOST_THREADS,
+    POISON_WORDS,
+)
+
+I32 = tl.constexpr(tl.pointer_type(tl.int32))
+U8 = tl.constexpr(tl.pointer_type(tl.uint8))
+_CLAIM = tl.constexpr(CLAIM)
+_TIMEOUT = tl.constexpr(CODE_TIMEOUT)
+_ABORT_RECORD = tl.constexpr(ABORT_RECORD)
+_RECORD = tl.constexpr(POISON_WORDS)
+_SHIFT = tl.constexpr(CALL_SHIFT)
+_CALL = tl.constexpr(1 << CALL_SHIFT)
+_FENCE = tl.constexpr(FENCE)
+_MALFORMED = tl.constexpr(MALFORMED)
+_MALFORMED_RANKS = tl.constexpr(MALFORMED_RANKS)
+_THREADS = tl.constexpr(MOST_THREADS)
+_FAR = tl.constexpr(2**62)
+
+
+@triton.jit
+def clock(CLOCK: tl.constexpr):
+    """Ticks since some moment, int64. CLOCK: "ptx", "gcn", or (interpreted) a Python function."""
+    if CLOCK == "ptx":
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    elif CLOCK == "gcn":
+        return tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        return tl.full([], CLOCK(), tl.int64)
+
+
+@triton.jit
+def own_block(control, S: tl.constexpr):
+    """Address of this rank's block, of which ``control`` is a part: nothing has to be loaded to know it."""
+    return control.to(tl.int64) - S.O_CONTROL
+
+
+@triton.jit
+def agree(value):
+    """The least of what the threads of this program hold in ``value``, an int32 scalar: then the same for all of them.
+
+    A scalar is each thread's own. Where warps have loaded a word that a peer changes, one may go where another does
+    not, and a barrier there would wait for ever. An atomic's result needs no agreement: it is made once for all.
+    """
+    return tl.min(tl.zeros([_THREADS], tl.int32) + value, 0)
+
+
+@triton.jit
+def publish(words, mask, value):
+    """Make all this program's stores visible to whoever sees ``value`` in ``words`` (a block of int64 pointers)."""
+    tl.debug_barrier()
+    tl.atomic_xchg(words, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def fence(control):
+    """All stores of this program are visible to whoever sees what it stores from here on."""
+    tl.debug_barrier()
+    seen = tl.atomic_add(control + _FENCE, 0, sem="acq_rel", scope="sys")
+    tl.store(control + _FENCE, seen, mask=seen != 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def patience(poison, start, limit, CLOCK: tl.constexpr):
+    """What a wait without success becomes: -1 poisoned, 0 out of time, else 2, to go on."""
+    state = agree(tl.where(clock(CLOCK) - start > limit, 0, 2))  # each warp reads the clock for itself
+    return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, -1, state)
+
+
+@triton.jit
+def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
+
+    Returns (arrived, lane, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; lane and got
+    are the word furthest behind. Between two looks at poison and clock a GPU looks at the words several times, as the
+    looks are one after the other and a signal waits for the next one.
+    """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
+    low = tl.min(got, 0)
+    state = tl.where(low >= target, 1, 2)
+    if state == 2:
+        start = clock(CLOCK)
+        look = state
+        while state == 2:
+            got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
+            low = tl.min(got, 0)
+            state = tl.where(low >= target, 1, 2)
+            look += 1
+            if (state == 2) & (look % looks == 0):
+                state = patience(poison, start, limit, CLOCK)
+    tl.debug_barrier()
+    lane = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
+    return state, lane, low
+
+
+@triton.jit
+def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+    """Wait until one word or more (a block [N] of int64 pointers) under ``mask``, not empty, has reached ``target``.
+
+    Returns (arrived, got): arrived as in :func:`wait_all`; got [N] says which have, -1 where masked.
+    """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
+    state = tl.where(tl.max(got, 0) >= target, 1, 2)
+    if state == 2:
+        start = clock(CLOCK)
+        look = state
+        while state == 2:
+            got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
+            state = tl.where(tl.max(got, 0) >= target, 1, 2)
+            look += 1
+            if (state == 2) & (look % looks == 0):
+                state = patience(poison, start, limit, CLOCK)
+    tl.debug_barrier()
+    return state, got
+
+
+@triton.jit
+def _put(words, mask, rank, peer, phase, call, expected, got):
+    """Store an error's description behind its code word: words + 1 .. words + 6."""
+    tl.store(words + 1, rank, mask=mask)
+    tl.store(words + 2, peer, mask=mask)
+    tl.store(words + 3, phase, mask=mask)
+    tl.store(words + 4, call, mask=mask)
+    tl.store(words + 5, expected, mask=mask)
+    tl.store(words + 6, got, mask=mask)
+
+
+@triton.jit
+def claim(control):
+    """1 for the first program of this rank that has an error to describe, else 0."""
+    free = tl.full([], 0, tl.int64)
+    return (tl.atomic_cas(control + _CLAIM, free, free + 1, sem="acq_rel", scope="sys") == 0).to(tl.int32)
+
+
+@triton.jit
+def give_up(table, record, control, poisons, me, peer, phase, call, expected, got, S: tl.constexpr):
+    """Time ran out: describe it in ``record`` (host-visible) and at every peer; poison them all, this rank included.
+
+    Only the first program of this rank that gets here does it. A peer's copy lies in its ``poisons[me]``.
+    """
+    if claim(control) > 0:
+        r = tl.arange(0, S.WP)
+        mask = near_only(r < S.W, r, me, S)
+        base = tl.load(table + r, mask=mask, other=0)
+        copies = (base + S.O_POISONS).to(I64) + me * _RECORD
+        _put(copies, mask, me, peer, phase, call, expected, got)
+        tl.store(copies, tl.full([S.WP], _TIMEOUT, tl.int64), mask=mask)
+        _put(record, me >= 0, me, peer, phase, call, expected, got)
+        tl.debug_barrier()
+        tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
+        publish((base + S.O_POISON).to(I64), mask, tl.zeros([S.WP], tl.int64) + me + 1)
+        if S.NODE < S.W:
+            mine = own_block(control, S)
+            copy = mine + S.O_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, never changed again
+            fence(control)
+            for d in range(S.W):
+                if is_near(d, me, S) == 0:
+                    put(table, copy, copy, _RECORD * 8, mine + S.O_POISON, me + 1, d, S)
+
+
+@triton.jit
+def adopt(record, control, poison, poisons, S: tl.constexpr):
+    """This rank was poisoned by a peer: copy the peer's description to ``record``, once."""
+    if claim(control) > 0:
+        writer = tl.atomic_add(poison, 0, sem="acquire", scope="sys") - 1
+        writer = tl.minimum(tl.maximum(writer, 0), S.W - 1)
+        tl.debug_barrier()
+        i = tl.arange(0, _RECORD)
+        words = tl.load(poisons + writer * _RECORD + i, mask=i < _RECORD, other=0)
+        tl.store(record + i, words, mask=i > 0)
+        tl.debug_barrier()
+        tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
+
+
+@triton.jit(noinline=True)  # it stands behind every wait and hardly ever runs: instructions between those that do
+def write_error(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
+    """The error's record after a wait for which time ran out (``arrived`` 0), or during which poison came (-1)."""
+    mine = own_block(control, S)
+    if arrived == 0:
+        give_up(table, record, control, (mine + S.O_POISONS).to(I64), me, peer, phase, call, expected, got, S)
+    else:
+        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64), S)
+
+
+@triton.jit
+def settle(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
+    """After a failed wait (``arrived`` 0 or -1) write the error's record. Nothing happens when it is 1."""
+    if arrived <= 0:
+        write_error(arrived, table, record, control, me, peer, phase, call, expected, got, S)
+
+
+@triton.jit
+def note_refusal(record, me, peer, phase, call, code):
+    """A peer refused this call, or makes it otherwise: say so in the second part of ``record``. It poisons nobody."""
+    abort = record + _ABORT_RECORD
+    tl.store(abort + 1, me)
+    tl.store(abort + 2, peer)
+    tl.store(abort + 3, phase)
+    tl.store(abort + 4, call)
+    tl.debug_barrier()
+    tl.atomic_xchg(abort, code, sem="release", scope="sys")
+
+
+@triton.jit
+def note_malformed(control, source, bad):
+    """Where ``bad`` (a block): rank ``source`` (a scalar, or a block of that shape) sent what cannot be."""
+    bit = tl.full(bad.shape, 1, tl.int64) << tl.minimum(source, _MALFORMED_RANKS).to(tl.int64)
+    tl.atomic_or(control + _MALFORMED + tl.zeros(bad.shape, tl.int32), bit, mask=bad, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def odd_one_out(values, mask, mine, W: tl.constexpr):
+    """The rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Every rank finds the same one.
+
+    Example: values 3, 3, 5 blame rank 2 on all ranks; of 3, 5 (no majority) rank 1, as rank 0 is taken for right.
+    """
+    r = tl.arange(0, values.shape[0])
+    same = mask & (values == mine)
+    first_same = tl.min(tl.where(same, r, values.shape[0]), 0)
+    first_other = tl.min(tl.where(mask & (values != mine), r, values.shape[0]), 0)
+    count = 2 * tl.sum(same.to(tl.int32), 0)
+    usual = (count > W) | ((count == W) & (first_same < first_other))
+    return tl.where(count == 2 * W, -1, tl.where(usual, first_other, first_same))
+
+
+@triton.jit
+def first_stray(values, mask):
+    """The first rank whose value of ``values`` [N], under ``mask``, is not the most common one (of several such: the
+    one of the lowest rank), or N. Every rank finds the same one, however many values there are.
+
+    Example: values 3, 3, 5 blame rank 2; 3, 5 blame rank 1; 5, 6, 7, 6 blame rank 0.
+    """
+    r = tl.arange(0, values.shape[0])
+    same = (values[:, None] == values[None, :]) & mask[None, :]
+    votes = tl.sum(same.to(tl.int32), 1) * values.shape[0] + values.shape[0] - 1 - r
+    usual = values.shape[0] - 1 - tl.max(tl.where(mask, votes, -1), 0) % values.shape[0]
+    value = tl.sum(tl.where(r == usual, values, 0), 0)
+    return tl.min(tl.where(mask & (values != value), r, values.shape[0]), 0)
+
+
+@triton.jit
+def has_poison(control, S: tl.constexpr):
+    """1 when a wait of this rank or a peer has expired, as this thread sees it, else 0."""
+    return (tl.load((own_block(control, S) + S.O_POISON).to(I64), volatile=True) != 0).to(tl.int32)
+
+
+@triton.jit
+def is_poisoned(record, control, S: tl.constexpr):
+    """1 when an earlier wait here or at a peer expired (the error's record is then written), else 0. For the start."""
+    poisoned = -agree(-has_poison(control, S))
+    if poisoned > 0:
+        mine = own_block(control, S)
+        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64), S)
+    return poisoned
+
+
+@triton.jit
+def arrive(done, num_programs):
+    """1 for the last of ``num_programs`` programs to get here, else 0. Resets the counter for the next call."""
+    tl.debug_barrier()
+    last = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if last:
+        tl.atomic_xchg(done, 0, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
+    return last.to(tl.int32)
+
+
+@triton.jit
+def calls_made(control, role):
+    """How many calls of ``role`` this rank has made, int64: those that all programs have counted."""
+    return tl.load(control + role) >> _SHIFT
+
+
+@triton.jit
+def count_arrival(control, role, program, num_programs, sem: tl.constexpr):
+    """Program ``program`` of ``num_programs`` has done its part of a call of ``role``; all of them together count it.
+
+    Each adds 1, and the first one what is missing to ``1 << CALL_SHIFT``. Whoever reads the word earlier, say a program
+    of this launch that starts late, finds the calls before this one, as what has been added is less than a call. Nobody
+    waits for the sum, and the order of a relaxed counter is enough: the next launch reads it in stream order, and at
+    the barrier all that this program's threads read is in registers. ``sem``: "release" where it also speaks for what
+    they stored, to a launch beside this one.
+
+    Example: three programs add 2**20 - 2, 1 and 1. After two of them the word, shifted, has not changed.
+    """
+    tl.debug_barrier()
+    share = tl.where(program == 0, _CALL - num_programs + 1, 1)
+    tl.atomic_add(control + role, share.to(tl.int64), sem=sem, scope="gpu")

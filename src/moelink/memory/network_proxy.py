@@ -1,0 +1,181 @@
+"""A network between nodes that are processes of one machine: a courier beside each rank carries its puts.
+
+Kernels leave work entries in a ring (``kernels.sync.internode``), as they would at a network card; the courier, a
+thread of the rank's process, copies the bytes to the peer's block and then stores the signal. It keeps what a network
+promises and nothing more: **a put's signal comes after the put's own data**. Everything else comes late and in any
+order: bytes are cut into pieces which arrive in any order, puts overtake one another also on their way to one peer or
+to one word, and bytes are read when they are carried, not when the put was asked for. So a protocol that relies on more
+fails here.
+
+A work entry (int64 words, ``protocol.RING_*``): where to, where from, bytes, signal's address, its value, peer, unused,
+and its ticket + 1 once it is complete. Addresses are the sender's own, of the places as they are in its own block.
+
+Example: entry (own 0x1040, 0x1800, 32, own 0x1008, 7, peer 3, -, 1) of a rank whose block begins at 0x1000: 32 bytes go
+to byte 0x40 of rank 3's block, in pieces, and then its word at byte 8 becomes 7.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moelink.errors import MoelinkError
+from moelink.memory.base import SymmetricMemory
+from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
+
+_IDLE_SECONDS = 2e-4
+
+
+@dataclass
+class _Put:
+    """A put under way: ``pieces`` (offset, bytes) of its data that have not arrived, the next one last. ``target`` and
+    ``source`` are byte offsets in the blocks of ``peer`` and of the own rank, ``word`` the number of an int64 word in
+    the former."""
+
+    peer: int
+    target: int
+    source: int
+    pieces: list[tuple[int, int]]
+    word: int
+    value: int
+    due: float
+
+
+class Courier:
+    """Carries the puts of one rank to the blocks of others.
+
+    Args:
+        memory: this rank's view of all blocks, which must stay mapped until :meth:`close`.
+        max_puts: most puts that may be under way at a time; the ring has room for so many.
+        seed: of the order in which things arrive.
+        delay: most seconds for which a put is held back; chance decides how long.
+
+    Attributes:
+        ring: [words] int64, where kernels leave work entries.
+        failure: what its thread ended of, or None: nothing is carried since.
+    """
+
+    failure: MoelinkError | None = None
+
+    def __init__(self, memory: SymmetricMemory, *, max_puts: int, seed: int = 0, delay: float = 2e-3) -> None:
+        self._rank, self._nbytes = memory.rank, memory.nbytes
+        self._begin = int(memory.pointers[memory.rank])
+        # Copies by numpy keep Python's lock: who gives it up for a few bytes waits for it, behind a kernel that spins.
+        self._blocks = [memory.peer(rank).numpy() for rank in range(memory.world_size)]
+        self._entries = 1 << max(1, max_puts - 1).bit_length()
+        self.ring = torch.zeros(RING_HEADER_WORDS + self._entries * RING_ENTRY_WORDS, dtype=torch.int64, device="cpu")
+        self.ring[1] = self._entries
+        self._words = self.ring.numpy()
+        self._taken = 0
+        self._under_way: list[_Put] = []
+        self._random = random.Random(seed)
+        self._delay = delay
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Carry from now on, on a thread of one's own."""
+        self._thread = threading.Thread(target=self._run, name="moelink-courier", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Carry what is under way to its end, and stop. Safe to call twice.
+
+        Raises:
+            MoelinkError: not all of it could be carried; once.
+        """
+        self._stop.set()
+        if self._thread is threading.current_thread():
+            return  # the garbage collector may come by anywhere; the thread carries the rest before it ends
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._carry(until=self._has_nothing)
+        self._blocks = []  # a view of a block would keep it mapped
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def step(self) -> bool:
+        """Let one thing arrive: a piece of a put's data, or its signal. False when nothing is due."""
+        self._take()
+        now = self._now()
+        due = [put for put in self._under_way if put.due <= now or self._stop.is_set()]
+        if not due:
+            return False
+        self._advance(self._random.choice(due))
+        return True
+
+    def _advance(self, put: _Put) -> None:
+        """Let the next piece of ``put`` arrive, or its signal after the last one."""
+        if put.pieces:
+            at, nbytes = put.pieces.pop()
+            data = self._blocks[self._rank][put.source + at : put.source + at + nbytes]
+            self._blocks[put.peer][put.target + at : put.target + at + nbytes] = data
+        else:
+            self._blocks[put.peer][: self._nbytes // 8 * 8].view("int64")[put.word] = put.value
+            self._under_way.remove(put)
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _hold(self) -> float:
+        """How long, by :meth:`_now`, the next put is held back."""
+        return self._random.random() * self._delay
+
+    def _run(self) -> None:
+        def stopped() -> bool:
+            if not self.step():
+                time.sleep(_IDLE_SECONDS)
+            return self._stop.is_set()
+
+        self._carry(until=stopped)
+        self._carry(until=self._has_nothing)
+
+    def _has_nothing(self) -> bool:
+        return not self._blocks or not self.step()
+
+    def _carry(self, *, until: Callable[[], bool]) -> None:
+        """Call ``until`` until it is true; nothing any more after an exception, which a thread could tell nobody."""
+        try:
+            while self.failure is None and not until():
+                pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, its rank must hear of it
+            self.failure = MoelinkError(f"the courier of rank {self._rank} stopped carrying: {error}")
+            self.failure.__cause__ = error
+
+    def _take(self) -> None:
+        """Take up entries that are complete, in the order of their tickets."""
+        while True:
+            at = RING_HEADER_WORDS + self._taken % self._entries * RING_ENTRY_WORDS
+            to, source, nbytes, word, value, peer, _, done = self._words[at : at + RING_ENTRY_WORDS].tolist()
+            if done != self._taken + 1:
+                return
+            self._taken += 1
+            if not 0 <= peer < len(self._blocks):
+                raise MoelinkError(f"courier of rank {self._rank}: a put to rank {peer} of {len(self._blocks)}")
+            due = self._now() + self._hold()
+            target, signal = self._offset(to, nbytes), self._offset(word, 8)
+            pieces = self._cut(nbytes)
+            self._under_way.append(_Put(peer, target, self._offset(source, nbytes), pieces, signal // 8, value, due))
+
+    def _cut(self, nbytes: int) -> list[tuple[int, int]]:
+        """Up to three pieces of ``nbytes`` bytes, in any order."""
+        cuts = sorted({0, nbytes, *(self._random.randrange(nbytes) for _ in range(2))})
+        pieces = [(begin, end - begin) for begin, end in zip(cuts, cuts[1:], strict=False)]
+        self._random.shuffle(pieces)
+        return pieces
+
+    def _offset(self, address: int, nbytes: int) -> int:
+        """Where in a block ``address`` of the own one is; ``nbytes`` bytes from there on must be of it."""
+        offset = address - self._begin
+        if nbytes < 1 or not 0 <= offset <= self._nbytes - nbytes:
+            raise MoelinkError(
+                f"courier of rank {self._rank}: {nbytes} bytes at offset {offset} of a block of {self._nbytes}"
+            )
+        return offset

@@ -1,0 +1,242 @@
+"""Refusing bad arguments before any data moves: one check per argument, in argument order.
+
+Every refusal is an ArgumentError that names the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moelink.config import EPConfig
+from moelink.errors import ArgumentError, ForeignHandleError
+from moelink.hooks import Hook
+from moelink.memory.layout import ALIGNMENT
+from moelink.output import DispatchOutput, OutputShape
+from moelink.transports.base import CombineRequest, DispatchRequest
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    name: str, value: object, *, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device
+) -> Tensor:
+    """``value`` as a contiguous tensor of ``shape`` (None: any size), one of ``dtypes``, on ``device``."""
+    if not isinstance(value, Tensor):
+        raise ArgumentError(name, "a tensor", type(value).__name__)
+    if value.shape != shape and (
+        value.dim() != len(shape)
+        or any(want is not None and want != have for want, have in zip(shape, value.shape, strict=True))
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ArgumentError(name, f"shape [{wanted}]", f"{list(value.shape)}")
+    if value.dtype not in dtypes:
+        raise ArgumentError(name, f"dtype {' or '.join(map(str, dtypes))}", value.dtype)
+    if value.device != device:
+        raise ArgumentError(name, f"device {device}", value.device)
+    if not value.is_contiguous():
+        raise ArgumentError(name, "a contiguous tensor", f"strides {value.stride()} for shape {list(value.shape)}")
+    return value
+
+
+def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutput:
+    """``recv`` as a DispatchOutput that this very rank's communicator returned."""
+    if not isinstance(recv, DispatchOutput):
+        raise ArgumentError("recv", "a DispatchOutput", type(recv).__name__)
+    if recv.handle.owner != identity:
+        raise ForeignHandleError(
+            f"recv: expected an output of this communicator, got one of communicator {recv.handle.owner}"
+        )
+    if recv.handle.rank != config.rank:
+        raise ForeignHandleError(f"recv: expected an output of rank {config.rank}, got one of rank {recv.handle.rank}")
+    return recv
+
+
+def kind_of(request: DispatchRequest) -> Hashable | None:
+    """What decides whether ``request`` passes :func:`check_dispatch`, but for the values of ids (:func:`check_ids`).
+
+    None where more than that does.
+    """
+    if request.routing is not None or request.out is not None or request.input_scale is not None:
+        return None
+    given = (request.x, request.topk_ids, request.topk_weights, request.scales)
+    return tuple([(t.shape, t.dtype, t.device, t.is_contiguous()) if isinstance(t, Tensor) else type(t) for t in given])
+
+
+def check_dispatch(
+    config: EPConfig, request: DispatchRequest, *, identity: str, device: torch.device
+) -> DispatchRequest:
+    """Check one rank's dispatch arguments; with ``routing`` the earlier call's ids are filled in."""
+    fmt, routing = config.format, request.routing
+    if routing is not None:
+        check_recv(routing, identity=identity, config=config)
+    if request.scales is None:
+        check_tensor("x", request.x, shape=(None, config.hidden_size), dtypes=fmt.input_dtypes, device=device)
+    else:
+        if fmt.scale_dtype is None:
+            raise ArgumentError("scales", f"None (format {fmt.name!r} has no scales)", "a tensor")
+        width = fmt.payload_width(config.hidden_size)
+        check_tensor("x", request.x, shape=(None, width), dtypes=(fmt.payload_dtype,), device=device)
+    num_tokens = request.x.shape[0]
+    if num_tokens > config.max_tokens_per_rank:
+        raise ArgumentError(
+            "x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", f"{num_tokens} rows"
+        )
+    if routing is not None and routing.handle.num_tokens != num_tokens:
+        raise ArgumentError("x", f"the {routing.handle.num_tokens} rows of the reused routing", f"{num_tokens} rows")
+    _check_ids(config, request, num_tokens, device)
+    _check_weights(config, request.topk_weights, num_tokens, device)
+    if request.scales is not None and fmt.scale_dtype is not None:
+        shape = (num_tokens, fmt.scale_width(config.hidden_size))
+        check_tensor("scales", request.scales, shape=shape, dtypes=(fmt.scale_dtype,), device=device)
+    _check_input_scale(config, request, device)
+    if request.out is not None:
+        _check_out(config, request, device)
+    return request
+
+
+def _check_ids(config: EPConfig, request: DispatchRequest, num_tokens: int, device: torch.device) -> None:
+    if request.routing is not None:
+        if request.topk_ids is not request.routing.handle.topk_ids:
+            raise ArgumentError("topk_ids", "None with routing=, which brings its own", "a tensor")
+        return
+    ids = check_tensor("topk_ids", request.topk_ids, shape=(num_tokens, config.topk), dtypes=_INTS, device=device)
+    check_ids(config, ids)
+
+
+def check_ids(config: EPConfig, ids: Tensor) -> None:
+    """The values of ids, on a CPU. Elsewhere that would have the host wait."""
+    if ids.is_cpu and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < -1 or high >= config.num_experts:
+            raise ArgumentError("topk_ids", f"ids in [-1, {config.num_experts})", f"{low if low < -1 else high}")
+
+
+def _check_weights(config: EPConfig, weights: object, num_tokens: int, device: torch.device) -> None:
+    if weights is not None and not isinstance(weights, Hook):
+        check_tensor("topk_weights", weights, shape=(num_tokens, config.topk), dtypes=_FLOATS, device=device)
+
+
+def _check_input_scale(config: EPConfig, request: DispatchRequest, device: torch.device) -> None:
+    if request.input_scale is None:
+        return
+    if not config.format.uses_input_scale:
+        raise ArgumentError("input_scale", f"None (format {config.format.name!r} has no global scale)", "a value")
+    if request.scales is not None:
+        raise ArgumentError("input_scale", "None with scales= (the rows are already quantised)", "a value")
+    if not isinstance(request.input_scale, Hook):
+        if not isinstance(request.input_scale, Tensor) or request.input_scale.numel() != 1:
+            raise ArgumentError("input_scale", "a tensor of one element", request.input_scale)
+        check_tensor("input_scale", request.input_scale.reshape(1), shape=(1,), dtypes=(torch.float32,), device=device)
+
+
+def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device) -> None:
+    out = request.out
+    if not isinstance(out, DispatchOutput):
+        raise ArgumentError("out", "an earlier DispatchOutput", type(out).__name__)
+    if request.host_counts:
+        raise ArgumentError("out", "None with host_counts=True (its size is not known beforehand)", "a DispatchOutput")
+    carried = out.weights if config.layout == "expert" else out.topk_weights
+    weighted = request.topk_weights is not None
+    if weighted != (carried is not None):
+        raise ArgumentError("out", "router weights in out exactly when topk_weights is given", f"{carried is not None}")
+    wanted = _shape_of_outputs(config, weighted)
+    reads = (request.x, request.scales, request.topk_ids, request.topk_weights, request.input_scale)
+    for name, blank in wanted.present:
+        tensor = check_tensor(
+            f"out.{name}", getattr(out, name), shape=blank.shape, dtypes=(blank.dtype,), device=device
+        )
+        if tensor.data_ptr() % ALIGNMENT:  # rows are stored in words of so many bytes
+            raise ArgumentError(
+                f"out.{name}", f"memory that begins at a multiple of {ALIGNMENT} bytes, as torch allocates it",
+                f"{tensor.data_ptr() % ALIGNMENT} bytes past one",
+            )  # fmt: skip
+        _refuse_overlap(f"out.{name}", tensor, reads)
+    for name in wanted.absent:
+        if getattr(out, name) is not None:
+            raise ArgumentError(f"out.{name}", "None, which a call like this returns", "a tensor")
+
+
+@lru_cache(maxsize=64)
+def _shape_of_outputs(config: EPConfig, weighted: bool) -> OutputShape:
+    return OutputShape.of(config, rows=config.row_capacity, weighted=weighted)
+
+
+def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, device: torch.device) -> CombineRequest:
+    """Check one rank's combine arguments."""
+    recv = check_recv(request.recv, identity=identity, config=config)
+    rows = (recv.tokens.shape[0], config.hidden_size)
+    check_tensor("y", request.y, shape=rows, dtypes=(config.combine_dtype,), device=device)
+    num_tokens = recv.handle.num_tokens
+    if request.topk_weights is not None:
+        if config.pre_reduce:
+            raise ArgumentError(
+                "topk_weights",
+                "None with pre_reduce=True (weights go into dispatch, which carries them to the experts)",
+                "a value",
+            )
+        if recv.handle.topk_weights is not None:
+            raise ArgumentError("topk_weights", "None, as they went into dispatch already", "a value")
+        _check_weights(config, request.topk_weights, num_tokens, device)
+    if not request.reduce:
+        _check_unreduced(config, request)
+    if request.epilogue is not None and not isinstance(request.epilogue, Hook):
+        bias = isinstance(request.epilogue, Tensor) and request.epilogue.dim() == 1
+        shape = (config.hidden_size,) if bias else (num_tokens, config.hidden_size)
+        check_tensor("epilogue", request.epilogue, shape=shape, dtypes=_FLOATS, device=device)
+    if isinstance(request.epilogue, Hook):
+        _check_hook_output(request, request.epilogue, num_tokens)
+        if request.epilogue.check is not None:
+            request.epilogue.check(num_tokens, config.hidden_size, device)
+    if request.shared is not None:
+        if config.fused_shared_expert:
+            raise ArgumentError("shared", "None with fused_shared_expert (its rows are in y)", "a tensor")
+        if config.mode == "allreduce":
+            raise ArgumentError("shared", "None with mode='allreduce' (it would be added once per rank)", "a tensor")
+        check_tensor("shared", request.shared, shape=(num_tokens, config.hidden_size), dtypes=_FLOATS, device=device)
+    if request.out is not None and not isinstance(request.epilogue, Hook):
+        full = (num_tokens, config.hidden_size) if request.reduce else (num_tokens, config.topk, config.hidden_size)
+        out = check_tensor("out", request.out, shape=full, dtypes=(config.combine_dtype,), device=device)
+        weights = recv.handle.topk_weights if request.topk_weights is None else request.topk_weights
+        _refuse_overlap("out", out, (request.y, recv.handle.topk_ids, recv.weights, weights))
+        # Rows to be added may be overwritten in their places: each element is read before it is stored.
+        added = (request.shared, request.epilogue)
+        _refuse_overlap("out", out, [t for t in added if not (isinstance(t, Tensor) and _in_place(t, out))])
+    return request
+
+
+def _in_place(tensor: Tensor, out: Tensor) -> bool:
+    return tensor.data_ptr() == out.data_ptr() and tensor.dtype == out.dtype and tensor.shape == out.shape
+
+
+def _refuse_overlap(name: str, out: Tensor, reads: Iterable[object]) -> None:
+    """Calls read and store in no order that a caller could know: what is stored must not be read."""
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    for tensor in reads:
+        if isinstance(tensor, Tensor) and tensor.data_ptr() < end and begin < tensor.data_ptr() + tensor.nbytes:
+            raise ArgumentError(name, "memory of its own", "memory that the call reads, too")
+
+
+def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> None:
+    """What combine returns for ``hook`` has a row per token: on a device nothing would stop a store past its end."""
+    if request.out is None and not hook.tensors:
+        raise ArgumentError("out", "a tensor, as the epilogue's hook has none to return", "None")
+    name, out = ("epilogue.tensors[0]", hook.tensors[0]) if request.out is None else ("out", request.out)
+    if not isinstance(out, Tensor) or out.dim() == 0 or len(out) < num_tokens:
+        got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise ArgumentError(name, f"a tensor with a row for each of {num_tokens} tokens", got)
+
+
+def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:
+    """reduce=False returns the experts' rows as they are: nothing may be weighed or added."""
+    if config.layout == "rank":
+        raise ArgumentError("reduce", "True with layout='rank' (its rows are sums over slots already)", "False")
+    if config.fused_shared_expert:
+        raise ArgumentError("reduce", "True with fused_shared_expert (its rows have no slot)", "False")
+    for name in ("topk_weights", "epilogue", "shared"):
+        if getattr(request, name) is not None:
+            raise ArgumentError(name, "None with reduce=False (rows are returned as they are)", "a value")
