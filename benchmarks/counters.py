@@ -108,7 +108,7 @@ def main() -> None:
         report = args.read.read_text()
         head["commit"] = args.commit
     else:
-        from moelink.bench import provenance
+        from moelink.tools.bench import provenance
 
         call = command(Path(__file__), args.format)
         report = subprocess.run(call, capture_output=True, text=True, check=True).stdout

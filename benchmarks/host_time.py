@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 import provenance
-from moelink.bench.provenance import command_line
+from moelink.tools.bench.provenance import command_line
 
 SIZES = {"num_experts": 64, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 128}
 FORMAT = "fp8_block128"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import moelink
 import sweep
-from moelink.bench.timing import CudaClock
+from moelink.tools.bench.timing import CudaClock
 
 COPIES_OF_ROWS = 4
 """Expert outputs that combines take in turn, so that not all of them find theirs in the cache."""

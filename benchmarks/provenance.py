@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import moelink
-from moelink.bench.provenance import processor
+from moelink.tools.bench.provenance import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "benchmarks/results"

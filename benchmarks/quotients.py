@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import provenance
-from moelink.bench.provenance import command_line
+from moelink.tools.bench.provenance import command_line
 
 SIGNIFICANDS = 1 << 23
 CHUNK = 1 << 15

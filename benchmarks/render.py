@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moelink.bench.measure import PHASES
-from moelink.bench.report import METHODS
+from moelink.tools.bench.measure import PHASES
+from moelink.tools.bench.report import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--modules", type=Path, help="folder of ncu_report; default: the newest under /opt/nvidia")
     parser.add_argument("--out", type=Path, help="write the document there; default: print it")
     args = parser.parse_args()
-    from moelink.bench import provenance
+    from moelink.tools.bench import provenance
 
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/extras/python"))
     modules = args.modules or (installed[-1] if installed else None)

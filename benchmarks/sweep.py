@@ -4,9 +4,9 @@
 
 Event time per call in microseconds over replays of a graph of 20 calls, median of the slowest rank, for each setting
 and number of tokens; ``--out`` writes a document with the head of all results here. ``--spec BATCH=2 LATER=0`` replaces
-fields of what the phase's kernel is compiled for (``kernels.launch.constants``, ``kernels.launch.combine_constants``).
-``moelink bench`` measures what users get; this looks for it. Communicators for all numbers of tokens are of ``--most``
-tokens: one compiled kernel.
+fields of what the phase's kernel is compiled for (``kernels.spec``, ``kernels.combine_spec``). ``moelink bench``
+measures what users get; this looks for it. Communicators for all numbers of tokens are of ``--most`` tokens: one
+compiled kernel.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 import moelink
-from moelink.bench import Settings, provenance
-from moelink.bench.stats import slowest_rank
-from moelink.bench.timing import CudaClock, capture
-from moelink.bench.together import everyone
 from moelink.kernels.launch.combine_constants import combine_spec
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.grid import Launch
+from moelink.tools.bench import Settings, provenance
+from moelink.tools.bench.stats import slowest_rank
+from moelink.tools.bench.timing import CudaClock, capture
+from moelink.tools.bench.together import everyone
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import dispatch as dispatching
 

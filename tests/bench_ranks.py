@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import moelink
-from moelink.bench.presets import Plan
-from moelink.bench.ranks import RankReport, moelink_main
+from moelink.tools.bench.presets import Plan
+from moelink.tools.bench.ranks import RankReport, moelink_main
 
 
 def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:

@@ -14,15 +14,15 @@ import torch
 
 import bench_ranks
 import moelink
-from moelink.bench import Case, make_plan, run
-from moelink.bench.ceiling import Ceiling, CeilingSamples
-from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.bench.gate import check_transports
-from moelink.bench.measure import PhaseSamples
-from moelink.bench.ranks import RankReport, RankRow
-from moelink.bench.report import results_of
-from moelink.bench.workload import Batch, rank_batch
-from moelink.cli import main
+from moelink.tools.bench import Case, make_plan, run
+from moelink.tools.bench.ceiling import Ceiling, CeilingSamples
+from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.tools.bench.gate import check_transports
+from moelink.tools.bench.measure import PhaseSamples
+from moelink.tools.bench.ranks import RankReport, RankRow
+from moelink.tools.bench.report import results_of
+from moelink.tools.bench.workload import Batch, rank_batch
+from moelink.tools.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
@@ -102,7 +102,7 @@ def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
 
 
 def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
-    from moelink.plan.measured import points_of
+    from moelink.tools.plan.measured import points_of
 
     document = json.loads(smoke.read_text())
     points = points_of(document, "smoke.json", contender=COLLECTIVE)
@@ -119,9 +119,9 @@ def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
 
 def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    from moelink.bench.plots import points_of
-    from moelink.cli.bench_view import bench_view
-    from moelink.cli.render import make_console
+    from moelink.tools.bench.plots import points_of
+    from moelink.tools.cli.bench_view import bench_view
+    from moelink.tools.cli.render import make_console
 
     document = json.loads(smoke.read_text())
     console = make_console()
@@ -165,7 +165,7 @@ def run_main(*arguments: str) -> int:
     """The command line in this process."""
     from typer.testing import CliRunner
 
-    from moelink.cli import app
+    from moelink.tools.cli import app
 
     return CliRunner().invoke(app.app, list(arguments)).exit_code
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_written_or_read_is_said_in_a_line(smoke: Path, tmp_path:
     """Before anything is measured, where it is about a result that has yet to be made."""
     from typer.testing import CliRunner
 
-    from moelink.cli import app
+    from moelink.tools.cli import app
 
     blocked = tmp_path / "file"
     blocked.write_text("no folder")

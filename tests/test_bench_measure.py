@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bench_fakes import FakeClock, FakeDevice, FakeGraph, NotingContender, TakingContender
-from moelink.bench import Settings, measure, together
-from moelink.bench.timing import KernelTimes
+from moelink.tools.bench import Settings, measure, together
+from moelink.tools.bench.timing import KernelTimes
 
 PAIR = ["dispatch", "combine"]
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 import moelink
-from moelink.bench import PRESETS, Case, Settings, make_plan
-from moelink.bench.ceiling import CeilingSamples, ceiling_of
-from moelink.bench.contenders import COLLECTIVE, SYMMETRIC, compile_calls, open_communicator
-from moelink.bench.gate import expert_factor, row_factors
-from moelink.bench.judge import judge
-from moelink.bench.measure import PhaseSamples
-from moelink.bench.peer_vdev import group_of_expert
-from moelink.bench.report import CaseResult, PhaseResult, Row, figure_of, phase_result
-from moelink.bench.stats import Figure, slowest_rank
-from moelink.bench.timing import kernel_times_of, short_name
-from moelink.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
-from moelink.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
 from moelink.errors import ConfigError
+from moelink.tools.bench import PRESETS, Case, Settings, make_plan
+from moelink.tools.bench.ceiling import CeilingSamples, ceiling_of
+from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC, compile_calls, open_communicator
+from moelink.tools.bench.gate import expert_factor, row_factors
+from moelink.tools.bench.judge import judge
+from moelink.tools.bench.measure import PhaseSamples
+from moelink.tools.bench.peer_vdev import group_of_expert
+from moelink.tools.bench.report import CaseResult, PhaseResult, Row, figure_of, phase_result
+from moelink.tools.bench.stats import Figure, slowest_rank
+from moelink.tools.bench.timing import kernel_times_of, short_name
+from moelink.tools.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
+from moelink.tools.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
@@ -255,8 +255,8 @@ def test_neighbouring_experts_share_groups_where_torch_takes_no_more() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interpreted kernels")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_ceiling_kernel_fills_every_peers_region(world_size: int) -> None:
-    from moelink.bench.push import BLOCK, ceiling_push_kernel
     from moelink.memory import create_all
+    from moelink.tools.bench.push import BLOCK, ceiling_push_kernel
 
     words = 3 * BLOCK
     memories = create_all(["cpu"] * world_size, world_size * words * 4)

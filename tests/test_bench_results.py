@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from moelink.bench import make_plan, run
-from moelink.bench.ceiling import CeilingSamples
-from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.bench.measure import PhaseSamples
-from moelink.bench.ranks import RankReport, RankRow
-from moelink.bench.report import results_of
-from moelink.cli.bench_view import bench_view, method_rows
-from moelink.cli.render import make_console
-from moelink.plan.measured import load_points
+from moelink.tools.bench import make_plan, run
+from moelink.tools.bench.ceiling import CeilingSamples
+from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.tools.bench.measure import PhaseSamples
+from moelink.tools.bench.ranks import RankReport, RankRow
+from moelink.tools.bench.report import results_of
+from moelink.tools.cli.bench_view import bench_view, method_rows
+from moelink.tools.cli.render import make_console
+from moelink.tools.plan.measured import load_points
 from test_benchmark_scripts import script
 
 PEER = "FlashInfer one-sided"
@@ -91,7 +91,7 @@ def test_documents_become_text_and_tables(
 
 @pytest.mark.parametrize(("make", "method"), [(with_pairs, "pairs"), (without_pairs, "eager")])
 def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: Path) -> None:
-    from moelink.bench.plots import draw_bench, points_of
+    from moelink.tools.bench.plots import draw_bench, points_of
 
     document = make()
     points = {(point.contender, point.phase): point.method for point in points_of(document)}
@@ -110,7 +110,7 @@ def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: 
 
 
 def test_a_picture_of_several_commits_says_so() -> None:
-    from moelink.bench.plots import commits
+    from moelink.tools.bench.plots import commits
 
     made = [{"ranks": ranks, "commit": commit} for ranks, commit in ((4, "b" * 40), (2, "a" * 40), (2, "a" * 40))]
     assert commits(made) == "2: aaaaaaa, 4: bbbbbbb"

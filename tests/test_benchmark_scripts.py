@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moelink.bench import Case
 from moelink.memory.workspace import Workspace
+from moelink.tools.bench import Case
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,14 +16,14 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import moelink
-from moelink.cli import app as commands
-from moelink.cli import main, missing_packages
-from moelink.cli.environment import inspect_environment
-from moelink.cli.render import bar, make_console, quantity
-from moelink.demo import DemoConfig, DemoReport, LayerConfig
-from moelink.demo.results import FormatResult
 from moelink.env import VARIABLES
 from moelink.testing import RankFailedError
+from moelink.tools.cli import app as commands
+from moelink.tools.cli import main, missing_packages
+from moelink.tools.cli.environment import inspect_environment
+from moelink.tools.cli.render import bar, make_console, quantity
+from moelink.tools.demo import DemoConfig, DemoReport, LayerConfig
+from moelink.tools.demo.results import FormatResult
 
 SMALL = ["--ranks", "2", "--tokens", "12", "--experts", "6", "--topk", "2", "--hidden", "128"]
 ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
@@ -186,7 +186,7 @@ def test_the_missing_extra_is_one_sentence_and_the_pip_line() -> None:
         "import importlib.util as util, sys\n"
         "find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name in ('typer', 'rich') else find(name, *rest)\n"
-        "from moelink.cli import main\n"
+        "from moelink.tools.cli import main\n"
         "sys.exit(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -127,7 +127,7 @@ def test_reports_that_do_not_belong_together_are_refused(tmp_path: Path) -> None
 
 def drawn(arguments: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     """Exit status of ``moelink plot``, and what it said."""
-    from moelink.cli.app import run
+    from moelink.tools.cli.app import run
 
     monkeypatch.setattr("sys.argv", ["moelink", "plot", *map(str, arguments)])
     try:

@@ -17,8 +17,8 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner, Result
 
-from moelink.cli import app as commands
-from moelink.cli import main
+from moelink.tools.cli import app as commands
+from moelink.tools.cli import main
 from plan_ranks import bench_document
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,14 +58,14 @@ def results(folder: Path, ranks: int = 4, factor: float = 1.0) -> Path:
 
 def test_the_package_s_constants_are_used_and_named() -> None:
     said = run("--ranks", "2..4").stdout
-    for words in ("measured: moelink/plan/constants.json", "measured on NVIDIA H200", "decode_2xh200.json"):
+    for words in ("measured: moelink/tools/plan/constants.json", "measured on NVIDIA H200", "decode_2xh200.json"):
         assert words in said
     assert "extrapolated" not in said
     assert "extrapolated: the constants were fitted to 2, 4 ranks" in run("--ranks", "8").stdout
 
 
 def test_the_plan_of_the_issue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelink.cli.plan.packaged_constants", commands_constants)
+    monkeypatch.setattr("moelink.tools.cli.plan.packaged_constants", commands_constants)
     document = document_of(
         "--experts", "256", "--topk", "8", "--hidden", "7168", "--tokens", "128", "--ranks", "8..2048",
         "--ranks-per-node", "8", *ASSUMED, "--routing", "uniform",
@@ -99,7 +99,7 @@ def test_text_says_that_times_rest_on_assumptions() -> None:
 
 
 def test_without_constants_there_are_bytes_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelink.cli.plan.packaged_constants", commands_constants)
+    monkeypatch.setattr("moelink.tools.cli.plan.packaged_constants", commands_constants)
     said = run("--ranks", "8..16").stdout
     assert "No times: no constant of the model is measured or given." in said
     assert "give --latency, --nvlink, --net" in said
@@ -111,7 +111,7 @@ def test_without_constants_there_are_bytes_and_no_times(monkeypatch: pytest.Monk
 
 def commands_constants() -> Any:
     """What a package without a file of constants has."""
-    from moelink.plan import Constants
+    from moelink.tools.plan import Constants
 
     return Constants()
 
@@ -186,7 +186,7 @@ def test_check_fails_when_a_prediction_is_too_far_off(tmp_path: Path) -> None:
 
 
 def test_check_without_constants_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelink.cli.plan.packaged_constants", commands_constants)
+    monkeypatch.setattr("moelink.tools.cli.plan.packaged_constants", commands_constants)
     done = run("check", str(results(tmp_path)))
     assert done.exit_code == 1
     assert "constants are missing; give --constants" in done.stderr

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moelink.bench.contenders import COLLECTIVE, SYMMETRIC
 from moelink.errors import ConfigError
-from moelink.plan import constants as constants_module
-from moelink.plan import fit as fitting
-from moelink.plan import measured
-from moelink.plan.constants import (
+from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.tools.plan import constants as constants_module
+from moelink.tools.plan import fit as fitting
+from moelink.tools.plan import measured
+from moelink.tools.plan.constants import (
     FIELDS,
     Constants,
     PhaseConstants,
@@ -23,8 +23,8 @@ from moelink.plan.constants import (
     packaged_constants,
     read_constants,
 )
-from moelink.plan.model import Shape, microseconds, predict
-from moelink.plan.traffic import PHASES, LinkBytes
+from moelink.tools.plan.model import Shape, microseconds, predict
+from moelink.tools.plan.traffic import PHASES, LinkBytes
 from plan_ranks import bench_document
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -131,7 +131,7 @@ def test_the_package_has_constants_only_from_a_file(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(constants_module, "files", lambda _: tmp_path)
     assert packaged_constants() == Constants()
     write(tmp_path, "constants.json", document)
-    assert packaged_constants().sources["floor_us"] == "measured: moelink/plan/constants.json"
+    assert packaged_constants().sources["floor_us"] == "measured: moelink/tools/plan/constants.json"
 
 
 @pytest.mark.parametrize(

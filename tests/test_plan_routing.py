@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelink.bench.presets import Case
-from moelink.bench.workload import draw_ids
 from moelink.errors import ConfigError
-from moelink.plan.routing import Routing, Trace, Uniform, Zipf, make_routing
-from moelink.plan.statistics import Statistics
+from moelink.tools.bench.presets import Case
+from moelink.tools.bench.workload import draw_ids
+from moelink.tools.plan.routing import Routing, Trace, Uniform, Zipf, make_routing
+from moelink.tools.plan.statistics import Statistics
 
 DRAWS = 40_000
 

@@ -54,7 +54,7 @@ def test_the_benchmark_result_meets_what_is_promised() -> None:
 
 def test_the_picture_is_drawn_from_its_data(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from moelink.plots import draw_demo
+    from moelink.tools.plots import draw_demo
 
     document = json.loads((ROOT / "docs" / "demo.json").read_text())
     for name in ("picture.png", "picture.svg"):

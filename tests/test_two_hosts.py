@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moelink.demo import DemoConfig, LayerConfig, run_demo
+from moelink.tools.demo import DemoConfig, LayerConfig, run_demo
 from two_hosts import NoNamespacesError, run_on, two_hosts
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,7 +2,7 @@
 
 import sys
 
-from moelink.cli import main
+from moelink.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

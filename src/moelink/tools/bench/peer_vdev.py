@@ -1,0 +1,216 @@
+"""torch's ``all_to_all_vdev_2d``: rows sorted by expert go from symmetric memory to symmetric memory (NVSHMEM).
+
+Torch's symmetric memory has one backend per process, and moelink's transport uses another one: this contender runs in
+processes of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moelink.arith import align_up
+from moelink.errors import UnsupportedError
+from moelink.formats import get_format
+from moelink.tools.bench.presets import Case, Settings
+from moelink.tools.bench.workload import num_copies, output_rows, rank_ids, rows_needed
+
+NAME = "torch all_to_all_vdev_2d"
+MOST_GROUPS = 16
+"""Groups of rows per rank that dispatch takes: 512 threads in tiles of 32."""
+
+ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_REMOTE_TRANSPORT": "none", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Set where unset: these calls need no multicast and, on one machine, no network."""
+
+
+def group_of_expert(case: Case, world_size: int) -> Tensor:
+    """[num_experts] int64: which of the groups of rows, all ranks' in order, an expert's rows go to.
+
+    One group per expert, or :data:`MOST_GROUPS` of neighbouring experts where a rank has more.
+
+    Example: 64 experts on 2 ranks: expert 0 and 1 share group 0, expert 32 is the first of group 16.
+
+    Raises:
+        UnsupportedError: ranks own different numbers of experts.
+    """
+    if case.num_experts % world_size:
+        raise UnsupportedError(
+            f"it needs as many experts on every rank, {case.num_experts} on {world_size} ranks are not"
+        )
+    local = case.num_experts // world_size
+    groups = min(local, MOST_GROUPS)
+    expert = torch.arange(case.num_experts)
+    return expert // local * groups + expert % local * groups // local
+
+
+def leaves_out(case: Case, world_size: int) -> str:
+    """What these rows do not pay for."""
+    local = case.num_experts // world_size
+    grouping = f"groups of {local // MOST_GROUPS} experts or more instead of each expert, " * (local > MOST_GROUPS)
+    return (
+        f"{grouping}sorting and gathering rows by expert (its input is sorted), quantising (its rows already are, "
+        "scales inside), ids, weights and sources; combine returns every row, neither weighted nor summed"
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one case, the same on all ranks.
+
+    Attributes:
+        copies: rotated inputs.
+        groups: of rows, of all ranks.
+        sent: rows that a rank sends.
+        rows: most that a rank receives, with a margin.
+        row_bytes, home_bytes: of a row out (payload and scales, padded to 16) and home.
+    """
+
+    copies: int
+    groups: int
+    sent: int
+    rows: int
+    row_bytes: int
+    home_bytes: int
+
+    @classmethod
+    def of(cls, case: Case, settings: Settings, world_size: int) -> Sizes:
+        """The sizes of ``case``. Raises UnsupportedError as :func:`group_of_expert` does."""
+        copies = num_copies(case, settings)
+        groups = int(group_of_expert(case, world_size)[-1]) + 1
+        needed = rows_needed(case, seed=settings.seed, copies=copies, world_size=world_size)
+        rows = output_rows(case, needed, world_size) + groups // world_size  # an empty group takes a row
+        row_bytes = align_up(get_format(case.format).bytes_per_token(case.hidden_size), 16)
+        return cls(copies, groups, case.tokens * case.topk, rows, row_bytes, case.hidden_size * 2)
+
+
+class Pool:
+    """Symmetric memory for all cases, allocated once: releasing it would be collective.
+
+    Attributes:
+        sends, receives: uint8, rows to dispatch (all copies), rows received.
+        results, returns: uint8, rows to send home, rows that came home.
+        splits: int64, rows per group, of all copies.
+        arrivals, homecomings: int64, rows per group and their starts, after dispatch and after combine, of all copies.
+    """
+
+    def __init__(self, sizes: Sequence[Sizes], device: torch.device) -> None:
+        """Room for the largest of ``sizes``. Collective."""
+        module = symmetric_memory()
+
+        def empty(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+            made: Tensor = module.empty(count, dtype=dtype, device=device)
+            module.rendezvous(made, group_name())
+            return made
+
+        self.sends = empty(max(s.copies * s.sent * s.row_bytes for s in sizes))
+        self.receives = empty(max(s.rows * s.row_bytes for s in sizes))
+        self.results = empty(max(s.rows * s.home_bytes for s in sizes))
+        self.returns = empty(max(s.sent * s.home_bytes for s in sizes))
+        most = max(s.copies * s.groups for s in sizes)
+        self.splits = empty(most, torch.int64)
+        self.arrivals, self.homecomings = empty(2 * most, torch.int64), empty(2 * most, torch.int64)
+
+
+def _front(memory: Tensor, *shape: int) -> Tensor:
+    """The beginning of ``memory`` as a tensor of ``shape``."""
+    return memory[: math.prod(shape)].view(shape)
+
+
+class VdevContender:
+    """Rows of one workload in symmetric memory, and the two calls."""
+
+    name = NAME
+    capturable = True
+    alternates = False
+    kernel_prefix = ""
+
+    def __init__(self, case: Case, settings: Settings, pool: Pool, *, rank: int, world_size: int) -> None:
+        sizes = Sizes.of(case, settings, world_size)
+        self.leaves_out = leaves_out(case, world_size)
+        self._group = group_name()
+        self._sends = _front(pool.sends, sizes.copies, sizes.sent, sizes.row_bytes)
+        self._receives = _front(pool.receives, sizes.rows, sizes.row_bytes)
+        self._results = _front(pool.results, sizes.rows, sizes.home_bytes)
+        self._returns = _front(pool.returns, sizes.sent, sizes.home_bytes)
+        self._splits = _front(pool.splits, sizes.copies, sizes.groups)
+        self._arrivals = _front(pool.arrivals, sizes.copies, 2, sizes.groups)
+        self._homecomings = _front(pool.homecomings, sizes.copies, 2, sizes.groups)
+        self._sends.random_(0, 256, generator=torch.Generator(self._sends.device).manual_seed(rank))
+        group = group_of_expert(case, world_size)
+        for copy in range(sizes.copies):
+            ids = rank_ids(case, seed=settings.seed, rank=rank, copy=copy, world_size=world_size)
+            self._splits[copy].copy_(torch.bincount(group[ids.flatten().long()], minlength=sizes.groups))
+        torch.cuda.synchronize(self._sends.device)
+
+    def dispatch(self, copy: int) -> int:
+        """See :class:`~moelink.tools.bench.contenders.Contender`."""
+        torch.ops.symm_mem.all_to_all_vdev_2d(
+            self._sends[copy], self._receives, self._splits[copy], self._arrivals[copy], self._group, major_align=1
+        )
+        return copy
+
+    def combine(self, copy: int, handle: int) -> Tensor:
+        """See :class:`~moelink.tools.bench.contenders.Contender`."""
+        torch.ops.symm_mem.all_to_all_vdev_2d_offset(
+            self._results, self._returns, self._arrivals[copy], self._homecomings[copy], self._group
+        )
+        return self._returns
+
+    def check(self) -> str:
+        """Empty when all bytes that were sent arrived, in sum over the ranks, each way. Collective."""
+        faults = []
+        self._receives.zero_()
+        self._results.random_(0, 256)
+        self.combine(0, self.dispatch(0))
+        torch.cuda.synchronize()
+        counts, starts = self._arrivals[0].tolist()
+        used = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        for phase, sent, received in (
+            ("dispatch", [self._sends[0]], [self._receives[rows] for rows in used]),
+            ("combine", [self._results[rows] for rows in used], [self._returns]),
+        ):
+            both = torch.tensor([sum(int(part.sum(dtype=torch.int64)) for part in parts) for parts in (sent, received)])
+            dist.all_reduce(both)
+            if both[0] != both[1]:
+                faults.append(f"{phase} lost or changed bytes")
+        return "; ".join(faults)
+
+    def close(self) -> None:
+        """Nothing to release: the pool outlives the contender."""
+
+
+def group_name() -> str:
+    """The name by which torch's operators know the default group."""
+    return str(dist.distributed_c10d._get_default_group().group_name)
+
+
+def symmetric_memory() -> Any:
+    """Torch's module with its NVSHMEM backend chosen.
+
+    Raises:
+        UnsupportedError: this torch or this machine has none.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        module = importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        raise UnsupportedError(f"this torch has no symmetric memory: {error}") from error
+    if not module.is_nvshmem_available():
+        raise UnsupportedError("NVSHMEM is not there (torch finds no libnvshmem_host.so.3)")
+    if not hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d"):
+        raise UnsupportedError("this torch has no all_to_all_vdev_2d")
+    module.set_backend("NVSHMEM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of torch no longer need the call, and say so
+        module.enable_symm_mem_for_group(group_name())
+    return module

@@ -1,0 +1,205 @@
+"""Clocks: how long calls take, aligned over ranks and with a cold cache.
+
+A CUDA sample is, in one stream and without the host waiting in between: a write larger than the second-level cache, an
+all-reduce of one element (no rank goes on before all have come), an event, the calls, an event. The host runs ahead of
+the device, so that a replayed graph is already queued when its turn comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._autograd import DeviceType
+
+from moelink.tools.bench.together import host_barrier
+
+Action = Callable[[], object]
+
+
+class Clock(Protocol):
+    """Measures actions on one rank; all ranks must measure the same ones in the same order."""
+
+    device: torch.device
+
+    def align(self) -> None:
+        """What follows starts at the same time on all ranks."""
+
+    def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
+        """Microseconds of each of ``samples`` runs of ``action``, after ``warmup`` more."""
+
+    def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
+        """For each sample the microseconds of each of ``steps``, which run one after the other."""
+
+
+class WallClock:
+    """The host's time, for CPUs. Ranks start each sample together."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def align(self) -> None:
+        """See :class:`Clock`."""
+        host_barrier()
+
+    def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
+        """See :class:`Clock`."""
+        return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
+
+    def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
+        """See :class:`Clock`."""
+        measured = []
+        for _ in range(warmup + samples):
+            self.align()
+            times = [time.perf_counter()]
+            for step in steps:
+                step()
+                times.append(time.perf_counter())
+            measured.append([1e6 * (end - start) for start, end in zip(times[:-1], times[1:], strict=True)])
+        return measured[warmup:]
+
+
+class CudaClock:
+    """Events on the current stream of ``device``.
+
+    ``flush_bytes`` are written before each sample; the default process group needs a backend for ``device``.
+    """
+
+    def __init__(self, device: torch.device, *, flush_bytes: int) -> None:
+        self.device = device
+        self._flush = torch.empty(max(1, flush_bytes), dtype=torch.uint8, device=device)
+        self._token = torch.zeros(1, device=device)
+
+    def align(self) -> None:
+        """See :class:`Clock`. Queued on the device; the host does not wait."""
+        self._flush.zero_()
+        dist.all_reduce(self._token)
+
+    def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
+        """See :class:`Clock`."""
+        return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
+
+    def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
+        """See :class:`Clock`."""
+        torch.cuda.synchronize(self.device)
+        host_barrier()
+        recorded = []
+        for _ in range(warmup + samples):
+            self.align()
+            events = [self._record()]
+            for step in steps:
+                step()
+                events.append(self._record())
+            recorded.append(events)
+        torch.cuda.synchronize(self.device)
+        return [
+            [1e3 * start.elapsed_time(end) for start, end in zip(events[:-1], events[1:], strict=True)]
+            for events in recorded[warmup:]
+        ]
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph, and what the captured calls returned: their memory belongs to the graph."""
+
+    graph: Any
+    results: list[Any] = field(default_factory=list)
+
+    def replay(self) -> None:
+        """Queue the captured calls."""
+        self.graph.replay()
+
+
+def capture(calls: Sequence[Callable[[], Any]], device: torch.device) -> Captured:
+    """Capture ``calls`` into one graph; each must have run before, so that nothing is compiled or made in the capture.
+
+    Only what this thread does is checked: threads of communication libraries go on querying their events.
+
+    Raises:
+        RuntimeError: one of the calls does what cannot be captured.
+    """
+    torch.cuda.synchronize(device)
+    host_barrier()
+    stream = torch.cuda.current_stream(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = [call() for call in calls]
+    finally:
+        torch.cuda.set_stream(stream)  # a capture that fails may leave its own stream behind
+    return Captured(graph, results)
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Device time of kernels in one profiled run.
+
+    Attributes:
+        microseconds: per call where every call launched equally many kernels, else one entry: the mean.
+        names: the kernels that were counted.
+    """
+
+    microseconds: list[float]
+    names: tuple[str, ...]
+
+
+def kernel_times(action: Action, *, calls: int, prefix: str, clock: Clock) -> KernelTimes | None:
+    """Device time of the kernels of ``action``, which makes ``calls`` calls; None where no profiler sees kernels.
+
+    Args:
+        prefix: only kernels whose names start with it count ("" for all but memory copies and fills; ranks are then
+            aligned by their hosts alone, as aligning devices takes kernels too).
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        host_barrier()  # starting a profiler takes longer on some ranks than on others
+        if prefix:
+            clock.align()
+        action()
+        torch.cuda.synchronize(clock.device)
+    spans = [
+        (float(event.time_range.start), float(event.time_range.elapsed_us()), str(event.name))
+        for event in profile.events() or []
+        if event.device_type == DeviceType.CUDA and _is_kernel(event, prefix)
+    ]
+    return kernel_times_of(sorted(spans), calls=calls)
+
+
+def _is_kernel(event: Any, prefix: str) -> bool:
+    """Kernels only: ranges that users mark appear on the device too, and so do copies and fills."""
+    name = str(event.name)
+    if prefix:
+        return name.startswith(prefix)
+    others = ("Mem", "Context Sync", "Event Sync", "Stream ", "nccl:", "ProfilerStep")
+    return not getattr(event, "is_user_annotation", False) and not name.startswith(others)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its result, template arguments and parameters, which take a page.
+
+    Example: "void at::native::fill<int, 4>(long, F)" is "at::native::fill".
+    """
+    return name.removeprefix("void ").split("<")[0].split("(")[0]
+
+
+def kernel_times_of(spans: Sequence[tuple[float, float, str]], *, calls: int) -> KernelTimes | None:
+    """Times per call from (start, microseconds, name) in order of start.
+
+    Example: 4 kernels of 1, 2, 3, 4 us in 2 calls: the calls took 3 and 7.
+    """
+    if not spans:
+        return None
+    names = tuple(dict.fromkeys(short_name(name) for _, _, name in spans))
+    times = [time for _, time, _ in spans]
+    if len(times) % calls:
+        return KernelTimes([sum(times) / calls], names)
+    each = len(times) // calls
+    return KernelTimes([sum(times[i * each : (i + 1) * each]) for i in range(calls)], names)

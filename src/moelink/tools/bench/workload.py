@@ -1,0 +1,156 @@
+"""Inputs that rotate: enough of them that none is still in the second-level cache when its turn comes again.
+
+Everything is a function of (seed, rank, copy), so that processes which never meet measure the same data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelink.arith import align_up
+from moelink.routing import ExpertMap
+from moelink.tools.bench.presets import Case, Settings
+from moelink.tools.bench.wire import count_messages
+
+CAPACITY_MARGIN = 1.25
+"""Rows allocated for outputs, relative to the most that any rank receives from any of the rotated inputs."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's input of one call.
+
+    Attributes:
+        x: [tokens, hidden_size] bf16.
+        topk_ids: [tokens, topk] int32.
+        topk_weights: [tokens, topk] fp32, positive, their sum is 1 for each token.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rank's rotating inputs.
+
+    Attributes:
+        case: what they are inputs of.
+        batches: one per copy; call i uses ``batches[i % len(batches)]``.
+        capacity: rows of every dispatch output, the same on all ranks.
+        y: per copy [capacity, hidden_size] bf16, what the experts made of the rows. Their values are arbitrary.
+    """
+
+    case: Case
+    batches: tuple[Batch, ...]
+    capacity: int
+    y: tuple[Tensor, ...]
+
+    @property
+    def copies(self) -> int:
+        """Number of rotated inputs."""
+        return len(self.batches)
+
+
+def num_copies(case: Case, settings: Settings) -> int:
+    """Inputs to rotate: as many as calls, fewer where ``rotation_bytes`` pass sooner, at least 3 (or all calls).
+
+    Example: 20 calls and 120 MB: 1 token of 14336 bytes rotates 20 inputs, 4096 tokens (58.7 MB) rotate 3.
+    """
+    each = case.tokens * case.hidden_size * 2
+    return min(settings.calls, max(3, math.ceil(settings.rotation_bytes / each)))
+
+
+def _generator(seed: int, rank: int, copy: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(((seed * 1009 + copy) * 1013 + rank) * 2 + 1)
+
+
+def draw_ids(case: Case, generator: torch.Generator, world_size: int) -> Tensor:
+    """[tokens, topk] int32 ids of the case's distribution, on the CPU, no expert twice in a token where that can be.
+
+    With one rank's experts fewer than ``topk``, "one-rank" repeats them.
+    """
+    experts = (
+        ExpertMap(case.num_experts, world_size).num_local(0) if case.distribution == "one-rank" else case.num_experts
+    )
+    shape = (case.tokens, case.topk)
+    if case.topk > experts:
+        return torch.randint(0, experts, shape, generator=generator).int()
+    # The largest of log p + Gumbel noise are a draw without replacement with probabilities p.
+    uniform = torch.rand(case.tokens, experts, generator=generator).clamp_min(1e-20)
+    scores = -torch.log(-torch.log(uniform))
+    if case.distribution == "zipf":
+        scores -= torch.log(torch.arange(1, experts + 1, dtype=torch.float32))
+    return scores.topk(case.topk, dim=-1).indices.int()
+
+
+def rank_ids(case: Case, *, seed: int, rank: int, copy: int, world_size: int) -> Tensor:
+    """The ids [tokens, topk] int32, on the CPU, that ``rank`` sends in input ``copy``."""
+    return draw_ids(case, _generator(seed, rank, copy, torch.device("cpu")), world_size)
+
+
+def rank_batch(case: Case, *, seed: int, rank: int, copy: int, world_size: int, device: torch.device) -> Batch:
+    """Input ``copy`` of ``rank``. Activations are drawn on ``device``: equal for equal kinds of device."""
+    ids = rank_ids(case, seed=seed, rank=rank, copy=copy, world_size=world_size)
+    generator = _generator(seed, rank, copy, device)
+    x = torch.randn(case.tokens, case.hidden_size, generator=generator, device=device, dtype=torch.bfloat16)
+    weights = torch.rand(case.tokens, case.topk, generator=generator, device=device) + 0.1
+    return Batch(x, ids.to(device), weights / weights.sum(-1, keepdim=True))
+
+
+def rows_needed(case: Case, *, seed: int, copies: int, world_size: int) -> int:
+    """Most rows, padding of groups included, that any rank receives from any of the inputs.
+
+    Example: 2 ranks, 4 experts, 3 tokens of topk 1, rank 0's tokens all on expert 0 and rank 1's on expert 2: rank 0
+    receives 3 rows and rank 1 too; with groups of 4 rows (fp8_block128) each needs 4. In layout "rank" rows are
+    messages, in groups of no least size: 3.
+    """
+    if case.layout == "rank":
+        return max(_messages_received(case, seed=seed, copy=copy, world_size=world_size) for copy in range(copies))
+    config = case.ep_config(0, world_size)
+    experts, most = ExpertMap(case.num_experts, world_size), 0
+    for copy in range(copies):
+        counts = torch.zeros(case.num_experts, dtype=torch.int64)
+        for rank in range(world_size):
+            ids = rank_ids(case, seed=seed, rank=rank, copy=copy, world_size=world_size)
+            counts += torch.bincount(ids.flatten(), minlength=case.num_experts)
+        aligned = [align_up(int(count), config.row_alignment) for count in counts]
+        for rank in range(world_size):
+            first = experts.first(rank)
+            most = max(most, sum(aligned[first : first + experts.num_local(rank)]))
+    return most
+
+
+def _messages_received(case: Case, *, seed: int, copy: int, world_size: int) -> int:
+    """Most messages that any rank receives from input ``copy`` of all ranks."""
+    drawn = (rank_ids(case, seed=seed, rank=rank, copy=copy, world_size=world_size) for rank in range(world_size))
+    sent = (count_messages(ids, case, world_size) for ids in drawn)
+    return max(map(sum, zip(*sent, strict=True)))
+
+
+def output_rows(case: Case, needed: int, world_size: int) -> int:
+    """Rows to allocate where ``needed`` are: with a margin, a multiple of 16, never more than the worst case."""
+    worst = case.ep_config(0, world_size).max_rows
+    return max(needed, min(worst, align_up(math.ceil(needed * CAPACITY_MARGIN), 16)))
+
+
+def make_workload(case: Case, settings: Settings, *, rank: int, world_size: int, device: torch.device) -> Workload:
+    """This rank's inputs. No communication: every rank computes the routing of all."""
+    copies = num_copies(case, settings)
+    batches = tuple(
+        rank_batch(case, seed=settings.seed, rank=rank, copy=copy, world_size=world_size, device=device)
+        for copy in range(copies)
+    )
+    needed = rows_needed(case, seed=settings.seed, copies=copies, world_size=world_size)
+    capacity = output_rows(case, needed, world_size)
+    generator = _generator(settings.seed, rank, copies, device)
+    y = tuple(
+        torch.randn(capacity, case.hidden_size, generator=generator, device=device, dtype=torch.bfloat16)
+        for _ in range(copies)
+    )
+    return Workload(case, batches, capacity, y)

@@ -1,0 +1,78 @@
+"""What the demonstration runs: ranks, tokens, formats, transport."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from moelink.config import EPConfig, TransportName
+from moelink.errors import ConfigError
+from moelink.tools.demo.layer import LayerConfig
+
+FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp32", "fp64")
+"""What runs when no format is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What to run.
+
+    Attributes:
+        ranks: processes, one rank each, over all hosts.
+        tokens_per_rank: bytes of text each rank takes; the last ranks get fewer, or none, when the text is short.
+        formats: dispatch formats, run one after the other.
+        transport: as in ``moelink.init``.
+        device: "cpu", "cuda", or "auto": a GPU per rank where there are enough, else CPU.
+        layer: sizes and seed of the layer.
+        timeout: seconds after which the ranks are given up.
+    """
+
+    ranks: int = 4
+    tokens_per_rank: int = 512
+    formats: tuple[str, ...] = FORMATS
+    transport: TransportName = "auto"
+    device: str = "auto"
+    layer: LayerConfig = field(default_factory=LayerConfig)
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "tokens_per_rank"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, "an integer >= 1", getattr(self, name))
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError("device", "'auto', 'cpu' or 'cuda'", self.device)
+        if self.device == "cuda" and torch.cuda.device_count() < self.ranks_here:
+            raise ConfigError(
+                "device", f"'cpu', or {self.ranks_here} GPUs (there are {torch.cuda.device_count()})", self.device
+            )
+        for name in self.formats:
+            self.ep_config(name)
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this host: those that torchrun started here, or all of them."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether each rank gets a GPU."""
+        return self.device == "cuda" or (self.device == "auto" and torch.cuda.device_count() >= self.ranks_here)
+
+    def combine_dtype(self, format_name: str) -> torch.dtype:
+        """fp32 and fp64 for the formats of that name, else bf16."""
+        return {"fp32": torch.float32, "fp64": torch.float64}.get(format_name, torch.bfloat16)
+
+    def ep_config(self, format_name: str, rank: int = 0) -> EPConfig:
+        """The communicator's configuration; also what validates the sizes before anything starts."""
+        return EPConfig(
+            num_experts=self.layer.num_experts, topk=self.layer.topk, hidden_size=self.layer.hidden_size,
+            max_tokens_per_rank=self.tokens_per_rank, dispatch_format=format_name, transport=self.transport,
+            combine_dtype=self.combine_dtype(format_name), world_size=self.ranks, rank=rank,
+        )  # fmt: skip
+
+    def share(self, rank: int, available: int) -> slice:
+        """The part of ``available`` tokens that ``rank`` takes."""
+        start = min(rank * self.tokens_per_rank, available)
+        return slice(start, min(start + self.tokens_per_rank, available))

@@ -1,0 +1,34 @@
+"""``moelink plan``: memory, bytes and time of dispatch and combine at sizes that one does not have yet.
+
+From bottom to top: ``routing`` (how many ranks and nodes a token reaches), ``settings`` (what is asked), ``traffic``
+(bytes by link), ``constants`` and ``model`` (bytes to microseconds), ``report`` (all sizes in one document);
+``measured`` compares with results of ``moelink bench``, ``fit`` makes constants of them.
+
+Example:
+    >>> from moelink.tools.plan import Layer, make_plan, parse_ranks, Uniform
+    >>> layer = Layer(num_experts=256, topk=8, hidden_size=7168, tokens=128)
+    >>> plan = make_plan(layer, parse_ranks("8..16"), ranks_per_node=8, routing=Uniform(256, 8))
+    >>> [round(size.statistics.ranks_per_token, 2) for size in plan.sizes]
+    [5.29, 6.52]
+"""
+
+from moelink.tools.plan.constants import Constants, load_constants, packaged_constants
+from moelink.tools.plan.report import Plan, make_plan, to_document
+from moelink.tools.plan.routing import Routing, Trace, Uniform, Zipf, make_routing
+from moelink.tools.plan.settings import Layer, parse_ranks
+
+__all__ = [
+    "Constants",
+    "Layer",
+    "Plan",
+    "Routing",
+    "Trace",
+    "Uniform",
+    "Zipf",
+    "load_constants",
+    "make_plan",
+    "make_routing",
+    "packaged_constants",
+    "parse_ranks",
+    "to_document",
+]

@@ -1,0 +1,141 @@
+"""Expected bytes of one call by link, on the busiest rank.
+
+Legend: ``T`` tokens of every rank, ``W`` ranks on ``N`` nodes of ``P``; ``h[r]`` and ``H[n]`` probabilities that a
+token hits a rank or node (:mod:`~moelink.tools.plan.statistics`), ``k[r]`` its slots there. What is said of messages of
+dispatch holds for the rows of combine with directions exchanged: every message brings one row back over the same links.
+
+**One copy per (token, rank)**, what moelink does: a token travels from its rank straight to every other rank it hits.
+From rank s on node n there leave, and at rank d there arrive, messages
+
+====================  ============================================  ============================
+link                  out of s                                      into d
+====================  ============================================  ============================
+NVLink                T x sum of h[r] over other r on node n        T (P - 1) h[d]
+network               T x sum of h[r] over all other nodes          T (W - P) h[d]
+====================  ============================================  ============================
+
+**One copy per (token, node)**, a two-level transport (not built here): a token crosses the network once per node it
+hits, to the rank there that has its sender's place on the node; that one forwards it over NVLink to the ranks that
+the token hits. With its own tokens each rank so distributes those of N ranks on its node
+
+====================  ============================================  ============================
+NVLink                T N x sum of h[r] over other r on node n      T N (P - 1) h[d]
+network               T x sum of H over other nodes                 T (N - 1) H[n]
+====================  ============================================  ============================
+
+A link carries both directions at once, so the larger one counts, and of all ranks the largest. That is the largest of
+expectations; the expectation of the largest is higher by how much counts fluctuate, which tests/test_plan_traffic.py
+measures: some 4 % for 8 ranks with 128 tokens of top-8, less with more tokens.
+
+**Memory**: what a rank reads and writes in its own memory besides. Dispatch reads T activations in bf16 and all
+messages that reached it, and writes T W k[d] rows; combine reads as many expert outputs and T x (sum of h) rows that
+came home, and writes T results. Forwarding reads T (N - 1) H[n] messages more, in each phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from moelink.config import EPConfig
+from moelink.memory.workspace import Workspace
+from moelink.tools.plan.routing import Floats
+from moelink.tools.plan.settings import Layer
+from moelink.tools.plan.statistics import Statistics
+from moelink.transports.base import Phase
+
+Copies = Literal["rank", "node"]
+COPIES: tuple[Copies, ...] = get_args(Copies)
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Expected bytes of one phase of one call.
+
+    Attributes:
+        nvlink, network: over the busier direction of the busiest rank's link.
+        memory: read and written in its own memory by the rank that does so most.
+        total_nvlink, total_network: sent by all ranks together.
+        quantised: of rows, before a sender brings them into a format with scales.
+    """
+
+    nvlink: float
+    network: float
+    memory: float
+    total_nvlink: float
+    total_network: float
+    quantised: float = 0.0
+
+
+@dataclass(frozen=True)
+class Units:
+    """Bytes of what travels and of what stays.
+
+    Attributes:
+        message, home: one dispatched message; one row on its way home, with what goes with it.
+        activation, row, output: a token before dispatch (bf16), a dispatched row, an expert's output for it.
+        quantised: a token before dispatch if the format has scales, else 0.
+    """
+
+    message: int
+    home: int
+    activation: int
+    row: int
+    output: int
+    quantised: int = 0
+
+    @classmethod
+    def of(cls, layer: Layer, config: EPConfig) -> Units:
+        """As the layer's transport moves them."""
+        if layer.transport == "symmetric":
+            workspace = Workspace(config)
+            message, home = workspace.message_bytes, workspace.row_bytes
+        else:
+            message, home = config.dispatch_message.nbytes, config.home_message_bytes
+        row = config.format.bytes_per_token(config.hidden_size)
+        activation = 2 * config.hidden_size
+        quantised = 0 if config.format.scale_dtype is None else activation
+        return cls(message, home, activation, row, config.combine_row_bytes, quantised)
+
+
+def _sums_of_nodes(values: Floats, nodes: int) -> Floats:
+    """[W] sum of ``values`` [W] over each rank's node."""
+    per_node = len(values) // nodes
+    sums: Floats = values.reshape(nodes, per_node).sum(1).repeat(per_node)
+    return sums
+
+
+def link_bytes(phase: Phase, copies: Copies, units: Units, statistics: Statistics, tokens: int) -> LinkBytes:
+    """The expected bytes of ``tokens`` tokens a rank.
+
+    Example: 2 ranks of one node, each hit by every token, 10 tokens, messages of 100 bytes: 1000 bytes over each link
+    and direction, 2000 in total.
+    """
+    hits, node_hits = statistics.rank_hits, statistics.node_hits
+    ranks, nodes = len(hits), len(node_hits)
+    per_node = ranks // nodes
+    node = _sums_of_nodes(hits, nodes)
+    of_node = node_hits.repeat(per_node)
+    distributed = nodes if copies == "node" else 1  # ranks whose tokens one rank spreads over its node
+    nvlink_out, nvlink_in = distributed * (node - hits), distributed * (per_node - 1) * hits
+    if copies == "node":
+        network_out, network_in = node_hits.sum() - of_node, (nodes - 1) * of_node
+    else:
+        network_out, network_in = hits.sum() - node, (ranks - per_node) * hits
+    each = units.message if phase == "dispatch" else units.home
+    received = ranks * statistics.rank_slots
+    if phase == "dispatch":
+        memory = units.activation + ranks * hits * units.message + received * units.row
+    else:
+        memory = received * units.output + hits.sum() * units.home + units.output
+    if copies == "node":
+        memory = memory + (nodes - 1) * of_node * each
+    return LinkBytes(
+        nvlink=tokens * each * float(max(nvlink_out.max(), nvlink_in.max())),
+        network=tokens * each * float(max(network_out.max(), network_in.max())),
+        memory=tokens * float(memory.max()),
+        total_nvlink=tokens * each * float(nvlink_out.sum()),
+        total_network=tokens * each * float(network_out.sum()),
+        quantised=float(tokens * units.quantised) if phase == "dispatch" else 0.0,
+    )
