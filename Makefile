@@ -33,8 +33,8 @@ gpu-test: $(STAMP)  ## tests that need CUDA devices
 	$(BIN)/pytest -m gpu
 
 bench: $(STAMP)  ## the CPU benchmark, its JSON, and the table in README.md
-	$(BIN)/python benchmarks/collective_vs_topk.py
-	$(BIN)/python benchmarks/render.py
+	$(BIN)/python -m moelink.tools.bench.collective
+	$(BIN)/python -m moelink.tools.bench.render
 
 picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration run
 	$(BIN)/moelink demo --ranks 4 --json > docs/demo.json

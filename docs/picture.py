@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from moelink.tools.plots import draw_demo
+from moelink.tools.plots.maps import draw_demo
 
 HERE = Path(__file__).resolve().parent
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import moelink
 from moelink.nn import MoE, all_reduce_gradients, save_load
 from moelink.testing import run_ranks
-from moelink.tools.demo.data import bundled_text
+from moelink.tools.demo import bundled_text
 
 TOLERANCE = 1e-4
 """Nats. Sums in another order round otherwise in fp32, and training makes small differences larger."""

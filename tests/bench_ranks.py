@@ -6,7 +6,7 @@ import torch
 
 import moelink
 from moelink.tools.bench.presets import Plan
-from moelink.tools.bench.ranks import RankReport, moelink_main
+from moelink.tools.bench.run import RankReport, moelink_main
 
 
 def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:

@@ -1,7 +1,6 @@
 """The bench from end to end: the smoke preset, what is made of its result, and the gate."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,13 +13,11 @@ import torch
 
 import bench_ranks
 import moelink
-from moelink.tools.bench import Case, make_plan, run
+from moelink.tools.bench import Case, make_plan, render, run
 from moelink.tools.bench.ceiling import Ceiling, CeilingSamples
-from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.tools.bench.gate import check_transports
+from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC, check_transports
 from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.ranks import RankReport, RankRow
-from moelink.tools.bench.report import results_of
+from moelink.tools.bench.report import RankReport, RankRow, results_of
 from moelink.tools.bench.workload import Batch, rank_batch
 from moelink.tools.cli import main
 
@@ -102,7 +99,7 @@ def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
 
 
 def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
-    from moelink.tools.plan.measured import points_of
+    from moelink.tools.plan.fit import points_of
 
     document = json.loads(smoke.read_text())
     points = points_of(document, "smoke.json", contender=COLLECTIVE)
@@ -119,9 +116,9 @@ def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
 
 def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    from moelink.tools.bench.plots import points_of
-    from moelink.tools.cli.bench_view import bench_view
-    from moelink.tools.cli.render import make_console
+    from moelink.tools.cli.bench import bench_view
+    from moelink.tools.cli.console import make_console
+    from moelink.tools.plots.lines import points_of
 
     document = json.loads(smoke.read_text())
     console = make_console()
@@ -139,11 +136,6 @@ def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest
 
 
 def test_the_readme_gets_a_table_of_gpu_results(smoke: Path) -> None:
-    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
-    assert spec is not None
-    assert spec.loader is not None
-    render = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(render)
     document = json.loads(smoke.read_text())
     table = render.speed_table(document)
     assert "| 5 tokens, bf16 | moelink collective | " in table

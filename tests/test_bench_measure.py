@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench_fakes import FakeClock, FakeDevice, FakeGraph, NotingContender, TakingContender
-from moelink.tools.bench import Settings, measure, together
+from moelink.tools.bench import Settings, measure, timing
 from moelink.tools.bench.timing import KernelTimes
 
 PAIR = ["dispatch", "combine"]
@@ -13,7 +13,7 @@ PAIR = ["dispatch", "combine"]
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Graphs and profiles without a device, agreement without a group."""
-    monkeypatch.setattr(together, "everyone", lambda value: [value])
+    monkeypatch.setattr(timing, "everyone", lambda value: [value])
     monkeypatch.setattr(measure, "everyone", lambda value: [value])
     monkeypatch.setattr(measure, "kernel_times", lambda *_, **__: KernelTimes([2.0], ("ep_x",)))
     return FakeDevice(monkeypatch)
@@ -129,7 +129,7 @@ def test_no_rank_replays_what_another_could_not_capture(
         made.append(FakeGraph(fake_device))
         return made[-1]
 
-    monkeypatch.setattr(together, "everyone", everyone)
+    monkeypatch.setattr(timing, "everyone", everyone)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
     phases = measure.measure_contender(
         NotingContender(alternates=True), copies=1, settings=Settings(calls=2), clock=FakeClock(fake_device)

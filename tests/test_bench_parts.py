@@ -11,16 +11,31 @@ import moelink
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, Case, Settings, make_plan
 from moelink.tools.bench.ceiling import CeilingSamples, ceiling_of
-from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC, compile_calls, open_communicator
-from moelink.tools.bench.gate import expert_factor, row_factors
-from moelink.tools.bench.judge import judge
+from moelink.tools.bench.contenders import (
+    COLLECTIVE,
+    SYMMETRIC,
+    compile_calls,
+    expert_factor,
+    open_communicator,
+    row_factors,
+)
 from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.peer_vdev import group_of_expert
-from moelink.tools.bench.report import CaseResult, PhaseResult, Row, figure_of, phase_result
-from moelink.tools.bench.stats import Figure, slowest_rank
-from moelink.tools.bench.timing import kernel_times_of, short_name
-from moelink.tools.bench.wire import WireBytes, combine_row_bytes, count_messages, dispatch_message_bytes, wire_bytes
-from moelink.tools.bench.workload import draw_ids, num_copies, output_rows, rank_batch, rank_ids, rows_needed
+from moelink.tools.bench.peers import group_of_expert
+from moelink.tools.bench.report import CaseResult, PhaseResult, Row, figure_of, judge, phase_result
+from moelink.tools.bench.timing import Figure, kernel_times_of, short_name, slowest_rank
+from moelink.tools.bench.workload import (
+    WireBytes,
+    combine_row_bytes,
+    count_messages,
+    dispatch_message_bytes,
+    draw_ids,
+    num_copies,
+    output_rows,
+    rank_batch,
+    rank_ids,
+    rows_needed,
+    wire_bytes,
+)
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from moelink.tools.bench import make_plan, run
+from moelink.tools.bench import make_plan, render, run
 from moelink.tools.bench.ceiling import CeilingSamples
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
 from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.ranks import RankReport, RankRow
-from moelink.tools.bench.report import results_of
-from moelink.tools.cli.bench_view import bench_view, method_rows
-from moelink.tools.cli.render import make_console
-from moelink.tools.plan.measured import load_points
-from test_benchmark_scripts import script
+from moelink.tools.bench.report import RankReport, RankRow, results_of
+from moelink.tools.cli.bench import bench_view, method_rows
+from moelink.tools.cli.console import make_console
+from moelink.tools.plan.fit import load_points
 
 PEER = "FlashInfer one-sided"
 ALONE = ("dispatch", "combine")
@@ -66,9 +64,7 @@ def test_pairs_are_in_the_document() -> None:
 
 
 @pytest.mark.parametrize(("make", "method"), [(with_pairs, "pairs"), (without_pairs, "eager")])
-def test_documents_become_text_and_tables(
-    make: Any, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_become_text_and_tables(make: Any, method: str, capsys: pytest.CaptureFixture[str]) -> None:
     document = make()
     row = row_of(document, PEER)
     by_method = {name: (cells[0], share) for name, cells, _, share in method_rows(row)}
@@ -79,7 +75,6 @@ def test_documents_become_text_and_tables(
     console = make_console()
     console.print(bench_view(console, document))
     assert ("25.0 (25.0-25.0)" in capsys.readouterr().out) == (method == "pairs")
-    render = script("render", monkeypatch)
     median = row["phases"]["dispatch"][method]["median"]
     assert render.cell(row["phases"]["dispatch"]) == f"{median:.1f} ({median:.1f} – {median:.1f}) {method}"
     assert render.medians(row) == ("25.0† / 25.0† / 41.0" if method == "pairs" else "– / – / 41.0")
@@ -91,7 +86,7 @@ def test_documents_become_text_and_tables(
 
 @pytest.mark.parametrize(("make", "method"), [(with_pairs, "pairs"), (without_pairs, "eager")])
 def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: Path) -> None:
-    from moelink.tools.bench.plots import draw_bench, points_of
+    from moelink.tools.plots.lines import draw_bench, points_of
 
     document = make()
     points = {(point.contender, point.phase): point.method for point in points_of(document)}
@@ -110,7 +105,7 @@ def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: 
 
 
 def test_a_picture_of_several_commits_says_so() -> None:
-    from moelink.tools.bench.plots import commits
+    from moelink.tools.plots.lines import commits
 
     made = [{"ranks": ranks, "commit": commit} for ranks, commit in ((4, "b" * 40), (2, "a" * 40), (2, "a" * 40))]
     assert commits(made) == "2: aaaaaaa, 4: bbbbbbb"

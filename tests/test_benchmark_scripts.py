@@ -1,44 +1,25 @@
-"""Scripts of ``benchmarks``: what of them needs no GPU."""
+"""Benchmarks that are started on their own: what of them needs no GPU."""
 
-import importlib.util
-import sys
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from moelink.memory.workspace import Workspace
-from moelink.tools.bench import Case
-
-ROOT = Path(__file__).resolve().parent.parent
+from moelink.tools.bench import Case, ncu, quotients, sweep
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
 
 
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A script of ``benchmarks`` as a module; those it imports lie beside it."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_samples_are_condensed_to_the_hottest_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    stalls = script("stalls", monkeypatch)
+def test_samples_are_condensed_to_the_hottest_instructions() -> None:
     add, load, cold = (
-        stalls.Instruction(at, text, samples)
+        ncu.Instruction(at, text, samples)
         for at, text, samples in (
             (16, "IADD", {"long_scoreboard": 3, "wait": 1}), (0, "LDG", {"wait": 2}), (32, "EXIT", {"barrier": 1})
         )
     )  # fmt: skip
-    assert stalls.condense([add, cold, load], hottest=2) == {
+    assert ncu.condense([add, cold, load], hottest=2) == {
         "samples": 7,
         "reasons": {"long_scoreboard": 42.9, "wait": 42.9, "barrier": 14.3},
         "hottest": [
@@ -48,9 +29,8 @@ def test_samples_are_condensed_to_the_hottest_instructions(monkeypatch: pytest.M
     }
 
 
-def test_counters_are_read_from_a_profiler_s_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_are_read_from_a_profiler_s_report() -> None:
     """Of lines that look alike, those in the unit that is kept; numbers with thousands set apart."""
-    counters = script("counters", monkeypatch)
     report = """==PROF== Profiling "ep_x_kernel"
   ep_x_kernel (132, 1, 1)x(256, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
     Memory Throughput                 %        23.90
@@ -60,15 +40,14 @@ def test_counters_are_read_from_a_profiler_s_report(monkeypatch: pytest.MonkeyPa
   ep_y_kernel (7, 1, 1)x(128, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
     Duration                         us         3.00
 """
-    assert counters.parse(report) == [
+    assert ncu.parse(report) == [
         {"kernel": "ep_x_kernel", "programs": 132, "threads": 256, "us": 148.22, "dram_tb_per_s": 1.15,
          "instructions": 44569537},
         {"kernel": "ep_y_kernel", "programs": 7, "threads": 128, "us": 3.0},
     ]  # fmt: skip
 
 
-def test_a_sweep_s_settings_are_in_force_while_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = script("sweep", monkeypatch)
+def test_a_sweep_s_settings_are_in_force_while_it_says_so() -> None:
     workspace = Workspace(SMALL.ep_config(0, 2))
 
     def spec() -> Any:
@@ -87,9 +66,9 @@ def test_a_sweep_s_settings_are_in_force_while_it_says_so(monkeypatch: pytest.Mo
         assert spec().BATCH == usual.BATCH
 
 
-def test_multiplications_with_additions_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiplications_with_additions_round_once() -> None:
     """Against exact fractions, and where rounding to fp64 in between would land on the middle of two fp32."""
-    fma = script("quotients", monkeypatch).fma
+    fma = quotients.fma
     generator = torch.Generator().manual_seed(1)
     exponents = torch.randint(-40, 3, (3, 500), generator=generator)
     a, b, c = torch.randn(3, 500, generator=generator) * torch.exp2(exponents.float())
@@ -103,9 +82,8 @@ def test_multiplications_with_additions_round_once(monkeypatch: pytest.MonkeyPat
         assert (sign * a.double() * b.double() + sign * c.double()).float().item() == sign * (1 + 2.0**-22)
 
 
-def test_one_correction_makes_quotients_of_bf16_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_correction_makes_quotients_of_bf16_right() -> None:
     """The script's example, and a part of what it tries."""
-    quotients = script("quotients", monkeypatch)
     one = quotients.corrected(*(torch.tensor([value]) for value in (1.0, 3.0, 0.25, 0.5)))
     assert one.item() == 0.375
     found = quotients.measure(scale_bits=9)

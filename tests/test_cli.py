@@ -20,10 +20,10 @@ from moelink.env import VARIABLES
 from moelink.testing import RankFailedError
 from moelink.tools.cli import app as commands
 from moelink.tools.cli import main, missing_packages
+from moelink.tools.cli.console import bar, make_console, quantity
 from moelink.tools.cli.environment import inspect_environment
-from moelink.tools.cli.render import bar, make_console, quantity
 from moelink.tools.demo import DemoConfig, DemoReport, LayerConfig
-from moelink.tools.demo.results import FormatResult
+from moelink.tools.demo.report import FormatResult
 
 SMALL = ["--ranks", "2", "--tokens", "12", "--experts", "6", "--topk", "2", "--hidden", "128"]
 ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")

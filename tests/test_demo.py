@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import moelink
-from moelink.tools.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, run_demo
-from moelink.tools.demo.data import bundled_text
-from moelink.tools.demo.judge import Truth, judge
+from moelink.tools.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, bundled_text, run_demo
 from moelink.tools.demo.layer import Routing, allowed_rounding, embed, make_expert, route, unsharded_layer
 from moelink.tools.demo.ranks import RankOutput
+from moelink.tools.demo.run import Truth, judge
 
 LAYER = LayerConfig(num_experts=7, topk=3, hidden_size=128, intermediate_size=24, seed=5)
 TEXT = bundled_text()[2000:2040]
@@ -177,7 +176,7 @@ def test_the_bundled_text_is_what_its_notice_says() -> None:
     from hashlib import sha256
     from importlib.resources import files
 
-    notice = files("moelink.tools.demo.data").joinpath("NOTICE").read_text()
+    notice = files("moelink.tools.demo").joinpath("data", "NOTICE").read_text()
     assert "public domain" in notice
     assert sha256(bundled_text()).hexdigest() in notice
     assert f"{len(bundled_text())} bytes" in notice

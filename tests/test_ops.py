@@ -239,6 +239,6 @@ def test_the_guide_says_what_was_measured() -> None:
     us = {name: times["median"] for name, times in document["rows"][0]["us"].items()}
     assert document["gate"] == "passed"
     assert us["choice"] < (us["operator"] - us["direct"]) / 10  # or there would be no reason to bypass the operators
-    command = [sys.executable, ROOT / "benchmarks" / "ops_overhead.py", "--check"]
+    command = [sys.executable, "-m", "moelink.tools.bench.render", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

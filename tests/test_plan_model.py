@@ -12,18 +12,20 @@ import pytest
 
 from moelink.errors import ConfigError
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.tools.plan import constants as constants_module
+from moelink.tools.bench.document import BENCHMARK
 from moelink.tools.plan import fit as fitting
-from moelink.tools.plan import measured
-from moelink.tools.plan.constants import (
+from moelink.tools.plan import model
+from moelink.tools.plan.model import (
     FIELDS,
     Constants,
     PhaseConstants,
+    Shape,
     load_constants,
+    microseconds,
     packaged_constants,
+    predict,
     read_constants,
 )
-from moelink.tools.plan.model import Shape, microseconds, predict
 from moelink.tools.plan.traffic import PHASES, LinkBytes
 from plan_ranks import bench_document
 
@@ -42,8 +44,8 @@ def links(nvlink: float, network: float = 0.0, memory: float = 0.0) -> LinkBytes
 def modelled(ranks: int, factor: float = 1.0) -> dict[str, Any]:
     """A result whose times are those of the model with TRUTH, times ``factor``."""
     empty = [{"tokens": t, "distribution": d, "dispatch": 1.0, "combine": 1.0} for t, d in CASES]
-    points = measured.points_of(bench_document(ranks, empty), "x", contender=SYMMETRIC)
-    times = [compared.predicted_us for compared in measured.compare(points, Constants(TRUTH))]
+    points = fitting.points_of(bench_document(ranks, empty), "x", contender=SYMMETRIC)
+    times = [compared.predicted_us for compared in fitting.compare(points, Constants(TRUTH))]
     for entry, (dispatch, combine) in zip(empty, zip(times[::2], times[1::2], strict=True), strict=True):
         entry |= {"dispatch": dispatch * factor, "combine": combine * factor}
     return bench_document(ranks, empty)
@@ -102,7 +104,7 @@ def test_bad_constants_are_refused(name: str, value: Any) -> None:
 
 
 def test_sources_say_what_was_measured_and_what_was_assumed(tmp_path: Path) -> None:
-    document = fitting.fit(measured.points_of(modelled(4), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
+    document = fitting.fit(fitting.points_of(modelled(4), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
     found = load_constants(write(tmp_path, "h.json", document))
     assert found.are_measured
     assert found.sources["nvlink_gb_per_s"] == "measured: h.json"
@@ -127,8 +129,8 @@ def test_an_assumed_latency_replaces_all_of_a_measured_one() -> None:
 
 
 def test_the_package_has_constants_only_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = fitting.fit(measured.points_of(modelled(2), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
-    monkeypatch.setattr(constants_module, "files", lambda _: tmp_path)
+    document = fitting.fit(fitting.points_of(modelled(2), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
+    monkeypatch.setattr(model, "files", lambda _: tmp_path)
     assert packaged_constants() == Constants()
     write(tmp_path, "constants.json", document)
     assert packaged_constants().sources["floor_us"] == "measured: moelink/tools/plan/constants.json"
@@ -146,7 +148,7 @@ def test_the_package_has_constants_only_from_a_file(tmp_path: Path, monkeypatch:
     ],
 )
 def test_files_that_are_no_constants_are_refused(change: dict[str, Any], words: str) -> None:
-    good = fitting.fit(measured.points_of(modelled(2), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
+    good = fitting.fit(fitting.points_of(modelled(2), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
     with pytest.raises(ConfigError, match=words):
         read_constants({**good, **change}, "file.json")
 
@@ -159,7 +161,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_fit_finds_the_constants_that_made_the_times() -> None:
-    points = [p for r in (2, 4, 8) for p in measured.points_of(modelled(r), f"{r}.json", contender=SYMMETRIC)]
+    points = [p for r in (2, 4, 8) for p in fitting.points_of(modelled(r), f"{r}.json", contender=SYMMETRIC)]
     document = fitting.fit(points, contender=SYMMETRIC)
     for phase in PHASES:
         for name, value in vars(TRUTH[phase]).items():
@@ -171,7 +173,7 @@ def test_a_fit_finds_the_constants_that_made_the_times() -> None:
 
 
 def test_a_fit_to_one_number_of_ranks_leaves_out_what_it_cannot_tell() -> None:
-    points = measured.points_of(modelled(4), "4.json", contender=SYMMETRIC)
+    points = fitting.points_of(modelled(4), "4.json", contender=SYMMETRIC)
     uniform = [point for point in points if point.routing == "uniform"]
     document = fitting.fit(uniform, contender=SYMMETRIC)
     for phase in PHASES:
@@ -192,11 +194,11 @@ def test_a_fit_to_two_formats_tells_quantising_from_bytes() -> None:
     ]
     truth = {phase: dataclasses.replace(TRUTH[phase], memory_gb_per_s=None) for phase in PHASES}
     truth["dispatch"] = dataclasses.replace(truth["dispatch"], quantising_gb_per_s=600.0)
-    points = measured.points_of(bench_document(2, empty), "x", contender=SYMMETRIC)
-    times = [compared.predicted_us for compared in measured.compare(points, Constants(truth))]
+    points = fitting.points_of(bench_document(2, empty), "x", contender=SYMMETRIC)
+    times = [compared.predicted_us for compared in fitting.compare(points, Constants(truth))]
     for entry, (dispatch, combine) in zip(empty, zip(times[::2], times[1::2], strict=True), strict=True):
         entry |= {"dispatch": dispatch, "combine": combine}
-    points = measured.points_of(bench_document(2, empty), "x", contender=SYMMETRIC)
+    points = fitting.points_of(bench_document(2, empty), "x", contender=SYMMETRIC)
     document = fitting.fit(points, contender=SYMMETRIC)
     assert document["phases"]["dispatch"]["quantising_gb_per_s"] == pytest.approx(600, rel=1e-3)
     assert document["phases"]["combine"]["quantising_gb_per_s"] is None
@@ -230,15 +232,15 @@ def test_least_squares_is_optimal() -> None:
 def test_times_from_which_nothing_follows_are_refused() -> None:
     falling = [{"tokens": t, "dispatch": 100.0 / t, "combine": 100.0 / t} for t in (1, 10, 100)]
     with pytest.raises(ConfigError, match="grow with the bytes"):
-        fitting.fit(measured.points_of(bench_document(4, falling), "f.json", contender=SYMMETRIC), contender=SYMMETRIC)
+        fitting.fit(fitting.points_of(bench_document(4, falling), "f.json", contender=SYMMETRIC), contender=SYMMETRIC)
     one = bench_document(4, falling[:1])
     with pytest.raises(ConfigError, match="at least two"):
-        fitting.fit(measured.points_of(one, "f.json", contender=SYMMETRIC), contender=SYMMETRIC)
+        fitting.fit(fitting.points_of(one, "f.json", contender=SYMMETRIC), contender=SYMMETRIC)
     other = bench_document(2, falling, devices=["Another GPU"] * 2)
     both = [
         p
         for name, document in (("a", modelled(4)), ("b", other))
-        for p in measured.points_of(document, name, contender=SYMMETRIC)
+        for p in fitting.points_of(document, name, contender=SYMMETRIC)
     ]
     with pytest.raises(ConfigError, match="devices that are all the same"):
         fitting.fit(both, contender=SYMMETRIC)
@@ -253,28 +255,28 @@ def test_only_what_the_plan_can_describe_is_compared() -> None:
         {"tokens": 8, "dispatch": 99.0, "combine": 99.0, "contender": COLLECTIVE},
     ]
     document = bench_document(4, times)
-    points = measured.points_of(document, "x.json", contender=SYMMETRIC)
+    points = fitting.points_of(document, "x.json", contender=SYMMETRIC)
     assert [(p.layer.tokens, p.routing, p.phase, p.measured_us) for p in points] == [
         (8, "uniform", "dispatch", 20), (8, "uniform", "combine", 30), (9, "zipf", "dispatch", 25),
         (9, "zipf", "combine", 35),
     ]  # fmt: skip
     assert {p.method for p in points} == {"graph"}
-    (dispatch, _) = measured.points_of(document, "x.json", contender=COLLECTIVE)
+    (dispatch, _) = fitting.points_of(document, "x.json", contender=COLLECTIVE)
     assert (dispatch.measured_us, dispatch.layer.transport) == (99, "collective")
     for row in document["rows"]:
         for phase in row["phases"].values():
             phase["graph"] = None
-    assert {p.method for p in measured.points_of(document, "x", contender=SYMMETRIC)} == {"eager"}
+    assert {p.method for p in fitting.points_of(document, "x", contender=SYMMETRIC)} == {"eager"}
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
-    points = measured.points_of(modelled(8, factor=0.8), "x.json", contender=SYMMETRIC)
-    compared = measured.compare(points, Constants(TRUTH))
+    points = fitting.points_of(modelled(8, factor=0.8), "x.json", contender=SYMMETRIC)
+    compared = fitting.compare(points, Constants(TRUTH))
     assert [c.error for c in compared] == pytest.approx([0.25] * len(points))
-    assert measured.largest_error(compared) == pytest.approx(0.25)
-    unknown = measured.compare(points, Constants())
+    assert fitting.largest_error(compared) == pytest.approx(0.25)
+    unknown = fitting.compare(points, Constants())
     assert {c.error for c in unknown} == {None}
-    assert measured.largest_error(unknown) is None
+    assert fitting.largest_error(unknown) is None
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
 def test_files_that_are_no_results_are_refused(tmp_path: Path, document: Any, words: str) -> None:
     path = write(tmp_path, "result.json", document)
     with pytest.raises(ConfigError, match=words):
-        measured.load_points([path], contender=SYMMETRIC)
+        fitting.load_points([path], contender=SYMMETRIC)
 
 
 FITTED_FORMATS = {"fp8_block128", "bf16"}
@@ -301,16 +303,16 @@ FITTED_FORMATS = {"fp8_block128", "bf16"}
 def test_predictions_are_within_15_per_cent_of_what_was_measured() -> None:
     """The promise of docs/plan.md, for every result of GPUs here in these formats, whatever its routing."""
     documents = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    gpu = [p for p, d in documents.items() if d.get("benchmark") == measured.BENCHMARK and d.get("device") == "cuda"]
+    gpu = [p for p, d in documents.items() if d.get("benchmark") == BENCHMARK and d.get("device") == "cuda"]
     points = [
         p
-        for p in measured.load_points(gpu, contender=SYMMETRIC)
+        for p in fitting.load_points(gpu, contender=SYMMETRIC)
         if p.layer.tokens in (128, 4096) and p.layer.dispatch_format in FITTED_FORMATS
     ]
     assert {p.run.ranks for p in points} >= {2, 4}
     wrong = [
         f"{c.point.run.file}: {c.point.run.ranks} ranks, {c.point.layer.tokens} tokens, {c.point.phase}: {c.error:+.1%}"
-        for c in measured.compare(points, packaged_constants())
+        for c in fitting.compare(points, packaged_constants())
         if c.error is None or abs(c.error) > 0.15
     ]
     assert not wrong
@@ -318,11 +320,11 @@ def test_predictions_are_within_15_per_cent_of_what_was_measured() -> None:
 
 def test_packaged_constants_are_fitted_to_what_stands_here() -> None:
     """The package's file is what ``moelink plan fit`` makes of the results it names, and these are here."""
-    packaged = json.loads((Path(constants_module.__file__).parent / constants_module.PACKAGED).read_text())
+    packaged = json.loads((Path(model.__file__).parent / model.PACKAGED).read_text())
     for run in packaged["fitted_to"]:
         assert json.loads((RESULTS / run["file"]).read_text())["commit"] == run["commit"]
     paths = [RESULTS / run["file"] for run in packaged["fitted_to"]]
-    fitted = fitting.fit(measured.load_points(paths, contender=SYMMETRIC), contender=SYMMETRIC)
+    fitted = fitting.fit(fitting.load_points(paths, contender=SYMMETRIC), contender=SYMMETRIC)
     for phase in PHASES:
         for name, value in fitted["phases"][phase].items():
             assert packaged["phases"][phase][name] == (value if value is None else pytest.approx(value, rel=1e-4))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from moelink.errors import ConfigError
 from moelink.tools.bench.presets import Case
 from moelink.tools.bench.workload import draw_ids
-from moelink.tools.plan.routing import Routing, Trace, Uniform, Zipf, make_routing
-from moelink.tools.plan.statistics import Statistics
+from moelink.tools.plan.routing import Routing, Statistics, Trace, Uniform, Zipf, make_routing
 
 DRAWS = 40_000
 

@@ -14,10 +14,8 @@ from moelink.routing import ExpertMap
 from moelink.testing import run_ranks
 from moelink.tools.plan import Layer, make_plan, parse_ranks
 from moelink.tools.plan.report import Memory
-from moelink.tools.plan.routing import Trace, Uniform
-from moelink.tools.plan.settings import nodes_of
-from moelink.tools.plan.statistics import Statistics
-from moelink.tools.plan.traffic import COPIES, PHASES, LinkBytes, Units, link_bytes
+from moelink.tools.plan.routing import Statistics, Trace, Uniform
+from moelink.tools.plan.traffic import COPIES, PHASES, LinkBytes, Units, link_bytes, nodes_of
 from moelink.transports.base import CombineRequest, DispatchRequest
 from plan_ranks import send_and_return
 from symmetric_ranks import one_process

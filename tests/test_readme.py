@@ -40,7 +40,7 @@ def test_links_lead_to_files() -> None:
 
 def test_the_table_is_up_to_date() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "render.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "moelink.tools.bench.render", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -54,7 +54,7 @@ def test_the_benchmark_result_meets_what_is_promised() -> None:
 
 def test_the_picture_is_drawn_from_its_data(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from moelink.tools.plots import draw_demo
+    from moelink.tools.plots.maps import draw_demo
 
     document = json.loads((ROOT / "docs" / "demo.json").read_text())
     for name in ("picture.png", "picture.svg"):

@@ -25,7 +25,7 @@ from moelink.transports.validation import check_recv
 def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
     """True when ``request`` has to be an operator: it is being traced, or one of its tensors requires grad.
 
-    Otherwise the operator would only cost time (``benchmarks/ops_overhead.py``).
+    Otherwise the operator would only cost time (``moelink.tools.bench.host``).
     """
     if torch.compiler.is_compiling():
         return True

@@ -1,4 +1,15 @@
-"""``moelink bench``: dispatch and combine, found correct, measured against their peers and against the wire."""
+"""Benchmarks: dispatch and combine, found correct, then measured against their peers and against the wire.
+
+``moelink bench`` runs the presets and draws results. Every other file of ``benchmarks/results`` comes from a module of
+its own, started with ``python -m moelink.tools.bench.NAME``:
+
+* ``collective``: the collective transport against a sort and ``all_to_all_single``, on CPU ranks
+* ``sweep``: launch settings of the symmetric kernels, and pairs of dispatch and combine
+* ``host``: host time of calls, and what the operator layer adds to it
+* ``ncu``: hardware counters and stall reasons of each role
+* ``quotients``: corrections that a quotient of a bf16 element by an fp32 scale needs
+* ``render``: the tables of README.md and docs that show results
+"""
 
 from moelink.tools.bench.presets import PRESETS, Case, Plan, Settings, make_plan
 from moelink.tools.bench.run import run_bench

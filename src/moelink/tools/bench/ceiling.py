@@ -14,9 +14,7 @@ import torch.distributed as dist
 
 from moelink.errors import MoelinkError
 from moelink.memory import TorchMemory
-from moelink.tools.bench.stats import slowest_rank
-from moelink.tools.bench.timing import Clock
-from moelink.tools.bench.together import everyone, host_barrier
+from moelink.tools.bench.timing import Clock, everyone, host_barrier, slowest_rank
 
 PEER_BYTES = 64 << 20
 CPU_PEER_BYTES = 1 << 20

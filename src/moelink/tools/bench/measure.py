@@ -7,10 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from moelink.tools.bench.contenders import Contender
-from moelink.tools.bench.marks import capture_marked, measure_marked
 from moelink.tools.bench.presets import Settings
-from moelink.tools.bench.timing import Action, Captured, Clock, capture, kernel_times
-from moelink.tools.bench.together import attempt, everyone
+from moelink.tools.bench.timing import (
+    Action,
+    Captured,
+    Clock,
+    attempt,
+    capture,
+    capture_marked,
+    everyone,
+    kernel_times,
+    measure_marked,
+)
 
 Phase = Literal["dispatch", "combine", "both"]
 PHASES: tuple[Phase, ...] = ("dispatch", "combine", "both")

@@ -1,30 +1,244 @@
-"""A whole run: ranks as processes, then the peers' ranks, then one document."""
+"""Run a benchmark: the program of each rank, the peers' ranks, and the document made of them.
+
+A rank measures the ceiling, passes the correctness gate and times its contenders, case by case. It returns plain data.
+"""
 
 from __future__ import annotations
 
 import os
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import datetime, timezone
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from moelink.control.group import is_launched
 from moelink.errors import ConfigError
 from moelink.testing import RankFailedError, RankHungError, run_ranks
-from moelink.tools.bench import peer_flashinfer, peer_vdev, provenance, wire
-from moelink.tools.bench.judge import RULE, judge, overall
-from moelink.tools.bench.presets import LAYOUTS, Plan
-from moelink.tools.bench.ranks import RankReport, RankRow, flashinfer_main, moelink_main, vdev_main
-from moelink.tools.bench.report import Results, results_of, to_document
+from moelink.tools.bench.ceiling import measure_ceiling
+from moelink.tools.bench.contenders import (
+    COLLECTIVE,
+    SYMMETRIC,
+    Contender,
+    MoelinkContender,
+    check_transports,
+    compile_calls,
+    open_communicator,
+)
+from moelink.tools.bench.document import BENCHMARK, SCHEMA_VERSION, provenance, to_document, today
+from moelink.tools.bench.measure import measure_contender
+from moelink.tools.bench.peers import (
+    FLASHINFER,
+    VDEV,
+    FlashInferContender,
+    Pool,
+    Sizes,
+    VdevContender,
+    flashinfer_is_installed,
+)
+from moelink.tools.bench.presets import LAYOUTS, Case, Plan
+from moelink.tools.bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
+from moelink.tools.bench.timing import Clock, CudaClock, WallClock, attempt, everyone, first_fault, host_barrier
+from moelink.tools.bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
+from moelink.tools.common import Progress, followed
 
-SCHEMA_VERSION = 1
-BENCHMARK = "moelink bench"
+CALL_TIMEOUT = 60.0
+"""Seconds after which a call gives up on a peer."""
 
-Progress = Callable[[str], None]
-"""Called with one sentence at each step, possibly from another thread."""
+
+@contextmanager
+def joined(rank: int, plan: Plan) -> Iterator[Clock]:
+    """This rank's device and the default group, and a clock; the group is destroyed at the end."""
+    limit = timedelta(seconds=plan.timeout)
+    if plan.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=limit)
+    try:
+        clock: Clock = WallClock()
+        if plan.device == "cuda":
+            clock = CudaClock(device, flush_bytes=2 * plan.settings.rotation_bytes)
+        yield clock
+    finally:
+        dist.destroy_process_group()
+
+
+def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:
+    """Ceiling, gate and moelink's own transports; every rank returns the reports of all.
+
+    The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
+    """
+
+    def say(message: str) -> None:
+        if rank == 0 and progress:
+            with Path(progress).open("a") as stream:
+                stream.write(f"{message}\n")
+
+    with joined(rank, plan) as clock:
+        say("measuring the ceiling")
+        ceiling = measure_ceiling(clock, samples=max(3, plan.settings.samples // 2), timeout=CALL_TIMEOUT)
+        say("compiling")
+        compile_ahead(plan, rank, world_size, clock.device)
+        name = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
+        report = RankReport(device=name, gate="", ceiling=ceiling)
+        for index, case in enumerate(plan.cases):
+            say(f"{case.label} ({index + 1} of {len(plan.cases)})")
+            report = run_case(report, index, case, plan, rank, world_size, clock)
+            if report.gate:
+                break
+        return everyone(report)
+
+
+def compile_ahead(plan: Plan, rank: int, world_size: int, device: torch.device) -> None:
+    """Compile the symmetric transport's kernels of all cases, each on one rank; the others find them in the cache."""
+    if device.type != "cuda":
+        return
+    # The distribution is not known to the compiler. A budget is, but those of open communicators must fit the device:
+    # the first calls of each compile for it.
+    distinct = list(dict.fromkeys(replace(case, distribution="uniform", num_sms=None) for case in plan.cases))
+    with ExitStack() as opened:
+        communicators = []
+        for case in distinct:
+            ep, _ = attempt(
+                lambda case=case: open_communicator(  # type: ignore[misc]
+                    case, transport="symmetric", capacity=16, device=device, timeout=CALL_TIMEOUT
+                )
+            )
+            if ep is None:  # the gate will meet the same reason, and record it
+                return
+            communicators.append(opened.enter_context(ep))
+        for ep in communicators[rank::world_size]:
+            compile_calls(ep)
+        host_barrier()
+
+
+def run_case(
+    report: RankReport, index: int, case: Case, plan: Plan, rank: int, world_size: int, clock: Clock
+) -> RankReport:
+    """``report`` with the gate and the rows of one case."""
+    settings = plan.settings
+    workload = make_workload(case, settings, rank=rank, world_size=world_size, device=clock.device)
+    messages = tuple(tuple(count_messages(b.topk_ids.cpu(), case, world_size)) for b in workload.batches)
+    contenders: list[MoelinkContender] = []
+    skipped: list[RankRow] = []
+    for transport, name in (("collective", COLLECTIVE), ("symmetric", SYMMETRIC)):
+        made, reason = attempt(
+            lambda transport=transport: MoelinkContender(  # type: ignore[misc]
+                workload, transport=transport, device=clock.device, timeout=CALL_TIMEOUT
+            )
+        )
+        if made is None:
+            skipped.append(RankRow(index, name, reason=reason))
+        else:
+            contenders.append(made)
+    rows: list[RankRow] = []
+    try:
+        fault = run_gate(contenders, workload, rank, world_size)
+        for contender in list(contenders):
+            if fault:
+                break
+            row, fault = time_contender(contender, index, workload, plan, clock)
+            rows.append(row)
+            contenders.remove(contender)
+            contender.close()
+    finally:
+        for contender in contenders:
+            contender.close()
+    if fault:
+        return replace(report, gate=f"{case.label}: {fault}", rows=())
+    passed = ", ".join(row.contender for row in rows) or "nothing could run"
+    return replace(
+        report,
+        gates=(*report.gates, f"{case.label}: {passed}"),
+        messages=(*report.messages, messages),
+        capacities=(*report.capacities, workload.capacity),
+        rows=(*report.rows, *sorted((*rows, *skipped), key=lambda row: row.contender != COLLECTIVE)),
+    )
+
+
+def run_gate(contenders: list[MoelinkContender], workload: Workload, rank: int, world_size: int) -> str:
+    """What is wrong on any rank with the first two inputs, or empty."""
+    if not contenders:
+        return ""
+    faults = [
+        check_transports(
+            {c.name: c.ep for c in contenders}, batch, workload.case, rank=rank, world_size=world_size
+        )
+        for batch in workload.batches[:2]
+    ]  # fmt: skip
+    return first_fault("; ".join(fault for fault in faults if fault))
+
+
+def time_contender(
+    contender: MoelinkContender, index: int, workload: Workload, plan: Plan, clock: Clock
+) -> tuple[RankRow, str]:
+    """The row of one of moelink's transports, and what was found wrong with its results after all that replaying."""
+    for copy in range(workload.copies):
+        contender.combine(copy, contender.dispatch(copy))
+    wanted = contender.results()
+    measured = measure_contender(contender, copies=workload.copies, settings=plan.settings, clock=clock, warm=True)
+    fault = contender.check()
+    if measured.graph is not None:
+        contender.spoil()
+        measured.graph.replay()
+        fault = contender.check()
+        if any(not torch.equal(a, b) for a, b in zip(contender.results(), wanted, strict=True)):
+            fault = f"{contender.name}: a replayed graph returns something else than the same calls made one by one"
+    row = RankRow(index, contender.name, contender.leaves_out, phases=dict(measured.phases))
+    return row, first_fault(fault)
+
+
+def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
+    """The rows of torch's all_to_all_vdev_2d. The program of ``world_size`` processes."""
+    with joined(rank, plan) as clock:
+        pool, reason = attempt(
+            lambda: Pool([Sizes.of(case, plan.settings, world_size) for case in plan.cases], clock.device)
+        )
+        if pool is None:
+            return [RankRow(index, "", reason=reason) for index in range(len(plan.cases))]
+
+        def make(case: Case) -> Contender:
+            return VdevContender(case, plan.settings, pool, rank=rank, world_size=world_size)
+
+        return [peer_row(index, case, make, plan, clock) for index, case in enumerate(plan.cases)]
+
+
+def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
+    """The rows of FlashInfer. The program of ``world_size`` processes."""
+    with joined(rank, plan) as clock:
+
+        def make(case: Case) -> Contender:
+            workload = make_workload(case, plan.settings, rank=rank, world_size=world_size, device=clock.device)
+            return FlashInferContender(workload, rank=rank, world_size=world_size)
+
+        return [peer_row(index, case, make, plan, clock) for index, case in enumerate(plan.cases)]
+
+
+def peer_row(index: int, case: Case, make: Callable[[Case], Contender], plan: Plan, clock: Clock) -> RankRow:
+    """One peer's row: its samples, or the reason why there are none."""
+    contender, reason = attempt(lambda: make(case))
+    if contender is None:
+        return RankRow(index, "", reason=reason)
+    row = RankRow(index, contender.name, contender.leaves_out)
+    fault, reason = attempt(contender.check)
+    fault = first_fault(fault or "")
+    if fault or reason:
+        return replace(row, reason=reason or f"not timed, its result is wrong: {fault}")
+    measured, reason = attempt(
+        lambda: measure_contender(
+            contender, copies=num_copies(case, plan.settings), settings=plan.settings, clock=clock
+        )
+    )
+    contender.close()
+    return replace(row, reason=reason, phases={} if measured is None else dict(measured.phases))
+
 
 PEER_TIMEOUT = 150.0
 """Seconds after which the ranks of a peer are given up, and its rows say so."""
@@ -63,7 +277,7 @@ def run_bench(
         peers = [_reason_rows(plan, reason)] * plan.ranks if plan.peers else []
         return make_document(plan, results_of(plan, reports, peers), commit=commit, command=command)
     progress(f"starting {plan.ranks} ranks")
-    with _followed(progress) as path:
+    with followed(progress) as path:
         everyone: list[list[RankReport]] = run_ranks(moelink_main, plan.ranks, plan, path, timeout=plan.timeout)
     reports = everyone[0]
     peers = []
@@ -74,7 +288,7 @@ def run_bench(
 
 def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
     """Every peer's rows, by rank."""
-    programs = ((peer_vdev.NAME, vdev_main), (peer_flashinfer.NAME, flashinfer_main))
+    programs = ((VDEV, vdev_main), (FLASHINFER, flashinfer_main))
     rows: list[list[RankRow]] = [[] for _ in range(plan.ranks)]
     for name, program in programs:
         progress(name)
@@ -89,14 +303,14 @@ def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> li
     Left out are cases with a budget of multiprocessors, which is moelink's alone, and those with one row a rank of
     all_to_all_vdev_2d, which sends a row to each expert.
     """
-    layouts = LAYOUTS if name == peer_flashinfer.NAME else ("expert",)
+    layouts = LAYOUTS if name == FLASHINFER else ("expert",)
     chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and case.layout in layouts]
     if plan.device != "cuda":
         return [_reason_rows(plan, "runs on CUDA devices only", [name])] * plan.ranks
-    if name == peer_flashinfer.NAME and not peer_flashinfer.is_installed():
+    if name == FLASHINFER and not flashinfer_is_installed():
         return [_reason_rows(plan, "flashinfer is not installed", [name])] * plan.ranks
     if not chosen:
-        lacking = "a budget of multiprocessors" + " and rows by rank" * (name != peer_flashinfer.NAME)
+        lacking = "a budget of multiprocessors" + " and rows by rank" * (name != FLASHINFER)
         return [_reason_rows(plan, f"is without {lacking}", [name])] * plan.ranks
     part = Plan(
         preset=plan.preset, cases=tuple(plan.cases[index] for index in chosen), device=plan.device, ranks=plan.ranks,
@@ -115,9 +329,7 @@ def last_line(text: str) -> str:
     return lines[-1][:300] if lines else "no reason given"
 
 
-def _reason_rows(
-    plan: Plan, reason: str, names: Sequence[str] = (peer_vdev.NAME, peer_flashinfer.NAME)
-) -> list[RankRow]:
+def _reason_rows(plan: Plan, reason: str, names: Sequence[str] = (VDEV, FLASHINFER)) -> list[RankRow]:
     return [RankRow(index, name, reason=reason) for index in range(len(plan.cases)) for name in names]
 
 
@@ -127,9 +339,9 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
         "schema_version": SCHEMA_VERSION,
         "benchmark": BENCHMARK,
         "preset": plan.preset,
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": today(),
         "command": command,
-        **provenance.collect(commit),
+        **provenance(commit),
         "device": plan.device,
         "devices": list(results.devices),
         "ranks": plan.ranks,
@@ -149,7 +361,7 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
     return {
         **document,
         "method": METHOD,
-        "bytes_formula": wire.FORMULA,
+        "bytes_formula": FORMULA,
         "ceiling": to_document(results.ceiling),
         "cases": cases,
         "rows": to_document(results.rows),
@@ -161,27 +373,3 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
         "faster_everywhere": overall([verdict.faster for verdict in verdicts]),
         "at_the_wire_everywhere": overall([verdict.within_wire for verdict in verdicts]),
     }
-
-
-@contextmanager
-def _followed(progress: Progress) -> Iterator[str]:
-    """A file whose lines are passed to ``progress`` as they are written, while the block runs."""
-    with tempfile.TemporaryDirectory(prefix="moelink-") as folder:
-        path, stop = Path(folder) / "progress", threading.Event()
-        path.touch()
-
-        def follow() -> None:
-            seen = 0
-            while not stop.wait(0.1):
-                lines = path.read_text().splitlines()
-                for line in lines[seen:]:
-                    progress(line)
-                seen = len(lines)
-
-        thread = threading.Thread(target=follow, daemon=True)
-        thread.start()
-        try:
-            yield str(path)
-        finally:
-            stop.set()
-            thread.join()

@@ -1,22 +1,95 @@
-"""Clocks: how long calls take, aligned over ranks and with a cold cache.
+"""Clocks, CUDA graphs and figures: how long calls take, aligned over ranks and with a cold cache.
 
 A CUDA sample is, in one stream and without the host waiting in between: a write larger than the second-level cache, an
 all-reduce of one element (no rank goes on before all have come), an event, the calls, an event. The host runs ahead of
 the device, so that a replayed graph is already queued when its turn comes.
+
+A figure is made of the slowest rank of each sample: its median, its percentiles, and the skew between ranks.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
-from moelink.tools.bench.together import host_barrier
+from moelink.errors import MoelinkError
+
+T = TypeVar("T")
+
+
+def host_barrier() -> None:
+    """The hosts of all ranks wait for one another (a CPU tensor, so that no device takes part)."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
+
+
+def everyone(value: T) -> list[T]:
+    """``value`` of every rank, by rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+    """The result of ``action``, or None and the first reason on every rank when it failed on any. Collective."""
+    result, reason = None, ""
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 - whatever a contender raises becomes the reason of its row
+        reason = str(error) if isinstance(error, MoelinkError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    first = next((said for said in everyone(reason) if said), "")
+    return (None, first.splitlines()[0][:300]) if first else (result, "")
+
+
+def first_fault(fault: str) -> str:
+    """The first rank's ``fault`` that is not empty, with its rank; or empty. Collective."""
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(everyone(fault)) if said), "")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Microseconds per call of the slowest rank.
+
+    Attributes:
+        median, p20, p80: over the samples.
+        skew: median over the samples of (slowest rank - fastest rank).
+        samples: how many there were.
+    """
+
+    median: float
+    p20: float
+    p80: float
+    skew: float
+    samples: int
+
+
+def slowest_rank(by_rank: Sequence[Sequence[float]]) -> Figure:
+    """The figure of ``by_rank[rank][sample]``, microseconds. Sample i of all ranks is one and the same event.
+
+    Example: ranks [10, 20, 30] and [12, 18, 60]: the slowest took 12, 20 and 60, so the median is 20, the 20th and 80th
+    percentiles (interpolated) are 15.2 and 44, and the skew, the median of 2, 2 and 30, is 2.
+
+    Raises:
+        ValueError: there is no sample, or ranks have different numbers of them.
+    """
+    lengths = {len(samples) for samples in by_rank}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"every rank needs the same number of samples, at least one, got {sorted(lengths)}")
+    columns = list(zip(*by_rank, strict=True))
+    slowest = [max(column) for column in columns]
+    low, middle, high = (float(value) for value in np.percentile(slowest, (20, 50, 80)))
+    skew = statistics.median(max(column) - min(column) for column in columns)
+    return Figure(median=middle, p20=low, p80=high, skew=float(skew), samples=len(slowest))
+
 
 Action = Callable[[], object]
 
@@ -203,3 +276,54 @@ def kernel_times_of(spans: Sequence[tuple[float, float, str]], *, calls: int) ->
         return KernelTimes([sum(times) / calls], names)
     each = len(times) // calls
     return KernelTimes([sum(times[i * each : (i + 1) * each]) for i in range(calls)], names)
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A graph of n steps, and the n + 1 events around them. Every replay records the same events again."""
+
+    captured: Captured
+    marks: tuple[Any, ...]
+
+    def times(self) -> list[float]:
+        """Microseconds of each step in the last replay, which must be over."""
+        return [1e3 * start.elapsed_time(end) for start, end in pairwise(self.marks)]
+
+
+def capture_marked(steps: Sequence[Callable[[], Any]], device: torch.device) -> Marked:
+    """Capture ``steps`` into one graph with events between them; each must have run before, as for :func:`capture`.
+
+    Raises:
+        TypeError: this torch cannot record timing events in a graph.
+        RuntimeError: one of the steps does what cannot be captured.
+    """
+    marks: list[torch.cuda.Event] = []
+
+    def mark() -> None:
+        # Events are made in here and not before, as a torch that cannot make them must not keep a rank from the
+        # barrier in capture.
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(torch.cuda.current_stream(device))
+        marks.append(event)
+
+    captured = capture([mark, *(call for step in steps for call in (step, mark))], device)
+    return Marked(captured, tuple(marks))
+
+
+def measure_marked(marked: Marked, *, samples: int, warmup: int, clock: Clock) -> list[list[float]]:
+    """For each sample the microseconds of each step in one replay, after ``warmup`` samples more.
+
+    The host waits for every sample, to read its events before the next replay records them again. A replay that
+    nobody reads is queued first: while it runs, the host gets ahead of the device, so that the replay that counts is
+    queued when its ranks have come together.
+    """
+    torch.cuda.synchronize(clock.device)
+    host_barrier()
+    measured = []
+    for _ in range(warmup + samples):
+        for _ in range(2):
+            clock.align()
+            marked.captured.replay()
+        torch.cuda.synchronize(clock.device)
+        measured.append(marked.times())
+    return measured[warmup:]

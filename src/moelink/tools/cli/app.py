@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from moelink.errors import MoelinkError
 from moelink.testing import RankFailedError, RankHungError
-from moelink.tools.cli import render
 from moelink.tools.cli.bench import bench_app
-from moelink.tools.cli.environment import inspect_environment
+from moelink.tools.cli.console import bar, drawing, make_console, progress_on_stderr, quantity, table, to_json
+from moelink.tools.cli.environment import env
 from moelink.tools.cli.plan import plan_app
-from moelink.tools.cli.plot import plot
-from moelink.tools.cli.progress import progress_on_stderr
-from moelink.tools.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, run_demo
-from moelink.tools.demo.data import bundled_text
+from moelink.tools.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, bundled_text, run_demo
 
 app = typer.Typer(
     name="moelink",
@@ -31,7 +31,7 @@ app = typer.Typer(
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")
-app.command()(plot)
+app.command()(env)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -50,11 +50,6 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-
-
-def to_json(report: Any) -> str:
-    """A report, and the properties that its tables show, as JSON text."""
-    return json.dumps(report, indent=2)
 
 
 def demo_document(report: DemoReport) -> dict[str, Any]:
@@ -105,8 +100,8 @@ def demo(
     if json_output:
         typer.echo(to_json(demo_document(report)))
     else:
-        console = render.make_console()
-        console.print(render.demo_view(console, report))
+        console = make_console()
+        console.print(demo_view(console, report))
     if not report.passed:
         failed = ", ".join(result.format for result in report.formats if not result.passed)
         typer.echo(
@@ -115,15 +110,89 @@ def demo(
         raise typer.Exit(1)
 
 
+def experts_table(console: Console, report: DemoReport) -> Table:
+    """Tokens per expert as bars, with the rank that owns each expert."""
+    counts = report.tokens_per_expert
+    grid = table(console, f"Tokens per expert ({report.num_tokens} bytes of text, top-{report.config.layer.topk})")
+    grid.add_column("rank", justify="right")
+    grid.add_column("expert", justify="right")
+    grid.add_column("tokens", justify="right")
+    grid.add_column("", style="cyan")
+    owners = report.expert_owners
+    for expert, count in enumerate(counts):
+        first = expert == 0 or owners[expert] != owners[expert - 1]
+        grid.add_row(str(owners[expert]) if first else "", str(expert), str(count), bar(console, count, max(counts)))
+    return grid
+
+
+def formats_table(console: Console, report: DemoReport) -> Table:
+    """Bytes and errors of every format."""
+    grid = table(console, f"Formats ({report.config.ranks} ranks, {report.formats[0].transport} transport)")
+    for name in ("format", "dispatch", "combine", "one copy per expert", "ratio", "rounding", "precision", ""):
+        grid.add_column(name, justify="left" if name in ("format", "") else "right")
+    for result in report.formats:
+        copies = result.copies_dispatch_bytes + result.copies_combine_bytes
+        verdict = Text("ok", "green") if result.passed else Text("FAILED", "bold red")
+        grid.add_row(
+            result.format, quantity(result.dispatch_bytes), quantity(result.combine_bytes), quantity(copies),
+            f"{result.wire_ratio:.2f}", f"{result.rounding_error:.2g}", f"{result.tolerance_error:.2g}", verdict,
+        )  # fmt: skip
+    return grid
+
+
+DEMO_LEGEND = """\
+dispatch, combine     bytes that left the ranks, as counted by the transport (ids and weights included)
+one copy per expert   the same rows sent once per (token, expert) instead of once per (token, rank); ratio = ours / that
+rounding              largest difference from the layer in one process with the same quantised input, in units of what
+                      combine's three roundings allow (at most 1)
+precision             difference from the layer in one process in full precision, in units of what the format's
+                      tolerance allows (at most 1)"""
+
+
+def demo_view(console: Console, report: DemoReport) -> RenderableType:
+    """The whole report."""
+    pairs, messages = report.remote_copies, report.remote_messages
+    summary = f"{pairs} (token, expert) pairs cross ranks; moelink sends {messages} messages, one per (token, rank)."
+    return Group(
+        experts_table(console, report), "", summary, "", formats_table(console, report), "", Text(DEMO_LEGEND, "dim")
+    )
+
+
+class Along(str, Enum):
+    """Choices of --along."""
+
+    steps = "steps"
+    layers = "layers"
+
+
 @app.command()
-def env(json_output: JsonOption = False) -> None:
-    """Show versions, devices, the transport that would be chosen, and every MOELINK_* variable."""
-    report = inspect_environment()
-    if json_output:
-        typer.echo(to_json({"schema_version": 1, **dataclasses.asdict(report)}))
-        return
-    console = render.make_console()
-    console.print(render.environment_view(console, report))
+def plot(
+    reports: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, help="JSON of moelink.nn.save_load, one file a rank.")
+    ],
+    out: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")],
+    along: Annotated[
+        Along | None, typer.Option(help="Columns of the heat map. Default: steps when there is one layer to show.")
+    ] = None,
+    layer: Annotated[str | None, typer.Option(help="Show this layer only.")] = None,
+) -> None:
+    """Draw where tokens went: a heat map of experts over steps or layers, and the load of each rank.
+
+    Give the files of all ranks of a run to see all tokens; of some, to see theirs.
+    """
+    from moelink.nn.report import combine_reports
+    from moelink.tools.plots.maps import draw_load
+
+    documents = []
+    for path in reports:
+        try:
+            document = json.loads(path.read_text())
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise typer.BadParameter(f"{path}: not JSON ({error})", param_hint="REPORTS") from error
+        documents.append(document if isinstance(document, dict) else {})
+    layers = combine_reports(documents)
+    with drawing(out):
+        draw_load(layers, out, along=None if along is None else along.value, layer=layer)
 
 
 def run() -> int:

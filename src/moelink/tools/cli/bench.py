@@ -1,6 +1,7 @@
-"""``moelink bench`` and ``moelink bench plot``."""
+"""``moelink bench`` and ``moelink bench plot``, and a result as text. Every number comes from the document."""
 
-import json
+from __future__ import annotations
+
 import os
 import sys
 from enum import Enum
@@ -9,16 +10,24 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, make_plan, run_bench
+from moelink.tools.bench.document import command_line, read_result
 from moelink.tools.bench.presets import LAYOUTS, DeviceKind
-from moelink.tools.bench.provenance import command_line
-from moelink.tools.cli import render
-from moelink.tools.cli.bench_view import bench_view
-from moelink.tools.cli.files import check_writable, drawing, write_json
-from moelink.tools.cli.progress import progress_on_stderr
-from moelink.tools.plan.measured import read_result
+from moelink.tools.cli.console import (
+    check_writable,
+    drawing,
+    make_console,
+    progress_on_stderr,
+    quantity,
+    table,
+    to_json,
+    write_json,
+)
 
 bench_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -91,9 +100,9 @@ def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_
         typer.echo(f"moelink: the correctness gate failed, no figures: {document['gate']['fault']}", err=True)
         raise typer.Exit(1)
     if json_output:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(to_json(document))
     else:
-        console = render.make_console()
+        console = make_console()
         console.print(bench_view(console, document))
     write_json(document, out)
     if plot is not None:
@@ -111,7 +120,106 @@ def plot_results(
 
 def draw(documents: list[dict[str, Any]], path: Path) -> None:
     """Draw documents; one line and exit status 1 where that cannot be done."""
-    from moelink.tools.bench.plots import draw_bench
+    from moelink.tools.plots.lines import draw_bench
 
     with drawing(path):
         draw_bench(documents, path)
+
+
+PHASES = ("dispatch", "combine", "both")
+METHODS = ("graph", "pairs", "eager", "kernel")
+
+
+def cell(figure: dict[str, Any] | None) -> str:
+    """``12.3 (12.1-12.9)``: median, 20th and 80th percentile; a dash without a figure."""
+    return "-" if figure is None else f"{figure['median']:.1f} ({figure['p20']:.1f}-{figure['p80']:.1f})"
+
+
+def method_rows(row: dict[str, Any]) -> list[tuple[str, list[str], str, str]]:
+    """(method, cells by phase, skew, shares) for every method that the row has.
+
+    Shares of the ceiling stand with the first method that has figures of phases alone: they are made of those.
+    """
+    shares = [row["phases"].get(phase, {}).get("share_of_ceiling") for phase in PHASES[:2]]
+    share = " / ".join("-" if value is None else f"{100 * value:.0f} %" for value in shares)
+    rows = []
+    for method in METHODS:
+        figures = [row["phases"].get(phase, {}).get(method) for phase in PHASES]
+        if any(figures):
+            skew = figures[-1] or next(figure for figure in figures if figure)
+            alone = any(figures[:2])
+            rows.append((method, [cell(figure) for figure in figures], f"{skew['skew']:.1f}", share if alone else ""))
+            share = "" if alone else share
+    return rows
+
+
+def case_table(console: Console, document: dict[str, Any], index: int) -> Table:
+    """All contenders of one case."""
+    entry = document["cases"][index]
+    wire = " + ".join(quantity(round(entry[phase]["busiest"])) for phase in PHASES[:2])
+    grid = table(console, f"{entry['label']}   (busiest link {wire}, {entry['copies']} inputs)")
+    for name in ("contender", "by", "dispatch us", "combine us", "both us", "skew", "share of ceiling"):
+        grid.add_column(
+            name,
+            justify="left" if name in ("contender", "by") else "right",
+            overflow="fold",
+            no_wrap=name == "contender",
+        )
+    for row in document["rows"]:
+        if row["case"] != index:
+            continue
+        if row["reason"]:
+            grid.add_row(row["contender"], "-", "not run")
+            continue
+        for line, (method, cells, skew, share) in enumerate(method_rows(row)):
+            grid.add_row(row["contender"] if not line else "", method, *cells, skew, share)
+    return grid
+
+
+def notes(document: dict[str, Any]) -> Text:
+    """What the numbers mean, and what contenders leave out."""
+    lines = [document["method"], f"bytes: {document['bytes_formula']}"]
+    left_out = dict.fromkeys((row["contender"], row["leaves_out"]) for row in document["rows"] if row["leaves_out"])
+    lines += [f"{name} leaves out: {text}" for name, text in left_out]
+    said = {
+        (row["contender"], result["note"])
+        for row in document["rows"]
+        for result in row["phases"].values()
+        if result["note"]
+    }
+    lines += [f"{name}: {note}" for name, note in sorted(said)]
+    absent = {(row["contender"], row["reason"]) for row in document["rows"] if row["reason"]}
+    lines += [f"{name} did not run: {reason}" for name, reason in sorted(absent)]
+    return Text("\n".join(lines), "dim")
+
+
+def verdict_lines(document: dict[str, Any]) -> Text:
+    """One line per verdict."""
+    text = Text()
+    for verdict in document["verdicts"]:
+        failed = verdict["faster"] is False or verdict["within_wire"] is False
+        text.append(f"{verdict['text']}\n", "bold red" if failed else "")
+    text.append(f"rule: {document['rule']}", "dim")
+    return text
+
+
+def head(document: dict[str, Any]) -> str:
+    """Machine, versions, ceiling, gate."""
+    versions = document["versions"]
+    ceiling = document["ceiling"]
+    speed = f"{ceiling['gb_per_s']:.1f} GB/s out of each rank" if ceiling["gb_per_s"] else f"none: {ceiling['reason']}"
+    commit = "no commit known" if not document["commit"] else f"commit {document['commit'][:12]}"
+    return (
+        f"{document['preset']}: {document['ranks']} ranks on {document['devices'][0]}, torch {versions['torch']}, "
+        f"triton {versions['triton']}, {commit}{' with changes' if document['dirty'] else ''}, {document['date']}\n"
+        f"correctness gate passed in {len(document['gate']['checked'])} cases\n"
+        f"ceiling: {speed} ({ceiling['method']})"
+    )
+
+
+def bench_view(console: Console, document: dict[str, Any]) -> RenderableType:
+    """The whole report of a run whose gate is green."""
+    parts: list[RenderableType] = [head(document), ""]
+    for index in range(len(document["cases"])):
+        parts += [case_table(console, document, index), ""]
+    return Group(*parts, notes(document), "", verdict_lines(document))

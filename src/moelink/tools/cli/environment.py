@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Annotated
 
 import torch
+import typer
+from rich.console import Console, Group, RenderableType
 
 import moelink
 from moelink.config import EPConfig
 from moelink.env import VARIABLES
+from moelink.tools.cli.console import make_console, table, to_json
 from moelink.transports.select import choose_transport
 
 PACKAGES = ("torch", "triton", "numpy")
@@ -79,3 +84,32 @@ def inspect_environment(environ: Mapping[str, str] = os.environ) -> EnvironmentR
         transport=chosen_transport(),
         variables=tuple(VariableReport(v.name, environ.get(v.name), v.default, v.meaning) for v in VARIABLES),
     )
+
+
+def environment_view(console: Console, report: EnvironmentReport) -> RenderableType:
+    """Versions, devices and variables."""
+    facts = table(console, "Environment")
+    facts.add_column("what", style="bold")
+    facts.add_column("value")
+    for name, version in report.versions.items():
+        facts.add_row(name, version or "not installed")
+    facts.add_row("platform", f"{report.platform}, {report.cpu_cores} cores")
+    facts.add_row("devices", ", ".join(report.devices) or "no CUDA device")
+    facts.add_row("transport", f"{report.transport} (what transport='auto' chooses)")
+    variables = table(console, "Variables")
+    for name in ("name", "value", "default", "meaning"):
+        variables.add_column(name, overflow="fold")
+    for variable in report.variables:
+        value = "not set" if variable.value is None else variable.value
+        variables.add_row(variable.name, value, variable.default or "none", variable.meaning)
+    return Group(facts, "", variables)
+
+
+def env(json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+    """Show versions, devices, the transport that would be chosen, and every MOELINK_* variable."""
+    report = inspect_environment()
+    if json_output:
+        typer.echo(to_json({"schema_version": 1, **dataclasses.asdict(report)}))
+        return
+    console = make_console()
+    console.print(environment_view(console, report))

@@ -6,9 +6,8 @@ Example:
     'bf16'
 """
 
-from moelink.tools.demo.config import FORMATS, DemoConfig
 from moelink.tools.demo.layer import LayerConfig
-from moelink.tools.demo.results import DemoReport, FormatResult
-from moelink.tools.demo.run import run_demo
+from moelink.tools.demo.report import FORMATS, DemoConfig, DemoReport, FormatResult
+from moelink.tools.demo.run import bundled_text, run_demo
 
-__all__ = ["FORMATS", "DemoConfig", "DemoReport", "FormatResult", "LayerConfig", "run_demo"]
+__all__ = ["FORMATS", "DemoConfig", "DemoReport", "FormatResult", "LayerConfig", "bundled_text", "run_demo"]

@@ -1,21 +1,24 @@
-"""One rank of the demonstration: dispatch, the rank's experts, combine."""
+"""One rank of the demonstration: dispatch, the rank's experts, combine; as a process, or started by torchrun."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import moelink
-from moelink.formats import Format, get_format
+from moelink.errors import ConfigError
 from moelink.output import DispatchOutput
 from moelink.routing import ExpertMap
-from moelink.tools.demo.config import DemoConfig
+from moelink.tools.common import dequantize_rows
 from moelink.tools.demo.layer import embed, make_expert, route
+from moelink.tools.demo.report import DemoConfig
 from moelink.transports.select import choose_transport
 
 
@@ -31,29 +34,15 @@ class RankOutput:
 
 def run_experts(recv: DispatchOutput, config: DemoConfig, format_name: str, rank: int) -> Tensor:
     """A rank's experts over what dispatch delivered: rows back to numbers, then one expert after the other."""
-    ep_config, fmt = config.ep_config(format_name, rank), get_format(format_name)
+    ep_config = config.ep_config(format_name, rank)
     starts = recv.row_offsets.tolist()
-    x = dequantize_rows(recv, fmt, config.layer.hidden_size)
+    x = dequantize_rows(recv, format_name=format_name, hidden_size=config.layer.hidden_size)
     y = torch.zeros(recv.tokens.shape[0], config.layer.hidden_size, dtype=ep_config.combine_dtype, device=x.device)
     first = ExpertMap(config.layer.num_experts, config.ranks).first(rank)
     for group in range(ep_config.num_local_experts):
         rows = slice(starts[group], starts[group + 1])
         y[rows] = make_expert(first + group, config.layer, x.device)(x[rows]).to(y.dtype)
     return y
-
-
-def dequantize_rows(recv: DispatchOutput, fmt: Format, hidden_size: int) -> Tensor:
-    """The received rows [row_offsets[-1], hidden_size] as fp32 or fp64: payload times scales, from their layout."""
-    total = int(recv.row_offsets[-1])
-    scales = None
-    if recv.scales is not None and fmt.scale_layout is not None:
-        sizes = (recv.row_offsets[1:] - recv.row_offsets[:-1]).long()
-        groups = torch.repeat_interleave(torch.arange(sizes.numel(), device=sizes.device), sizes)
-        scales = fmt.scale_layout.gather(
-            recv.scales, rows=torch.arange(total, device=sizes.device), groups=groups,
-            row_offsets=recv.row_offsets, scale_width=fmt.scale_width(hidden_size),
-        )  # fmt: skip
-    return fmt.dequantize(recv.tokens[:total], scales)
 
 
 def rank_main(rank: int, world_size: int, config: DemoConfig, text: bytes, progress_file: str) -> list[RankOutput]:
@@ -82,3 +71,47 @@ def rank_main(rank: int, world_size: int, config: DemoConfig, text: bytes, progr
             with Path(progress_file).open("a") as stream:
                 stream.write(f"{name}\n")
     return results
+
+
+_COUNTS = ("dispatch_bytes", "combine_bytes")
+
+
+def run_launched(config: DemoConfig, text: bytes, progress_file: str) -> list[list[RankOutput]] | None:
+    """This process's rank of the demonstration. Collective over the launcher's world.
+
+    Returns:
+        what each rank returned, by rank, on rank 0; None on the others.
+
+    Raises:
+        ConfigError: the launcher started another number of ranks.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks != config.ranks:
+        raise ConfigError("ranks", f"the launcher's WORLD_SIZE {ranks}", config.ranks)
+    outputs = rank_main(rank, ranks, config, text, progress_file)
+    if not dist.is_initialized():  # one rank needs no group
+        return [outputs]
+    try:
+        return gather_outputs(outputs, config, len(text))
+    finally:
+        dist.destroy_process_group()
+
+
+def gather_outputs(outputs: list[RankOutput], config: DemoConfig, num_tokens: int) -> list[list[RankOutput]] | None:
+    """Every rank's ``outputs`` on rank 0, as tensors of sizes that all ranks know, so that nothing is unpickled."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    by_rank: list[list[RankOutput]] = [[] for _ in range(ranks)]
+    for output in outputs:
+        padded = torch.zeros(config.tokens_per_rank, config.layer.hidden_size, dtype=torch.float64)
+        padded[: len(output.out)] = torch.from_numpy(output.out)
+        counts = torch.tensor([getattr(output, name) for name in _COUNTS])
+        everyone = [torch.empty_like(padded) for _ in range(ranks)]
+        all_counts = [torch.empty_like(counts) for _ in range(ranks)]
+        dist.gather(padded, everyone if rank == 0 else None)
+        dist.gather(counts, all_counts if rank == 0 else None)
+        for peer in range(ranks):
+            part = config.share(peer, num_tokens)
+            out = np.ascontiguousarray(everyone[peer][: part.stop - part.start].numpy())
+            counted = dict(zip(_COUNTS, all_counts[peer].tolist(), strict=True))
+            by_rank[peer].append(dataclasses.replace(output, out=out, **counted))
+    return by_rank if rank == 0 else None

@@ -1,50 +1,140 @@
-"""The demonstration: real text through an expert-parallel layer, and the result compared with the unsharded layer."""
+"""Run the demonstration: text through an expert-parallel layer, compared with the same layer in one process.
+
+The layer in one process uses no transport. Each format is judged twice:
+
+* **rounding**: against the unsharded layer whose input was quantised and dequantised the same way. Then only combine's
+  roundings differ, and their largest effect is known: :func:`moelink.tools.demo.layer.allowed_rounding`.
+* **precision**: against the unsharded layer in full precision, in units of what the format's tolerance allows:
+  :func:`moelink.tools.demo.layer.allowed_relative_error`.
+
+Both must be at most 1.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from importlib.resources import files
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moelink.control.group import is_launched
 from moelink.errors import ConfigError
+from moelink.formats import get_format
+from moelink.routing import ExpertMap
 from moelink.testing import run_ranks
-from moelink.tools.demo.config import DemoConfig
-from moelink.tools.demo.judge import Truth, judge
-from moelink.tools.demo.launched import run_launched
-from moelink.tools.demo.ranks import RankOutput, rank_main
-from moelink.tools.demo.results import DemoReport
+from moelink.tools.common import Progress, followed
+from moelink.tools.demo.layer import (
+    LayerOutput,
+    Routing,
+    allowed_relative_error,
+    allowed_rounding,
+    embed,
+    route,
+    unsharded_layer,
+)
+from moelink.tools.demo.ranks import RankOutput, rank_main, run_launched
+from moelink.tools.demo.report import DemoConfig, DemoReport, FormatResult
 
-Progress = Callable[[str], None]
-"""Called with one sentence at each step, possibly from another thread."""
+
+@dataclass(frozen=True)
+class Truth:
+    """What the run is judged by, computed in this process.
+
+    Attributes:
+        config: what runs.
+        x: [T, H] bf16, all tokens.
+        routing: of all tokens.
+        full: the layer in full precision.
+        owner: [T, K] rank of each chosen expert.
+        home: [T] rank of each token.
+    """
+
+    config: DemoConfig
+    x: Tensor
+    routing: Routing
+    full: LayerOutput
+    owner: Tensor
+    home: Tensor
+
+    @classmethod
+    def compute(cls, config: DemoConfig, text: bytes) -> Truth:
+        """Embed, route and run the layer over ``text``."""
+        x = embed(text, config.layer)
+        routing = route(x, config.layer)
+        return cls(
+            config=config, x=x, routing=routing, full=unsharded_layer(x, routing, config.layer),
+            owner=ExpertMap(config.layer.num_experts, config.ranks).owner(routing.topk_ids),
+            home=torch.arange(len(text)) // config.tokens_per_rank,
+        )  # fmt: skip
+
+    @property
+    def remote_copies(self) -> int:
+        """(token, expert) pairs that cross ranks."""
+        return int((self.owner != self.home[:, None]).sum())
+
+    @property
+    def remote_messages(self) -> int:
+        """(token, rank) pairs that cross ranks."""
+        ranks = torch.arange(self.config.ranks)
+        present = (self.owner[:, :, None] == ranks).any(1)
+        return int((present & (ranks != self.home[:, None])).sum())
+
+    @property
+    def tokens_by_rank_and_expert(self) -> tuple[tuple[int, ...], ...]:
+        """[ranks][experts] tokens."""
+        experts = self.config.layer.num_experts
+        flat = torch.bincount(
+            (self.home[:, None] * experts + self.routing.topk_ids).flatten(), minlength=self.config.ranks * experts
+        )
+        return tuple(tuple(row) for row in flat.view(self.config.ranks, experts).tolist())
 
 
-@contextmanager
-def watch(progress_file: Path, progress: Progress, count: int) -> Iterator[None]:
-    """Report each line that rank 0 appends to ``progress_file`` while the block runs."""
-    stop = threading.Event()
+def judge(name: str, out: Tensor, parts: Sequence[RankOutput], truth: Truth) -> FormatResult:
+    """Compare one format's output [T, H] with both unsharded layers."""
+    config, fmt = truth.config, get_format(name)
+    ep_config = config.ep_config(name)
+    routing = Routing(truth.routing.topk_ids, truth.routing.topk_weights.to(ep_config.weight_dtype))
+    rows = fmt.quantize(truth.x.to(ep_config.combine_dtype))
+    same_input = unsharded_layer(fmt.dequantize(rows.payload, rows.scales), routing, config.layer)
+    allowed = allowed_rounding(
+        same_input, topk=config.layer.topk, ranks=config.ranks,
+        combine_dtype=ep_config.combine_dtype, accumulate_dtype=ep_config.accumulate_dtype,
+    )  # fmt: skip
+    difference = (out - same_input.out).abs()
+    # 0 / 0 counts as equal; NaN stays NaN, which passes nothing.
+    rounding = torch.where((difference == 0) & (allowed == 0), 0.0, difference / allowed)
+    full = truth.full.out
+    return FormatResult(
+        format=name,
+        combine_dtype=str(ep_config.combine_dtype).removeprefix("torch."),
+        transport=parts[0].transport,
+        bytes_per_token=fmt.bytes_per_token(config.layer.hidden_size),
+        dispatch_bytes=sum(part.dispatch_bytes for part in parts),
+        combine_bytes=sum(part.combine_bytes for part in parts),
+        copies_dispatch_bytes=truth.remote_copies * fmt.bytes_per_token(config.layer.hidden_size),
+        copies_combine_bytes=truth.remote_copies * ep_config.combine_row_bytes,
+        rounding_error=float(rounding.max()),
+        relative_error=float((out - full).norm() / full.norm()),
+        allowed_error=allowed_relative_error(fmt.tolerance, ep_config.combine_dtype),
+    )
 
-    def follow() -> None:
-        seen = 0
-        while not stop.wait(0.1):
-            lines = progress_file.read_text().splitlines()
-            for name in lines[seen:]:
-                seen += 1
-                progress(f"{name}: dispatched, computed and combined ({seen} of {count})")
 
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def bundled_text() -> bytes:
+    """Return Lewis Carroll's "Alice's Adventures in Wonderland" (public domain), 148476 bytes of ASCII.
+
+    ``data/NOTICE`` beside it says where it comes from.
+
+    Example:
+        >>> bundled_text().split()[:3]
+        [b"ALICE'S", b'ADVENTURES', b'IN']
+    """
+    return files("moelink.tools.demo").joinpath("data", "alice.txt").read_bytes()
 
 
 @contextmanager
@@ -60,20 +150,22 @@ def one_thread() -> Iterator[None]:
 
 def run_all_ranks(config: DemoConfig, text: bytes, progress: Progress) -> list[list[RankOutput]]:
     """What every rank returned, by rank: ranks of a launcher, of which this is rank 0, or processes started here."""
-    with tempfile.TemporaryDirectory(prefix="moelink-") as folder:
-        progress_file = Path(folder) / "progress"
-        progress_file.touch()
-        with watch(progress_file, progress, len(config.formats)):
-            if is_launched():
-                progress(f"rank 0 of {config.ranks} under a launcher")
-                found = run_launched(config, text, str(progress_file))
-                assert found is not None
-                return found
-            progress(f"starting {config.ranks} ranks")
-            everyone: list[list[RankOutput]] = run_ranks(
-                rank_main, config.ranks, config, text, str(progress_file), timeout=config.timeout
-            )
-            return everyone
+    steps = itertools.count(1)
+
+    def finished(name: str) -> None:
+        progress(f"{name}: dispatched, computed and combined ({next(steps)} of {len(config.formats)})")
+
+    with followed(finished) as path:
+        if is_launched():
+            progress(f"rank 0 of {config.ranks} under a launcher")
+            found = run_launched(config, text, path)
+            assert found is not None
+            return found
+        progress(f"starting {config.ranks} ranks")
+        everyone: list[list[RankOutput]] = run_ranks(
+            rank_main, config.ranks, config, text, path, timeout=config.timeout
+        )
+        return everyone
 
 
 @one_thread()

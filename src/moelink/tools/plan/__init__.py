@@ -1,8 +1,8 @@
 """``moelink plan``: memory, bytes and time of dispatch and combine at sizes that one does not have yet.
 
-From bottom to top: ``routing`` (how many ranks and nodes a token reaches), ``settings`` (what is asked), ``traffic``
-(bytes by link), ``constants`` and ``model`` (bytes to microseconds), ``report`` (all sizes in one document);
-``measured`` compares with results of ``moelink bench``, ``fit`` makes constants of them.
+From bottom to top: ``routing`` (how many ranks and nodes a token reaches), ``traffic`` (bytes by link), ``model``
+(bytes to microseconds), ``report`` (all sizes in one document); ``fit`` makes constants of results of ``moelink bench``
+and compares the model with them.
 
 Example:
     >>> from moelink.tools.plan import Layer, make_plan, parse_ranks, Uniform
@@ -12,10 +12,10 @@ Example:
     [5.29, 6.52]
 """
 
-from moelink.tools.plan.constants import Constants, load_constants, packaged_constants
+from moelink.tools.plan.model import Constants, load_constants, packaged_constants
 from moelink.tools.plan.report import Plan, make_plan, to_document
 from moelink.tools.plan.routing import Routing, Trace, Uniform, Zipf, make_routing
-from moelink.tools.plan.settings import Layer, parse_ranks
+from moelink.tools.plan.traffic import Layer, parse_ranks
 
 __all__ = [
     "Constants",

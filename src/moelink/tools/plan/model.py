@@ -1,4 +1,4 @@
-"""From bytes to microseconds.
+"""The time model, from bytes to microseconds, and its constants.
 
     time = floor + per_peer x peers + hop (on several nodes)          what a call costs that moves nothing
          + max(NVLink bytes / NVLink rate, network bytes / network rate)
@@ -22,15 +22,167 @@ Where each part comes from:
 
 It knows nothing of contention inside the network, of skew between ranks, or of kernels other than those it was fitted
 to.
+
+**Constants** each have a source: a measured file, or an assumption of the caller.
+
+A constants file is JSON, written by ``moelink plan fit`` from results of ``moelink bench`` and never by hand::
+
+    {"schema_version": 1, "kind": "moelink plan constants", "machine": "...", "contender": "moelink symmetric",
+     "method": "graph", "fitted_to": [{"file": ..., "commit": ..., "date": ..., "ranks": ...}, ...],
+     "ranks": [...], "tokens": [...], "formats": [...], "largest_error": ...,
+     "phases": {"dispatch": {...}, "combine": {...}}}
+
+A phase holds the fields of :class:`PhaseConstants`; null where the results could not tell. The package may hold one
+such file, ``constants.json`` beside this module; where it is absent, no constant has a value that was not given.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
 
-from moelink.tools.plan.constants import PhaseConstants
-from moelink.tools.plan.traffic import Copies, LinkBytes
+from moelink.errors import ConfigError
+from moelink.tools.plan.traffic import PHASES, Copies, LinkBytes
+from moelink.transports.base import Phase
+
+KIND = "moelink plan constants"
+SCHEMA_VERSION = 1
+PACKAGED = "constants.json"
+
+
+@dataclass(frozen=True)
+class PhaseConstants:
+    """Of dispatch or of combine; None where unknown.
+
+    Attributes:
+        floor_us: microseconds of a call that moves nothing.
+        per_peer_us: microseconds more for each rank that signals are exchanged with.
+        nvlink_gb_per_s, network_gb_per_s: 10**9 bytes a second that one rank's link carries in one direction.
+        memory_gb_per_s: that a rank reads and writes in its own memory; None leaves this part out of the model.
+        quantising_gb_per_s: of rows in bf16, that a sender brings into a format with scales; None leaves it out.
+        hop_us: microseconds more when ranks are on several nodes.
+    """
+
+    floor_us: float | None = None
+    per_peer_us: float = 0.0
+    nvlink_gb_per_s: float | None = None
+    network_gb_per_s: float | None = None
+    memory_gb_per_s: float | None = None
+    hop_us: float = 0.0
+    quantising_gb_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("floor_us", "per_peer_us", "hop_us"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 <= value < math.inf):
+                raise ConfigError(name, "microseconds, at least 0", value)
+        for name in ("nvlink_gb_per_s", "network_gb_per_s", "memory_gb_per_s", "quantising_gb_per_s"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ConfigError(name, "a positive number of GB/s", value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+FIELDS = tuple(f.name for f in dataclasses.fields(PhaseConstants))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """All constants and their provenance.
+
+    Attributes:
+        phases: constants by phase.
+        sources: by field of :class:`PhaseConstants`, "measured: ..." or "assumed: ..."; absent where there is no value.
+        ranks: numbers of ranks that measured values were fitted to; empty without any.
+        description: what was measured, in a line, or "".
+    """
+
+    phases: Mapping[Phase, PhaseConstants] = field(default_factory=lambda: dict.fromkeys(PHASES, PhaseConstants()))
+    sources: Mapping[str, str] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+    description: str = ""
+
+    def assume(self, given: Mapping[str, tuple[float | None, str]]) -> Constants:
+        """These constants with fields replaced, in both phases. ``given``: field to (value or None, option's name).
+
+        A given ``floor_us`` is the whole latency of a call, so that a measured ``per_peer_us`` no longer comes on top.
+        """
+        values = {name: value for name, (value, _) in given.items() if value is not None}
+        sources = {name: f"assumed: {option} {value:g}" for name, (value, option) in given.items() if value is not None}
+        merged = {**self.sources, **sources}
+        if "floor_us" in values and "per_peer_us" not in values:
+            values["per_peer_us"] = 0.0
+            merged.pop("per_peer_us", None)
+        phases = {phase: dataclasses.replace(self.phases[phase], **values) for phase in PHASES}
+        return dataclasses.replace(self, phases=phases, sources=merged)
+
+    @property
+    def are_measured(self) -> bool:
+        """Every constant that has a source was measured, and there is one."""
+        return bool(self.sources) and all(source.startswith("measured") for source in self.sources.values())
+
+
+def read_constants(document: object, name: str) -> Constants:
+    """Constants of a file's content; ``name`` stands for it in messages and sources.
+
+    Raises:
+        ConfigError: it is no constants file of this version, or a value is not acceptable.
+    """
+    expected = f"a file of kind {KIND!r}, schema_version {SCHEMA_VERSION}"
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise ConfigError("constants", expected, name)
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError("constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
+    phases: dict[Phase, PhaseConstants] = {}
+    for phase in PHASES:
+        entry = document.get("phases", {}).get(phase)
+        if not isinstance(entry, dict) or set(entry) != set(FIELDS):
+            raise ConfigError("constants", f"fields {', '.join(FIELDS)} for {phase}", f"{entry!r} in {name}")
+        phases[phase] = PhaseConstants(**entry)
+    known = [f for f in FIELDS if any(_tells(getattr(phases[phase], f)) for phase in PHASES)]
+    try:
+        runs = ", ".join(f"{run['file']} ({run['date']}, {run['ranks']} ranks)" for run in document["fitted_to"])
+        description = f"{document['machine']}, {document['contender']} by {document['method']}, fitted to {runs}"
+        ranks = tuple(int(count) for count in document["ranks"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("constants", "its provenance (machine, contender, method, fitted_to, ranks)", name) from error
+    return Constants(phases, {f: f"measured: {name}" for f in known}, ranks, description)
+
+
+def _tells(value: float | None) -> bool:
+    """A value that says something: a hop of 0 us is what a fit to one node has for lack of data."""
+    return value is not None and value != 0.0
+
+
+def load_constants(path: Path) -> Constants:
+    """Read a constants file.
+
+    Raises:
+        ConfigError: it cannot be read, or :func:`read_constants` refuses it.
+    """
+    try:
+        document: Any = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError("constants", "a JSON file of moelink plan fit", f"{path} ({error})") from error
+    return read_constants(document, path.name)
+
+
+def packaged_constants() -> Constants:
+    """The measured constants that come with the package; none when it holds no file of them."""
+    resource = files("moelink.tools.plan").joinpath(PACKAGED)
+    if not resource.is_file():
+        return Constants()
+    return read_constants(json.loads(resource.read_text()), f"moelink/tools/plan/{PACKAGED}")
+
 
 Link = Literal["NVLink", "network"]
 Part = Literal["latency", "NVLink", "network", "memory", "quantising", "nothing"]

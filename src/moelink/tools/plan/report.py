@@ -9,12 +9,9 @@ from typing import Any
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.tools.plan.constants import Constants
-from moelink.tools.plan.model import Shape, Time, predict
-from moelink.tools.plan.routing import Routing
-from moelink.tools.plan.settings import Layer, nodes_of
-from moelink.tools.plan.statistics import Statistics
-from moelink.tools.plan.traffic import COPIES, PHASES, Copies, LinkBytes, Units, link_bytes
+from moelink.tools.plan.model import Constants, Shape, Time, predict
+from moelink.tools.plan.routing import Routing, Statistics
+from moelink.tools.plan.traffic import COPIES, PHASES, Copies, Layer, LinkBytes, Units, link_bytes, nodes_of
 from moelink.transports.base import Phase
 
 SCHEMA_VERSION = 1

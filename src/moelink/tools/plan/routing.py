@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moelink.errors import ConfigError
+from moelink.routing import ExpertMap
 
 Floats = NDArray[np.float64]
 Bounds = Sequence[int] | NDArray[np.int64]
@@ -207,3 +208,35 @@ def make_routing(text: str, *, num_experts: int, topk: int) -> Routing:
     if not path.is_file():
         raise ConfigError("routing", "'uniform', 'zipf' or the path of a .npy file of topk_ids", text)
     return Trace.load(path, num_experts=num_experts, topk=topk)
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Expectations of one token under a routing.
+
+    Attributes:
+        rank_hits: [ranks] probability that the token has an expert on each rank.
+        node_hits: [nodes] the same for nodes.
+        rank_slots: [ranks] expected number of its top-k slots on each rank.
+    """
+
+    rank_hits: Floats
+    node_hits: Floats
+    rank_slots: Floats
+
+    @classmethod
+    def of(cls, routing: Routing, *, num_experts: int, ranks: int, nodes: int) -> Statistics:
+        """``ranks`` in rank order on ``nodes`` of equal size; experts are owned as everywhere in moelink."""
+        experts = ExpertMap(num_experts, ranks)
+        bounds = np.array([experts.first(rank) for rank in range(ranks + 1)])
+        return cls(routing.hits(bounds), routing.hits(bounds[:: ranks // nodes]), routing.slots(bounds))
+
+    @property
+    def ranks_per_token(self) -> float:
+        """Expected number of distinct ranks, a token's own included when it is hit."""
+        return float(self.rank_hits.sum())
+
+    @property
+    def nodes_per_token(self) -> float:
+        """Expected number of distinct nodes."""
+        return float(self.node_hits.sum())

@@ -1,4 +1,4 @@
-"""How many corrections a quotient of a bf16 element by an fp32 scale needs, over all pairs of significands.
+"""Count the corrections that a quotient of a bf16 element by an fp32 scale needs, over all pairs of significands.
 
 ``kernels`` divide rows by one reciprocal a row, ``q = x * r`` with ``r = RN(1 / s)``, and correct it by the exact
 remainder, ``q + r * (x - q * s)``, twice (``moelink.formats.device.casts.divide_rows``), which is right for every fp32.
@@ -10,23 +10,19 @@ scales with them. A quotient is *right* when it is the fp32 nearest to the exact
 
 Worked example: 1 / 3 with q = 0.5 and r = 0.25. The remainder is 1 - 1.5 = -0.5; corrected, q is 0.5 - 0.125 = 0.375.
 
-    python benchmarks/quotients.py
+    python -m moelink.tools.bench.quotients
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator
-from datetime import date
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import provenance
-from moelink.tools.bench.provenance import command_line
+from moelink.tools.bench.document import head, results_folder, script_parser, write
 
 SIGNIFICANDS = 1 << 23
 CHUNK = 1 << 15
@@ -90,22 +86,14 @@ def measure(*, scale_bits: int = 23) -> dict[str, Any]:
 
 def main() -> None:
     """Try all pairs, write the result, print it."""
-    parser = argparse.ArgumentParser(description="Corrections that quotients of significands need.")
-    parser.add_argument("--out", help="where the result goes instead of benchmarks/results/quotients.json")
-    args = parser.parse_args()
+    args = script_parser(__doc__, out="benchmarks/results/quotients.json").parse_args()
     result = measure()
     document = {
-        "schema_version": 1,
-        "benchmark": "quotients",
-        "command": command_line("python benchmarks/quotients.py", sys.argv[1:]),
-        "date": date.today().isoformat(),
-        **provenance.collect(),
+        **head("quotients", script="quotients", commit=args.commit),
         "unit": "pairs of significands whose quotient is not the nearest fp32, after 0, 1 and 2 corrections",
         **result,
     }
-    out = args.out or provenance.ROOT / provenance.RESULTS / "quotients.json"
-    with open(out, "w") as file:
-        file.write(json.dumps(document, indent=2) + "\n")
+    write(document, args.out or results_folder() / "quotients.json")
     print(json.dumps(result, indent=2))
 
 

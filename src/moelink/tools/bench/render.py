@@ -1,8 +1,11 @@
-"""Write what the benchmarks' JSON says into the documents. ``--check`` only compares.
+"""Write what the results say into the documents. ``--check`` only compares.
 
-In README.md, between the markers "benchmark", the comparison on CPUs, and between "speed" the medians of the presets
-``decode`` and ``prefill`` of ``moelink bench`` on the most GPUs there are results of. In docs/results.md every result
-of ``moelink bench`` on GPUs, whole.
+* README.md, between the markers "benchmark": the comparison on CPUs; between "speed": the medians of the presets
+  ``decode`` and ``prefill`` of ``moelink bench`` on the most GPUs there are results of.
+* docs/pytorch.md, between the markers "overhead": what the operator layer costs.
+* docs/results.md: every result of ``moelink bench`` on GPUs, whole.
+
+    python -m moelink.tools.bench.render
 """
 
 from __future__ import annotations
@@ -10,23 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from moelink.tools.bench.document import BENCHMARK, repository, results_folder
 from moelink.tools.bench.measure import PHASES
 from moelink.tools.bench.report import METHODS
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
-RESULT = RESULTS / "collective_vs_topk.json"
-PAGE = ROOT / "docs" / "results.md"
+COMMAND = "python -m moelink.tools.bench.render"
 IN_PAIRS = "†"
 PAIRS_ARE = "the phase's part of a replayed graph of dispatches, each followed by its combine."
 
 
-def render(document: dict[str, Any]) -> str:
-    """The Markdown between the markers."""
+def cpu_table(document: dict[str, Any]) -> str:
+    """Return the comparison of ``collective`` on CPUs in Markdown."""
     case, host, versions = document["case"], document["host"], document["versions"]
     lines = [
         "| | dispatch, ms | combine, ms | both, ms | bytes between ranks |",
@@ -54,8 +55,8 @@ def render(document: dict[str, Any]) -> str:
 
 def gpu_results() -> list[tuple[str, dict[str, Any]]]:
     """(File, result) of ``moelink bench`` on GPUs, by number of ranks, the most first, then file name."""
-    documents = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
-    found = [(name, d) for name, d in documents if d["benchmark"] == "moelink bench" and d["device"] == "cuda"]
+    documents = [(path.name, json.loads(path.read_text())) for path in sorted(results_folder().glob("*.json"))]
+    found = [(name, d) for name, d in documents if d["benchmark"] == BENCHMARK and d["device"] == "cuda"]
     return sorted(found, key=lambda entry: -entry[1]["ranks"])
 
 
@@ -167,8 +168,8 @@ def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
     """docs/results.md: every (file, result)."""
     parts = [
         "# Results of `moelink bench` on GPUs",
-        "Written by `python benchmarks/render.py` from the files that are named here; `moelink bench plot` draws the\n"
-        "picture from decode and prefill. What the figures lead to is in [performance.md](performance.md).",
+        f"Written by `{COMMAND}` from the files that are named here; `moelink bench plot` draws\n"
+        "the picture from decode and prefill. What the figures lead to is in [performance.md](performance.md).",
         "![Latency over tokens, and share of the all-to-all ceiling](speed.png)",
     ]
     for name, document in documents:
@@ -178,6 +179,19 @@ def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
         if verdicts:
             parts.append("\n".join([f"By the rule: {document['rule']}.", "", *(f"* {text}" for text in verdicts)]))
     return "\n\n".join(parts) + "\n"
+
+
+def overhead(document: dict[str, Any]) -> str:
+    """Return the paragraph of docs/pytorch.md about what the operator layer costs."""
+    row, host, versions = document["rows"][0], document["host"], document["versions"]
+    us = {name: times["median"] for name, times in row["us"].items()}
+    text = (
+        f"A pair of dispatch and combine of {row['tokens']} token takes {us['operator'] - us['direct']:.0f} µs longer "
+        f"through the operators, and deciding which way to go takes {us['choice']:.1f} µs "
+        f"({us['direct'] / 1e3:.1f} ms in all on one rank of the collective transport; {host['processor']}, "
+        f"torch {versions['torch']}, {document['date']})."
+    )
+    return textwrap.fill(text, 120)
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -190,24 +204,31 @@ def between(text: str, name: str, content: str) -> str:
 
 
 def rendered() -> dict[Path, str]:
-    """Each document as it should be."""
-    results = gpu_results()
-    text = between(README.read_text(), "benchmark", render(json.loads(RESULT.read_text())))
+    """Return each document as it should be."""
+    root, results = repository(), gpu_results()
+    readme, guide = root / "README.md", root / "docs" / "pytorch.md"
+
+    def result(name: str) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads((results_folder() / name).read_text())
+        return document
+
+    text = between(readme.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
     return {
-        README: between(text, "speed", speed_summary([document for _, document in results])),
-        PAGE: page(results),
+        readme: between(text, "speed", speed_summary([document for _, document in results])),
+        guide: between(guide.read_text(), "overhead", overhead(result("ops_overhead.json"))),
+        root / "docs" / "results.md": page(results),
     }
 
 
 def main() -> int:
-    """Update the documents, or say whether they are up to date."""
+    """Write the documents, or say whether they are up to date."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a document is stale")
     check = parser.parse_args().check
     stale = {path: text for path, text in rendered().items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         if check:
-            print(f"{path.name} is stale; run: python benchmarks/render.py", file=sys.stderr)
+            print(f"{path.name} is stale; run: {COMMAND}", file=sys.stderr)
         else:
             path.write_text(text)
     return int(check and bool(stale))

@@ -1,8 +1,4 @@
-"""Pictures of results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks.
-
-JSON in, PNG or SVG out. matplotlib (the extra ``moelink[plot]``) is imported when something is drawn, with a backend
-that needs no display.
-"""
+"""Lines: results of ``moelink bench`` over tokens and ranks, and plans over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
 from moelink.tools.bench.measure import PHASES
 from moelink.tools.bench.report import METHODS
-from moelink.tools.plots import FAINT, INK, MUTED, OTHERS, OURS, new_figure
+from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure
 
 COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
 MORE_COLORS = ("#7a9e7e", "#8d7bb0", "#b56576")
@@ -123,22 +119,10 @@ def subtitle(document: dict[str, Any]) -> str:
     )
 
 
-def _frame(axes: Any, title: str, across: str, up: str) -> None:
-    axes.set_title(title, loc="left", size=11, color=INK, pad=8)
-    axes.set_xlabel(across, color=INK, size=9.5)
-    axes.set_ylabel(up, color=INK, size=9.5)
-    axes.grid(which="major", color=FAINT, linewidth=0.8)
-    axes.tick_params(length=3, color=OTHERS, colors=INK, labelsize=9)
-    for name, spine in axes.spines.items():
-        spine.set(visible=name in ("left", "bottom"), color=OTHERS)
-
-
 def _token_axis(axes: Any, points: Sequence[Point]) -> None:
     tokens = sorted({point.tokens for point in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [short(count) for count in tokens])
+    log_axis(axes, tokens, [short(count) for count in tokens])
     axes.tick_params(axis="x", labelsize=6.5)
-    axes.minorticks_off()
 
 
 def short(count: int) -> str:
@@ -189,7 +173,7 @@ def _latency(axes: Any, points: Sequence[Point], phase: str) -> None:
         low, high = ([p.figure[edge] for p in line] for edge in ("p20", "p80"))
         axes.fill_between(tokens, low, high, color=style["color"], alpha=0.15, linewidth=0)
     title = {"both": "Dispatch, then combine"}.get(phase, phase.capitalize())
-    _frame(axes, title, "tokens per rank", "microseconds")
+    frame(axes, title, "tokens per rank", "microseconds")
     axes.set_yscale("log")
     if chosen:
         _token_axis(axes, chosen)
@@ -212,7 +196,7 @@ def _share(axes: Any, points: Sequence[Point]) -> None:
             style = STYLES[formats.index(fmt) % len(STYLES)]
             shares = [100 * (p.share or 0.0) for p in line]
             axes.plot([p.tokens for p in line], shares, style, marker="o", markersize=4, color=color, label=label)
-    _frame(axes, "moelink's share of the all-to-all ceiling", "tokens per rank", "per cent")
+    frame(axes, "moelink's share of the all-to-all ceiling", "tokens per rank", "per cent")
     axes.set_ylim(0, max([105.0, *(103 * (p.share or 0.0) for p in chosen)]))
     if chosen:
         axes.axhline(100, color=MUTED, linewidth=1)
@@ -238,6 +222,88 @@ def _scaling(axes: Any, points: Sequence[Point], code: str) -> None:
         axes.plot([line[-1].ranks, aside], [line[-1].median, height], color=MUTED, linewidth=0.6)
         axes.annotate(label, (aside, height), (2, -3), textcoords="offset points", size=8, color=INK)
     axes.set_xlim(min(ranks) - 0.4, max(ranks) + 0.6 + 0.28 * span)  # room for the labels
-    _frame(axes, "Both, over the number of ranks", f"ranks (commits {code})" if code else "ranks", "microseconds")
+    frame(axes, "Both, over the number of ranks", f"ranks (commits {code})" if code else "ranks", "microseconds")
     axes.set_yscale("log")
     axes.set_xticks(ranks, [str(count) for count in ranks])
+
+
+NETWORK = "#d08c60"
+DARK = "#0b2e59"
+PLAN_STYLES = {"rank": "-", "node": "--"}
+COPIES = {"rank": "a copy per rank", "node": "a copy per node"}
+
+
+def draw_plan(document: dict[str, Any], path: Path) -> None:
+    """Draw the JSON document of ``moelink plan`` into ``path`` (its suffix chooses the file format).
+
+    Raises:
+        ValueError: matplotlib does not know the suffix.
+    """
+    figure = new_figure(8.6)
+    ((memory, times), (dispatch, combine)) = figure.subplots(2, 2)
+    figure.subplots_adjust(left=0.07, right=0.985, top=0.85, bottom=0.075, wspace=0.19, hspace=0.36)
+    _memory(memory, document)
+    _times(times, document)
+    _bytes(dispatch, document, "dispatch")
+    _bytes(combine, document, "combine")
+    layer = document["layer"]
+    figure.text(0.07, 0.955, "moelink plan", size=15, weight="bold", color=INK)
+    figure.text(
+        0.07, 0.925,
+        f"{layer['tokens']} tokens a rank · top-{layer['topk']} of {layer['num_experts']} experts · hidden size "
+        f"{layer['hidden_size']} · {layer['dispatch_format']} · {document['routing']} routing · "
+        f"{document['ranks_per_node']} ranks a node",
+        size=9.5, color=MUTED,
+    )  # fmt: skip
+    figure.savefig(path)
+
+
+def _plan_frame(axes: Any, document: dict[str, Any], title: str, up: str) -> None:
+    ranks = [size["ranks"] for size in document["sizes"]]
+    frame(axes, title, "ranks", up)
+    log_axis(axes, ranks, [str(count) for count in ranks])
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK, borderaxespad=0.2, handlelength=3.5)
+
+
+def _line(axes: Any, document: dict[str, Any], values: list[float | None], style: str, color: str, label: str) -> None:
+    """A series, where there are values; none at all when nothing is above 0, which no logarithmic axis shows."""
+    points = [(size["ranks"], value) for size, value in zip(document["sizes"], values, strict=True) if value]
+    if points:
+        axes.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=color, label=label)
+
+
+def _memory(axes: Any, document: dict[str, Any]) -> None:
+    for name, label, style, color in (
+        ("block", "symmetric: block", "-", OURS),
+        ("staging", "collective: staging", "--", DARK),
+        ("outputs", "outputs of a dispatch and a combine", ":", MUTED),
+    ):
+        _line(axes, document, [size["memory"][name] / 1e9 for size in document["sizes"]], style, color, label)
+    axes.set_yscale("log")
+    rows = document["layer"]["capacity"]
+    _plan_frame(axes, document, f"Memory of a rank ({'worst case' if rows is None else f'{rows} rows'})", "GB")
+
+
+def _times(axes: Any, document: dict[str, Any]) -> None:
+    for phase, color in (("dispatch", OURS), ("combine", DARK)):
+        for copies, style in PLAN_STYLES.items():
+            values = [size["schemes"][copies][phase]["time"]["total_us"] for size in document["sizes"]]
+            _line(axes, document, values, style, color, f"{phase}, {COPIES[copies]}")
+    entry = document["constants"]
+    if axes.lines:
+        axes.set_yscale("log")
+    else:
+        axes.text(0.5, 0.5, "no constants measured or given", ha="center", color=MUTED, transform=axes.transAxes)
+    kind = "constants measured" if entry["measured"] else "constants assumed" if entry["sources"] else "unknown"
+    _plan_frame(axes, document, f"Predicted time ({kind})", "microseconds")
+
+
+def _bytes(axes: Any, document: dict[str, Any], phase: str) -> None:
+    for link, label, color in (("nvlink", "NVLink", OURS), ("network", "network", NETWORK)):
+        for copies, style in PLAN_STYLES.items():
+            values = [size["schemes"][copies][phase]["links"][link] / 1e6 for size in document["sizes"]]
+            _line(axes, document, values, style, color, f"{label}, {COPIES[copies]}")
+    if axes.lines:
+        axes.set_yscale("log")
+    _plan_frame(axes, document, f"{phase.capitalize()}: bytes over the busiest link of each kind", "MB a call")

@@ -1,0 +1,121 @@
+"""What all commands share: consoles and tables, progress on stderr, files that they write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moelink.errors import MoelinkError
+
+PLAIN_WIDTH = 120
+"""Columns of output that does not go to a terminal."""
+
+BAR = 40
+"""Columns of the longest bar."""
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr. Honours NO_COLOR; without a terminal it writes plain lines of fixed width."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+def table(console: Console, title: str) -> Table:
+    """An empty table: rounded lines on a terminal, aligned columns elsewhere."""
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.ROUNDED if console.is_terminal else None,
+        pad_edge=console.is_terminal,
+    )  # fmt: skip
+
+
+def quantity(count: int) -> str:
+    """Bytes in decimal units. ``quantity(1_234_567) == '1.23 MB'``, ``quantity(512) == '512 B'``."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def bar(console: Console, value: int, largest: int) -> str:
+    """``value`` as a bar, ``largest`` being the longest one."""
+    columns = round(BAR * value / largest) if largest else 0
+    return ("█" if console.is_terminal and console.encoding.startswith("utf") else "#") * columns
+
+
+def to_json(document: Any) -> str:
+    """A report as JSON text."""
+    return json.dumps(document, indent=2)
+
+
+def write_json(document: dict[str, Any], path: Path | None) -> None:
+    """Write a document where one is asked for; folders are made. One line and exit status 1 where that cannot be."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse paths that cannot be written, before the work whose result is to go there; folders are made."""
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = not path.exists()
+            path.open("ab").close()
+            if new:
+                path.unlink()
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> typer.Exit:
+    typer.echo(f"moelink: cannot write {path}: {error.strerror or error}", err=True)
+    return typer.Exit(1)
+
+
+@contextmanager
+def drawing(path: Path) -> Iterator[None]:
+    """A block that draws into ``path``, whose folders are made.
+
+    One line and exit status 1 without matplotlib, or for what cannot be drawn (a suffix that is not known, no data).
+    Errors of moelink go on as they are.
+    """
+    check_writable(path)
+    try:
+        yield
+    except MoelinkError:
+        raise
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    except (ImportError, ValueError) as error:
+        hint = " (pip install 'moelink[plot]')" if isinstance(error, ImportError) else ""
+        typer.echo(f"moelink: cannot draw: {error}{hint}", err=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Callable[[str], None]]:
+    """A spinner on a terminal, one line a step elsewhere; nothing on other ranks of a launcher than rank 0."""
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda message: None
+        return
+    console = make_console(stderr=True)
+    if not console.is_terminal:
+        yield lambda message: console.print(message, markup=False)
+        return
+    with console.status("") as status:
+        yield lambda message: status.update(message)

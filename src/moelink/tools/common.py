@@ -1,0 +1,65 @@
+"""What the bench and the demonstration share: progress of ranks, and received rows as numbers."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moelink.formats import get_format
+from moelink.output import DispatchOutput
+
+Progress = Callable[[str], None]
+"""Called with one sentence at each step, possibly from another thread."""
+
+
+@contextmanager
+def followed(progress: Progress) -> Iterator[str]:
+    """Name a file whose lines are passed to ``progress`` as a rank writes them, while the block runs."""
+    with tempfile.TemporaryDirectory(prefix="moelink-") as folder:
+        path, stop = Path(folder) / "progress", threading.Event()
+        path.touch()
+
+        def follow() -> None:
+            seen = 0
+            while not stop.wait(0.1):
+                lines = path.read_text().splitlines()
+                for line in lines[seen:]:
+                    progress(line)
+                seen = len(lines)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield str(path)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def row_major_scales(recv: DispatchOutput, *, format_name: str, hidden_size: int) -> Tensor | None:
+    """Return the scales [row_offsets[-1], n] of the rows in use, whatever their layout, or None without scales."""
+    fmt = get_format(format_name)
+    if recv.scales is None or fmt.scale_layout is None:
+        return None
+    offsets = recv.row_offsets.long()
+    total = int(offsets[-1])
+    if recv.topk_ids is not None:  # layout "rank": scales are row-major already
+        return recv.scales[:total]
+    sizes = offsets[1:] - offsets[:-1]
+    return fmt.scale_layout.gather(
+        recv.scales, rows=torch.arange(total, device=sizes.device),
+        groups=torch.repeat_interleave(torch.arange(sizes.numel(), device=sizes.device), sizes),
+        row_offsets=recv.row_offsets, scale_width=fmt.scale_width(hidden_size),
+    )  # fmt: skip
+
+
+def dequantize_rows(recv: DispatchOutput, *, format_name: str, hidden_size: int) -> Tensor:
+    """Return the received rows [row_offsets[-1], hidden_size] as fp32 or fp64: payload times scales."""
+    scales = row_major_scales(recv, format_name=format_name, hidden_size=hidden_size)
+    return get_format(format_name).dequantize(recv.tokens[: int(recv.row_offsets[-1])], scales)

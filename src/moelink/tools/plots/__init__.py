@@ -1,0 +1,59 @@
+"""Pictures: JSON in, PNG or SVG out.
+
+``lines`` draws results of ``moelink bench`` and plans, ``maps`` the routing of the demonstration and of trained layers.
+matplotlib (the extra ``moelink[plot]``) is imported when something is drawn, with a backend that needs no display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+INK = "#1b2a41"
+MUTED = "#8a94a6"
+FAINT = "#e7eaf0"
+OURS = "#1f77b4"
+OURS_BACK = "#9cc7e8"
+OTHERS = "#c9ced8"
+
+
+def new_figure(height: float) -> Any:
+    """An empty white figure of ``height`` inches, as wide as all pictures of moelink."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, height), dpi=160, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def bare(axes: Any) -> None:
+    """No box, quiet ticks."""
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0, colors=INK, labelsize=9)
+
+
+def blues() -> Any:
+    """Colours of heat maps, from none to most."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("moelink", ("#f4f8fc", "#9cc7e8", "#1f77b4", "#0b2e59"))
+
+
+def frame(axes: Any, title: str, across: str, up: str) -> None:
+    """Title and labels, a faint grid, no box but the two axes."""
+    axes.set_title(title, loc="left", size=11, color=INK, pad=8)
+    axes.set_xlabel(across, color=INK, size=9.5)
+    axes.set_ylabel(up, color=INK, size=9.5)
+    axes.grid(which="major", color=FAINT, linewidth=0.8)
+    axes.tick_params(length=3, color=OTHERS, colors=INK, labelsize=9)
+    for name, spine in axes.spines.items():
+        spine.set(visible=name in ("left", "bottom"), color=OTHERS)
+
+
+def log_axis(axes: Any, values: Sequence[int], labels: Sequence[str]) -> None:
+    """A horizontal axis whose steps double, with a tick at each of ``values``."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, labels)
+    axes.minorticks_off()
