@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -132,6 +133,8 @@ def test_env_json_has_versions_and_every_variable() -> None:
     document = json.loads(done.stdout)
     assert set(document["versions"]) == {"moelink", "python", "torch", "triton", "numpy"}
     assert document["versions"]["moelink"] == moelink.__version__
+    assert document["torch"]["torch_version"] == torch.__version__
+    assert document["torch"]["os"]
     assert document["transport"] in ("collective", "symmetric")
     variables = {entry["name"]: entry for entry in document["variables"]}
     assert set(variables) == {variable.name for variable in VARIABLES}
@@ -144,11 +147,12 @@ def test_env_text_shows_every_variable() -> None:
     for variable in VARIABLES:
         assert variable.name in result.stdout
     assert "transport" in result.stdout
+    assert f"PyTorch version: {torch.__version__}" in result.stdout
 
 
 def test_a_variable_that_is_not_set_is_shown_as_such() -> None:
-    report = inspect_environment({})
-    assert all(variable.value is None for variable in report.variables)
+    document = inspect_environment({})
+    assert all(variable["value"] is None for variable in document["variables"])
 
 
 def run_in_terminal(**environment: str) -> str:
