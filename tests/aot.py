@@ -119,7 +119,7 @@ def kernels(everything):
     yield f"fused_combine-{pre_reduce}", combine.ep_fused_combine_kernel, spec, "*bf16"
     if everything:
         workspace = Workspace(moelink.EPConfig(**{**shape, "world_size": 2, "max_tokens_per_rank": 1024}))
-        assert workspace.small_tokens == 1024
+        assert workspace.lamport_tokens == 1024
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
         yield "without_flags_combine_async", combine.ep_combine_async_kernel, spec, "*bf16"
         yield "without_flags_combine_wait", combine.ep_combine_wait_kernel, spec, "*bf16"

@@ -3,8 +3,8 @@
 All ranks run in one process on one thread (:mod:`interleaving`): every store and every atomic is a place to stop at.
 Time passes only when nobody can go on, so that a wait expires exactly when what it waits for never comes; a schedule
 takes milliseconds, whatever the time-out. Peers are asked who lives by the real
-:class:`~moelink.control.failure_detector.Watch`, over a pretended network. What is really different with processes
-(sockets, SIGKILL, memory) is in ``test_faults.py``.
+:class:`~moelink.control.failure_detector.FailureDetector`, over a pretended network. What is really different with
+processes (sockets, SIGKILL, memory) is in ``test_faults.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import moelink
 from cases import FIELDS, Case, Setup, check_rows
 from interleaving import Scheduler
 from moelink import reference
-from moelink.control.failure_detector import Watch
-from moelink.control.probe import Failure, Sighting
+from moelink.control.failure_detector import FailureDetector
+from moelink.control.probe import Failure, ProbeResult
 from moelink.memory import create_all
 from moelink.memory.workspace import Workspace
 from moelink.testing import assert_bitwise_equal
@@ -30,7 +30,7 @@ WORLD = 3
 SPAN = 300
 """Switches of a schedule without a fault, about."""
 
-GARBAGE = ("messages", "rows", "counts", "firsts", "tallies")
+GARBAGE = ("messages", "rows", "counts", "firsts", "block_counts")
 
 
 class FaultScheduler(Scheduler):
@@ -76,8 +76,8 @@ class FaultScheduler(Scheduler):
 
 
 @dataclass
-class PretendedBeacon:
-    """What a Watch needs of a beacon."""
+class PretendedProbeServer:
+    """What a FailureDetector needs of a probe server."""
 
     call: int = 0
     failure: Failure | None = None
@@ -91,18 +91,18 @@ class PretendedAddress:
     """Where a rank of this process is asked: at once, and without an answer while it is stopped."""
 
     old_rank: int
-    beacon: PretendedBeacon
+    probe_server: PretendedProbeServer
     scheduler: FaultScheduler
 
-    def probe(self, report: Failure | None) -> Sighting:
+    def probe(self, report: Failure | None) -> ProbeResult:
         """As :func:`moelink.control.probe.probe`."""
-        self.beacon.failure = self.beacon.failure or report  # in a stopped rank's socket until it continues
-        return Sighting(call=None if self.old_rank == self.scheduler.silent else self.beacon.call)
+        self.probe_server.failure = self.probe_server.failure or report  # in a stopped rank's socket until it continues
+        return ProbeResult(call=None if self.old_rank == self.scheduler.silent else self.probe_server.call)
 
 
 def probe_all(
     addresses: Sequence[PretendedAddress], ranks: Sequence[int], report: Failure | None = None
-) -> dict[int, Sighting]:
+) -> dict[int, ProbeResult]:
     """As :func:`moelink.control.probe.probe_all`."""
     return {rank: addresses[rank].probe(report) for rank in ranks}
 
@@ -143,11 +143,11 @@ class Generation:
         for memory in memories:
             for name in GARBAGE:
                 poison_memory(workspace.regions[name].view(memory.local))
-        addresses = [PretendedAddress(old, PretendedBeacon(), scheduler) for old in old_ranks]
+        addresses = [PretendedAddress(old, PretendedProbeServer(), scheduler) for old in old_ranks]
         transports = []
         for rank, (config, memory, address) in enumerate(zip(configs, memories, addresses, strict=True)):
-            watch = Watch(rank=rank, beacon=address.beacon, addresses=addresses)  # type: ignore[arg-type]
-            transports.append(SymmetricTransport([config], [memory], "test", watch))
+            detector = FailureDetector(rank=rank, probe_server=address.probe_server, addresses=addresses)  # type: ignore[arg-type]
+            transports.append(SymmetricTransport([config], [memory], "test", detector))
         return cls(world, transports, [[] for _ in range(world)])
 
     def call(self, rank: int, case: Case) -> None:

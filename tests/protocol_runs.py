@@ -1,4 +1,4 @@
-"""Runs of the protocol under seeded schedules, for the tests that attack it: ranks, their calls, couriers, checks."""
+"""Runs of the protocol under seeded schedules, for the tests that attack it: ranks, calls, network proxies, checks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ import torch
 from cases import Case, Result, Setup, check_case, check_rows, unpack
 from interleaving import Scheduler
 from moelink import reference
-from moelink.memory import Courier, create_all, network
+from moelink.memory import NetworkProxy, create_all, network
 from moelink.memory.protocol import CALL_SHIFT, COMBINE_RECEIVED, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
 from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import SymmetricTransport
 from symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
 
 SEEDS = range(20)
-GARBAGE = ("messages", "rows", "counts", "firsts", "tallies", "combine_kept")
-FAR_GARBAGE = ("far_kept", "staged_counts", "staged_firsts", "staged_messages", "staged_kept", "staged_rows")
-SIGNALS = ("drained", "tally_flag", "message_flag", "combine_head", "combine_flag")
-FAR_SIGNALS = ("counts_flag", "firsts_flag", "row_flag")
+GARBAGE = ("messages", "rows", "counts", "firsts", "block_counts", "combine_kept")
+INTER_NODE_GARBAGE = (
+    "inter_node_kept",
+    "staged_counts",
+    "staged_firsts",
+    "staged_messages",
+    "staged_kept",
+    "staged_rows",
+)
+SIGNALS = ("credit", "block_counts_flag", "message_flag", "combine_head", "combine_flag")
+INTER_NODE_SIGNALS = ("counts_flag", "firsts_flag", "row_flag")
 ROLES = (DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED)
 FORMAT = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_experts=3, topk=2)
 
@@ -43,9 +50,9 @@ class Small(Case):
         return dataclasses.replace(data, x=data.x[:n], topk_ids=data.topk_ids[:n], topk_weights=data.topk_weights[:n])
 
 
-class ScheduledCourier(Courier):
-    """A courier without a thread: a schedule says when something arrives, chance says what. A fourth of the puts take
-    far longer than the others. Time is the number of steps."""
+class ScheduledProxy(NetworkProxy):
+    """A network proxy without a thread: a schedule says when something arrives, chance says what. A fourth of the puts
+    take far longer than the others. Time is the number of steps."""
 
     def start(self) -> None:
         self._steps = 0
@@ -67,7 +74,7 @@ class ScheduledCourier(Courier):
         return not self._under_way
 
 
-class SpitefulCourier(ScheduledCourier):
+class SpitefulProxy(ScheduledProxy):
     """Holds some puts back until the next one to the same word has arrived, and lets them arrive right then; or, when
     no other comes, for a long time."""
 
@@ -91,7 +98,7 @@ def transports(
     *,
     calls: int = 0,
     seed: int = 0,
-    couriers: type[ScheduledCourier] = ScheduledCourier,
+    proxies: type[ScheduledProxy] = ScheduledProxy,
 ) -> list[SymmetricTransport]:
     """One transport per rank, all in this process, over memory that is garbage where nobody promised zeros, as if after
     ``calls`` calls of each phase."""
@@ -100,18 +107,18 @@ def transports(
     memories = create_all(["cpu"] * world, workspace.nbytes)
     for memory in memories:
         regions = {region.name: region.view(memory.local) for region in workspace.regions}
-        for name in (*GARBAGE, *FAR_GARBAGE):
+        for name in (*GARBAGE, *INTER_NODE_GARBAGE):
             if name in regions:
                 poison_memory(regions[name])
-        for name in (*SIGNALS, *FAR_SIGNALS):
+        for name in (*SIGNALS, *INTER_NODE_SIGNALS):
             if name in regions:
                 regions[name].fill_(calls)
         regions["control"][[*ROLES]] = calls << CALL_SHIFT
 
-    def courier(memory: Any, *, max_puts: int, seed: int, salt: int = seed) -> ScheduledCourier:
-        return couriers(memory, max_puts=max_puts, seed=1000 * salt + seed)
+    def proxy(memory: Any, *, max_puts: int, seed: int, salt: int = seed) -> ScheduledProxy:
+        return proxies(memory, max_puts=max_puts, seed=1000 * salt + seed)
 
-    with mock.patch.object(network, "Courier", courier):
+    with mock.patch.object(network, "NetworkProxy", proxy):
         return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
 
 
@@ -169,9 +176,9 @@ def check_dispatch(case: Case, ranks: Sequence[Result]) -> None:
 
 
 def play(scheduler: Scheduler, group: Sequence[SymmetricTransport], mains: Sequence[Callable[[], None]]) -> None:
-    """Run ``mains`` under a schedule, with the couriers of the transports of ``group``, until nothing is under way."""
+    """Run ``mains`` under a schedule, with the network proxies of ``group``, until nothing is under way."""
     networks = [rank.network for transport in group for rank in transport.ranks]
-    couriers = [n.courier for n in networks if isinstance(n, network.CourierNetwork)]
+    proxies = [n.proxy for n in networks if isinstance(n, network.ProxyNetwork)]
     left = list(mains)
 
     def counted(main: Callable[[], None]) -> Callable[[], None]:
@@ -181,14 +188,14 @@ def play(scheduler: Scheduler, group: Sequence[SymmetricTransport], mains: Seque
 
         return run
 
-    def carry(courier: ScheduledCourier) -> Callable[[], None]:
+    def carry(proxy: ScheduledProxy) -> Callable[[], None]:
         def run() -> None:
-            while left or not courier.idle:
-                scheduler.pause(courier.step() or not courier.idle)
+            while left or not proxy.idle:
+                scheduler.pause(proxy.step() or not proxy.idle)
 
         return run
 
-    scheduler.run([*map(counted, mains), *map(carry, couriers)])
+    scheduler.run([*map(counted, mains), *map(carry, proxies)])
 
 
 def run(

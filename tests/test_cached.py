@@ -117,7 +117,7 @@ def test_nothing_is_counted(layout, filled_memory):
     first = transport.dispatch(requests).wait()
     for rank in transport.ranks:
         regions = {region.name: region.view(rank.memory.local) for region in rank.workspace.regions}
-        poison_memory(regions["tallies"], regions["firsts"], regions["messages"])
+        poison_memory(regions["block_counts"], regions["firsts"], regions["messages"])
         regions["counts"][:] = 0  # of no call
     again = over(first, changed(requests, 1))
     if layout == "expert":  # ids of the layout "rank" are an output
@@ -296,7 +296,7 @@ def test_an_operator_over_a_routing_hands_out_what_is_its_own():
     with one_rank(dispatch_format="fp32", combine_dtype=torch.float32) as ep:
         x = torch.randn(4, 128)
         first = ep.dispatch(x, IDS)
-        again = ops.dispatch(ep._endpoint, DispatchRequest(x, IDS, routing=first))
+        again = ops.dispatch(ep._context, DispatchRequest(x, IDS, routing=first))
         plan, parts = first.handle.plan, again.handle.plan.tensors
         notes, received = parts
         assert notes.data_ptr() == plan.notes.data_ptr()

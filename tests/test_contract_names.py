@@ -30,7 +30,7 @@ def test_launch_facts() -> None:
     assert dataclasses.replace(kernel, warp_size=64).n_warps == 4
     with pytest.raises(UnsupportedError, match="p2p_world_size=4"):
         dataclasses.replace(kernel, p2p_world_size=4)
-    assert dataclasses.replace(kernel, p2p_world_size=2, use_shmem=True).far_ranks == 6
+    assert dataclasses.replace(kernel, p2p_world_size=2, use_shmem=True).inter_node_ranks == 6
 
 
 def test_layouts_in_worked_numbers() -> None:

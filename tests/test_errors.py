@@ -279,7 +279,7 @@ SUMS_OR_ROWS = {**SETUP, "transport": "symmetric", "timeout": 20}
 
 def sums_or_rows(rank, world_size, without, named, most):
     """Ranks ``without`` combine without reduction; sums of a small call have no flags, or (``most`` 0) have them."""
-    with mock.patch.object(workspaces, "SMALL_BYTES", most), moelink.init(**SUMS_OR_ROWS) as ep:
+    with mock.patch.object(workspaces, "LAMPORT_BYTES", most), moelink.init(**SUMS_OR_ROWS) as ep:
         d = data(rank)
         for turn in range(2):
             recv = ep.dispatch(d.x, d.topk_ids)

@@ -16,7 +16,7 @@ import fault_schedules
 from cases import Setup
 from fault_messages import run_messages
 from fault_schedules import WORLD, FaultScheduler, Oracle, run_schedule
-from moelink.control import failure_detector as watch
+from moelink.control import failure_detector as detector
 from moelink.kernels.launch import constants as spec
 from moelink.kernels.launch.combine_constants import combine_spec
 from protocol_runs import Small
@@ -34,7 +34,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultScheduler]]:
     """Kernels read the clock of the scheduler in this list. Specs hold the clock, so none is kept from before."""
     running: list[FaultScheduler] = []
     monkeypatch.setattr(spec, "host_clock", lambda: running[0].now)
-    monkeypatch.setattr(watch, "probe_all", fault_schedules.probe_all)
+    monkeypatch.setattr(detector, "probe_all", fault_schedules.probe_all)
     kept = (spec.dispatch_spec, combine_spec)
     for specs in kept:
         specs.cache_clear()

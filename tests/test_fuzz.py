@@ -7,6 +7,7 @@ transport: rows and headers are changed on their way. Beacons and records of set
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -20,10 +21,10 @@ import torch
 import moelink
 from cases import Case, Setup, check_rows
 from moelink import reference
-from moelink.control.failure_detector import Watch
-from moelink.control.group import World, decode_fields, encode_fields
-from moelink.control.handshake import _Said
-from moelink.control.probe import GONE, NO_ANSWER, Address, Beacon, probe, read_proposal
+from moelink.control.failure_detector import FailureDetector
+from moelink.control.group import World
+from moelink.control.handshake import Hello
+from moelink.control.probe import GONE, NO_ANSWER, Address, ProbeServer, probe, read_proposal
 from moelink.control.recovery import Proposal
 from moelink.errors import ProtocolError
 from moelink.kernels.launch.constants import is_interpreted
@@ -197,7 +198,7 @@ def test_what_is_noted_and_what_is_counted_may_be_nonsense_over_a_routing() -> N
 
 def test_random_bytes_in_every_region_that_peers_write() -> None:
     regions = ("counts", "firsts", "messages", "message_flag", "poisons", "combine_head", "combine_flag",
-               "combine_status", "combine_kept", "drained", "rows", "small_rows")  # fmt: skip
+               "combine_status", "combine_kept", "credit", "rows", "lamport_slots")  # fmt: skip
     for seed in range(12):
         choice = random.Random(seed)
         victim = Victim(SETUPS[seed % len(SETUPS)], seed)
@@ -268,17 +269,17 @@ class SpoilingGroup:
 def test_corrupted_headers_of_the_collective_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupWire, "_exchange_rows", lambda *_: pytest.fail("a bad count came as far as the rows"))
     for seed in range(60):
-        beacon = Beacon()
-        watch = Watch(rank=0, beacon=beacon, addresses=[beacon.address] * 3)
+        probe_server = ProbeServer()
+        detector = FailureDetector(rank=0, probe_server=probe_server, addresses=[probe_server.address] * 3)
         world = World(rank=0, world_size=3, control=SpoilingGroup(random.Random(seed)))
-        wire = GroupWire(world, device=torch.device("cpu"), identity="test", timeout=5.0, watch=watch)
+        wire = GroupWire(world, device=torch.device("cpu"), identity="test", timeout=5.0, detector=detector)
         case = Case(SETUPS[0], "uniform", seed=seed, small=True)
         transport = CollectiveTransport([SETUPS[0].config(3)], wire, identity="test")
         with pytest.raises(moelink.PeerError) as caught:
             transport.dispatch(dispatch_requests(case, [0])).wait()
         assert caught.value.peer == 1
         transport.close()
-        watch.close()
+        detector.close()
 
 
 def mutations(good: bytes, choice: random.Random, count: int) -> list[bytes]:
@@ -303,26 +304,36 @@ def mutations(good: bytes, choice: random.Random, count: int) -> list[bytes]:
 def test_corrupted_handshakes_are_refused_by_name() -> None:
     address = Address("127.0.0.1", 1234, bytes(16))
     fields = {"num_experts": "7", "topk": "2"}
-    parts = {"fields": encode_fields(fields).hex(), "address": address.encode().hex(), "machine": "m", "identity": "i"}
-    good = encode_fields(parts)
-    assert _Said.decode(good, rank=0, peer=1).fields == fields
+    hello = Hello(fields, address, machine="m", identity="i")
+    good = hello.encode()
+    assert Hello.decode(good, rank=0, peer=1) == hello
     refused = []
     for data in mutations(good, random.Random(1), 400):
         try:
-            _Said.decode(data, rank=0, peer=1)
+            Hello.decode(data, rank=0, peer=1)
         except ProtocolError as error:
             refused.append(error.peer)
     assert set(refused) == {1}
     assert len(refused) > 200
-    with pytest.raises(ValueError, match="a part of 99 bytes, 1 are left"):
-        decode_fields(b"\x63\0\0\0x")
+    said = json.loads(good)
+    for data in (
+        b"",
+        b"[" * (1 << 20),
+        b"7",
+        *(json.dumps({**said, name: value}) for name in said for value in (None, 7, [], [said["address"]])),
+        *(json.dumps({key: value for key, value in said.items() if key != name}) for name in said),
+        json.dumps({**said, "more": ""}),
+        json.dumps({**said, "fields": {"topk": 2}}),
+    ):
+        with pytest.raises(ProtocolError, match="handshake of this moelink version from rank 1"):
+            Hello.decode(data, rank=0, peer=1)
 
 
-def test_a_beacon_survives_nonsense_and_tells_nothing_without_its_token() -> None:
-    beacon = Beacon()
-    beacon.call = 5
-    address, choice = beacon.address, random.Random(2)
-    beacon.proposal = Proposal((0, 1), bytes(16), 7).encode()
+def test_a_probe_server_survives_nonsense_and_tells_nothing_without_its_token() -> None:
+    probe_server = ProbeServer()
+    probe_server.call = 5
+    address, choice = probe_server.address, random.Random(2)
+    probe_server.proposal = Proposal((0, 1), bytes(16), 7).encode()
     stranger = Address(address.host, address.port, bytes(16))
     assert probe(stranger).call is None
     assert read_proposal(stranger) in (GONE, NO_ANSWER)
@@ -331,9 +342,9 @@ def test_a_beacon_survives_nonsense_and_tells_nothing_without_its_token() -> Non
             connection.sendall(data)
     assert probe(address).call == 5
     assert Proposal.decode(read_proposal(address)).ranks == (0, 1)
-    told = beacon.failure
+    told = probe_server.failure
     assert told is None or told.peer >= 0
-    beacon.close()
+    probe_server.close()
     assert probe(address).lost
     assert read_proposal(address) == GONE
 

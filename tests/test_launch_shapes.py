@@ -67,7 +67,7 @@ def test_whole_rows_that_need_no_flags_equal_oracle(monkeypatch, blocks, send, r
     monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(send, receive))
     setup = Setup("bf16", (("hidden_size", 44),))
     workspace = workspaces.Workspace(setup.config(WORLD))
-    assert (workspace.combine_parts, workspace.small_tokens) == (1, workspace.config.max_tokens_per_rank)
+    assert (workspace.combine_parts, workspace.lamport_tokens) == (1, workspace.config.max_tokens_per_rank)
     transport = one_process(setup.fields, WORLD)
     for seed in range(2):
         case = Case(setup, "uniform", seed=seed)
@@ -96,12 +96,12 @@ def test_rows_in_parts_equal_oracle(monkeypatch, blocks, send, receive, spread, 
 def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, blocks, dtype, hidden):
     """Of three ranks two have few enough tokens to need no flags, so that both forms meet in one call."""
     row = 128 * -(-hidden * dtype.itemsize // 128)
-    monkeypatch.setattr(workspaces, "SMALL_BYTES", WORLD * row * 4)
+    monkeypatch.setattr(workspaces, "LAMPORT_BYTES", WORLD * row * 4)
     blocks(16)
     dispatch_format = "fp64" if dtype == torch.float64 else "bf16"
     setup = Setup(dispatch_format, (("hidden_size", hidden), ("combine_dtype", dtype)))
     words = dtype.itemsize < 8 and hidden * dtype.itemsize % 4 == 0
-    assert workspaces.Workspace(setup.config(WORLD)).small_tokens == (4 if words else 0)
+    assert workspaces.Workspace(setup.config(WORLD)).lamport_tokens == (4 if words else 0)
     transport = one_process(setup.fields, WORLD)
     for seed in range(3):
         case = Case(setup, "uniform", seed=seed)
@@ -157,10 +157,10 @@ def test_sums_go_without_flags_where_there_is_room(monkeypatch, world_size, most
     device = torch.device("cuda", 0)
     workspace = workspaces.Workspace(moelink.EPConfig(**fields, world_size=world_size))
     launch = cut.combine_launch(workspace, device, most, sums=True)
-    assert workspace.small_tokens == small
+    assert workspace.lamport_tokens == small
     assert (launch.send, launch.receive) == programs
     rows = workspaces.Workspace(moelink.EPConfig(**fields, world_size=world_size, pre_reduce=False))
-    assert rows.small_tokens == 0
+    assert rows.lamport_tokens == 0
     for block, sums in ((workspace, False), (rows, True)):
         none = cut.combine_launch(block, device, most, sums=sums)
         assert (none.send, none.receive) == (programs if most <= 256 else (528, 132))

@@ -14,8 +14,8 @@ import torch
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Setup, check_case, run_cases
 from moelink.errors import MoelinkError, UnsupportedError
-from moelink.memory import Courier, SymmetricMemory, create_all, network
-from moelink.memory.network import CourierNetwork
+from moelink.memory import NetworkProxy, SymmetricMemory, create_all, network
+from moelink.memory.network import ProxyNetwork
 from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data, run_ranks
@@ -133,23 +133,25 @@ def test_refusals_other_options_absent_ranks_and_recovery(fields: dict[str, obje
         assert took < 8.0
 
 
-def entry(courier: Courier, ticket: int, to: int, source: int, nbytes: int, word: int, value: int, peer: int) -> None:
+def entry(
+    proxy: NetworkProxy, ticket: int, to: int, source: int, nbytes: int, word: int, value: int, peer: int
+) -> None:
     at = RING_HEADER_WORDS + ticket * RING_ENTRY_WORDS
-    courier.ring[at : at + RING_ENTRY_WORDS] = torch.tensor([to, source, nbytes, word, value, peer, 0, ticket + 1])
+    proxy.ring[at : at + RING_ENTRY_WORDS] = torch.tensor([to, source, nbytes, word, value, peer, 0, ticket + 1])
 
 
 def test_the_docstrings_put() -> None:
     memories = create_all([CPU] * 4, 4096)
     base = int(memories[0].pointers[0])
     memories[0].local[0x800:0x820] = torch.arange(32, dtype=torch.uint8)
-    courier = Courier(memories[0], max_puts=4, delay=0.0)
-    entry(courier, 0, base + 0x40, base + 0x800, 32, base + 8, 7, 3)
+    proxy = NetworkProxy(memories[0], max_puts=4, delay=0.0)
+    entry(proxy, 0, base + 0x40, base + 0x800, 32, base + 8, 7, 3)
     there = memories[3].local
     while there[8] != 7:
-        assert courier.step()
+        assert proxy.step()
     assert torch.equal(there[0x40:0x60], torch.arange(32, dtype=torch.uint8))
     assert int(there.count_nonzero()) == 31 + 1
-    courier.close()
+    proxy.close()
 
 
 def test_puts_overtake_one_another_and_signals_never_their_data() -> None:
@@ -158,19 +160,19 @@ def test_puts_overtake_one_another_and_signals_never_their_data() -> None:
         memories = create_all([CPU] * 2, 4096)
         base = int(memories[0].pointers[0])
         memories[0].local[2048:] = 1
-        courier = Courier(memories[0], max_puts=8, seed=seed, delay=0.0)
+        proxy = NetworkProxy(memories[0], max_puts=8, seed=seed, delay=0.0)
         for put in range(4):
-            entry(courier, put, base + 256 * put + 256, base + 2048, 200, base + 8 * put, 1, 1)
+            entry(proxy, put, base + 256 * put + 256, base + 2048, 200, base + 8 * put, 1, 1)
         arrived: list[int] = []
         there = memories[1].local
-        while courier.step():
+        while proxy.step():
             for put in range(4):
                 if there[8 * put] == 1 and put not in arrived:
                     assert int(there[256 * put + 256 :][:200].sum()) == 200
                     arrived.append(put)
         assert sorted(arrived) == [0, 1, 2, 3]
         orders.add(tuple(arrived))
-        courier.close()
+        proxy.close()
     assert len(orders) > 5
 
 
@@ -183,44 +185,44 @@ def test_puts_overtake_one_another_and_signals_never_their_data() -> None:
 def test_a_put_outside_the_blocks_is_refused(put: tuple[int, ...]) -> None:
     memories = create_all([CPU] * 2, 4096)
     base = int(memories[0].pointers[0])
-    courier = Courier(memories[0], max_puts=4)
+    proxy = NetworkProxy(memories[0], max_puts=4)
     to, source, nbytes, word, value, peer = put
-    entry(courier, 0, base + to, base + source, nbytes, base + word, value, peer)
-    with pytest.raises(MoelinkError, match="courier of rank 0"):
-        courier.step()
+    entry(proxy, 0, base + to, base + source, nbytes, base + word, value, peer)
+    with pytest.raises(MoelinkError, match="put: expected"):
+        proxy.step()
 
 
-def small_network(delay: float, monkeypatch: pytest.MonkeyPatch) -> tuple[CourierNetwork, list[SymmetricMemory]]:
+def small_network(delay: float, monkeypatch: pytest.MonkeyPatch) -> tuple[ProxyNetwork, list[SymmetricMemory]]:
     workspace = Workspace(config(2, ranks_per_node=1, max_tokens_per_rank=2, hidden_size=32))
     memories = create_all([CPU] * 2, workspace.nbytes)
-    monkeypatch.setattr(network, "Courier", functools.partial(Courier, delay=delay))
-    return CourierNetwork(memories[0], workspace, 0), memories
+    monkeypatch.setattr(network, "NetworkProxy", functools.partial(NetworkProxy, delay=delay))
+    return ProxyNetwork(memories[0], workspace, 0), memories
 
 
 def test_what_a_rank_put_arrives_though_it_never_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, memories = small_network(600.0, monkeypatch)
     base, there = int(memories[0].pointers[0]), memories[1].local
     for put in range(3):
-        entry(mine.courier, put, base + 64, base + 128, 8, base + 8 * put, 1, 1)
+        entry(mine.proxy, put, base + 64, base + 128, 8, base + 8 * put, 1, 1)
     threads = threading.active_count()
     del mine  # and so it is when the interpreter ends: ``weakref.finalize``
     assert [int(there[8 * put]) for put in range(3)] == [1, 1, 1]
     assert threading.active_count() == threads - 1
 
 
-def failing_courier(rank: int, world_size: int) -> tuple[str, float]:
-    """Rank 0's courier meets a put that it cannot carry, in the middle of a call that waits for ever."""
+def failing_proxy(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 0's network proxy meets a put that it cannot carry, in the middle of a call that waits for ever."""
     ep = moelink.init(**FIELDS, timeout=3.0)
     d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
     recv = ep.dispatch(d.x, d.topk_ids)
     if rank == 0:
-        mine = ep._session.transport.ranks[0].network.courier  # type: ignore[attr-defined]
+        mine = ep._session.transport.ranks[0].network.proxy  # type: ignore[attr-defined]
         ticket = int(mine.ring[0])
         mine.ring[0] += 1
         entry(mine, ticket, 0, 0, 8, 0, 1, 1)
 
     def two_calls() -> None:
-        for _ in range(2):  # the first one may end before the courier gets there
+        for _ in range(2):  # the first one may end before the network proxy gets there
             ep.combine(recv.tokens, recv)
 
     start = time.monotonic()
@@ -228,17 +230,17 @@ def failing_courier(rank: int, world_size: int) -> tuple[str, float]:
         two_calls()
     took = time.monotonic() - start
     if rank == 0:
-        with pytest.raises(MoelinkError, match="stopped carrying"):
+        with pytest.raises(MoelinkError, match="rank 0 stopped"):
             ep.check()
-        with pytest.raises(MoelinkError, match="stopped carrying"):
+        with pytest.raises(MoelinkError, match="rank 0 stopped"):
             ep.close()
     ep.close()
     return str(told.value), took
 
 
-def test_a_courier_that_fails_is_an_error_of_its_rank() -> None:
-    (mine, _), (other, took) = run_ranks(failing_courier, 2, timeout=60)
-    assert mine.startswith("the courier of rank 0 stopped carrying: courier of rank 0: 8 bytes at offset")
+def test_a_network_proxy_that_fails_is_an_error_of_its_rank() -> None:
+    (mine, _), (other, took) = run_ranks(failing_proxy, 2, timeout=60)
+    assert mine.startswith("the network proxy of rank 0 stopped: put: expected 1 or more bytes in a block of")
     assert "rank 0 did not arrive" in other
     assert took < 6.0
 

@@ -43,7 +43,7 @@ def test_opcheck(setup: dict[str, Any]) -> None:
     exact = {"capacity": 4 * E} if fmt == "fp8_block128" else {}
     dtype = torch.float64 if fmt == "fp64" else torch.bfloat16
     with one_rank(**setup, **exact, combine_dtype=dtype) as ep:
-        hidden, name, order = ep.config.hidden_size, ep._endpoint.name, ep._endpoint.order
+        hidden, name, order = ep.config.hidden_size, ep._context.name, ep._context.order
         x = torch.randn(T, hidden, dtype=dtype)
         weights = torch.rand(T, K, dtype=ep.config.weight_dtype)
         # torch sums every output to make gradients, which 8-bit floats cannot.
@@ -54,7 +54,7 @@ def test_opcheck(setup: dict[str, Any]) -> None:
 
         recv = ep.dispatch(x, IDS, weights)
         rows = torch.randn(len(recv.tokens), hidden, dtype=dtype)
-        saved = ep._endpoint.record(recv)
+        saved = ep._context.record(recv)
         late = not ep.config.pre_reduce
         row_weights = None if recv.weights is None or late else leaf(recv.weights)
         own = leaf(weights) if late else None
@@ -115,7 +115,7 @@ def test_outputs_of_operators_serve_direct_calls_and_the_other_way_round(transpo
         x = torch.randn(T, H)
         weights = torch.rand(T, K)
         direct = ep.dispatch(x, IDS, weights)
-        traced = ops.dispatch(ep._endpoint, moelink.transports.base.DispatchRequest(x, IDS, weights))
+        traced = ops.dispatch(ep._context, moelink.transports.base.DispatchRequest(x, IDS, weights))
         for name in direct.__dataclass_fields__.keys() - {"handle"}:
             assert_bitwise_equal(getattr(traced, name), getattr(direct, name), name)
         assert_bitwise_equal(traced.handle.counts, direct.handle.counts)
@@ -185,15 +185,15 @@ def test_dequantised_rows_are_what_was_sent() -> None:
 
 def test_the_registry_holds_nothing_alive() -> None:
     ep = one_rank()
-    endpoint = ep._endpoint
-    name, order = endpoint.name, endpoint.order
+    context = ep._context
+    name, order = context.name, context.order
     with one_rank() as other:
-        assert other._endpoint.name != name
-        assert other._endpoint.order is order
+        assert other._context.name != name
+        assert other._context.order is order
     assert re.fullmatch(r"\d+:[0-9a-f]{8}", name)
-    assert REGISTRY.find(name, "dispatch") is endpoint
+    assert REGISTRY.find(name, "dispatch") is context
     ep.close()
-    del ep, endpoint, other
+    del ep, context, other
     gc.collect()
     with pytest.raises(moelink.ClosedError, match="dispatch: the communicator is closed"):
         library.dispatch(order, torch.ones(1, H), IDS[:1], None, None, None, [], False, name)
@@ -214,12 +214,12 @@ def test_an_output_of_another_communicator_is_refused_as_that() -> None:
 
 def test_names_tell_configurations_apart_and_repeat() -> None:
     with one_rank() as a, one_rank(capacity=5) as b, one_rank() as c:
-        digests = [ep._endpoint.name.split(":")[1] for ep in (a, b, c)]
+        digests = [ep._context.name.split(":")[1] for ep in (a, b, c)]
     assert digests[0] == digests[2] != digests[1]
 
 
 def test_every_field_of_an_output_passes_through_the_operator() -> None:
-    assert {*ops.endpoint.FIELDS, "expert_ids", "handle"} == DispatchOutput.__dataclass_fields__.keys()
+    assert {*ops.context.FIELDS, "expert_ids", "handle"} == DispatchOutput.__dataclass_fields__.keys()
 
 
 ROOT = Path(__file__).parent.parent

@@ -169,7 +169,7 @@ def test_memory_of_several_nodes_has_their_send_buffers() -> None:
     )
     workspace = Workspace(layer.ep_config(16, ranks_per_node=8))
     staged = sum(region.nbytes for region in workspace.regions if region.name.startswith("staged"))
-    small = Workspace(layer.ep_config(16)).regions["small_rows"].nbytes  # of one node only
+    small = Workspace(layer.ep_config(16)).regions["lamport_slots"].nbytes  # of one node only
     assert two.block == workspace.nbytes
     assert staged < two.block - one.block + small < 1.01 * staged
     assert two.staging == one.staging

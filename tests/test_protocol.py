@@ -34,7 +34,7 @@ ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
 def form(request, monkeypatch):
     """Sums go home as rows that are their own signal, as those of small calls do, or with flags behind them."""
     if request.param == "flags":
-        monkeypatch.setattr(workspaces, "SMALL_BYTES", 0)
+        monkeypatch.setattr(workspaces, "LAMPORT_BYTES", 0)
     combine_spec.cache_clear()
     yield request.param
     combine_spec.cache_clear()
@@ -180,7 +180,7 @@ def test_whole_rows_of_several_blocks_outlive_refusals(blocks, refused):
     """As of 257 to 1024 tokens, which are not few: no parts, and a row has two blocks."""
     blocks(4, few=2)
     workspace = workspaces.Workspace(FORMAT.config(WORLD))
-    assert (workspace.combine_parts, workspace.small_tokens) == (1, 4)
+    assert (workspace.combine_parts, workspace.lamport_tokens) == (1, 4)
     for seed in range(2):
         around_refusals(seed, refused)
         around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)

@@ -1,7 +1,7 @@
-"""The protocol between nodes under seeded schedules: programs of all ranks and couriers interleaved.
+"""The protocol between nodes under seeded schedules: programs of all ranks and network proxies interleaved.
 
-Plain stores become visible late, puts arrive in pieces and in any order (``memory.courier``), and every scenario still
-equals the oracle. Each thing that the protocol does against that is taken away once, and the lack shows.
+Plain stores become visible late, puts arrive in pieces and in any order (``memory.network_proxy``), and every scenario
+still equals the oracle. Each thing that the protocol does against that is taken away once, and the lack shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moelink.kernels.combine import reduce
 from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, message, receive, send_one, send_run
 from moelink.kernels.dispatch import row_offsets as plan
-from protocol_runs import Small, SpitefulCourier, caught, check, one_call, play, run, scenarios, transports, two_calls
+from protocol_runs import Small, SpitefulProxy, caught, check, one_call, play, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests
 
 NODES = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8), ("ranks_per_node", 1)), num_experts=3, topk=2)
@@ -56,7 +56,7 @@ def test_after_a_refusal_nothing_of_it_is_under_way(phase):
 def run_refused(seed, phase):
     """Rank 0 refuses a call that rank 1 sends rows in; both then make the same call, which must be right."""
     case, results = ONE[0], {}
-    group = transports(NODES, seed=seed, couriers=SpitefulCourier)
+    group = transports(NODES, seed=seed, proxies=SpitefulProxy)
 
     def main(rank):
         def dispatch():
@@ -96,7 +96,7 @@ UNREDUCED = dataclasses.replace(FEW, reduce=False)
 def run_disagreement(seed, *, reduce, refusing=None, before=(), few=FEW, more=MORE, **options):
     """After combines of ``before``, one with ``reduce[rank]`` that ``refusing`` refuses; all after it must be right."""
     world, results = len(reduce), [{}, {}]
-    group = transports(few.setup, world, seed=seed, couriers=SpitefulCourier)
+    group = transports(few.setup, world, seed=seed, proxies=SpitefulProxy)
 
     def main(rank):
         transport = group[rank]

@@ -12,7 +12,7 @@ import moelink
 from interleaving import Scheduler
 from moelink.kernels.launch import grid as cut
 from moelink.kernels.launch.grid import Cut, Launch
-from moelink.memory.protocol import TURN_WORDS
+from moelink.memory.protocol import SM_LIMIT_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import dispatch as dispatching
@@ -32,7 +32,7 @@ def launched(seed: int, where: list[int], *, programs: int, budget: int, launche
     def multiprocessor() -> int:
         return where[interpreter_builder.grid_idx[0]]
 
-    words = torch.zeros(TURN_WORDS, dtype=torch.int32)
+    words = torch.zeros(SM_LIMIT_WORDS, dtype=torch.int32)
     places = torch.full((programs,), -1, dtype=torch.int32)
     for _ in range(launches):
         times = torch.zeros(len(where), dtype=torch.int32)

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from moelink.kernels.launch.grid import grid, multiprocessors
-from moelink.memory.protocol import TURN_WORDS
+from moelink.memory.protocol import SM_LIMIT_WORDS
 from turn_kernels import Budget, note
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("budget, programs", [(1, 3), (8, 23), (24, 71), (24, 24), (64, 192), (131, 393)])
 def test_a_launch_keeps_to_its_multiprocessors(budget, programs):
     device = torch.device("cuda", 0)
-    words = torch.zeros(TURN_WORDS, dtype=torch.int32, device=device)
+    words = torch.zeros(SM_LIMIT_WORDS, dtype=torch.int32, device=device)
     places = torch.full((programs,), -1, dtype=torch.int32, device=device)
     times = torch.zeros(programs, dtype=torch.int32, device=device)
     count = grid(programs, budget, resident=3, available=multiprocessors(device))

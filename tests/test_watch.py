@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from moelink.control.failure_detector import Watch
-from moelink.control.probe import GONE, Address, Beacon, Failure, probe
+from moelink.control.failure_detector import FailureDetector
+from moelink.control.probe import GONE, Address, Failure, ProbeServer, probe
 
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
 
 
-class SlowBeacon(Beacon):
+class SlowProbeServer(ProbeServer):
     """Its thread has been stopped, and takes a moment to get going again."""
 
     def _answer(self, connection):
@@ -21,21 +21,21 @@ class SlowBeacon(Beacon):
         super()._answer(connection)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_report_that_waits_to_be_read_comes_before_a_refused_connection(told):
-    gone = Beacon()
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_report_that_waits_to_be_read_comes_before_a_refused_connection(reported):
+    gone = ProbeServer()
     gone.close()
     addresses: list[Address] = [gone.address]
-    own = SlowBeacon()
+    own = SlowProbeServer()
     addresses.append(own.address)
-    watch = Watch(rank=1, beacon=own, addresses=addresses)
+    detector = FailureDetector(rank=1, probe_server=own, addresses=addresses)
     reporter = threading.Thread(target=probe, args=(own.address, REPORT))
-    if told:
+    if reported:
         reporter.start()
         time.sleep(0.02)  # it is in the queue, and not read yet
-        assert watch.told is None
-    found = watch.blame("dispatch", 5)
-    assert found == (REPORT if told else Failure(0, "dispatch", 5, expected=5, got=GONE))
-    if told:
+        assert detector.reported is None
+    found = detector.blame("dispatch", 5)
+    assert found == (REPORT if reported else Failure(0, "dispatch", 5, expected=5, got=GONE))
+    if reported:
         reporter.join()
-    watch.close()
+    detector.close()

@@ -111,7 +111,7 @@ def _open(config: EPConfig, device: torch.device, world: World) -> Communicator:
     with torch.inference_mode(False):  # calls write to what is made here, in any mode
         built = build_in_group(config, device, world)
     _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, built.transport.name, device)
-    return Communicator(Session([config], [device], built.transport, built.identity, built.watch), world)
+    return Communicator(Session([config], [device], built.transport, built.identity, built.detector), world)
 
 
 class Communicator:
@@ -124,7 +124,7 @@ class Communicator:
 
     def __init__(self, session: Session, world: World) -> None:
         self._session = session
-        self._endpoint = ops.Endpoint(session, world)
+        self._context = ops.OperatorContext(session, world)
 
     @property
     def config(self) -> EPConfig:
@@ -185,8 +185,8 @@ class Communicator:
             out=out,
         )
         if ops.needs_operator(request):
-            return ops.dispatch(self._endpoint, request)
-        return self._session.dispatch([self._endpoint.direct(request)], fused=True).wait()[0]
+            return ops.dispatch(self._context, request)
+        return self._session.dispatch([self._context.direct(request)], fused=True).wait()[0]
 
     def dispatch_async(
         self,
@@ -212,8 +212,8 @@ class Communicator:
             out=out,
         )
         if ops.needs_operator(request):
-            return PendingSingle(ops.start_dispatch(self._endpoint, request))
-        operation = self._session.dispatch([self._endpoint.direct(request)])
+            return PendingSingle(ops.start_dispatch(self._context, request))
+        operation = self._session.dispatch([self._context.direct(request)])
         return PendingSingle(lambda: operation.wait()[0])
 
     def combine(
@@ -246,8 +246,8 @@ class Communicator:
         """
         request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
         if ops.needs_operator(request):
-            return ops.combine(self._endpoint, request)
-        return self._session.combine([self._endpoint.direct(request)], fused=True).wait()[0]
+            return ops.combine(self._context, request)
+        return self._session.combine([self._context.direct(request)], fused=True).wait()[0]
 
     def combine_async(
         self,
@@ -263,8 +263,8 @@ class Communicator:
         """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
         request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
         if ops.needs_operator(request):
-            return PendingSingle(ops.start_combine(self._endpoint, request))
-        operation = self._session.combine([self._endpoint.direct(request)])
+            return PendingSingle(ops.start_combine(self._context, request))
+        operation = self._session.combine([self._context.direct(request)])
         return PendingSingle(lambda: operation.wait()[0])
 
     def warmup(self) -> None:
@@ -274,12 +274,12 @@ class Communicator:
     def check(self) -> None:
         """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""
         self._session.check()
-        self._endpoint.lanes.check()
+        self._context.gradients.check()
 
     def traffic(self) -> Traffic:
         """Bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
-        own, lanes = self._session.traffic(), self._endpoint.lanes.traffic()
-        return Traffic(own.dispatch + lanes.dispatch, own.combine + lanes.combine)
+        own, gradients = self._session.traffic(), self._context.gradients.traffic()
+        return Traffic(own.dispatch + gradients.dispatch, own.combine + gradients.combine)
 
     @property
     def dev_ptrs(self) -> Tensor:
@@ -317,25 +317,25 @@ class Communicator:
             PeerTimeoutError: a rank in the list did not come within ``timeout``, or (PeerLostError) is gone.
             ClosedError: after :meth:`close`.
         """
-        watch = self._session.watch
-        if self._session.closed and (watch is None or watch.closed):
+        detector = self._session.detector
+        if self._session.closed and (detector is None or detector.closed):
             raise ClosedError("recover")
         survivors = check_survivors(ranks, self.config)
         config = config_of_survivors(self.config, survivors)
         world = World(rank=0, world_size=1)
-        if watch is not None and len(survivors) > 1:
-            world = regroup(watch, survivors, self.config.timeout)
+        if detector is not None and len(survivors) > 1:
+            world = regroup(detector, survivors, self.config.timeout)
         # Memory and multiprocessors of the old generation make room for the new one.
-        self._endpoint.lanes.close()
+        self._context.gradients.close()
         self._session.release()
-        with named_as_before(watch, survivors):
+        with named_as_before(detector, survivors):
             recovered = _open(config, self.device, world)
         self.close()
         return recovered
 
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing."""
-        self._endpoint.lanes.close()
+        self._context.gradients.close()
         self._session.close()
 
     def __enter__(self) -> Communicator:

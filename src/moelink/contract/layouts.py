@@ -72,14 +72,14 @@ class _LaunchFacts:
     warp_size: int = 32
 
     def __post_init__(self) -> None:
-        if not self.use_shmem and self.far_ranks:
+        if not self.use_shmem and self.inter_node_ranks:
             raise UnsupportedError(
                 f"p2p_world_size={self.p2p_world_size}, use_shmem=False: without puts all {self.n_ranks} ranks must "
                 "address each other's memory"
             )
 
     @property
-    def far_ranks(self) -> int:
+    def inter_node_ranks(self) -> int:
         """Ranks whose memory is reached by puts."""
         return 0 if self.skip_a2a else self.n_ranks - self.p2p_world_size
 
@@ -126,9 +126,9 @@ class EPDispatchKernel(_LaunchFacts):
 
         Raises UnsupportedError inside a node: a row is stored from registers into every destination's messages there.
         """
-        if not self.far_ranks:
+        if not self.inter_node_ranks:
             raise UnsupportedError("dispatch has no send buffer inside a node; its pointer is 0")
-        at = _inside("far", far, self.far_ranks) * self._tokens + _inside("slot", slot, self._tokens)
+        at = _inside("far", far, self.inter_node_ranks) * self._tokens + _inside("slot", slot, self._tokens)
         return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_buf_layout(self, source: int, slot: int) -> int:
@@ -165,7 +165,7 @@ class EPCombineKernel(_LaunchFacts):
         as in :meth:`EPDispatchKernel.send_buf_layout`."""
         if row < 0:
             raise ArgumentError("row", "at least 0", row)
-        return row * (align_up(self.msg_bytes, REGION_ALIGNMENT) if self.far_ranks else self.msg_bytes)
+        return row * (align_up(self.msg_bytes, REGION_ALIGNMENT) if self.inter_node_ranks else self.msg_bytes)
 
     def recv_buf_layout(self, token: int, copy: int) -> int:
         """The row of ``token`` in slot ``copy`` (with pre_reduce: formed by rank ``copy``).

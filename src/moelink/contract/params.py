@@ -87,7 +87,7 @@ class EPParams:
     @property
     def workspace(self) -> Workspace:
         """Regions of a rank's block."""
-        return Workspace(self.config(0), small=False)
+        return Workspace(self.config(0), lamport=False)
 
     @property
     def nbytes(self) -> int:

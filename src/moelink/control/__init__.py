@@ -1,1 +1,10 @@
-"""The control plane: how ranks meet, agree, notice failures and recover. Host side, never on the way of a token."""
+"""The control plane: ranks meet, agree, detect failures and recover. It runs on the host and moves no token.
+
+====================  ==================================================================================================
+``group``             find the peers: torchrun's variables or a ProcessGroup, then a store and groups of moelink's own
+``handshake``         compare configurations and exchange addresses, once, at ``init``
+``probe``             a socket per rank that answers "how far are you", and takes reports of failures
+``failure_detector``  name the rank at fault when a call fails, and report it to the peers
+``recovery``          let the surviving ranks agree on a new, smaller group
+====================  ==================================================================================================
+"""

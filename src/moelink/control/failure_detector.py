@@ -1,91 +1,93 @@
-"""One rank's view of who is alive: its own beacon, where its peers' are, and whom to blame when a call fails."""
+"""Name the rank at fault when a call fails: one rank's probe server, its peers' addresses, and what peers reported."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
 
-from moelink.control.probe import Address, Beacon, Failure, Sighting, furthest_behind, probe_all
+from moelink.control.probe import Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe_all
 
 _REPORT_SECONDS = 0.3
 
 
-class Watch:
-    """The beacons of one communicator's ranks, as rank ``rank`` of them uses them. It outlives the transport.
+class FailureDetector:
+    """The failure detector of one rank. It outlives the transport, so that peers can still probe a rank that raised.
 
     Attributes:
         rank: this rank.
-        beacon: this rank's own.
-        addresses: of every rank's beacon, this rank's included.
-        closed: :meth:`close` was called; peers are then told nothing any more.
+        probe_server: this rank's own.
+        addresses: the address of every rank's probe server, this rank's included.
+        closed: :meth:`close` was called. Peers' probes of this rank are refused from then on.
     """
 
-    def __init__(self, *, rank: int, beacon: Beacon, addresses: Sequence[Address]) -> None:
-        self.rank, self.beacon, self.addresses = rank, beacon, tuple(addresses)
+    def __init__(self, *, rank: int, probe_server: ProbeServer, addresses: Sequence[Address]) -> None:
+        self.rank, self.probe_server, self.addresses = rank, probe_server, tuple(addresses)
         self.closed = False
 
     def enter(self) -> int:
-        """Count a call of this rank, so that peers that ask learn how far it is. Returns its number, from 1."""
-        self.beacon.call += 1
-        return self.beacon.call
+        """Count a call of this rank, so that probes see its progress. Returns the call's number, from 1."""
+        self.probe_server.call += 1
+        return self.probe_server.call
 
     @property
-    def told(self) -> Failure | None:
+    def reported(self) -> Failure | None:
         """The first failure that a peer has reported, or None."""
-        return self.beacon.failure
+        return self.probe_server.failure
 
     def blame(self, phase: str, call: int) -> Failure:
-        """Call ``call`` failed: find the rank furthest behind, and tell the peers. Takes about half a second."""
-        sightings = self._probe()
-        # A peer that gave up first has told us whom it blames, and may be closed by now: its word comes before a
-        # refused connection.
-        if self.told is not None:
-            return self.told
-        peer, sighting = furthest_behind(sightings)
-        return self._report(Failure(peer, phase, call, expected=call, got=sighting.reached), sightings)
+        """Find the rank furthest behind call ``call``, which failed, and report it. Takes about half a second."""
+        results = self._probe()
+        # A peer that gave up first has reported whom it blames, and may have closed since. Its report therefore counts
+        # before its refused connection.
+        if self.reported is not None:
+            return self.reported
+        peer, result = furthest_behind(results)
+        return self._report(Failure(peer, phase, call, expected=call, got=result.reached), results)
 
     def confirm(self, suspicion: Failure) -> Failure:
-        """``suspicion``, unless another peer's process is gone, or silent while the suspect answers. Tells the peers.
+        """Check ``suspicion``, report the failure and return it.
 
-        A wait that expired accuses the peer whose signal is missing. That one may itself be waiting, in the call
-        before, for a rank that died after it had sent to some and not to others.
+        An expired wait suspects the peer whose signal is missing. That peer may itself wait, one call behind, for a
+        rank that died after it had sent to some ranks and not to others. So the failure names another peer where that
+        one's process is gone, or where it does not answer and the suspect does.
         """
-        if self.told is not None:
-            return self.told
-        sightings = self._probe()
-        if self.told is not None:
-            return self.told
-        peer, sighting = furthest_behind(sightings)
-        suspect = sightings.get(suspicion.peer)
-        if sighting.reached >= 0:
-            return self._report(suspicion, sightings)
-        if suspect is not None and suspect.reached <= sighting.reached:
-            peer, sighting = suspicion.peer, suspect
+        if self.reported is not None:
+            return self.reported
+        results = self._probe()
+        if self.reported is not None:
+            return self.reported
+        peer, result = furthest_behind(results)
+        suspect = results.get(suspicion.peer)
+        if result.reached >= 0:
+            return self._report(suspicion, results)
+        if suspect is not None and suspect.reached <= result.reached:
+            peer, result = suspicion.peer, suspect
         call, expected = suspicion.call, suspicion.expected
-        return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=sighting.reached), sightings)
+        return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=result.reached), results)
 
     def admit(self, phase: str, call: int) -> Failure:
-        """This rank cannot finish call ``call``, which its peers are in: tell them."""
-        if self.told is not None:
-            return self.told
+        """Report this rank itself: it cannot finish call ``call``, in which its peers wait for it."""
+        if self.reported is not None:
+            return self.reported
         return self._report(Failure(self.rank, phase, call, expected=call, got=call - 1), self._probe())
 
-    def _report(self, failure: Failure, sightings: Mapping[int, Sighting]) -> Failure:
-        """Tell every peer. Those that do not answer get it when they do; nobody waits for them."""
+    def _report(self, failure: Failure, results: Mapping[int, ProbeResult]) -> Failure:
+        """Report ``failure`` to every peer. A stopped peer reads the report when it continues; nobody waits for it."""
         for answers in (False, True):
-            peers = [rank for rank, sighting in sightings.items() if (sighting.reached >= 0) == answers]
+            peers = [rank for rank, result in results.items() if (result.reached >= 0) == answers]
             report = threading.Thread(target=probe_all, args=(self.addresses, peers, failure), daemon=True)
             report.start()
         report.join(_REPORT_SECONDS)
         return failure
 
-    def _probe(self) -> dict[int, Sighting]:
-        # Itself, too: beacons answer in turn, so what peers told this rank before, say while it was stopped, is known.
-        sightings = probe_all(self.addresses, range(len(self.addresses)))
-        del sightings[self.rank]
-        return sightings
+    def _probe(self) -> dict[int, ProbeResult]:
+        # This rank probes itself, too. Its server answers in order, so reports that came before, while this process was
+        # stopped for example, have been read once the probe is answered.
+        results = probe_all(self.addresses, range(len(self.addresses)))
+        del results[self.rank]
+        return results
 
     def close(self) -> None:
-        """Stop answering. Safe to call twice."""
+        """Stop answering probes. Safe to call twice."""
         self.closed = True
-        self.beacon.close()
+        self.probe_server.close()

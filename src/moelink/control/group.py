@@ -1,11 +1,10 @@
-"""Ranks as processes: from torchrun's variables or a ProcessGroup to the groups that moelink talks over."""
+"""Find the peers: from torchrun's variables, or a ProcessGroup, to a store and process groups of moelink's own."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,11 +25,11 @@ class World:
 
     Attributes:
         rank, world_size: position and size; 0 and 1 without a launcher.
-        control: gloo group of its own for headers and set-up, None for one rank.
+        control: gloo group, used by moelink alone, for headers and set-up; None for one rank.
         data: group that rows travel over, None until :func:`add_data_group`.
-        group: the caller's group; None for one rank, and for survivors, whom no group of torch's knows.
-        store: where these ranks find each other: a corner, theirs alone, of the default group's store, or the store
-            that one of the survivors hosts.
+        group: the caller's group; None for one rank, and for survivors, which form no group of torch's.
+        store: store that only these ranks use: a prefix of the default group's store, or the store that one of the
+            survivors hosts.
     """
 
     rank: int
@@ -42,12 +41,16 @@ class World:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """A launcher (torchrun) started this process as one rank of several."""
+    """Return True if a launcher (torchrun) started this process as one rank of several."""
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
 def plain_device(device: torch.device | str) -> torch.device:
-    """``device`` as tensors there name it: with its number on CUDA, without on CPUs. ConfigError for what is none."""
+    """Return ``device`` as its tensors name it: with an index on CUDA, without one on CPUs.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
     try:
         place = torch.device(device)
         if place.type == "cuda" and place.index is None:
@@ -61,17 +64,17 @@ def plain_device(device: torch.device | str) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """This rank's device where none is named: the CUDA device of LOCAL_RANK, or the CPU where there is none."""
+    """Choose this rank's device: the CUDA device of LOCAL_RANK, or the CPU without CUDA."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World:
-    """Find the peers. Collective over ``group``, or over torchrun's world, or trivial without either.
+    """Find the peers. Collective over ``group``, or over torchrun's world; without either this rank is alone.
 
-    Uses an initialised default group and never destroys it. The groups it adds belong to moelink alone: torch does not
-    know them, a failed call leaves the caller's groups intact, and closing one communicator cannot disturb another.
+    An initialised default group is used and never destroyed. The groups made here are not registered with torch, so a
+    failed call leaves the caller's groups intact, and closing one communicator cannot disturb another.
 
     Raises:
         PeerTimeoutError: a rank did not arrive within ``timeout`` seconds.
@@ -84,7 +87,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except dist.DistError as error:
-            # Only that nobody came in time: a port that is taken, or a name that is not known, is nobody's absence.
+            # Translate time-outs only. A port in use, or a host name that does not resolve, names no missing rank.
             if not re.search(r"time(d )?out", str(error), re.IGNORECASE):
                 raise
             raise _late(int(os.environ["RANK"]), [], str(error)) from error
@@ -98,7 +101,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
 
 
 def meet(store: Any, rank: int, world_size: int, timeout: float, *, group: Any = None) -> World:
-    """The world of the ranks that use ``store``, which is theirs alone and empty. Collective over them.
+    """Meet the ranks that use ``store``, which must be empty and theirs alone. Collective over them.
 
     Raises:
         PeerTimeoutError: a rank did not arrive within ``timeout`` seconds.
@@ -114,7 +117,7 @@ def meet(store: Any, rank: int, world_size: int, timeout: float, *, group: Any =
 
 
 def meet_again(world: World, timeout: float) -> World:
-    """Another world of the same ranks, in a corner of their store. Collective over them; raises as :func:`meet`."""
+    """Make another world of the same ranks, under a prefix of their store. Collective; raises as :func:`meet`."""
     if world.store is None:
         return World(rank=0, world_size=1)
     corner = str(world.store.add(f"count/{world.rank}", 1))
@@ -122,7 +125,7 @@ def meet_again(world: World, timeout: float) -> World:
 
 
 def add_data_group(world: World, device: torch.device, timeout: float) -> World:
-    """``world`` with the group that rows travel over: the control group on CPU, NCCL on CUDA."""
+    """Add the group that rows travel over: the control group on CPU, an NCCL group on CUDA."""
     if device.type != "cuda" or world.control is None:
         return dataclasses.replace(world, data=world.control)
     options = dist.ProcessGroupNCCL.Options()
@@ -132,7 +135,7 @@ def add_data_group(world: World, device: torch.device, timeout: float) -> World:
 
 
 def _missing(store: Any, world_size: int) -> list[int]:
-    """Ranks that have not said they arrived, as far as the store still tells."""
+    """List the ranks that have not arrived; empty when the store does not answer."""
     try:
         return [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
     except RuntimeError:
@@ -140,10 +143,10 @@ def _missing(store: Any, world_size: int) -> list[int]:
 
 
 def _room(ranks: Sequence[int], rank: int) -> Any:
-    """A corner of the default group's store that this communicator alone uses.
+    """Make a prefix of the default group's store that this communicator alone uses.
 
-    The n-th communicator over the same ranks gets the n-th corner; each rank counts its own, in the store, so that
-    nothing is kept in this process.
+    The n-th communicator over the same ranks gets the n-th prefix. Each rank counts its communicators in the store, so
+    this process keeps no state.
     """
     base = PrefixStore(f"moelink/{'.'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
     return PrefixStore(str(base.add(f"count/{rank}", 1)), base)
@@ -155,7 +158,12 @@ def _late(rank: int, missing: Sequence[int], detail: str) -> PeerTimeoutError:
 
 
 def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
-    """Every rank's ``payload`` (at most 1 MiB), by rank. Sizes are exchanged and checked before the bytes."""
+    """Gather every rank's ``payload`` (at most 1 MiB), by rank. Sizes are exchanged and checked before the bytes.
+
+    Raises:
+        PeerTimeoutError: a rank did not take part within ``timeout`` seconds.
+        UnsupportedError: a rank's payload is larger than 1 MiB.
+    """
     if world.control is None:
         return [payload]
     limit = timedelta(seconds=timeout)
@@ -170,30 +178,14 @@ def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
 
     sizes = [int(size) for size in gather(torch.tensor([len(payload)], device="cpu"))]
     if max(sizes) > _LIMIT or min(sizes) < 0:
-        raise UnsupportedError(f"init payloads of {sizes} bytes, at most {_LIMIT} allowed")
+        raise UnsupportedError(
+            f"init: expected at most {_LIMIT} bytes from each rank, got {sizes}; install one moelink version everywhere"
+        )
     padded = torch.frombuffer(bytearray(payload.ljust(max(sizes) + 1, b"\0")), dtype=torch.uint8)
     return [bytes(data[:size].numpy().tobytes()) for data, size in zip(gather(padded), sizes, strict=True)]
 
 
 def release(world: World) -> None:
-    """Shut the groups that :func:`connect` added down (never the caller's)."""
+    """Shut down the data group that :func:`add_data_group` made. The caller's group is left alone."""
     if world.data is not None and world.data is not world.control:
         world.data.shutdown()
-
-
-def encode_fields(fields: dict[str, str]) -> bytes:
-    """Length-prefixed text pairs; the inverse is :func:`decode_fields`."""
-    parts = [text.encode() for pair in fields.items() for text in pair]
-    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
-
-
-def decode_fields(data: bytes) -> dict[str, str]:
-    """The inverse of :func:`encode_fields`. Raises ValueError or struct.error for anything else."""
-    parts, offset = [], 0
-    while offset < len(data):
-        (size,) = struct.unpack_from("<I", data, offset)
-        if offset + 4 + size > len(data):
-            raise ValueError(f"a part of {size} bytes, {len(data) - offset - 4} are left")
-        parts.append(data[offset + 4 : offset + 4 + size].decode())
-        offset += 4 + size
-    return dict(zip(parts[::2], parts[1::2], strict=True))

@@ -1,13 +1,13 @@
-"""What ranks tell each other once, at init: configurations, identity, and where to ask who is alive."""
+"""Exchange configurations and addresses once, at init, and compare them."""
 
 from __future__ import annotations
 
-import struct
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moelink.config import EPConfig
-from moelink.control.group import World, decode_fields, encode_fields, gather_bytes
+from moelink.control.group import World, gather_bytes
 from moelink.control.probe import Address
 from moelink.errors import ConfigMismatchError, PeerAbortedError, ProtocolError
 from moelink.memory.setup import machine_id
@@ -21,7 +21,7 @@ class Agreement:
 
     Attributes:
         identity: hexadecimal name of this communicator, the same on every rank.
-        addresses: where each rank's beacon listens.
+        addresses: the address of each rank's probe server.
         machines: name of the machine each rank runs on; equal for ranks that can share memory.
     """
 
@@ -30,53 +30,47 @@ class Agreement:
     machines: tuple[str, ...]
 
 
-def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Agreement:
-    """Compare configurations and exchange addresses; rank 0's ``proposal`` becomes the identity.
-
-    Raises:
-        ConfigMismatchError: on every rank, naming the first field that differs and the ranks.
-        PeerAbortedError: a peer found its own arguments unacceptable (it raises ConfigError itself).
-        ProtocolError: what a peer sent is malformed.
-    """
-    parts = {
-        "fields": encode_fields(config.shared_fields()).hex(),
-        "address": address.encode().hex(),
-        "machine": machine_id(),
-        "identity": proposal,
-    }
-    answers = gather_bytes(world, encode_fields(parts), config.timeout)
-    for peer, answer in enumerate(answers):
-        if answer == _REFUSED:
-            raise PeerAbortedError(rank=world.rank, peer=peer, phase="init", call=0)
-    said = [_Said.decode(answer, rank=world.rank, peer=peer) for peer, answer in enumerate(answers)]
-    compare([peer.fields for peer in said])
-    addresses, machines = tuple(peer.address for peer in said), tuple(peer.machine for peer in said)
-    return Agreement(identity=said[0].identity, addresses=addresses, machines=machines)
-
-
 @dataclass(frozen=True)
-class _Said:
-    """One rank's part of the handshake."""
+class Hello:
+    """What one rank sends in the handshake, as one JSON object.
+
+    Attributes:
+        fields: the configuration's shared fields, as text.
+        address: the address of the rank's probe server.
+        machine: name of the rank's machine.
+        identity: the identity that the rank proposes; rank 0's is taken.
+    """
 
     fields: dict[str, str]
     address: Address
     machine: str
     identity: str
 
+    def encode(self) -> bytes:
+        """Encode as JSON, the address in hexadecimal."""
+        return json.dumps({**vars(self), "address": self.address.encode().hex()}).encode()
+
     @classmethod
-    def decode(cls, answer: bytes, *, rank: int, peer: int) -> _Said:
-        """Raises ProtocolError, naming ``peer``, for anything but what :func:`agree` sends."""
+    def decode(cls, message: bytes, *, rank: int, peer: int) -> Hello:
+        """Decode what rank ``peer`` sent to rank ``rank``. Every type is checked.
+
+        Raises:
+            ProtocolError: the message is not one that :meth:`encode` returns; it names ``peer``.
+        """
         try:
-            parts = decode_fields(answer)
-            return cls(
-                fields=decode_fields(bytes.fromhex(parts["fields"])),
-                address=Address.decode(bytes.fromhex(parts["address"])),
-                machine=parts["machine"],
-                identity=parts["identity"],
-            )
-        except (ValueError, KeyError, struct.error) as error:  # malformed text is a ValueError, too
+            said = json.loads(message)
+            if not isinstance(said, dict) or said.keys() != cls.__dataclass_fields__.keys():
+                raise ValueError(f"expected an object with {', '.join(cls.__dataclass_fields__)}")
+            fields = said["fields"]
+            texts = [*fields.values(), said["address"], said["machine"], said["identity"]]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("expected text for every value")
+            address = Address.decode(bytes.fromhex(said["address"]))
+            return cls(fields=fields, address=address, machine=said["machine"], identity=said["identity"])
+        except (ValueError, AttributeError, RecursionError) as error:  # malformed JSON and text are ValueErrors
             raise ProtocolError(
-                f"rank {rank}: what rank {peer} sent in init is malformed ({type(error).__name__})",
+                f"rank {rank}: expected a handshake of this moelink version from rank {peer} in init, got a malformed "
+                f"message ({type(error).__name__}: {error}); install the same version on every rank",
                 rank=rank,
                 peer=peer,
                 phase="init",
@@ -84,14 +78,33 @@ class _Said:
             ) from error
 
 
+def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Agreement:
+    """Compare configurations and exchange addresses; rank 0's ``proposal`` becomes the identity.
+
+    Raises:
+        ConfigMismatchError: on every rank, naming the first field that differs and the ranks.
+        PeerAbortedError: a peer refused its own arguments (it raises ConfigError itself).
+        ProtocolError: a peer's message is malformed.
+    """
+    hello = Hello(config.shared_fields(), address, machine_id(), proposal)
+    messages = gather_bytes(world, hello.encode(), config.timeout)
+    for peer, message in enumerate(messages):
+        if message == _REFUSED:
+            raise PeerAbortedError(rank=world.rank, peer=peer, phase="init", call=0)
+    hellos = [Hello.decode(message, rank=world.rank, peer=peer) for peer, message in enumerate(messages)]
+    compare([peer.fields for peer in hellos])
+    addresses, machines = tuple(peer.address for peer in hellos), tuple(peer.machine for peer in hellos)
+    return Agreement(identity=hellos[0].identity, addresses=addresses, machines=machines)
+
+
 def refuse(world: World, timeout: float) -> None:
-    """Tell peers that this rank's arguments were refused, so that none of them waits."""
+    """Take part in the handshake with a refusal, so that no peer waits for this rank."""
     gather_bytes(world, _REFUSED, timeout)
 
 
 def compare(fields: Sequence[dict[str, str]]) -> None:
     """Raise ConfigMismatchError for the first field whose text is not the same in every entry."""
-    for name in fields[0]:
+    for name in dict.fromkeys(name for entry in fields for name in entry):
         ranks: dict[str, list[int]] = {}
         for rank, entry in enumerate(fields):
             ranks.setdefault(entry.get(name, "(absent)"), []).append(rank)

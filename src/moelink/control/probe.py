@@ -1,9 +1,9 @@
-"""Who is alive, and how far: a small socket beside every rank that answers peers even while the rank waits.
+"""Probe peers: each rank runs a small server that says which call the rank has reached, even while the rank waits.
 
-When a collective fails, the error names an address, or an innocent neighbour. So the rank that gives up asks every peer
-directly: a killed process refuses the connection at once, a stopped one does not answer, a late one says which call
-it has reached. The rank furthest behind is the one at fault. The same socket carries the news of a failure to peers,
-and what a rank proposes when survivors are to go on without the dead (:mod:`moelink.control.recovery`).
+When a collective fails, its error names an address, or a neighbour that is not at fault. So the rank that gives up
+probes every peer: a killed process refuses the connection at once, a stopped one does not answer, a late one says which
+call it has reached. The rank furthest behind is the one at fault. The same server accepts reports of failures, and
+shows the proposal of a rank that recovers (:mod:`moelink.control.recovery`).
 
 Messages are structs of bounded size behind a secret token that ranks exchange at init; nothing is unpickled.
 """
@@ -33,37 +33,40 @@ _MAX_PROPOSAL = 1 << 18
 _PROBE_SECONDS = 0.4
 
 NO_ANSWER, GONE = -1, -2
-"""What stands for a call number when a peer did not answer, or its process is gone."""
+"""In place of a call number: the peer did not answer, or its process is gone."""
 
-GONE_IN_WORDS = "nothing listens where it answered before"
+GONE_IN_WORDS = "its process is gone: nothing listens at the address of its probe server"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank's beacon listens, and the token that opens it."""
+    """Address of a rank's probe server, and the token without which it does not answer."""
 
     host: str
     port: int
     token: bytes
 
     def encode(self) -> bytes:
-        """As bytes, for the exchange at init."""
+        """Encode as bytes, for the handshake at init."""
         return self.token + struct.pack("<H", self.port) + self.host.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
-        """The inverse of :meth:`encode`. Raises ValueError for anything that is no address."""
+        """Decode what :meth:`encode` returned. Raises ValueError for anything else."""
         if not _TOKEN_BYTES + 2 < len(data) <= _TOKEN_BYTES + 2 + 255:
-            raise ValueError(f"an address of {len(data)} bytes")
+            raise ValueError(
+                f"expected an address of {_TOKEN_BYTES + 3} to {_TOKEN_BYTES + 257} bytes, got {len(data)}"
+            )
         (port,) = struct.unpack_from("<H", data, _TOKEN_BYTES)
         return cls(host=data[_TOKEN_BYTES + 2 :].decode("ascii"), port=port, token=data[:_TOKEN_BYTES])
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of a communicator, as it is told to peers.
+    """The first error of a communicator, as ranks report it to peers.
 
-    ``got`` is the call that the peer at fault had reached, NO_ANSWER, or GONE.
+    ``peer`` is the rank at fault, ``expected`` the call that it had to reach, ``got`` the one that it had reached,
+    NO_ANSWER, or GONE.
     """
 
     peer: int
@@ -73,7 +76,7 @@ class Failure:
     got: int
 
     def error(self, rank: int, detail: str = "") -> PeerTimeoutError:
-        """The exception that ``rank`` raises for it."""
+        """The exception that ``rank`` raises for this failure."""
         kind = PeerLostError if self.got == GONE else PeerTimeoutError
         detail = GONE_IN_WORDS if self.got == GONE else detail
         got = None if self.got < 0 else self.got
@@ -83,27 +86,29 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Sighting:
-    """What a probe of one peer found: the call it has reached (None: no answer), or that its process is gone."""
+class ProbeResult:
+    """The result of probing one peer: ``call``, the call it has reached (None: no answer); ``lost``, its process is
+    gone."""
 
     call: int | None
     lost: bool = False
 
     @property
     def reached(self) -> int:
-        """The call number, NO_ANSWER or GONE."""
+        """The call number, or NO_ANSWER, or GONE: the lower, the further behind."""
         if self.lost:
             return GONE
         return NO_ANSWER if self.call is None else self.call
 
 
-class Beacon:
-    """Answers probes with this rank's progress, and remembers the first failure that a peer reports.
+class ProbeServer:
+    """Answer probes with this rank's progress, and keep the first failure that a peer reports.
 
     Attributes:
+        address: the address of this server.
         call: number of the last call this rank has entered; set by the transport.
         failure: the first failure reported by a peer, or None.
-        proposal: what this rank shows to peers that ask for it (:mod:`moelink.control.recovery`), empty for nothing.
+        proposal: what peers read in a recovery (:mod:`moelink.control.recovery`); empty for no proposal.
     """
 
     def __init__(self) -> None:
@@ -113,7 +118,7 @@ class Beacon:
         self._server = socket.create_server((_own_host(), 0), backlog=128)
         host, port = self._server.getsockname()[:2]
         self.address = Address(host, port, secrets.token_bytes(_TOKEN_BYTES))
-        self._thread = threading.Thread(target=self._serve, name="moelink-beacon", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="moelink-probe-server", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
@@ -127,7 +132,7 @@ class Beacon:
                 try:
                     self._answer(connection)
                 except OSError:
-                    continue  # the asker went away
+                    continue  # the client went away
 
     def _answer(self, connection: socket.socket) -> None:
         token = _receive(connection, _TOKEN_BYTES)
@@ -145,36 +150,38 @@ class Beacon:
         connection.sendall(_PROGRESS.pack(self.call))
 
     def close(self) -> None:
-        """Stop answering."""
-        # shutdown wakes the thread out of accept; close alone would leave it there
+        """Stop answering. Safe to call twice."""
+        # shutdown wakes the thread out of accept; close alone would leave it there.
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
 
 
-def probe(address: Address, report: Failure | None = None) -> Sighting:
-    """Ask one peer for its progress, telling it about ``report`` first. Takes at most about half a second."""
+def probe(address: Address, report: Failure | None = None) -> ProbeResult:
+    """Report ``report`` to one peer, if given, and ask for its progress. Takes at most about half a second."""
     try:
         with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
             connection.sendall(address.token + (_ASK if report is None else _TELL))
             if report is not None:
                 phase = _PHASES.index(report.phase)
                 connection.sendall(_FAILURE.pack(report.peer, phase, report.call, report.expected, report.got))
-            return Sighting(call=_PROGRESS.unpack(_receive(connection, _PROGRESS.size))[0])
+            return ProbeResult(call=_PROGRESS.unpack(_receive(connection, _PROGRESS.size))[0])
     except (ConnectionRefusedError, ConnectionResetError):
-        return Sighting(call=None, lost=True)
+        return ProbeResult(call=None, lost=True)
     except OSError:
-        return Sighting(call=None)
+        return ProbeResult(call=None)
 
 
-def probe_all(addresses: Sequence[Address], ranks: Sequence[int], report: Failure | None = None) -> dict[int, Sighting]:
-    """Probe ``ranks`` at the same time."""
+def probe_all(
+    addresses: Sequence[Address], ranks: Sequence[int], report: Failure | None = None
+) -> dict[int, ProbeResult]:
+    """Probe ``ranks`` concurrently; results by rank."""
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(ranks)))) as pool:
         return dict(zip(ranks, pool.map(lambda rank: probe(addresses[rank], report), ranks), strict=True))
 
 
 def read_proposal(address: Address) -> bytes | int:
-    """What one peer proposes (empty: nothing yet), or NO_ANSWER, or GONE. Takes at most about half a second."""
+    """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes at most about half a second."""
     try:
         with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
             connection.sendall(address.token + _READ)
@@ -186,10 +193,10 @@ def read_proposal(address: Address) -> bytes | int:
         return NO_ANSWER
 
 
-def furthest_behind(sightings: dict[int, Sighting]) -> tuple[int, Sighting]:
-    """The peer at fault: one that is gone, else one that does not answer, else the one with the lowest call."""
-    peer = min(sightings, key=lambda rank: (sightings[rank].reached, rank))
-    return peer, sightings[peer]
+def furthest_behind(results: dict[int, ProbeResult]) -> tuple[int, ProbeResult]:
+    """Choose the peer at fault: one whose process is gone, else one without an answer, else the lowest call."""
+    peer = min(results, key=lambda rank: (results[rank].reached, rank))
+    return peer, results[peer]
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
@@ -197,13 +204,13 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = connection.recv(min(count - len(data), 1 << 16))
         if not piece:
-            raise ConnectionResetError("the peer closed the connection")
+            raise ConnectionResetError(f"expected {count} bytes, got {len(data)} before the peer closed")
         data += piece
     return data
 
 
 def _own_host() -> str:
-    """The address that peers can reach this rank at: as configured, or the one that leads to MASTER_ADDR."""
+    """Host part of this rank's address: as configured, or of the interface that leads to MASTER_ADDR."""
     configured = env.PROBE_HOST.read()
     if configured:
         return configured

@@ -1,29 +1,29 @@
-"""How survivors agree to go on without the dead: what ``recover`` does before anything is built.
+"""Let the surviving ranks agree on a new group without the dead ones: what ``recover`` does before it builds anything.
 
-Nobody is asked that may be dead. Every rank that takes part shows a *proposal* at its own beacon
-(:mod:`moelink.control.probe`), in its own process and behind the token that ranks exchanged at init: the old ranks that
-are to go on, a random number of its own, and, on the lowest of these ranks, the port of a store that it has just
-opened. Each rank reads the proposals of all the ranks in its own list until
+The agreement asks no rank that may be dead. Every rank that takes part publishes a *proposal* at its own probe server
+(:mod:`moelink.control.probe`), behind the token that ranks exchanged at init. A proposal holds the old numbers of the
+ranks that go on, a random nonce of this attempt and, on the lowest of these ranks, the port of a store that it has just
+opened. Each rank reads the proposals of all the ranks in its own list, again and again, until
 
-* all show the same list: the agreement. Nobody decides for the others, so no rank's death can spoil it, the first's
-  and that of the host of the old store included;
-* one's process is gone: PeerLostError;
-* one shows another list, for ``_GRACE_SECONDS``: ConfigMismatchError (a shorter time may be an attempt that has failed
-  there, too, and is about to be repeated);
-* ``timeout`` seconds have passed: PeerTimeoutError, naming who has shown nothing.
+* all proposals have the same list: the agreement. No rank decides for the others, so no death can spoil it, that of
+  rank 0 or of the host of the old store included;
+* the process of one is gone: PeerLostError;
+* one has another list, for longer than ``_GRACE_SECONDS``: ConfigMismatchError (a shorter time may be left from an
+  attempt that failed there too, and that the rank is about to repeat);
+* ``timeout`` seconds have passed: PeerTimeoutError, naming a rank that has no proposal.
 
-Then they meet in the new store, in a *corner* named after the random numbers of all, and show which one. So an attempt
-meets only itself: a rank that is still in an attempt which others have given up is waited for, and as soon as it sees
-that another rank's number has changed it agrees anew. From there on everything is as at ``init``: new connections, a
-new identity, new workspaces.
+Then the ranks meet in the new store, in a *corner*: a prefix that is a digest of all their nonces. Each publishes the
+name of its corner, so an attempt meets only itself. Example: rank 1 gave up and calls ``recover`` again while rank 2
+still waits in the corner of the first attempt. Rank 2 sees rank 1's new nonce, leaves that corner and agrees anew. From
+there on everything is as at ``init``: new connections, a new identity, new workspaces.
 
-Why late writes of the old generation cannot reach the new one: it has other memory (a file or an allocation made
-after the agreement, which the left out have never mapped), other connections and other beacons with other tokens. A
-rank that was stopped and continues still holds its mappings of the *old* blocks, whose memory stays until it lets go:
-it writes where nobody reads. A rank of the new generation knows every other one by the agreement, not by its number.
+Late writes of the old generation cannot reach the new one. It has other memory (a file or an allocation made after the
+agreement, which ranks outside it have never mapped), other connections, and other probe servers with other tokens. A
+rank that was stopped and continues writes into the *old* blocks, which nobody reads; their memory stays until that rank
+unmaps it. Ranks of the new generation are known by the agreement, not by their numbers.
 
-Whom it needs: every rank of the list. A rank whose list is refused, or that is left out, keeps its old communicator, on
-which every call raises.
+Every rank of the list must call ``recover``. A rank whose list is refused, or that is in no list, keeps its old
+communicator, on which every call raises.
 
 Example: of ranks 0-3 rank 0 is killed. Ranks 1, 2, 3 call ``recover([1, 2, 3])``; rank 1 hosts the store; they become
 ranks 0, 1, 2 of 3.
@@ -47,36 +47,37 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.config import EPConfig
-from moelink.control.failure_detector import Watch
+from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, meet
 from moelink.control.probe import GONE, GONE_IN_WORDS, NO_ANSWER, read_proposal
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerLostError, PeerTimeoutError
 
 PHASE = "recover"
-"""The phase that errors name; their call number is 0."""
+"""Phase of the errors raised here; their call number is 0."""
 
 _HEAD = struct.Struct("<16sH16sI")
 _GRACE_SECONDS = 2.0
 _LINGER_SECONDS = 1.0
-"""A refused list stays on show for so long, for ranks that have not seen it long enough."""
+"""How long a refused list stays published, so that every other rank sees it for longer than ``_GRACE_SECONDS``."""
 _PAUSE_SECONDS = 0.02
 
 
 NOTHING = 0
-"""What stands for the proposal of a rank that answers and has none."""
+"""In place of a proposal: the rank answers and has none."""
 
-_EXCUSES = ("it does not answer", "it has not called recover", "it is still in an earlier attempt")
+_REASONS = ("it does not answer", "it has not called recover", "it is still in an earlier attempt")
+"""Why a rank is missing, in the order in which missing ranks are named."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank shows to the others.
+    """What a rank publishes to the others.
 
     Attributes:
-        ranks: old ranks that are to go on, ascending.
+        ranks: old numbers of the ranks that go on, ascending.
         nonce: 16 random bytes of this attempt.
-        port: where the lowest rank's store listens, 0 on the others.
-        corner: 16 bytes, the name of the corner where this rank waits for the others; zeros before it has agreed.
+        port: port of the lowest rank's store, 0 on the others.
+        corner: 16 bytes, the name of the corner in which this rank waits for the others; zeros before it has agreed.
     """
 
     ranks: tuple[int, ...]
@@ -85,21 +86,25 @@ class Proposal:
     corner: bytes = bytes(16)
 
     def encode(self) -> bytes:
-        """As bytes, for the beacon."""
+        """Encode as bytes, for the probe server."""
         head = _HEAD.pack(self.nonce, self.port, self.corner, len(self.ranks))
         return head + struct.pack(f"<{len(self.ranks)}I", *self.ranks)
 
     @classmethod
     def decode(cls, data: bytes) -> Proposal:
-        """The inverse of :meth:`encode`. Raises ValueError or struct.error for anything else."""
+        """Decode what :meth:`encode` returned. Raises ValueError or struct.error for anything else."""
         nonce, port, corner, count = _HEAD.unpack_from(data)
         if len(data) != _HEAD.size + 4 * count:
-            raise ValueError(f"{len(data)} bytes for {count} ranks")
+            raise ValueError(f"expected {_HEAD.size + 4 * count} bytes for {count} ranks, got {len(data)}")
         return cls(struct.unpack_from(f"<{count}I", data, _HEAD.size), nonce, port, corner)
 
 
 def check_survivors(ranks: Iterable[int], config: EPConfig) -> tuple[int, ...]:
-    """``ranks`` ascending, or ArgumentError: whole numbers, once each, of this communicator, this rank among them."""
+    """Return ``ranks`` ascending.
+
+    Raises:
+        ArgumentError: they are not distinct ranks of this communicator with this rank among them.
+    """
     expected = f"distinct ranks in [0, {config.world_size}) with this rank, {config.rank}, among them"
     try:
         given = list(ranks)
@@ -113,28 +118,28 @@ def check_survivors(ranks: Iterable[int], config: EPConfig) -> tuple[int, ...]:
 
 
 def config_of_survivors(config: EPConfig, survivors: Sequence[int]) -> EPConfig:
-    """``config`` for this rank among the survivors. What follows from the number of ranks follows from the new one.
+    """Return ``config`` for this rank among ``survivors``.
 
-    Experts are dealt out anew, over fewer ranks, by the one rule there is (``routing.ExpertMap``), so any number of
-    survivors will do. ``ranks_per_node`` says nothing any more about ranks of which some are missing.
+    Sizes that depend on the number of ranks follow the new number. ``routing.ExpertMap`` spreads the experts over any
+    number of survivors. ``ranks_per_node`` becomes None: nodes of which ranks are missing have no common size.
     """
     return replace(config, world_size=len(survivors), rank=survivors.index(config.rank), ranks_per_node=None)
 
 
-def regroup(watch: Watch, survivors: tuple[int, ...], timeout: float) -> World:
-    """Agree with all ``survivors`` (old ranks, ascending, this one included) and meet them: their world.
+def regroup(detector: FailureDetector, survivors: tuple[int, ...], timeout: float) -> World:
+    """Agree with all ``survivors`` (old ranks, ascending, this one included), meet them, and return their world.
 
-    The old ranks become the new ones in ascending order.
+    New ranks are numbered in the order of the old ones.
 
     Raises:
-        ConfigMismatchError: another rank recovers with other ranks.
-        PeerLostError: a rank in the list is gone.
-        PeerTimeoutError: a rank in the list has not called recover within ``timeout``.
+        ConfigMismatchError: another rank called recover with another list.
+        PeerLostError: the process of a rank in the list is gone.
+        PeerTimeoutError: a rank in the list has not called recover within ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
-    server = _serve(watch.addresses[survivors[0]].host, timeout) if watch.rank == survivors[0] else None
+    server = _serve(detector.addresses[survivors[0]].host, timeout) if detector.rank == survivors[0] else None
     mine = Proposal(survivors, secrets.token_bytes(16), 0 if server is None else server.port)
-    board = _Board(watch, mine)
+    board = _Board(detector, mine)
     try:
         while True:
             agreed = _agree(board, deadline)
@@ -142,9 +147,9 @@ def regroup(watch: Watch, survivors: tuple[int, ...], timeout: float) -> World:
             corner = PrefixStore(f"moelink/{board.corner(agreed).hex()}", store)
             if _all_arrived(board, agreed, corner, deadline):
                 break
-        with named_as_before(watch, survivors):
+        with named_as_before(detector, survivors):
             left = max(deadline - time.monotonic(), 1.0)
-            return meet(corner, survivors.index(watch.rank), len(survivors), left)
+            return meet(corner, survivors.index(detector.rank), len(survivors), left)
     except ConfigMismatchError:
         board.withdraw(after=_LINGER_SECONDS)
         raise
@@ -154,25 +159,25 @@ def regroup(watch: Watch, survivors: tuple[int, ...], timeout: float) -> World:
 
 
 class _Board:
-    """What this rank shows, and what the other survivors do."""
+    """This rank's proposal, published at its probe server, and those of the other survivors."""
 
-    def __init__(self, watch: Watch, mine: Proposal) -> None:
-        self.rank, self.mine, self._watch = watch.rank, mine, watch
-        self.others = [rank for rank in mine.ranks if rank != watch.rank]
-        self.host = watch.addresses[mine.ranks[0]].host
+    def __init__(self, detector: FailureDetector, mine: Proposal) -> None:
+        self.rank, self.mine, self._detector = detector.rank, mine, detector
+        self.others = [rank for rank in mine.ranks if rank != detector.rank]
+        self.host = detector.addresses[mine.ranks[0]].host
         self.show(bytes(16))
 
     def show(self, corner: bytes) -> None:
-        """Show this rank's proposal, and the corner where it waits (zeros: it has not agreed)."""
-        self._watch.beacon.proposal = replace(self.mine, corner=corner).encode()
+        """Publish this rank's proposal with the corner in which it waits (zeros: it has not agreed)."""
+        self._detector.probe_server.proposal = replace(self.mine, corner=corner).encode()
 
     def withdraw(self, after: float = 0.0) -> None:
-        """Show nothing any more, so that who asks waits for the next attempt."""
-        shown = self._watch.beacon.proposal
+        """Unpublish the proposal after ``after`` seconds, so that peers wait for the next attempt."""
+        shown = self._detector.probe_server.proposal
 
         def clear() -> None:
-            if self._watch.beacon.proposal == shown:
-                self._watch.beacon.proposal = b""
+            if self._detector.probe_server.proposal == shown:
+                self._detector.probe_server.proposal = b""
 
         timer = threading.Timer(after, clear)
         timer.daemon = True
@@ -181,13 +186,14 @@ class _Board:
             timer.join()
 
     def read(self) -> dict[int, Proposal | int]:
-        """By survivor: its proposal, or NO_ANSWER, also where there is none yet, or nonsense.
+        """Read the other survivors' proposals, by rank: a Proposal, NOTHING (none yet), or NO_ANSWER (or malformed).
 
-        Raises PeerLostError for one that is gone.
+        Raises:
+            PeerLostError: the process of one is gone.
         """
         if not self.others:
             return {}
-        addresses = [self._watch.addresses[rank] for rank in self.others]
+        addresses = [self._detector.addresses[rank] for rank in self.others]
         with ThreadPoolExecutor(max_workers=min(64, len(self.others))) as pool:
             answers = dict(zip(self.others, pool.map(read_proposal, addresses), strict=True))
         if GONE in answers.values():
@@ -198,13 +204,13 @@ class _Board:
         return {rank: _decode(answer) for rank, answer in answers.items()}
 
     def corner(self, agreed: Mapping[int, Proposal]) -> bytes:
-        """A name that only those know who read all proposals, and that no other attempt has."""
+        """Name the corner of this attempt: a digest of all nonces, so no other attempt has the same."""
         nonces = {self.rank: self.mine.nonce, **{rank: proposal.nonce for rank, proposal in agreed.items()}}
         text = b"".join(struct.pack("<I", rank) + nonces[rank] for rank in sorted(nonces))
         return blake2b(text, digest_size=16).digest()
 
     def agree(self, shown: Mapping[int, Proposal | int]) -> dict[int, Proposal] | None:
-        """All proposals, if they list the same ranks and nobody waits somewhere else, else None."""
+        """Return all proposals if they have the same list and no rank waits in another corner, else None."""
         agreed = {rank: p for rank, p in shown.items() if isinstance(p, Proposal) and p.ranks == self.mine.ranks}
         if len(agreed) < len(self.others):
             return None
@@ -222,19 +228,19 @@ def _decode(answer: bytes | int) -> Proposal | int:
 
 
 def _agree(board: _Board, deadline: float) -> dict[int, Proposal]:
-    """The proposals of the other survivors, once all of them list the same ranks."""
+    """Wait until all survivors propose the same ranks; return the proposals of the others."""
     differs: dict[int, float] = {}
-    came: set[int] = set()
+    seen: set[int] = set()
     board.show(bytes(16))
     while True:
         shown = board.read()
-        came |= {rank for rank, p in shown.items() if isinstance(p, Proposal) and p.ranks == board.mine.ranks}
+        seen |= {rank for rank, p in shown.items() if isinstance(p, Proposal) and p.ranks == board.mine.ranks}
         agreed = board.agree(shown)
         if agreed is not None:
             board.show(board.corner(agreed))
             return agreed
         now = time.monotonic()
-        # Who waits in a corner with other ranks is in an attempt of before.
+        # A rank that waits in a corner with another list is still in an earlier attempt.
         lists = {
             rank: p.ranks
             for rank, p in shown.items()
@@ -244,20 +250,20 @@ def _agree(board: _Board, deadline: float) -> dict[int, Proposal]:
         if any(now - since > _GRACE_SECONDS for since in differs.values()) or (lists and now > deadline):
             raise _mismatch({board.rank: board.mine.ranks, **lists})
         if now > deadline:
-            # Who came and shows nothing any more gave up a moment ago, over somebody that this rank waits for, too.
-            peer = min(board.others, key=lambda rank: (_urgency(shown[rank]), rank in came))
-            said = shown[peer]
-            raise _late(board.rank, peer, _EXCUSES[_urgency(said)])
+            # A rank whose proposal has been seen, and is gone now, gave up a moment ago because of a rank that is
+            # missing here, too: name a rank that was never seen before it.
+            peer = min(board.others, key=lambda rank: (_reason(shown[rank]), rank in seen))
+            raise _late(board.rank, peer, _REASONS[_reason(shown[peer])])
         time.sleep(_PAUSE_SECONDS)
 
 
-def _urgency(shown: Proposal | int) -> int:
-    """Whom to name first of several that are not there: an index into the reasons."""
+def _reason(shown: Proposal | int) -> int:
+    """Index into ``_REASONS`` for a rank that published ``shown``."""
     return 2 if isinstance(shown, Proposal) else 1 if shown == NOTHING else 0
 
 
 def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
-    """True once everybody is in ``corner``; False when another rank began again, with another random number."""
+    """Wait until all survivors are in ``corner``: True; False when one of them has begun again with another nonce."""
     names = [str(rank) for rank in board.mine.ranks]
     try:
         corner.set(str(board.rank), b"1")
@@ -267,35 +273,39 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
                 return False
             if time.monotonic() > deadline:
                 absent = [rank for rank in board.mine.ranks if not corner.check([str(rank)])]
-                raise _late(board.rank, absent[0] if absent else -1, "it agreed, and did not come")
+                raise _late(
+                    board.rank, absent[0] if absent else -1, "it agreed to the list and did not reach the new store"
+                )
             time.sleep(_PAUSE_SECONDS)
     except RuntimeError as error:
         if isinstance(error, PeerTimeoutError):
             raise
-        board.read()  # says so if the store's host is gone
+        board.read()  # raises PeerLostError if the process of the store's host is gone
         raise _late(board.rank, board.mine.ranks[0], "its store does not answer") from error
     return True
 
 
 @contextmanager
-def named_as_before(watch: Watch | None, survivors: Sequence[int]) -> Iterator[None]:
-    """A block in which survivors meet: a PeerTimeoutError leaves it with the old numbers of the ranks.
+def named_as_before(detector: FailureDetector | None, survivors: Sequence[int]) -> Iterator[None]:
+    """Translate a PeerTimeoutError of the block, in which survivors meet, to the old numbers of the ranks.
 
-    Where nobody could tell who is missing, the old beacons are asked.
+    Where the error names no rank, the old probe servers are probed for one that does not answer.
     """
     try:
         yield
     except PeerTimeoutError as error:
-        if watch is None:
+        if detector is None:
             raise
-        peer = survivors[error.peer] if 0 <= error.peer < len(survivors) else _silent(watch, survivors)
-        raise _late(watch.rank, peer, "it came, and went while ranks met again") from error
+        peer = survivors[error.peer] if 0 <= error.peer < len(survivors) else _silent(detector, survivors)
+        raise _late(
+            detector.rank, peer, "it agreed to the new group, and stopped while the group was set up"
+        ) from error
 
 
-def _silent(watch: Watch, survivors: Sequence[int]) -> int:
-    """The first survivor that does not answer, -1 when all do."""
+def _silent(detector: FailureDetector, survivors: Sequence[int]) -> int:
+    """Find the first survivor that does not answer; -1 when all do."""
     for rank in survivors:
-        if rank != watch.rank and not isinstance(read_proposal(watch.addresses[rank]), bytes):
+        if rank != detector.rank and not isinstance(read_proposal(detector.addresses[rank]), bytes):
             return rank
     return -1
 

@@ -1,4 +1,4 @@
-"""Symmetric memory: a block of equal size on every rank, addressable by all ranks of a machine.
+"""Allocate symmetric memory: a block of equal size on every rank, addressable by all ranks of a machine.
 
 ==========================  =====================================================================
 :class:`PosixMemory`        processes on CPUs: POSIX shared memory
@@ -7,15 +7,17 @@
 :class:`NvshmemMemory`      the same on several nodes: only blocks of a rank's own node are addressed
 ==========================  =====================================================================
 
-Between nodes a :class:`Network` (made by :func:`connect`) carries bytes from block to block: NVSHMEM, or a
-:class:`Courier` where nodes are processes of a machine.
+Between nodes a :class:`Network` (made by :func:`connect`) carries bytes from block to block: NVSHMEM, or a simulated
+:class:`NetworkProxy` where nodes are processes of one machine.
 
-``memory.bounds`` (imported by nobody unless ``MOELINK_DEBUG=1``) checks the accesses of interpreted kernels.
+:mod:`moelink.memory.workspace` lists the regions of a block, :mod:`moelink.memory.protocol` the numbers that kernels
+and host share. :mod:`moelink.memory.bounds`, imported only with ``MOELINK_DEBUG=1``, checks the accesses of interpreted
+kernels.
 """
 
 from moelink.memory.base import SymmetricMemory
 from moelink.memory.network import Network, connect
-from moelink.memory.network_proxy import Courier
+from moelink.memory.network_proxy import NetworkProxy
 from moelink.memory.nvshmem import NvshmemMemory
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
@@ -24,7 +26,7 @@ from moelink.memory.torch_symm import Members, TorchMemory
 
 __all__ = [
     "MAX_RECORD_BYTES",
-    "Courier",
+    "NetworkProxy",
     "Exchange",
     "Members",
     "Network",

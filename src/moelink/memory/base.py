@@ -1,4 +1,4 @@
-"""Symmetric memory: one block of equal size on every rank, which peers in the same node can address directly."""
+"""Declare what symmetric memory offers: one block of equal size on every rank, addressable by peers of the node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SymmetricMemory(Protocol):
     pointers: Tensor
 
     def peer(self, rank: int) -> Tensor:
-        """Rank ``rank``'s block as a one-dimensional uint8 view in this process."""
+        """View rank ``rank``'s block, [nbytes] uint8, in this process."""
 
     def close(self) -> None:
         """Unmap everything and release this rank's block. Safe to call twice."""

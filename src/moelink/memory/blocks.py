@@ -1,4 +1,4 @@
-"""What every implementation shares: one block per rank, and the table of their addresses."""
+"""Implement what every kind of symmetric memory shares: one block per rank, and the table of their addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Blocks:
     """
 
     def __init__(self, rank: int, blocks: Sequence[Tensor | None]) -> None:
-        """View ``blocks``, one [nbytes] uint8 tensor per rank, as rank ``rank``. None: a peer's that cannot be
+        """View ``blocks``, one [nbytes] uint8 tensor per rank, as rank ``rank``; None for a block that cannot be
         addressed."""
         local = blocks[rank]
         if local is None:
@@ -35,7 +35,7 @@ class Blocks:
         self.pointers = torch.tensor(addresses, dtype=torch.int64, device=local.device)
 
     def peer(self, rank: int) -> Tensor:
-        """Rank ``rank``'s block as [nbytes] uint8 in this process.
+        """View rank ``rank``'s block, [nbytes] uint8, in this process.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -51,10 +51,10 @@ class Blocks:
         return block
 
     def close(self) -> None:
-        """Let go of all blocks. Waits for no peer; safe to call twice.
+        """Release all blocks. Waits for no peer; safe to call twice.
 
-        A block's memory is free when no rank holds it any more. A view that the caller still has keeps its own block
-        mapped; kernels must not use ``pointers`` read before.
+        A block's memory is freed when the last rank has released it. A view that the caller holds keeps that block
+        mapped. Kernels must not use ``pointers`` read before.
         """
         self._blocks = []
         self.local = self.local.new_empty(0)

@@ -1,4 +1,4 @@
-"""What carries puts to ranks of other nodes, for one rank: made from its memory, handed to its launches."""
+"""Carry one rank's puts to ranks of other nodes: by NVSHMEM, or by a simulated network proxy on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moelink.errors import MoelinkError
 from moelink.memory.base import SymmetricMemory
-from moelink.memory.network_proxy import Courier
+from moelink.memory.network_proxy import NetworkProxy
 from moelink.memory.nvshmem import device_library, initialize_module, refuse_rocm
 from moelink.memory.workspace import Workspace
 
@@ -19,10 +19,10 @@ class Network(Protocol):
     """The network of one rank.
 
     Attributes:
-        table: what kernels get as ``table``: addresses of the blocks of this node's ranks, 0 for all others, and behind
-            them what ``kernels.sync.internode.put`` needs.
+        table: the kernels' ``table``: addresses of the blocks of this node's ranks, 0 for all others, followed by what
+            ``kernels.sync.internode.put`` needs.
         options: compile options of the kernels, hashable.
-        tensors: memory outside the blocks that kernels reach by what is in ``table``.
+        tensors: memory outside the blocks that kernels reach through ``table``.
     """
 
     table: Tensor
@@ -31,17 +31,17 @@ class Network(Protocol):
 
     @property
     def failure(self) -> MoelinkError | None:
-        """Why nothing is carried any more, or None."""
+        """The error that stopped the network, or None."""
 
     def load(self, compiled: Any) -> None:
-        """Prepare a kernel that has been loaded onto the device. For one that is prepared nothing happens."""
+        """Prepare a kernel that has been loaded onto the device. A second call for the same kernel does nothing."""
 
     def close(self) -> None:
-        """End what is under way. Safe to call twice. Raises MoelinkError, once, if that cannot be."""
+        """Finish the puts under way. Safe to call twice. Raises MoelinkError, once, if that is impossible."""
 
 
 class OneNode:
-    """All ranks address one another: the table is their addresses, and nothing is carried."""
+    """The network of a single node: the table is the ranks' addresses, and there are no puts."""
 
     failure: MoelinkError | None = None
     tensors: tuple[Tensor, ...] = ()
@@ -51,77 +51,78 @@ class OneNode:
         self.options: dict[str, Any] = {}
 
     def load(self, compiled: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-class CourierNetwork:
-    """:class:`~moelink.memory.network_proxy.Courier`: nodes that are processes, or only ranks, of one machine.
+class ProxyNetwork:
+    """A simulated network: a :class:`~moelink.memory.network_proxy.NetworkProxy` carries the puts between nodes that
+    are processes, or only ranks, of one machine.
 
-    A rank that ends, or lets go of this, without :meth:`close` has done its part of the last call, and what it put is
-    carried to its end nevertheless: peers wait for it.
+    When a rank ends, or drops this object, without :meth:`close`, its puts under way still complete: peers wait for
+    them.
     """
 
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
-        self.courier = Courier(memory, max_puts=workspace.max_puts, seed=rank)
-        ring = torch.tensor([self.courier.ring.data_ptr()], device="cpu")
-        self.table = torch.cat([near_pointers(memory, workspace, rank), ring])
+        self.proxy = NetworkProxy(memory, max_puts=workspace.max_puts, seed=rank)
+        ring = torch.tensor([self.proxy.ring.data_ptr()], device="cpu")
+        self.table = torch.cat([intra_node_pointers(memory, workspace, rank), ring])
         self.options: dict[str, Any] = {}
-        self.tensors: tuple[Tensor, ...] = (self.courier.ring,)
-        self.courier.start()
-        self._finish = weakref.finalize(self, self.courier.close)
+        self.tensors: tuple[Tensor, ...] = (self.proxy.ring,)
+        self.proxy.start()
+        self._finish = weakref.finalize(self, self.proxy.close)
 
     @property
     def failure(self) -> MoelinkError | None:
-        """What stopped the courier, or None."""
-        return self.courier.failure
+        """The error that stopped the network proxy, or None."""
+        return self.proxy.failure
 
     def load(self, compiled: Any) -> None:
-        """Interpreted kernels are not loaded."""
+        """Do nothing: interpreted kernels are not loaded onto a device."""
 
     def close(self) -> None:
-        """Carry all puts to their ends. Raises MoelinkError, once, if the courier could not."""
+        """Finish all puts. Raises MoelinkError, once, if the network proxy could not."""
         self._finish()
 
 
 class NvshmemNetwork:
-    """NVSHMEM: its device functions are linked into the kernels, and put where they know the peer's block to be."""
+    """NVSHMEM: its device functions, linked into the kernels, put bytes into blocks of other nodes."""
 
     failure: MoelinkError | None = None
     tensors: tuple[Tensor, ...] = ()
 
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
-        self.table = near_pointers(memory, workspace, rank)
+        self.table = intra_node_pointers(memory, workspace, rank)
         self.options: dict[str, Any] = {"extern_libs": (("libnvshmem_device", device_library()),)}
         self._loaded: set[Any] = set()
 
     def load(self, compiled: Any) -> None:
-        """Give the kernel's CUDA module NVSHMEM's state: where blocks are, and how they are reached."""
+        """Give the kernel's CUDA module NVSHMEM's state, without which its device functions reach no block."""
         if compiled.module not in self._loaded:
             initialize_module(compiled.module)
             self._loaded.add(compiled.module)
 
     def close(self) -> None:
-        """Nothing: what is under way ends by itself, in memory that stays."""
+        """Do nothing: puts under way complete by themselves, into memory that is never released."""
 
 
-def near_pointers(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Tensor:
-    """[world_size] int64: addresses of the blocks of the ranks of ``rank``'s node, 0 for others."""
+def intra_node_pointers(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Tensor:
+    """Addresses [world_size] int64 of the blocks of ``rank``'s node; 0 for blocks of other nodes."""
     node = torch.arange(workspace.world_size, device=memory.pointers.device) // workspace.node_size
     return torch.where(node == rank // workspace.node_size, memory.pointers, 0)
 
 
 def connect(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Network:
-    """The network of ``rank``.
+    """Make the network of ``rank``.
 
     Raises:
-        UnsupportedError: there is none for these devices.
+        UnsupportedError: these devices have no network that moelink can use.
     """
-    if workspace.far_ranks == 0:
+    if workspace.inter_node_ranks == 0:
         return OneNode(memory)
     if memory.local.device.type == "cpu":
-        return CourierNetwork(memory, workspace, rank)
+        return ProxyNetwork(memory, workspace, rank)
     refuse_rocm(workspace.node_size)
     return NvshmemNetwork(memory, workspace, rank)

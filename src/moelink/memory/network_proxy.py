@@ -1,14 +1,15 @@
-"""A network between nodes that are processes of one machine: a courier beside each rank carries its puts.
+"""Simulate a network between nodes that are processes of one machine: a proxy thread of each rank carries its puts.
 
-Kernels leave work entries in a ring (``kernels.sync.internode``), as they would at a network card; the courier, a
-thread of the rank's process, copies the bytes to the peer's block and then stores the signal. It keeps what a network
-promises and nothing more: **a put's signal comes after the put's own data**. Everything else comes late and in any
-order: bytes are cut into pieces which arrive in any order, puts overtake one another also on their way to one peer or
-to one word, and bytes are read when they are carried, not when the put was asked for. So a protocol that relies on more
-fails here.
+Kernels store work entries in a ring (``kernels.sync.internode``), as they would for a network card. The proxy copies
+the bytes to the peer's block and then stores the signal. It guarantees what a network guarantees and nothing more: **a
+put's signal arrives after the put's own data**. Everything else arrives late and in any order. The proxy splits data
+into pieces that arrive in any order; puts overtake one another, those to one peer and to one word included; and data is
+read when it is carried, not when the kernel asked for the put. A protocol that relies on more than the guarantee fails
+here.
 
-A work entry (int64 words, ``protocol.RING_*``): where to, where from, bytes, signal's address, its value, peer, unused,
-and its ticket + 1 once it is complete. Addresses are the sender's own, of the places as they are in its own block.
+A work entry is int64 words (``protocol.RING_*``): destination, source, bytes, the signal's address and value, peer,
+unused, and ticket + 1 once the entry is complete. Addresses point into the sender's own block; the destination is the
+same offset in the peer's block.
 
 Example: entry (own 0x1040, 0x1800, 32, own 0x1008, 7, peer 3, -, 1) of a rank whose block begins at 0x1000: 32 bytes go
 to byte 0x40 of rank 3's block, in pieces, and then its word at byte 8 becomes 7.
@@ -34,8 +35,8 @@ _IDLE_SECONDS = 2e-4
 @dataclass
 class _Put:
     """A put under way: ``pieces`` (offset, bytes) of its data that have not arrived, the next one last. ``target`` and
-    ``source`` are byte offsets in the blocks of ``peer`` and of the own rank, ``word`` the number of an int64 word in
-    the former."""
+    ``source`` are byte offsets in the blocks of ``peer`` and of this rank, ``word`` the index of the signal's int64
+    word in the block of ``peer``."""
 
     peer: int
     target: int
@@ -46,18 +47,18 @@ class _Put:
     due: float
 
 
-class Courier:
-    """Carries the puts of one rank to the blocks of others.
+class NetworkProxy:
+    """Carry the puts of one rank to the blocks of others.
 
     Args:
         memory: this rank's view of all blocks, which must stay mapped until :meth:`close`.
-        max_puts: most puts that may be under way at a time; the ring has room for so many.
-        seed: of the order in which things arrive.
-        delay: most seconds for which a put is held back; chance decides how long.
+        max_puts: most puts that may be under way at a time; the ring has that many entries.
+        seed: seed of the random order in which data arrives.
+        delay: most seconds by which a put is delayed, at random.
 
     Attributes:
-        ring: [words] int64, where kernels leave work entries.
-        failure: what its thread ended of, or None: nothing is carried since.
+        ring: [words] int64, in which kernels store work entries.
+        failure: the error that stopped the proxy, or None. A stopped proxy carries nothing.
     """
 
     failure: MoelinkError | None = None
@@ -65,7 +66,7 @@ class Courier:
     def __init__(self, memory: SymmetricMemory, *, max_puts: int, seed: int = 0, delay: float = 2e-3) -> None:
         self._rank, self._nbytes = memory.rank, memory.nbytes
         self._begin = int(memory.pointers[memory.rank])
-        # Copies by numpy keep Python's lock: who gives it up for a few bytes waits for it, behind a kernel that spins.
+        # Copies by numpy keep the GIL. Copies by torch release it, and then wait for it behind a kernel that spins.
         self._blocks = [memory.peer(rank).numpy() for rank in range(memory.world_size)]
         self._entries = 1 << max(1, max_puts - 1).bit_length()
         self.ring = torch.zeros(RING_HEADER_WORDS + self._entries * RING_ENTRY_WORDS, dtype=torch.int64, device="cpu")
@@ -79,19 +80,19 @@ class Courier:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Carry from now on, on a thread of one's own."""
-        self._thread = threading.Thread(target=self._run, name="moelink-courier", daemon=True)
+        """Start carrying puts on a thread."""
+        self._thread = threading.Thread(target=self._run, name="moelink-network-proxy", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Carry what is under way to its end, and stop. Safe to call twice.
+        """Finish the puts under way, and stop. Safe to call twice.
 
         Raises:
-            MoelinkError: not all of it could be carried; once.
+            MoelinkError: a put could not be finished; raised once.
         """
         self._stop.set()
         if self._thread is threading.current_thread():
-            return  # the garbage collector may come by anywhere; the thread carries the rest before it ends
+            return  # called by the garbage collector on this very thread, which finishes the puts before it ends
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -102,7 +103,7 @@ class Courier:
             raise failure
 
     def step(self) -> bool:
-        """Let one thing arrive: a piece of a put's data, or its signal. False when nothing is due."""
+        """Deliver one piece of a put's data, or one signal. False when nothing is due."""
         self._take()
         now = self._now()
         due = [put for put in self._under_way if put.due <= now or self._stop.is_set()]
@@ -112,7 +113,7 @@ class Courier:
         return True
 
     def _advance(self, put: _Put) -> None:
-        """Let the next piece of ``put`` arrive, or its signal after the last one."""
+        """Deliver the next piece of ``put``, or its signal after the last piece."""
         if put.pieces:
             at, nbytes = put.pieces.pop()
             data = self._blocks[self._rank][put.source + at : put.source + at + nbytes]
@@ -125,7 +126,7 @@ class Courier:
         return time.monotonic()
 
     def _hold(self) -> float:
-        """How long, by :meth:`_now`, the next put is held back."""
+        """Seconds, by :meth:`_now`, by which the next put is delayed."""
         return self._random.random() * self._delay
 
     def _run(self) -> None:
@@ -141,16 +142,18 @@ class Courier:
         return not self._blocks or not self.step()
 
     def _carry(self, *, until: Callable[[], bool]) -> None:
-        """Call ``until`` until it is true; nothing any more after an exception, which a thread could tell nobody."""
+        """Call ``until`` until it is true. An exception is kept in ``failure``, and then nothing is called any more."""
         try:
             while self.failure is None and not until():
                 pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, its rank must hear of it
-            self.failure = MoelinkError(f"the courier of rank {self._rank} stopped carrying: {error}")
+        except Exception as error:  # noqa: BLE001 - a thread has no caller: the rank raises it
+            self.failure = MoelinkError(
+                f"the network proxy of rank {self._rank} stopped: {error}; call close() and init again"
+            )
             self.failure.__cause__ = error
 
     def _take(self) -> None:
-        """Take up entries that are complete, in the order of their tickets."""
+        """Take complete entries from the ring, in the order of their tickets."""
         while True:
             at = RING_HEADER_WORDS + self._taken % self._entries * RING_ENTRY_WORDS
             to, source, nbytes, word, value, peer, _, done = self._words[at : at + RING_ENTRY_WORDS].tolist()
@@ -158,24 +161,22 @@ class Courier:
                 return
             self._taken += 1
             if not 0 <= peer < len(self._blocks):
-                raise MoelinkError(f"courier of rank {self._rank}: a put to rank {peer} of {len(self._blocks)}")
+                raise MoelinkError(f"put: expected a peer in [0, {len(self._blocks)}), got {peer}")
             due = self._now() + self._hold()
             target, signal = self._offset(to, nbytes), self._offset(word, 8)
             pieces = self._cut(nbytes)
             self._under_way.append(_Put(peer, target, self._offset(source, nbytes), pieces, signal // 8, value, due))
 
     def _cut(self, nbytes: int) -> list[tuple[int, int]]:
-        """Up to three pieces of ``nbytes`` bytes, in any order."""
+        """Split ``nbytes`` bytes into up to three pieces, in random order."""
         cuts = sorted({0, nbytes, *(self._random.randrange(nbytes) for _ in range(2))})
         pieces = [(begin, end - begin) for begin, end in zip(cuts, cuts[1:], strict=False)]
         self._random.shuffle(pieces)
         return pieces
 
     def _offset(self, address: int, nbytes: int) -> int:
-        """Where in a block ``address`` of the own one is; ``nbytes`` bytes from there on must be of it."""
+        """Convert ``address`` in this rank's block to an offset; ``nbytes`` bytes from there must lie in the block."""
         offset = address - self._begin
         if nbytes < 1 or not 0 <= offset <= self._nbytes - nbytes:
-            raise MoelinkError(
-                f"courier of rank {self._rank}: {nbytes} bytes at offset {offset} of a block of {self._nbytes}"
-            )
+            raise MoelinkError(f"put: expected 1 or more bytes in a block of {self._nbytes}, got {nbytes} at {offset}")
         return offset

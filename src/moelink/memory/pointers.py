@@ -1,4 +1,4 @@
-"""Addresses of the contract's buffers: [dispatch, combine] x [send, recv, recv_count], for each rank."""
+"""Build the table of the contract's buffers: addresses [dispatch, combine] x [send, recv, recv_count] for each rank."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from torch import Tensor
 from moelink.memory.workspace import Workspace
 
 DISPATCH, COMBINE = 0, 1
-"""Groups: first index of ``dev_ptrs`` and ``pointers``."""
+"""Groups: the first index of ``dev_ptrs`` and ``pointers``."""
 
 SEND, RECV, RECV_COUNT = 0, 1, 2
-"""Buffers of a group: second index."""
+"""Buffers of a group: the second index."""
 
 REGIONS = (("messages", "counts"), ("rows", "combine_flag"))
-"""Regions that (recv, recv_count) of each group are."""
-
+"""Regions of (recv, recv_count) of each group."""
 
 STAGED = ("staged_messages", "staged_rows")
-"""Regions that send of each group is, across nodes."""
+"""Region of send of each group, between nodes."""
 
 
 def pointer_table(workspace: Workspace, blocks: Tensor) -> Tensor:
-    """[2 groups, 3 buffers, n] int64 addresses in the blocks at ``blocks`` [n]: W of them, 0 for those of other nodes,
-    and what else a network's table holds (:class:`~moelink.memory.network.Network`), which stays as it is.
+    """Add the buffers' offsets to the addresses ``blocks`` [n] of the ranks' blocks: [2 groups, 3 buffers, n] int64.
 
-    send is 0 inside a node, where it does not exist.
+    The first world_size entries of ``blocks`` are addresses, 0 for blocks of other nodes. Entries behind them, which a
+    network's table has (:class:`~moelink.memory.network.Network`), are returned unchanged. Within one node there are no
+    send buffers: their entries are 0.
 
     Example: a block at 4096 whose messages start at byte 1024 has recv of group 0 at 5120.
     """
@@ -33,6 +33,6 @@ def pointer_table(workspace: Workspace, blocks: Tensor) -> Tensor:
     there[workspace.world_size :] = False
     tables = []
     for staged, names in zip(STAGED, REGIONS, strict=True):
-        send = [torch.zeros_like(blocks) if not workspace.far_ranks else blocks + there * regions[staged].offset]
+        send = [torch.zeros_like(blocks) if not workspace.inter_node_ranks else blocks + there * regions[staged].offset]
         tables.append(torch.stack(send + [blocks + there * regions[name].offset for name in names]))
     return torch.stack(tables)

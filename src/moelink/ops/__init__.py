@@ -1,26 +1,29 @@
-"""Dispatch and combine as PyTorch operators, with fakes and gradients: ``torch.ops.moelink``.
+"""Register dispatch and combine as PyTorch operators, with fakes and gradients: ``torch.ops.moelink``.
 
-``ep.dispatch`` and ``ep.combine`` use them by themselves when an argument requires grad or when they are being traced
-(``torch.compile``, ``torch.export``); otherwise they call the transport directly. ``docs/pytorch.md`` says what holds.
+``ep.dispatch`` and ``ep.combine`` call the operators when an argument requires grad or while they are traced
+(``torch.compile``, ``torch.export``), and the transport directly otherwise. ``docs/pytorch.md`` documents what the
+operators guarantee. Read the modules in this order:
 
-==============  ========================================================================================================
-``endpoint``    what operators know of a communicator; outputs as flat tensors and back
-``record``      a transport's routing notes as tensors
-``lanes``       what moves gradients           ``library``   schemas, implementations, fakes
-``autograd``    the gradients                  ``calls``     from a request to an operator and back
-``rows``        dequantised rows, through which gradients flow
-==============  ========================================================================================================
+===========================  ===========================================================================================
+``calls``                    turns a request into an operator call, and the operator's tensors into its result
+``library``                  schemas, implementations and fakes of the operators
+``autograd``                 their gradients
+``context``                  one communicator as its operators see it; outputs as flat tensors and back
+``record``                   a transport's plan of a call as tensors of fixed sizes, and back
+``gradient_communicators``   the communicators that gradients travel over
+``rows``                     dequantised rows, through which gradients flow
+===========================  ===========================================================================================
 
-Importing registers the operators; no device is touched.
+Importing this package registers the operators and touches no device.
 """
 
 import moelink.ops.autograd  # noqa: F401 - registers the gradients
 from moelink.ops.calls import combine, dispatch, needs_operator, start_combine, start_dispatch
-from moelink.ops.context import Endpoint
+from moelink.ops.context import OperatorContext
 from moelink.ops.rows import dequantize
 
 __all__ = [
-    "Endpoint",
+    "OperatorContext",
     "combine",
     "dequantize",
     "dispatch",

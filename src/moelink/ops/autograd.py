@@ -1,4 +1,4 @@
-"""Gradients of the operators. The backward of dispatch is a combine, the backward of combine a dispatch.
+"""Define the gradients of the operators: the backward of dispatch is a combine, that of combine a dispatch.
 
 Legend: ``R`` rows, ``H`` hidden_size, ``T`` tokens of this rank, ``K`` topk; t(r), k(r) the token and slot of row r.
 
@@ -7,19 +7,19 @@ Dispatch copies tokens and weights to rows: ``tokens[r] = x[t(r)]``, ``weights[r
     dx[t]               = sum over rows r of token t of dtokens[r]                  an unweighted combine
     dtopk_weights[t, k] = dweights[r] of the row r of (t, k), 0 where there is none   the same, of rows of K numbers
 
-A format with scales rounds; its gradient is straight-through, that is, as if it did not round: what arrives at the
-dequantised rows is the ``dtokens`` above.
+A format with scales rounds; its gradient is straight-through, that is, computed as if it did not round: ``dtokens`` is
+then the gradient of the dequantised rows (:mod:`moelink.ops.rows`), and the ``carrier`` output brings it here.
 
 Combine sums rows: ``out[t] = sum over rows r of token t of w[r] y[r]``, plus ``shared`` and ``epilogue``. So, with
 ``d[r] = dout[t(r)]``, a dispatch of dout over the same routing::
 
     dy[r] = w[r] d[r]        dw[r] = <y[r], d[r]>        dshared = dout        depilogue = dout (a bias: its sum)
 
-dw goes to whatever gave w: the weights of the rows, whose own backward is dispatch's, or combine's ``topk_weights``,
-whose w[r] travel with dout and whose gradients go home as those of dispatch's do. With ``reduce=False`` row r alone is
-``out[t(r), k(r)]``, so one dispatch per slot is needed.
+dw is the gradient of w. Weights that came with dispatch pass it on to dispatch's backward. Combine's own
+``topk_weights`` travel with dout, and their gradients return as those of dispatch's weights do. With ``reduce=False``
+row r alone is ``out[t(r), k(r)]``, so the backward makes one dispatch per slot.
 
-Dropped rows, padding and rows past the last offset have no part in combine: their gradient is zero.
+Combine does not read dropped rows, padding or rows past the last offset: their gradient is zero.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _WEIGHTS, _TOPK_WEIGHTS = (FIELDS.index(name) for name in ("weights", "topk_weig
 
 
 def _valid(rows: Tensor, row_offsets: Tensor) -> Tensor:
-    """[R, 1] bool: which of ``rows`` [R, ...] come before the last offset."""
+    """Mask [R, 1] bool of the rows of ``rows`` [R, ...] before the last offset."""
     return (torch.arange(rows.shape[0], device=row_offsets.device) < row_offsets[-1])[:, None]
 
 
 def _by_slot(values: Tensor, src_info: Tensor, row_offsets: Tensor, topk: int) -> Tensor:
-    """[R, K]: row r has ``values[r]`` in the column of its slot and zeros elsewhere; zeros without a slot."""
+    """Spread ``values`` [R] to [R, K]: ``values[r]`` in the column of row r's slot, zeros elsewhere."""
     slots = torch.arange(topk, device=values.device)
     here = _valid(values, row_offsets) & (src_info[:, 2:] == slots)
     return torch.where(here, values[:, None], values.new_zeros(()))
 
 
 class Dispatch(torch.autograd.Function):
-    """``moelink::dispatch`` when something requires grad."""
+    """``moelink::dispatch`` with a tensor that requires grad."""
 
     @staticmethod
     def forward(
@@ -65,43 +65,43 @@ class Dispatch(torch.autograd.Function):
         communicator: str,
         *routing: Tensor,
     ) -> tuple[Tensor, ...]:
-        traits = REGISTRY.find(communicator, "dispatch").traits
+        static = REGISTRY.find(communicator, "dispatch").static
         with torch._C._AutoDispatchBelowAutograd():
             outputs: tuple[Tensor, ...] = library.dispatch(
                 order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator
             )
-        rows, weights = CARRIER if traits.quantised else _TOKENS, _TOPK_WEIGHTS if traits.ranked else _WEIGHTS
+        rows, weights = CARRIER if static.quantised else _TOKENS, _TOPK_WEIGHTS if static.ranked else _WEIGHTS
         wanted = {rows: ctx.needs_input_grad[1], weights: ctx.needs_input_grad[3]}
         ctx.mark_non_differentiable(*(outputs[i] for i in range(NUM_OUTPUTS) if not wanted.get(i, False)))
         ctx.set_materialize_grads(False)
         ctx.order, ctx.communicator, ctx.rows, ctx.weights = order, communicator, rows, weights
         ctx.num_rows, ctx.x_dtype = outputs[_SRC_INFO].shape[0], x.dtype
         ctx.weight_dtype = None if topk_weights is None else topk_weights.dtype
-        ctx.save_for_backward(topk_ids, outputs[_TOPK_IDS], *record_of(outputs, routing, traits))
+        ctx.save_for_backward(topk_ids, outputs[_TOPK_IDS], *record_of(outputs, routing, static))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        endpoint = REGISTRY.find(ctx.communicator, "dispatch (backward)")
-        traits, hidden = endpoint.traits, endpoint.config.hidden_size
+        context = REGISTRY.find(ctx.communicator, "dispatch (backward)")
+        static, hidden = context.static, context.config.hidden_size
         topk_ids, local_ids, *record = ctx.saved_tensors
         rows = weights = None
         if ctx.needs_input_grad[1]:
             rows = grads[ctx.rows]
             if rows is None:
-                # No expert used the rows, on this rank. Others' experts may have: take part all the same.
-                rows = topk_ids.new_zeros((ctx.num_rows, hidden), dtype=traits.combine_dtype)
-            rows = rows.to(traits.combine_dtype).contiguous()
+                # No expert of this rank used the rows. Those of other ranks may have, so this rank makes the call.
+                rows = topk_ids.new_zeros((ctx.num_rows, hidden), dtype=static.combine_dtype)
+            rows = rows.to(static.combine_dtype).contiguous()
         if ctx.needs_input_grad[3]:
             weights = grads[ctx.weights]
             if weights is None:
-                weights = topk_ids.new_zeros((ctx.num_rows, traits.topk), dtype=traits.weight_dtype)
-            elif traits.ranked:
+                weights = topk_ids.new_zeros((ctx.num_rows, static.topk), dtype=static.weight_dtype)
+            elif static.ranked:
                 here = _valid(weights, record[0]) & (local_ids >= 0)
                 weights = torch.where(here, weights, weights.new_zeros(()))
             else:
-                weights = _by_slot(weights, record[1], record[0], traits.topk)
+                weights = _by_slot(weights, record[1], record[0], static.topk)
         dx, dweights = library.dispatch_backward(ctx.order, rows, weights, topk_ids, record, ctx.communicator)
         return (
             None,
@@ -113,7 +113,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """``moelink::combine`` when something requires grad."""
+    """``moelink::combine`` with a tensor that requires grad."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class Combine(torch.autograd.Function):
         y, weights, topk_weights, topk_ids, *record = ctx.saved_tensors
         grad = grad.contiguous()
         dy = dweights = dtopk_weights = None
-        # Rows, their weights, combine's weights, or dispatch: each brings the other ranks here too.
+        # The gradients of rows, of their weights, of combine's weights and of the carrier need a call of all ranks.
         if any(ctx.needs_input_grad[i] for i in (1, 2, 3, 6)):
             if ctx.reduce:
                 dy, dweights, dtopk_weights = _weighted_sum_backward(
@@ -180,29 +180,29 @@ def _weighted_sum_backward(
     topk_ids: Tensor,
     record: list[Tensor],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of y, of the rows' weights, and of combine's ``topk_weights``."""
-    traits = REGISTRY.find(ctx.communicator, "combine (backward)").traits
+    """Compute the gradients of y, of the rows' weights, and of combine's ``topk_weights``."""
+    static = REGISTRY.find(ctx.communicator, "combine (backward)").static
     row_offsets, src_info = record[:2]
     d, home = library.combine_backward(ctx.order, grad, topk_weights, topk_ids, record, ctx.communicator)
     w = weights if topk_weights is None else home
     valid = _valid(d, row_offsets)
     dy = dw = None
     if ctx.needs_input_grad[1]:
-        scaled = d if w is None else d.to(traits.accumulate_dtype) * w[:, None]
+        scaled = d if w is None else d.to(static.accumulate_dtype) * w[:, None]
         dy = torch.where(valid, scaled, scaled.new_zeros(())).to(ctx.y_dtype)
     if y is not None:
-        products = y.to(traits.accumulate_dtype) * d.to(traits.accumulate_dtype)
+        products = y.to(static.accumulate_dtype) * d.to(static.accumulate_dtype)
         dw = torch.where(valid, products, products.new_zeros(())).sum(1)
     if topk_weights is None or not ctx.needs_input_grad[3]:
         return dy, dw, None
     assert dw is not None
-    by_slot = _by_slot(dw, src_info, row_offsets, traits.topk)
+    by_slot = _by_slot(dw, src_info, row_offsets, static.topk)
     _, dtopk = library.dispatch_backward(ctx.order, None, by_slot, topk_ids, record, ctx.communicator)
     return dy, None, dtopk.to(topk_weights.dtype)
 
 
 def _slots_backward(ctx: Any, grad: Tensor, topk_ids: Tensor, record: list[Tensor]) -> Tensor | None:
-    """Gradient of y for ``reduce=False``: [T, K, H] to rows, slot by slot."""
+    """Compute the gradient of y for ``reduce=False``: [T, K, H] to rows, slot by slot."""
     row_offsets, src_info = record[:2]
     dy = torch.zeros(src_info.shape[0], grad.shape[2], dtype=ctx.y_dtype, device=grad.device)
     for slot in range(grad.shape[1]):
@@ -214,7 +214,7 @@ def _slots_backward(ctx: Any, grad: Tensor, topk_ids: Tensor, record: list[Tenso
 
 
 def _added_backward(grad: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Gradient of a tensor that is added to every token (dim 1) or to its own."""
+    """Compute the gradient of an added tensor: one row for all tokens (dim 1), or one row per token (dim 2)."""
     if dim == 2:
         return grad.to(dtype)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32

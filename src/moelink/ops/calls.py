@@ -1,6 +1,7 @@
-"""Dispatch and combine of a communicator through the operators: what runs when something requires grad, or is traced.
+"""Call the operators for a communicator's dispatch and combine: used when a tensor requires grad, or under a tracer.
 
-Everything here is plain Python over tensors, so that a tracer can follow it to the operators and past them.
+Everything here is plain Python over tensors, so that a tracer follows it through the operators. Requests and results
+are those of the direct path (:mod:`moelink.transports.base`); what an operator cannot do is refused here.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from torch import Tensor
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.ops import library
-from moelink.ops.context import Endpoint, Request
+from moelink.ops.context import OperatorContext, Request
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
 from moelink.transports.validation import check_recv
 
 
 def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
-    """True when ``request`` has to be an operator: it is being traced, or one of its tensors requires grad.
+    """Return True if ``request`` needs an operator: it is being traced, or one of its tensors requires grad.
 
-    Otherwise the operator would only cost time (``moelink.tools.bench.host``).
+    The direct path is faster (``moelink.tools.bench.host``).
     """
     if torch.compiler.is_compiling():
         return True
     rows = request.x if isinstance(request, DispatchRequest) else request.y
-    # A subclass is a tensor under rules of its own, a fake one for example: operators know what to do with it.
+    # A subclass of Tensor, a fake tensor for example, has rules of its own, which the operators' dispatcher applies.
     if type(rows) is not Tensor and type(rows) is not torch.nn.Parameter and isinstance(rows, Tensor):
         return True
     return torch.is_grad_enabled() and any(_requires_grad(value) for value in _differentiable(request))
 
 
 def _differentiable(request: DispatchRequest | CombineRequest) -> tuple[Tensor | Hook | None, ...]:
-    """What of ``request`` gradients may flow to."""
+    """List the arguments of ``request`` that may require grad."""
     if isinstance(request, DispatchRequest):
         return (request.x, request.topk_weights, request.scales, request.input_scale)
     recv = request.recv
@@ -47,51 +48,53 @@ def _differentiable(request: DispatchRequest | CombineRequest) -> tuple[Tensor |
     return (*given, recv.weights, recv.tokens, recv.topk_weights, recv.handle.carrier)
 
 
-def dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchOutput:
-    """One dispatch."""
-    return _finish_dispatch(endpoint, _checked_dispatch(endpoint, request), None)
+def dispatch(context: OperatorContext, request: DispatchRequest) -> DispatchOutput:
+    """Dispatch through the operator."""
+    return _finish_dispatch(context, _checked_dispatch(context, request), None)
 
 
-def start_dispatch(endpoint: Endpoint, request: DispatchRequest) -> Callable[[], DispatchOutput]:
-    """Start a dispatch; what is returned finishes it. Traced, where nothing overlaps, all of it happens there."""
-    request = _checked_dispatch(endpoint, request)
+def start_dispatch(context: OperatorContext, request: DispatchRequest) -> Callable[[], DispatchOutput]:
+    """Start a dispatch and return a function that finishes it. Under a tracer that function makes the whole call."""
+    request = _checked_dispatch(context, request)
     operation = None
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            operation = endpoint.session.dispatch([endpoint.direct(request)])
-    return lambda: _finish_dispatch(endpoint, request, operation)
+            operation = context.session.dispatch([context.direct(request)])
+    return lambda: _finish_dispatch(context, request, operation)
 
 
-def combine(endpoint: Endpoint, request: CombineRequest) -> Tensor:
-    """One combine."""
-    return _finish_combine(endpoint, _checked_combine(endpoint, request), None)
+def combine(context: OperatorContext, request: CombineRequest) -> Tensor:
+    """Combine through the operator."""
+    return _finish_combine(context, _checked_combine(context, request), None)
 
 
-def start_combine(endpoint: Endpoint, request: CombineRequest) -> Callable[[], Tensor]:
+def start_combine(context: OperatorContext, request: CombineRequest) -> Callable[[], Tensor]:
     """Start a combine; see :func:`start_dispatch`."""
-    request = _checked_combine(endpoint, request)
+    request = _checked_combine(context, request)
     operation = None
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            operation = endpoint.session.combine([endpoint.direct(request)])
-    return lambda: _finish_combine(endpoint, request, operation)
+            operation = context.session.combine([context.direct(request)])
+    return lambda: _finish_combine(context, request, operation)
 
 
-def _finish_dispatch(endpoint: Endpoint, request: DispatchRequest, operation: Pending[Any] | None) -> DispatchOutput:
+def _finish_dispatch(
+    context: OperatorContext, request: DispatchRequest, operation: Pending[Any] | None
+) -> DispatchOutput:
     routing, weights = request.routing, request.topk_weights
-    with endpoint.finishing("dispatch", operation):
+    with context.finishing("dispatch", operation):
         outputs = library.dispatch(
-            endpoint.order,
+            context.order,
             request.x,
             request.topk_ids,
             weights,
             request.scales,
             request.input_scale,
-            [] if routing is None else endpoint.record(routing),
+            [] if routing is None else context.record(routing),
             request.host_counts,
-            endpoint.name,
+            context.name,
         )
-    return endpoint.assemble(
+    return context.assemble(
         outputs,
         num_tokens=request.x.shape[0],
         topk_ids=request.topk_ids,
@@ -100,14 +103,14 @@ def _finish_dispatch(endpoint: Endpoint, request: DispatchRequest, operation: Pe
     )
 
 
-def _finish_combine(endpoint: Endpoint, request: CombineRequest, operation: Pending[Any] | None) -> Tensor:
+def _finish_combine(context: OperatorContext, request: CombineRequest, operation: Pending[Any] | None) -> Tensor:
     recv = request.recv
-    carrier = recv.handle.carrier if endpoint.traits.quantised else recv.tokens
+    carrier = recv.handle.carrier if context.static.quantised else recv.tokens
     if recv.topk_weights is not None and (carrier is None or not carrier.requires_grad):
-        carrier = recv.topk_weights  # layout "rank": weights may learn where tokens do not
-    with endpoint.finishing("combine", operation):
+        carrier = recv.topk_weights  # layout "rank": weights may require grad when tokens do not
+    with context.finishing("combine", operation):
         out: Tensor = library.combine(
-            endpoint.order,
+            context.order,
             request.y,
             recv.weights,
             request.topk_weights,
@@ -116,19 +119,19 @@ def _finish_combine(endpoint: Endpoint, request: CombineRequest, operation: Pend
             carrier,
             recv.handle.topk_ids,
             recv.handle.topk_weights,
-            endpoint.record(recv),
+            context.record(recv),
             request.reduce,
-            endpoint.name,
+            context.name,
         )
     return out
 
 
-def _checked_dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchRequest:
-    """``request`` with hooks evaluated. What an operator cannot do is refused, towards peers too."""
-    with _refusing(endpoint, "dispatch", request):
+def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> DispatchRequest:
+    """Evaluate the hooks of ``request``, and refuse what an operator cannot do; peers learn of a refusal."""
+    with _refusing(context, "dispatch", request):
         _check_types(request, ("x", "topk_ids"), ("topk_weights", "scales", "input_scale"))
         if request.routing is not None:
-            check_recv(request.routing, identity=endpoint.traits.owner, config=endpoint.config)
+            check_recv(request.routing, identity=context.static.owner, config=context.config)
         _no_out(request.out)
         if request.host_counts and torch.compiler.is_compiling():
             raise UnsupportedError(
@@ -142,47 +145,49 @@ def _checked_dispatch(endpoint: Endpoint, request: DispatchRequest) -> DispatchR
                     raise UnsupportedError(
                         f"{name}: no gradient flows to it (quantisation is straight-through); detach it"
                     )
-        weights = _weights(endpoint, request.topk_weights, request.x.shape[0], request.x.device)
+        weights = _weights(context, request.topk_weights, request.x.shape[0], request.x.device)
         scale = request.input_scale
         scale = evaluate_input_scale(scale, device=request.x.device) if isinstance(scale, Hook) else scale
     return dataclasses.replace(request, topk_weights=weights, input_scale=scale)
 
 
-def _checked_combine(endpoint: Endpoint, request: CombineRequest) -> CombineRequest:
-    with _refusing(endpoint, "combine", request):
+def _checked_combine(context: OperatorContext, request: CombineRequest) -> CombineRequest:
+    with _refusing(context, "combine", request):
         _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
-        check_recv(request.recv, identity=endpoint.traits.owner, config=endpoint.config)
+        check_recv(request.recv, identity=context.static.owner, config=context.config)
         _no_out(request.out)
         if isinstance(request.epilogue, Hook):
             raise UnsupportedError(
                 "epilogue: a Hook stores for itself, which no gradient follows and no compiler traces: pass a bias or "
                 "a residual, or apply it to combine's result"
             )
-        weights = _weights(endpoint, request.topk_weights, request.recv.handle.num_tokens, request.y.device)
+        weights = _weights(context, request.topk_weights, request.recv.handle.num_tokens, request.y.device)
     return dataclasses.replace(request, topk_weights=weights)
 
 
 def _check_types(request: object, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    """Tensors where tensors (or, for optional ones, hooks) belong; all else is checked when the operator runs."""
+    """Check that arguments are tensors, or hooks where optional. The operator checks the rest when it runs."""
     for name in (*required, *optional):
         value = getattr(request, name)
         if not isinstance(value, Tensor) and (name in required or not (value is None or isinstance(value, Hook))):
             raise ArgumentError(name, "a tensor", type(value).__name__)
 
 
-def _refusing(endpoint: Endpoint, phase: Phase, request: Request) -> AbstractContextManager[None]:
-    """Peers hear of what is refused inside; not while tracing, when no call is made and all ranks refuse alike."""
+def _refusing(context: OperatorContext, phase: Phase, request: Request) -> AbstractContextManager[None]:
+    """Report refusals inside the block to the peers. A tracer makes no call, and all ranks refuse alike under it."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    return endpoint.session.refusing(phase, lambda: endpoint.direct(request).over)
+    return context.session.refusing(phase, lambda: context.direct(request).over)
 
 
-def _weights(endpoint: Endpoint, weights: Tensor | Hook | None, num_tokens: int, device: torch.device) -> Tensor | None:
-    """A hook's weights, with the gradients that torch gives them."""
+def _weights(
+    context: OperatorContext, weights: Tensor | Hook | None, num_tokens: int, device: torch.device
+) -> Tensor | None:
+    """Evaluate a weight hook, with gradients; tensors are returned as they are."""
     if not isinstance(weights, Hook):
         return weights
-    traits = endpoint.traits
-    return evaluate_weights(weights, num_tokens=num_tokens, topk=traits.topk, device=device, dtype=traits.weight_dtype)
+    static = context.static
+    return evaluate_weights(weights, num_tokens=num_tokens, topk=static.topk, device=device, dtype=static.weight_dtype)
 
 
 def _no_out(out: object) -> None:
@@ -191,7 +196,7 @@ def _no_out(out: object) -> None:
 
 
 def _requires_grad(value: Tensor | Hook | None) -> bool:
-    """Whether ``value``, or a tensor of a hook, requires grad."""
+    """Return True if ``value``, or a tensor of a hook, requires grad."""
     if isinstance(value, Hook):
         return any(tensor.requires_grad for tensor in value.tensors)
     return isinstance(value, Tensor) and value.requires_grad

@@ -1,4 +1,10 @@
-"""What operators know of one communicator, and how its outputs become flat tensors and back."""
+"""Hold one communicator as its operators see it, and convert its outputs to flat tensors and back.
+
+An operator takes and returns tensors, numbers and strings only. It therefore names its communicator, and
+:data:`REGISTRY` finds the :class:`OperatorContext` of that name. A DispatchOutput crosses an operator as
+:data:`NUM_OUTPUTS` tensors (:meth:`OperatorContext.flatten`, :meth:`~OperatorContext.assemble`), and later operators
+read its *record*, the part of them that combine and ``routing=`` need (:data:`PLACE`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.control.group import World
 from moelink.errors import ClosedError
-from moelink.ops.gradient_communicators import Lanes
+from moelink.ops.gradient_communicators import GradientCommunicators
 from moelink.ops.record import MAX_PARTS, PackedPlan, allocate, count_parts, own_parts, pack, unpack
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
@@ -37,28 +43,29 @@ FIELDS = (
     "topk_ids",
     "topk_weights",
 )
-"""Fields of a DispatchOutput that an operator returns, in this order; then counts, carrier, and the plan's parts."""
+"""Fields of a DispatchOutput that an operator returns, in this order, before counts, carrier and the plan's parts."""
 
 COUNTS, CARRIER, PLAN = len(FIELDS), len(FIELDS) + 1, len(FIELDS) + 2
 NUM_OUTPUTS = PLAN + MAX_PARTS
 
 PLACE = ("row_offsets", "src_info", "num_recv_tokens", "overflow")
-"""A record, what later operators need of a dispatch besides its weights, is these fields, counts, the plan's parts."""
+"""A record: these fields, then counts and the plan's parts. Later operators read it, and the weights."""
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What is fixed about a communicator, as plain values that a tracer can follow.
+class StaticConfig:
+    """The static configuration of a communicator, as plain values that a tracer treats as constants.
 
     Attributes:
-        owner, rank: identity that handles carry.
-        transport: its name.
-        ranked: layout "rank".
+        owner, rank: identity of the communicator and this rank, as handles carry them.
+        transport: name of the transport.
+        ranked: layout is "rank".
         quantised: rows have scales, so their gradients arrive at the carrier.
-        tiled: there are ``scales_offsets``.
+        tiled: outputs have ``scales_offsets``.
         num_groups, topk: as in the configuration.
         weight_dtype, combine_dtype, accumulate_dtype: as in the configuration.
-        parts: tensors of a plan. own: which of them are a call's own even if it reuses a routing.
+        parts: number of tensors of a plan.
+        own: indices of the parts that a call fills in itself even when it reuses a routing.
     """
 
     owner: str
@@ -76,8 +83,8 @@ class Traits:
     own: tuple[int, ...]
 
     @classmethod
-    def of(cls, session: Session) -> Traits:
-        """Those of a session with one local rank."""
+    def of(cls, session: Session) -> StaticConfig:
+        """Read the static configuration of a session with one local rank."""
         config, transport = session.configs[0], session.transport.name
         ranked, layout = config.layout == "rank", config.format.scale_layout
         offsets = torch.zeros(config.num_groups + 1, dtype=torch.int32, device="cpu")
@@ -98,30 +105,36 @@ class Traits:
         )
 
     def merge(self, plan: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The parts ``plan`` of a reused routing, with this call's own ones, from what its operator returned."""
+        """Replace, in the parts ``plan`` of a reused routing, this call's own parts by those in ``outputs``."""
         return [outputs[PLAN + i] if i in self.own else part for i, part in enumerate(plan)]
 
 
-def record_of(outputs: Sequence[Tensor], routing: Sequence[Tensor], traits: Traits) -> list[Tensor]:
-    """The record of a dispatch from what its operator returned and, if it reused a routing, that routing's record."""
+def record_of(outputs: Sequence[Tensor], routing: Sequence[Tensor], static: StaticConfig) -> list[Tensor]:
+    """Build a dispatch's record from its operator's ``outputs`` and, for a reused routing, that routing's record."""
     place = [outputs[FIELDS.index(name)] for name in PLACE]
     if not routing:
-        return [*place, outputs[COUNTS], *outputs[PLAN : PLAN + traits.parts]]
+        return [*place, outputs[COUNTS], *outputs[PLAN : PLAN + static.parts]]
     counts, *plan = routing[len(PLACE) :]
-    return [*place, counts, *traits.merge(plan, outputs)]
+    return [*place, counts, *static.merge(plan, outputs)]
 
 
-class Endpoint:
-    """One rank of an open communicator.
+class OperatorContext:
+    """One rank of an open communicator, as its operators see it.
 
     Attributes:
-        name: what operators call it.
-        order: the tensor that its operators declare to write.
-        session: where its own calls go. lanes: where those of gradients go.
+        session: makes the communicator's own calls.
+        gradients: the communicators that gradients travel over.
+        static: what is fixed, as constants for a tracer.
+        name: the name by which operators find it in :data:`REGISTRY`.
+        order: the tensor that its operators declare to write (:mod:`moelink.ops.library`).
     """
 
     def __init__(self, session: Session, world: World) -> None:
-        self.session, self.lanes, self.traits = session, Lanes(session, world), Traits.of(session)
+        self.session, self.gradients, self.static = (
+            session,
+            GradientCommunicators(session, world),
+            StaticConfig.of(session),
+        )
         self.order = REGISTRY.order(session.devices[0])
         self.name = REGISTRY.add(self, self.config)
         self._started: dict[Phase, Pending[Any]] = {}
@@ -133,7 +146,7 @@ class Endpoint:
 
     @contextmanager
     def finishing(self, phase: Phase, operation: Pending[Any] | None) -> Iterator[None]:
-        """Inside, the next operator of ``phase`` finishes ``operation`` instead of starting a call of its own."""
+        """Make the next operator of ``phase`` in the block finish ``operation`` instead of starting a call."""
         if operation is None:
             yield
             return
@@ -141,44 +154,45 @@ class Endpoint:
         try:
             yield
         finally:
-            # An operator whose result was cached (selective checkpointing) has not run; its call has to end even so.
+            # Selective checkpointing may take the operator's result from a cache. Its call must be finished even so.
             if self._started.pop(phase, None) is not None:
                 operation.wait()
 
     def started(self, phase: Phase) -> Pending[Any] | None:
-        """The operation that an operator of ``phase`` is to finish, once."""
+        """Take the operation that an operator of ``phase`` has to finish, or None."""
         return self._started.pop(phase, None)
 
     def flatten(self, output: DispatchOutput, *, with_plan: bool) -> tuple[Tensor, ...]:
-        """``output`` as :data:`NUM_OUTPUTS` tensors, an empty one for each that is None.
+        """Flatten ``output`` to :data:`NUM_OUTPUTS` tensors, an empty one for each that is None.
 
-        Without ``with_plan`` (a routing is reused) counts are left out, and of the plan all but the call's own parts.
+        ``with_plan`` is False for a call that reuses a routing: counts are then left out, and all parts of the plan but
+        the call's own.
         """
         fields = [getattr(output, name) for name in FIELDS]
         counts = output.handle.counts if with_plan else None
         plan: list[Tensor | None] = []
-        if with_plan or self.traits.own:
+        if with_plan or self.static.own:
             parts = pack(output.handle.plan, self.config)
-            plan += [part if with_plan or i in self.traits.own else None for i, part in enumerate(parts)]
+            plan += [part if with_plan or i in self.static.own else None for i, part in enumerate(parts)]
         return self._padded(output, [*fields, counts, self._carrier(output), *plan])
 
     def allocate(
         self, *, num_tokens: int, rows: int | torch.SymInt, weighted: bool, with_plan: bool, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Tensors like those of :meth:`flatten`, uninitialised."""
+        """Allocate uninitialised tensors like those of :meth:`flatten`."""
         config = self.config
         counts = torch.empty(config.num_local_experts, config.world_size, dtype=torch.int32, device=device)
         plan = allocate(
-            config, transport=self.traits.transport, num_tokens=num_tokens, device=device, again=not with_plan
+            config, transport=self.static.transport, num_tokens=num_tokens, device=device, again=not with_plan
         )
-        handle = DispatchHandle(self.traits.owner, self.traits.rank, num_tokens, counts, None, counts, PackedPlan(plan))
+        handle = DispatchHandle(self.static.owner, self.static.rank, num_tokens, counts, None, counts, PackedPlan(plan))
         output = OutputShape.of(config, rows=rows, weighted=weighted).allocate(handle, device)  # type: ignore[arg-type]
         return self.flatten(output, with_plan=with_plan)
 
     def _carrier(self, output: DispatchOutput) -> Tensor | None:
-        if not self.traits.quantised:
+        if not self.static.quantised:
             return None
-        zero = torch.zeros(1, 1, dtype=self.traits.combine_dtype, device=output.src_info.device)
+        zero = torch.zeros(1, 1, dtype=self.static.combine_dtype, device=output.src_info.device)
         return zero.expand(output.src_info.shape[0], self.config.hidden_size)
 
     @staticmethod
@@ -195,43 +209,43 @@ class Endpoint:
         topk_weights: Tensor | None,
         routing: DispatchOutput | None,
     ) -> DispatchOutput:
-        """The inverse of :meth:`flatten`, for a call with these arguments (``topk_weights`` as given by the caller)."""
-        traits = self.traits
+        """Assemble what :meth:`flatten` returned, for a call with these arguments (the caller's ``topk_weights``)."""
+        static = self.static
         weighted = topk_weights is not None
         present = {
-            "scales": traits.quantised,
-            "scales_offsets": traits.tiled,
-            "weights": weighted and not traits.ranked,
-            "topk_ids": traits.ranked,
-            "topk_weights": weighted and traits.ranked,
+            "scales": static.quantised,
+            "scales_offsets": static.tiled,
+            "weights": weighted and not static.ranked,
+            "topk_ids": static.ranked,
+            "topk_weights": weighted and static.ranked,
         }
         fields: dict[str, Any] = {
             name: tensor if present.get(name, True) else None
             for name, tensor in zip(FIELDS, flat[: len(FIELDS)], strict=True)
         }
         handle = DispatchHandle(
-            owner=traits.owner,
-            rank=traits.rank,
+            owner=static.owner,
+            rank=static.rank,
             num_tokens=num_tokens,
             topk_ids=topk_ids,
-            topk_weights=None if topk_weights is None else topk_weights.detach().to(traits.weight_dtype),
+            topk_weights=None if topk_weights is None else topk_weights.detach().to(static.weight_dtype),
             counts=flat[COUNTS] if routing is None else routing.handle.counts,
             plan=self._plan(flat, routing),
-            carrier=flat[CARRIER] if traits.quantised else None,
+            carrier=flat[CARRIER] if static.quantised else None,
         )
-        ids = None if traits.ranked else torch.arange(traits.num_groups, dtype=torch.int32, device=topk_ids.device)
+        ids = None if static.ranked else torch.arange(static.num_groups, dtype=torch.int32, device=topk_ids.device)
         return DispatchOutput(expert_ids=ids, handle=handle, **fields)
 
     def _plan(self, flat: Sequence[Tensor], routing: DispatchOutput | None) -> Any:
-        traits = self.traits
+        static = self.static
         if routing is None:
-            return PackedPlan(tuple(flat[PLAN : PLAN + traits.parts]))
-        if not traits.own:
+            return PackedPlan(tuple(flat[PLAN : PLAN + static.parts]))
+        if not static.own:
             return routing.handle.plan
-        return PackedPlan(tuple(traits.merge(pack(routing.handle.plan, self.config), flat)))
+        return PackedPlan(tuple(static.merge(pack(routing.handle.plan, self.config), flat)))
 
     def record(self, recv: DispatchOutput) -> list[Tensor]:
-        """The record (see :data:`PLACE`) of ``recv``."""
+        """Build the record (see :data:`PLACE`) of ``recv``."""
         place = [getattr(recv, name) for name in PLACE]
         return [*place, recv.handle.counts, *pack(recv.handle.plan, self.config)]
 
@@ -244,16 +258,16 @@ class Endpoint:
         home_weights: Tensor | None = None,
         session: Session | None = None,
     ) -> DispatchOutput:
-        """The part of a DispatchOutput that combine and ``routing=`` read, as if ``session`` had returned it."""
+        """Rebuild from a record what combine and ``routing=`` read of a DispatchOutput, as an output of ``session``."""
         row_offsets, src_info, num_recv_tokens, overflow, counts, *plan = record
         handle = DispatchHandle(
             owner=(session or self.session).identity,
-            rank=self.traits.rank,
+            rank=self.static.rank,
             num_tokens=topk_ids.shape[0],
             topk_ids=topk_ids,
             topk_weights=home_weights,
             counts=counts,
-            plan=unpack(tuple(plan), self.config, transport=self.traits.transport),
+            plan=unpack(tuple(plan), self.config, transport=self.static.transport),
         )
         return DispatchOutput(
             tokens=src_info,  # only its length counts
@@ -269,15 +283,17 @@ class Endpoint:
         )
 
     def direct(self, request: Request) -> Request:
-        """``request`` as the transport takes it: with the plan it made itself in place of an operator's. One over an
-        output of another communicator, which will be refused, is returned as it is."""
+        """Replace an operator's packed plan in ``request`` by the transport's own.
+
+        A request over an output of another communicator is returned as it is; the session refuses it.
+        """
         recv = request.over
-        if not isinstance(recv, DispatchOutput) or recv.handle.owner != self.traits.owner:
+        if not isinstance(recv, DispatchOutput) or recv.handle.owner != self.static.owner:
             return request
         plan = recv.handle.plan
         if not isinstance(plan, PackedPlan):
             return request
-        plan = unpack(plan.tensors, self.config, transport=self.traits.transport)
+        plan = unpack(plan.tensors, self.config, transport=self.static.transport)
         recv = dataclasses.replace(recv, handle=dataclasses.replace(recv.handle, plan=plan))
         if isinstance(request, DispatchRequest):
             return dataclasses.replace(request, routing=recv)
@@ -285,38 +301,37 @@ class Endpoint:
 
 
 class Registry:
-    """Endpoints of open communicators by name, and what orders their operators.
+    """Contexts of open communicators by name, and the tensor that orders their operators.
 
-    An operator's arguments are tensors, numbers and strings, so it names its communicator. Like the budget of SMs this
-    registry is not reached from a communicator: a compiled graph outlives every Python object that was around when it
-    was traced. It holds nothing alive.
+    A compiled graph outlives the Python objects that existed when it was traced, so it holds a name and finds the
+    communicator here. The registry keeps no communicator alive.
 
-    A name counts the communicators of this process and ends in a digest of the configuration. It is part of compiled
-    graphs, so it must be the same when a program runs again (or no compilation cache would ever hit), and another when
-    sizes differ (or a cached graph for other sizes would).
+    A name is the communicator's number in this process and a digest of its configuration. It is part of compiled
+    graphs. It must be the same when a program runs again, or no compilation cache would hit; and it must differ when
+    sizes differ, or a cached graph for other sizes would hit.
     """
 
     def __init__(self) -> None:
-        self._endpoints: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
+        self._contexts: weakref.WeakValueDictionary[str, OperatorContext] = weakref.WeakValueDictionary()
         self._orders: weakref.WeakValueDictionary[torch.device, Tensor] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
-    def add(self, endpoint: Endpoint, config: EPConfig) -> str:
-        """Enter ``endpoint`` and return its name, like ``"0:9f86d081"``."""
+    def add(self, context: OperatorContext, config: EPConfig) -> str:
+        """Enter ``context`` and return its name, like ``"0:9f86d081"``."""
         text = f"{config.shared_fields()} {config.rank}"
         name = f"{next(self._numbers)}:{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-        self._endpoints[name] = endpoint
+        self._contexts[name] = context
         return name
 
-    def find(self, name: str, what: str) -> Endpoint:
-        """The endpoint called ``name``; ClosedError naming ``what`` when its communicator is gone."""
-        endpoint = self._endpoints.get(name)
-        if endpoint is None:
+    def find(self, name: str, what: str) -> OperatorContext:
+        """Find the context called ``name``; raise ClosedError naming ``what`` when its communicator is gone."""
+        context = self._contexts.get(name)
+        if context is None:
             raise ClosedError(what)
-        return endpoint
+        return context
 
     def order(self, device: torch.device) -> Tensor:
-        """The tensor that every operator on ``device`` declares to write: see :mod:`moelink.ops.library`."""
+        """Return the tensor that every operator on ``device`` declares to write (:mod:`moelink.ops.library`)."""
         order = self._orders.get(device)
         if order is None:
             order = self._orders[device] = torch.zeros(1, device=device)

@@ -1,15 +1,16 @@
-"""What moves gradients: the communicator itself wherever it can, and two narrow relatives of it where it cannot.
+"""Send gradients: over the communicator itself where its format allows it, else over communicators made for gradients.
 
-Gradients travel in ``combine_dtype``, both ways:
+Gradients travel in ``combine_dtype``:
 
-* to the experts' ranks by a dispatch in the plain format that carries it exactly. A communicator whose own format is
-  another one (a quantised one, above all) gets a relative with that format: the lane of rows;
-* home by the communicator's own combine, without weights;
-* router weights' gradients, one number per (token, slot), home by a combine of rows of topk numbers in fp32 (fp64),
-  zero but for the row's own slot, so that sums are exact: the lane of weights.
+* from tokens to rows (the backward of combine) by a dispatch in the plain format that holds ``combine_dtype`` exactly.
+  A communicator with another format, a quantised one for example, gets a *row communicator* with that plain format;
+* from rows to tokens (the backward of dispatch) by the communicator's own combine, without weights;
+* gradients of router weights, one number per (token, slot), from rows to tokens by a *weight communicator*: it combines
+  rows of topk numbers in fp32 (or fp64) that are zero except in the row's own slot, so the sums are exact.
 
-A lane has the communicator's configuration but for format, dtype and hidden size, so the same routing gives the same
-rows. It is made when it is first needed, in a backward, which all ranks must reach alike: making it is collective.
+A gradient communicator has the communicator's configuration except for format, dtype and hidden size, so the same
+routing gives the same rows. It is made in the first backward that needs it. That is collective: all ranks must run the
+same backwards in the same order.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ GRADIENT_FORMATS = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-"""By ``combine_dtype``: the format that carries it exactly."""
+"""By ``combine_dtype``: the plain format that holds it exactly."""
 
 
-class Lanes:
-    """The sessions that gradients of one communicator travel over. ``own`` is its own, ``world`` its ranks."""
+class GradientCommunicators:
+    """The sessions over which gradients of one communicator travel.
+
+    ``own`` is the communicator's own session, ``world`` its ranks.
+    """
 
     def __init__(self, own: Session, world: World) -> None:
         self._own, self._world = own, world
@@ -49,11 +53,11 @@ class Lanes:
 
     @property
     def row_format(self) -> str:
-        """The format in which gradients of combine's result travel."""
+        """Format in which gradients of combine's result travel."""
         return GRADIENT_FORMATS[self._config.combine_dtype]
 
     def rows(self) -> Session:
-        """Dispatches gradients of combine's result. Collective the first time, if it is not the communicator's own."""
+        """Session that dispatches gradients of combine's result. Collective the first time, unless it is ``own``."""
         if self._config.dispatch_format == self.row_format:
             return self._own
         if self._rows is None:
@@ -61,7 +65,7 @@ class Lanes:
         return self._rows
 
     def weights(self) -> Session:
-        """Combines gradients of router weights. Collective the first time."""
+        """Session that combines gradients of router weights. Collective the first time."""
         if self._weights is None:
             config = self._config
             name = "fp64" if config.weight_dtype == torch.float64 else "fp32"
@@ -69,8 +73,8 @@ class Lanes:
         return self._weights
 
     def _open(self, **changes: object) -> Session:
-        # A quantised format may align groups; the lane's rows must fall where the communicator's do. Lanes wait for the
-        # communicator's own kernels, so they need no share of the device's multiprocessors besides.
+        # A quantised format may align groups, and rows must fall where the communicator's do. These sessions' kernels
+        # wait for the communicator's, so they need no share of the device's SMs of their own.
         config = dataclasses.replace(
             self._config,
             expert_alignment=self._config.row_alignment,
@@ -79,24 +83,24 @@ class Lanes:
         )
         device = self._own.devices[0]
         built = build_in_group(config, device, meet_again(self._world, config.timeout))
-        return Session([config], [device], built.transport, built.identity, built.watch)
+        return Session([config], [device], built.transport, built.identity, built.detector)
 
     @property
     def _opened(self) -> list[Session]:
         return [session for session in (self._rows, self._weights) if session is not None]
 
     def check(self) -> None:
-        """Raise a peer's error met by a gradient. Rows dropped and ids out of range are the forward call's to name."""
+        """Raise the first error that a peer caused in a backward. The forward calls' own check reports lost rows."""
         for session in self._opened:
             with suppress(CapacityError, RoutingError):
                 session.check()
 
     def traffic(self) -> Traffic:
-        """Bytes that the lanes sent, besides those of the communicator's own session."""
+        """Bytes that these sessions sent, without those of the communicator's own."""
         sent = [session.traffic() for session in self._opened]
         return Traffic(sum(traffic.dispatch for traffic in sent), sum(traffic.combine for traffic in sent))
 
     def close(self) -> None:
-        """Release the lanes."""
+        """Release these sessions, but not the communicator's own."""
         for session in self._opened:
             session.close()

@@ -1,4 +1,4 @@
-"""The operators: schemas, what they run, and what they return when there are only shapes (fakes).
+"""Define the operators: schemas, implementations, and fakes, which return tensors of the right shapes for a tracer.
 
 ===============================  =======================================================================================
 ``moelink::dispatch``            x, ids, weights -> the tensors of a DispatchOutput
@@ -7,17 +7,17 @@
 ``moelink::combine_backward``    gradients of tokens -> gradients of rows, and the rows' weights
 ===============================  =======================================================================================
 
-**Order.** Ranks must make the same calls in the same order, so a compiler may neither drop an operator nor exchange
-two. Every operator therefore declares that it writes ``order``, a tensor of one element that all communicators of a
-device share (two communicators' calls must not be exchanged either). Nothing is in fact written. Compilers keep writes
-to an input, and keep them in order, in the forward and in the backward graph; the marker made for the purpose,
-``EffectType.ORDERED``, does not stop Inductor (torch 2.11, 2.13) from exchanging calls whose results are independent.
+**Order.** Ranks must make the same calls in the same order, so a compiler may neither drop an operator nor reorder two.
+Every operator therefore declares that it writes ``order``, a tensor of one element that all communicators of a device
+share, because calls of two communicators must keep their order, too. Nothing is in fact written. Compilers keep writes
+to an input, and keep their order, in the forward and in the backward graph. The marker made for this purpose,
+``EffectType.ORDERED``, does not stop Inductor (torch 2.11, 2.13) from reordering calls with independent results.
 
-**Shapes.** Outputs have their worst-case size, which the configuration gives. An output that this communicator does not
-have is an empty tensor.
+**Shapes.** Outputs have their worst-case size, which follows from the configuration. An output that this communicator
+does not have is an empty tensor.
 
-This module registers the operators when it is imported, which touches no device: a graph that was compiled or exported
-must find them by name.
+Importing this module registers the operators, so that a compiled or exported graph finds them by name. It touches no
+device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moelink.formats import get_format
-from moelink.ops.context import NUM_OUTPUTS, REGISTRY, Endpoint
+from moelink.ops.context import NUM_OUTPUTS, REGISTRY, OperatorContext
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.session import Session
 
@@ -68,10 +68,10 @@ def _dispatch(
     host_counts: bool,
     communicator: str,
 ) -> tuple[Tensor, ...]:
-    """The fields of a DispatchOutput; with ``routing`` counts and plan are empty but for what is this call's own: those
-    of the routing are used again."""
-    endpoint = REGISTRY.find(communicator, "dispatch")
-    operation = endpoint.started("dispatch")
+    """Return the fields of a DispatchOutput, flattened. With ``routing``, counts are left out, and all parts of the plan
+    but this call's own."""
+    context = REGISTRY.find(communicator, "dispatch")
+    operation = context.started("dispatch")
     if operation is None:
         request = DispatchRequest(
             x,
@@ -79,12 +79,12 @@ def _dispatch(
             topk_weights,
             scales=scales,
             input_scale=input_scale,
-            routing=endpoint.restore(routing, topk_ids=topk_ids) if routing else None,
+            routing=context.restore(routing, topk_ids=topk_ids) if routing else None,
             host_counts=host_counts,
         )
-        operation = endpoint.session.dispatch([request], fused=True)
+        operation = context.session.dispatch([request], fused=True)
     (output,) = operation.wait()
-    return endpoint.flatten(output, with_plan=not routing)
+    return context.flatten(output, with_plan=not routing)
 
 
 def _dispatch_fake(
@@ -98,11 +98,11 @@ def _dispatch_fake(
     host_counts: bool,
     communicator: str,
 ) -> tuple[Tensor, ...]:
-    endpoint = REGISTRY.find(communicator, "dispatch")
-    rows: int | torch.SymInt = endpoint.config.row_capacity
+    context = REGISTRY.find(communicator, "dispatch")
+    rows: int | torch.SymInt = context.config.row_capacity
     if host_counts:
         rows = torch.library.get_ctx().new_dynamic_size()
-    return endpoint.allocate(
+    return context.allocate(
         num_tokens=x.shape[0],
         rows=rows,
         weighted=topk_weights is not None,
@@ -125,17 +125,19 @@ def _combine(
     reduce: bool,
     communicator: str,
 ) -> Tensor:
-    """Tokens. ``weights`` belong to rows, ``topk_weights`` are combine's own, ``home_weights`` went into dispatch.
+    """Return tokens.
 
-    ``carrier`` is not read: through it the result depends on dispatch whatever the experts do, so that the backward of
-    both runs on a rank without rows too.
+    ``weights`` belong to rows, ``topk_weights`` are combine's own, ``home_weights`` went into dispatch.
+
+    ``carrier`` is not read. It makes the result depend on dispatch's output whatever the experts do, so that the
+    backward of dispatch runs on every rank, a rank without rows included.
     """
-    endpoint = REGISTRY.find(communicator, "combine")
-    operation = endpoint.started("combine")
+    context = REGISTRY.find(communicator, "combine")
+    operation = context.started("combine")
     if operation is None:
-        recv = endpoint.restore(record, topk_ids=topk_ids, weights=weights, home_weights=home_weights)
+        recv = context.restore(record, topk_ids=topk_ids, weights=weights, home_weights=home_weights)
         request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared)
-        operation = endpoint.session.combine([request], fused=True)
+        operation = context.session.combine([request], fused=True)
     (out,) = operation.wait()
     return out
 
@@ -167,20 +169,22 @@ def _dispatch_backward(
     record: list[Tensor],
     communicator: str,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of rows by token, and sums of [rows, topk] numbers by token; empty for what is None."""
-    endpoint = REGISTRY.find(communicator, "dispatch (backward)")
-    dx = topk_ids.new_empty(0, dtype=endpoint.traits.combine_dtype)
-    dweights = topk_ids.new_empty(0, dtype=endpoint.traits.weight_dtype)
+    """Return the sums of ``rows`` by token, and those of ``row_weights`` [rows, topk]; empty for None."""
+    context = REGISTRY.find(communicator, "dispatch (backward)")
+    dx = topk_ids.new_empty(0, dtype=context.static.combine_dtype)
+    dweights = topk_ids.new_empty(0, dtype=context.static.weight_dtype)
     if rows is not None:
-        dx = _sum_home(endpoint, endpoint.session, rows, topk_ids, record)
+        dx = _sum_home(context, context.session, rows, topk_ids, record)
     if row_weights is not None:
-        dweights = _sum_home(endpoint, endpoint.lanes.weights(), row_weights, topk_ids, record)
+        dweights = _sum_home(context, context.gradients.weights(), row_weights, topk_ids, record)
     return dx, dweights
 
 
-def _sum_home(endpoint: Endpoint, session: Session, rows: Tensor, topk_ids: Tensor, record: list[Tensor]) -> Tensor:
-    """Combine without weights."""
-    recv = endpoint.restore(record, topk_ids=topk_ids, session=session)
+def _sum_home(
+    context: OperatorContext, session: Session, rows: Tensor, topk_ids: Tensor, record: list[Tensor]
+) -> Tensor:
+    """Combine ``rows`` over ``session`` without weights."""
+    recv = context.restore(record, topk_ids=topk_ids, session=session)
     (out,) = session.combine([CombineRequest(rows, recv)], fused=True).wait()
     return out
 
@@ -193,10 +197,10 @@ def _dispatch_backward_fake(
     record: list[Tensor],
     communicator: str,
 ) -> tuple[Tensor, Tensor]:
-    traits, tokens = REGISTRY.find(communicator, "dispatch (backward)").traits, topk_ids.shape[0]
+    static, tokens = REGISTRY.find(communicator, "dispatch (backward)").static, topk_ids.shape[0]
     return (
-        topk_ids.new_empty(0 if rows is None else (tokens, rows.shape[1]), dtype=traits.combine_dtype),
-        topk_ids.new_empty(0 if row_weights is None else (tokens, traits.topk), dtype=traits.weight_dtype),
+        topk_ids.new_empty(0 if rows is None else (tokens, rows.shape[1]), dtype=static.combine_dtype),
+        topk_ids.new_empty(0 if row_weights is None else (tokens, static.topk), dtype=static.weight_dtype),
     )
 
 
@@ -208,11 +212,11 @@ def _combine_backward(
     record: list[Tensor],
     communicator: str,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's token, undefined past the last offset, and (else empty) each row's weight out of ``topk_weights``."""
-    endpoint = REGISTRY.find(communicator, "combine (backward)")
-    session = endpoint.lanes.rows()
-    routing = endpoint.restore(record, topk_ids=topk_ids, session=session)
-    exact = len(routing.src_info) != endpoint.config.row_capacity
+    """Return each row's token (undefined past the last offset) and its weight of ``topk_weights`` (empty without)."""
+    context = REGISTRY.find(communicator, "combine (backward)")
+    session = context.gradients.rows()
+    routing = context.restore(record, topk_ids=topk_ids, session=session)
+    exact = len(routing.src_info) != context.config.row_capacity
     request = DispatchRequest(tokens, topk_ids, topk_weights, routing=routing, host_counts=exact)
     (output,) = session.dispatch([request], fused=True).wait()
     return output.tokens, output.row_offsets.new_empty(0) if output.weights is None else output.weights
@@ -226,12 +230,12 @@ def _combine_backward_fake(
     record: list[Tensor],
     communicator: str,
 ) -> tuple[Tensor, Tensor]:
-    endpoint = REGISTRY.find(communicator, "combine (backward)")
-    rows, dtype = record[1].shape[0], get_format(endpoint.lanes.row_format).payload_dtype
-    weighted = topk_weights is not None and not endpoint.traits.ranked
+    context = REGISTRY.find(communicator, "combine (backward)")
+    rows, dtype = record[1].shape[0], get_format(context.gradients.row_format).payload_dtype
+    weighted = topk_weights is not None and not context.static.ranked
     return (
         tokens.new_empty(rows, tokens.shape[1], dtype=dtype),
-        tokens.new_empty(rows, dtype=endpoint.traits.weight_dtype) if weighted else record[0].new_empty(0),
+        tokens.new_empty(rows, dtype=context.static.weight_dtype) if weighted else record[0].new_empty(0),
     )
 
 

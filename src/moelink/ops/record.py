@@ -1,8 +1,8 @@
-"""A transport's plan as tensors of sizes that follow from the configuration, and back.
+"""Pack a transport's plan into tensors whose sizes follow from the configuration, and unpack it.
 
-Operators hand over tensors only, and a compiler must know their sizes before they run. The plan of the symmetric
-transport is tensors of fixed sizes already. The collective transport counts on the host and keeps exact sizes: its plan
-is written into one tensor of the worst-case size, of which only the used part is ever touched.
+Operators pass tensors only, and a compiler must know their sizes before they run. The plan of the symmetric transport
+is tensors of fixed sizes already. The collective transport counts on the host and keeps exact sizes: its plan is copied
+into one tensor of the worst-case size, of which only the used part is read or written.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ from moelink.routing import RowPlan
 from moelink.transports.collective.plan import CollectivePlan, Messages
 
 MAX_PARTS = 12
-"""Tensors that an operator sets aside for a plan; every operator returns this many."""
+"""Outputs of a dispatch operator that are reserved for a plan."""
 
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """A plan that came out of an operator: ``tensors``, at most :data:`MAX_PARTS`."""
+    """A plan as an operator returned it: ``tensors``, at most :data:`MAX_PARTS`."""
 
     tensors: tuple[Tensor, ...]
 
 
 def pack(plan: Any, config: EPConfig) -> tuple[Tensor, ...]:
-    """``plan`` of either transport as tensors. They share memory with a plan of the symmetric transport, but not with
-    one another: all its notes, and what of them is the call's own where it went over an earlier one's routing."""
+    """Pack ``plan`` of either transport.
+
+    A plan of the symmetric transport gives two tensors that share its memory: all notes, and the notes that are the
+    call's own when it reused a routing (else empty). A plan of the collective transport is copied into one tensor.
+
+    Raises:
+        UnsupportedError: a tracer met a plan of the collective transport that was made outside the compiled region.
+    """
     if isinstance(plan, PackedPlan):
         return plan.tensors
     if not isinstance(plan, CollectivePlan):
@@ -45,7 +51,7 @@ def pack(plan: Any, config: EPConfig) -> tuple[Tensor, ...]:
 
 
 def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> Any:
-    """The inverse of :func:`pack`; ``transport`` is the name of the one that made the plan."""
+    """Unpack what :func:`pack` returned; ``transport`` names the transport that made the plan."""
     if transport == "collective":
         return _unpack_collective(tensors[0], config)
     # Not imported at the top: it loads Triton, which not every platform has.
@@ -59,8 +65,10 @@ def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> 
 def allocate(
     config: EPConfig, *, transport: str, num_tokens: int, device: torch.device, again: bool = False
 ) -> tuple[Tensor, ...]:
-    """Uninitialised tensors like those of :func:`pack` for a call with ``num_tokens`` tokens; ``again``: over the
-    routing of an earlier one."""
+    """Allocate uninitialised tensors like those of :func:`pack` for a call with ``num_tokens`` tokens.
+
+    ``again``: the call reuses the routing of an earlier one.
+    """
     if transport == "collective":
         return (torch.empty(sum(_sections(config).values()), dtype=torch.int64, device=device),)
     from moelink.memory.workspace import Workspace
@@ -73,14 +81,14 @@ def allocate(
 
 
 def count_parts(config: EPConfig, *, transport: str) -> int:
-    """How many tensors :func:`pack` gives."""
+    """Return the number of tensors of :func:`pack`."""
     parts = len(allocate(config, transport=transport, num_tokens=0, device=torch.device("meta")))
     assert parts <= MAX_PARTS, f"a plan of {parts} tensors: raise MAX_PARTS"
     return parts
 
 
 def own_parts(*, transport: str) -> tuple[int, ...]:
-    """Which of them a dispatch over an earlier one's routing fills in for itself; the others are the earlier one's."""
+    """Return the indices of the tensors that a dispatch with a reused routing fills in itself."""
     return () if transport == "collective" else (1,)
 
 
@@ -88,7 +96,7 @@ _HEADER = 5
 
 
 def _sections(config: EPConfig) -> dict[str, int]:
-    """Largest size of each part of a collective plan, in words of 8 bytes, in the order they are written."""
+    """Worst-case size of each part of a collective plan, in 8-byte words, in the order in which they are stored."""
     ranks, topk, groups = config.world_size, config.topk, config.num_groups
     messages = config.max_recv_tokens
     by_message = {"tokens": messages, "sources": messages, "local_ids": messages * topk}

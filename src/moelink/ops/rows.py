@@ -1,4 +1,4 @@
-"""Received rows as numbers again."""
+"""Dequantise received rows, with gradients that flow through them to what was dispatched (straight-through)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moelink.output import DispatchOutput
 
 
 class Configured(Protocol):
-    """What has a configuration: a communicator."""
+    """An object with a configuration, such as a communicator."""
 
     @property
     def config(self) -> EPConfig:
@@ -22,7 +22,7 @@ class Configured(Protocol):
 
 
 class _Straight(torch.autograd.Function):
-    """``value``, whose gradient is that of ``carrier``."""
+    """Return ``value``; pass its gradient on to ``carrier``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, carrier: Tensor) -> Tensor:
@@ -38,10 +38,10 @@ class _Straight(torch.autograd.Function):
 def dequantize(
     ep: Configured, recv: DispatchOutput, *, input_scale: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``recv.tokens`` as numbers, [rows, hidden_size] of ``dtype`` (default: ``combine_dtype``), in any format.
+    """Dequantise ``recv.tokens`` of any format to [rows, hidden_size] of ``dtype`` (default: ``combine_dtype``).
 
     Gradients flow through the result to what was dispatched as if it had not been rounded (straight-through). Rows past
-    the last offset are undefined. ``input_scale`` is the one that dispatch was given (format nvfp4).
+    the last offset are undefined. ``input_scale`` is the one that was passed to dispatch (format nvfp4).
 
     Example:
         >>> import torch, moelink
@@ -61,7 +61,7 @@ def dequantize(
 def dequantized(
     recv: DispatchOutput, config: EPConfig, *, input_scale: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What :func:`dequantize` returns, from the configuration alone. Nothing synchronises with the host.
+    """Dequantise as :func:`dequantize`, from the configuration alone. Does not synchronise with the host.
 
     Rows that already have ``dtype`` in a format that carries numbers as they are (bf16, fp32, fp64) are not copied.
     """

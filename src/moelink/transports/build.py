@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from moelink.config import EPConfig
-from moelink.control.failure_detector import Watch
+from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, add_data_group, gather_bytes
 from moelink.control.handshake import Agreement, agree
-from moelink.control.probe import Beacon
+from moelink.control.probe import ProbeServer
 from moelink.errors import UnsupportedError
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all
 from moelink.memory.workspace import Workspace
@@ -30,12 +30,12 @@ class Built:
     Attributes:
         transport: what moves its rows.
         identity: name of the communicator, the same on every rank.
-        watch: where its peers can be asked whether they live, None for one rank. The transport does not close it.
+        detector: where its peers can be asked whether they live, None for one rank. The transport does not close it.
     """
 
     transport: Transport
     identity: str
-    watch: Watch | None
+    detector: FailureDetector | None
 
 
 def build_in_group(config: EPConfig, device: torch.device, world: World) -> Built:
@@ -48,26 +48,28 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> Buil
     if world.world_size == 1:
         identity = secrets.token_hex(8)
         return Built(build_in_process([config], [device], identity), identity, None)
-    beacon = Beacon()
+    probe_server = ProbeServer()
     try:
-        agreement = agree(world, config, beacon.address, secrets.token_hex(8))
-        watch = Watch(rank=world.rank, beacon=beacon, addresses=agreement.addresses)
-        return Built(_transport(config, device, world, agreement, watch), agreement.identity, watch)
+        agreement = agree(world, config, probe_server.address, secrets.token_hex(8))
+        detector = FailureDetector(rank=world.rank, probe_server=probe_server, addresses=agreement.addresses)
+        return Built(_transport(config, device, world, agreement, detector), agreement.identity, detector)
     except BaseException:
-        beacon.close()
+        probe_server.close()
         raise
 
 
-def _transport(config: EPConfig, device: torch.device, world: World, agreement: Agreement, watch: Watch) -> Transport:
+def _transport(
+    config: EPConfig, device: torch.device, world: World, agreement: Agreement, detector: FailureDetector
+) -> Transport:
     if choose_transport(config, [device], machines=len(set(agreement.machines))) == "symmetric":
         memory = _memory_of_group(config, device, world, name=agreement.identity)
-        return _symmetric([config], [memory], agreement.identity, watch)
+        return _symmetric([config], [memory], agreement.identity, detector)
     wire = GroupWire(
         add_data_group(world, device, config.timeout),
         device=device,
         identity=agreement.identity,
         timeout=config.timeout,
-        watch=watch,
+        detector=detector,
     )
     return CollectiveTransport([config], wire, identity=agreement.identity)
 
@@ -98,7 +100,10 @@ def _memory_of_group(config: EPConfig, device: torch.device, world: World, *, na
 
 
 def _symmetric(
-    configs: Sequence[EPConfig], memories: Sequence[SymmetricMemory], identity: str, watch: Watch | None = None
+    configs: Sequence[EPConfig],
+    memories: Sequence[SymmetricMemory],
+    identity: str,
+    detector: FailureDetector | None = None,
 ) -> Transport:
     # Imported here because its kernels need Triton, which not every platform has.
     from moelink.kernels.launch.constants import is_interpreted
@@ -111,4 +116,4 @@ def _symmetric(
             "transport='symmetric' on a CPU runs its kernels in Triton's interpreter: set TRITON_INTERPRET=1 before "
             "anything imports triton, or use transport='collective'"
         )
-    return SymmetricTransport(configs, memories, identity, watch)
+    return SymmetricTransport(configs, memories, identity, detector)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.control.failure_detector import Watch
+from moelink.control.failure_detector import FailureDetector
 from moelink.errors import ClosedError, PendingError, UnsupportedError
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
@@ -70,7 +70,7 @@ class Session:
         configs: one configuration per local rank.
         devices: the device of each local rank.
         identity: name of this communicator, the same on every rank.
-        watch: where its peers can be asked whether they live, None with all ranks in this process.
+        detector: where its peers can be asked whether they live, None with all ranks in this process.
         closed: there are no calls any more.
     """
 
@@ -80,10 +80,10 @@ class Session:
         devices: Sequence[torch.device],
         transport: Transport,
         identity: str,
-        watch: Watch | None = None,
+        detector: FailureDetector | None = None,
     ) -> None:
         self.configs, self.devices, self.identity = tuple(configs), tuple(devices), identity
-        self.transport, self.watch = transport, watch
+        self.transport, self.detector = transport, detector
         self._pending: dict[Phase, object] = {}
         self._checked: set[Hashable] = set()
         self.closed = False
@@ -202,8 +202,8 @@ class Session:
         try:
             self.release()
         finally:
-            if self.watch is not None:
-                self.watch.close()
+            if self.detector is not None:
+                self.detector.close()
 
 
 def _without_hooks(config: EPConfig, device: torch.device, request: DispatchRequest) -> DispatchRequest:

@@ -95,11 +95,11 @@ def combine_spec(
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
-    most_small = workspace.small_tokens
+    most_small = workspace.lamport_tokens
     # A block of words has an element for each thread, at least (``kernels.sync.signals``).
     least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
     # Staged by message there is one row for each token.
-    copies = 1 if workspace.far_ranks and cfg.pre_reduce else regions["rows"].shape[0]
+    copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]
     return CombineSpec(
         **common(workspace, device), H=cfg.hidden_size, PARTS=workspace.combine_parts,
         PP=triton.next_power_of_2(workspace.combine_parts),
@@ -112,10 +112,10 @@ def combine_spec(
         ROW=workspace.row_bytes, O_HEAD=regions["combine_head"].offset, O_FLAG=regions["combine_flag"].offset,
         O_STATUS=regions["combine_status"].offset,
         O_KEPT=regions["combine_kept"].offset, O_ROWS=regions["rows"].offset,
-        SMALL=most_small, O_SMALL=regions["small_rows"].offset if most_small else 0,
+        SMALL=most_small, O_SMALL=regions["lamport_slots"].offset if most_small else 0,
         ONCE="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
-        KB=regions["far_kept"].shape[2] if workspace.far_ranks else 0, BY_ROW=not cfg.pre_reduce,
-        O_ROW_FLAG=far_offset(workspace, "row_flag"), O_FAR_KEPT=far_offset(workspace, "far_kept"),
+        KB=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0, BY_ROW=not cfg.pre_reduce,
+        O_ROW_FLAG=far_offset(workspace, "row_flag"), O_FAR_KEPT=far_offset(workspace, "inter_node_kept"),
         O_STAGED_STATUS=far_offset(workspace, "staged_status"), O_STAGED_KEPT=far_offset(workspace, "staged_kept"),
         O_STAGED_ROWS=far_offset(workspace, "staged_rows"),
     )  # fmt: skip

@@ -170,15 +170,15 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
         SMS=budget_of(cfg, device), SMID="ptx",
         O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
-        O_DRAINED=regions["drained"].offset, O_TURNS=regions["turns"].offset, NODE=workspace.node_size,
-        NET="" if workspace.far_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
+        O_DRAINED=regions["credit"].offset, O_TURNS=regions["sm_limit"].offset, NODE=workspace.node_size,
+        NET="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
         O_IDLE=far_offset(workspace, "idle"),
     )  # fmt: skip
 
 
 def far_offset(workspace: Workspace, name: str) -> int:
     """Offset of a region that is there across nodes only; without them 0, which nobody uses."""
-    return workspace.regions[name].offset if workspace.far_ranks else 0
+    return workspace.regions[name].offset if workspace.inter_node_ranks else 0
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -332,12 +332,12 @@ def dispatch_spec(
         ALIGN=cfg.row_alignment, WEIGHTS=weights, CACHED=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS=rows, RP=power(rows), BATCH=batch, ALONE=alone, SENDERS=MAX_SENDERS,
-        TR=power(max(1, 8192 // workspace.tally_width)), TALLY=workspace.tally_width,
+        TR=power(max(1, 8192 // workspace.block_counts_width)), TALLY=workspace.block_counts_width,
         GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
         M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
         CW=regions["counts"].shape[1], CP=power(regions["counts"].shape[1]),
-        O_TALLY_FLAG=regions["tally_flag"].offset, O_TALLIES=regions["tallies"].offset,
+        O_TALLY_FLAG=regions["block_counts_flag"].offset, O_TALLIES=regions["block_counts"].offset,
         O_MESSAGE_FLAG=regions["message_flag"].offset,
         O_COUNTS=regions["counts"].offset,
         O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,

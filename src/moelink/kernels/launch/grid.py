@@ -90,7 +90,7 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
     config = workspace.config
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or multiprocessors(device)
-    send, receive, spread = (3 * sms, 2 * sms, 1) if sums and workspace.small_tokens else (4 * sms, sms, 1)
+    send, receive, spread = (3 * sms, 2 * sms, 1) if sums and workspace.lamport_tokens else (4 * sms, sms, 1)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = workspace.combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]

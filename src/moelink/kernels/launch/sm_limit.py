@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.sync.signals import I32, own_block
-from moelink.memory.protocol import MOST_MULTIPROCESSORS, TURN_WORDS
+from moelink.memory.protocol import MAX_SMS, SM_LIMIT_WORDS
 
-_MOST = tl.constexpr(MOST_MULTIPROCESSORS)
-_WORDS = tl.constexpr(TURN_WORDS)
+_MOST = tl.constexpr(MAX_SMS)
+_WORDS = tl.constexpr(SM_LIMIT_WORDS)
 _ASKED, _LET_GO, _KNOWING = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-_STATES = tl.constexpr(TURN_WORDS - MOST_MULTIPROCESSORS)
+_STATES = tl.constexpr(SM_LIMIT_WORDS - MAX_SMS)
 _ASKING, _USED, _NOT_USED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 

@@ -131,15 +131,15 @@ def ways(ep: moelink.Communicator, x: Tensor, ids: Tensor, weights: Tensor, y: T
     from moelink import ops
     from moelink.transports.base import CombineRequest, DispatchRequest
 
-    endpoint = ep._endpoint
+    context = ep._context
     learning = x.clone().requires_grad_(), weights.clone().requires_grad_()
 
     def direct() -> Tensor:
         return ep.combine(y, ep.dispatch(x, ids, weights))
 
     def operator() -> Tensor:
-        recv = ops.dispatch(endpoint, DispatchRequest(x, ids, weights))
-        return ops.combine(endpoint, CombineRequest(y, recv))
+        recv = ops.dispatch(context, DispatchRequest(x, ids, weights))
+        return ops.combine(context, CombineRequest(y, recv))
 
     def gradients() -> Tensor:
         return ep.combine(y, ep.dispatch(learning[0], ids, learning[1]))

@@ -32,7 +32,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from moelink.control.failure_detector import Watch
+from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, release
 from moelink.errors import PeerAbortedError, PeerError, ProtocolError
 from moelink.transports.base import Phase
@@ -90,12 +90,12 @@ class GroupWire:
         device: torch.device,
         identity: str,
         timeout: float,
-        watch: Watch,
+        detector: FailureDetector,
     ) -> None:
         self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
         self._world, self._device, self._timeout = world, device, timeout
         self._identity = digest(identity)
-        self._watch = watch
+        self._detector = detector
         self._error: PeerError | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelink-wire")
@@ -120,7 +120,7 @@ class GroupWire:
 
     def close(self) -> None:
         """Finish what is under way and release the groups; after an error, wait for nobody and leave the groups."""
-        poisoned = self._error is not None or self._watch.told is not None
+        poisoned = self._error is not None or self._detector.reported is not None
         self._thread.shutdown(wait=not poisoned, cancel_futures=True)
         if not poisoned:
             self._await_tensors()
@@ -138,14 +138,14 @@ class GroupWire:
             time.sleep(1e-3)
 
     def _raise_poison(self) -> None:
-        if self._error is None and self._watch.told is not None:
-            self._error = self._watch.told.error(self._world.rank)
+        if self._error is None and self._detector.reported is not None:
+            self._error = self._detector.reported.error(self._world.rank)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def _submit(self, phase: Phase, steps: Steps[R] | None) -> GroupPending[list[R]]:
         self._raise_poison()
-        call = self._watch.enter()
+        call = self._detector.enter()
         started = finished = None
         if self._stream is not None:
             started, finished = torch.cuda.Event(), torch.cuda.Event()
@@ -218,7 +218,7 @@ class GroupWire:
                 raise
             except Exception:
                 if not isinstance(request, Transfer):
-                    self._poison(self._watch.admit(phase, call).error(self._world.rank))
+                    self._poison(self._detector.admit(phase, call).error(self._world.rank))
                 raise
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
@@ -306,7 +306,7 @@ class GroupWire:
 
     def _blame(self, call: int, phase: Phase) -> PeerError:
         """Find the rank at fault, poison this communicator and tell the peers."""
-        return self._poison(self._watch.blame(phase, call).error(self._world.rank))
+        return self._poison(self._detector.blame(phase, call).error(self._world.rank))
 
     def _poison(self, error: PeerError) -> PeerError:
         self._error = self._error or error

@@ -12,7 +12,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from moelink.config import EPConfig
-from moelink.control.failure_detector import Watch
+from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
@@ -62,10 +62,10 @@ class Rank:
     """One local rank: what every launch passes, and the streams it runs on."""
 
     def __init__(
-        self, config: EPConfig, memory: SymmetricMemory, workspace: Workspace, watch: Watch | None = None
+        self, config: EPConfig, memory: SymmetricMemory, workspace: Workspace, detector: FailureDetector | None = None
     ) -> None:
         self.config, self.memory, self.workspace = config, memory, workspace
-        self._watch = watch
+        self._detector = detector
         self._failure: PeerTimeoutError | None = None
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
@@ -323,7 +323,8 @@ class Rank:
         )  # fmt: skip
 
     def _find_fault(self, words: Sequence[int]) -> PeerTimeoutError:
-        """The error that a record describes; with a watch, after asking who lives. Records may come from a peer."""
+        """The error that a record describes; with a failure detector, after asking who lives. A peer may have written
+        the record."""
         told_by, peer, phase, call, expected, got = words
         ranks = range(self.workspace.world_size)
         suspicion = Failure(
@@ -331,8 +332,8 @@ class Rank:
             PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), max(got, 0),
         )  # fmt: skip
         detail = "" if told_by == self.config.rank else f"told by rank {told_by}"
-        if self._watch is not None:
-            suspicion = self._watch.confirm(suspicion)
+        if self._detector is not None:
+            suspicion = self._detector.confirm(suspicion)
         return suspicion.error(self.config.rank, detail)
 
     def take_losses(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.control.failure_detector import Watch
+from moelink.control.failure_detector import FailureDetector
 from moelink.errors import CapacityError, RoutingError
 from moelink.memory import SymmetricMemory
 from moelink.memory.pointers import pointer_table
@@ -73,12 +73,12 @@ class SymmetricTransport:
         configs: Sequence[EPConfig],
         memories: Sequence[SymmetricMemory],
         identity: str,
-        watch: Watch | None = None,
+        detector: FailureDetector | None = None,
     ) -> None:
         self._identity = identity
         self._workspace = Workspace(configs[0])
-        self._watch = watch
-        self.ranks = [Rank(c, m, self._workspace, watch) for c, m in zip(configs, memories, strict=True)]
+        self._detector = detector
+        self.ranks = [Rank(c, m, self._workspace, detector) for c, m in zip(configs, memories, strict=True)]
         # What calls under way were given must stay alive.
         self._under_way: deque[object] = deque(maxlen=2)
         self._on_cpu = self.ranks[0].device.type == "cpu"
@@ -164,8 +164,8 @@ class SymmetricTransport:
             self._raise_error()
 
     def _count_call(self) -> None:
-        if self._watch is not None:
-            self._watch.enter()
+        if self._detector is not None:
+            self._detector.enter()
 
     def _raise_error(self) -> None:
         """Raise what the records say now; nothing is waited for. Every rank's is read: a refusal is told once."""
