@@ -13,36 +13,63 @@ import sys
 from collections import Counter
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
-POINTERS = {
-    "table": "*i64", "record": "*i64", "control": "*i64", "scales": "*u8", "input_scale": "*fp32", "ids": "*i64",
-    "weights": "*fp32", "slot_of": "*i32", "tokens_out": "*u8", "scales_out": "*u8", "row_offsets": "*i32",
-    "expert_ids": "*i32",
-    "src_info": "*i32", "scales_offsets": "*i32", "weights_out": "*fp32", "topk_ids_out": "*i32", "num_recv": "*i32",
-    "overflow": "*i32", "counts_out": "*i32", "received": "*i32", "rows_of_message": "*i32", "message_token": "*i32",
-    "message_of_row": "*i32",
-    "sent": "*i32", "routed": "*i32", "routed_counts": "*i32",
-    "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "out": "*bf16", "shared": "*bf16",
-    "epilogue": "*bf16", "limit": "i64", "epilogue_tensors": ("*i64",),
+TYPES = {
+    "Peers": ("*i64", "*i64", "*i64"),
+    "RoutingNotes": ("*i32",) * 5,
+    "CachedRouting": ("*i32", "*i32"),
+    "DispatchInputs": {
+        "x": "*bf16", "scales": "*u8", "input_scale": "*fp32", "topk_ids": "*i64", "topk_weights": "*fp32",
+    },
+    "DispatchOutputs": {
+        "tokens": "*u8", "scales": "*u8", "row_offsets": "*i32", "expert_ids": "*i32", "src_info": "*i32",
+        "scales_offsets": "*i32", "weights": "*fp32", "topk_ids": "*i32", "num_recv_tokens": "*i32",
+        "overflow": "*i32", "counts": "*i32",
+    },
+    "CombineInputs": {
+        "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "topk_ids": "*i64", "shared": "*bf16",
+        "epilogue": "*bf16",
+    },
+    "CombineOutputs": ("*bf16", ("*i64",)),
 }  # fmt: skip
+"""Types of the fields of each record, in order or by name. Numbers are i32, ``limit`` is i64."""
 MEMORY = re.compile(r"^\s*(?:@!?%?\w+ )?((?:ld|st|atom|red|bar|fence|membar)\b[\w.:]*)", re.M)
 HINT = re.compile(r"\.(?:cs|L[12]::\w+)\b")
 """What an instruction says of caches."""
 GCN = re.compile(r"^\s*((?:global|buffer|scratch|flat)_[a-z_0-9]+)", re.M)
 
 
+def records_of(kernel):
+    """The record, or the pointer's type, of each argument of ``kernel``."""
+    from moelink.kernels import records
+
+    phase = "Combine" if "combine" in kernel.__name__ else "Dispatch"
+    known = {
+        "peers": records.Peers, "notes": records.RoutingNotes, "cached": records.CachedRouting,
+        **{name: getattr(records, phase + name.title()) for name in ("inputs", "outputs", "numbers")},
+    }  # fmt: skip
+    return {
+        name: known.get(name, "*u8" if name == "scales_out" else "*i32") for name in kernel.arg_names if name != "S"
+    }
+
+
 def source_of(kernel, spec, pointers):
-    """What Triton compiles. ``pointers``: types of arguments that are not those of POINTERS."""
+    """What Triton compiles. ``pointers``: types of fields of inputs and outputs that are not those of TYPES."""
     from triton.compiler import ASTSource
 
-    signature, constants, attrs = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name == "S":
-            signature[name], constants[name] = "constexpr", spec
+    signature, attrs = {}, {}
+    for index, (name, record) in enumerate(records_of(kernel).items()):
+        if isinstance(record, str):
+            signature[name], attrs[(index,)] = record, [["tt.divisibility", 16]]
             continue
-        signature[name] = pointers.get(name, POINTERS.get(name, "i32"))
-        if str(signature[name]).startswith("*"):
-            attrs[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attrs)
+        types = TYPES.get(record.__name__, {"limit": "i64"})
+        given = types if isinstance(types, dict) else dict(zip(record._fields, types, strict=True))
+        known = given | (pointers if name in ("inputs", "outputs") else {})
+        signature[name] = record(*[known.get(field, "i32") for field in record._fields])
+        attrs |= {
+            (index, i): [["tt.divisibility", 16]] for i, kind in enumerate(signature[name]) if str(kind).startswith("*")
+        }
+    signature["S"] = "constexpr"
+    return ASTSource(kernel, signature, {"S": spec}, attrs)
 
 
 def compile_kernel(kernel, spec, target, x, **more):
@@ -51,7 +78,7 @@ def compile_kernel(kernel, spec, target, x, **more):
     from triton.backends.compiler import GPUTarget
 
     amd = target.startswith("gfx")
-    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE=not amd)
+    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE_CASTS=not amd)
     options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False, **more}
     return triton.compile(source_of(kernel, spec, {"x": x}), target=GPUTarget(*TARGETS[target]), options=options)
 
@@ -89,8 +116,7 @@ def kernels(everything):
     from moelink.kernels.combine import kernel as combine
     from moelink.kernels.dispatch import kernel as dispatch
     from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
-    from moelink.kernels.launch.combine_constants import combine_spec
-    from moelink.kernels.launch.constants import dispatch_spec
+    from moelink.kernels.launch.constants import combine_spec, dispatch_spec
     from moelink.memory.workspace import Workspace
 
     device = torch.device("cuda")
@@ -105,10 +131,10 @@ def kernels(everything):
         yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if fmt == "fp8_block128":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
-        if everything and spec.LATER:
+        if everything and spec.SCALES_LATER:
             yield f"scale_layout-{fmt}", ep_lay_out_scales_kernel, spec, x
         if everything and fmt != "bf16":
-            cached = dataclasses.replace(spec, CACHED=True, OPTIONS=spec.OPTIONS.value + 2)
+            cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x
             yield f"dispatch_wait_cached-{fmt}", dispatch.ep_dispatch_wait_kernel, cached, x
     for pre_reduce in (True, False) if everything else (True,):

@@ -1,4 +1,5 @@
-"""Compile ``signals.agree`` for a GPU that is not there, and print how many barriers are in it, for 4 and 8 warps.
+"""Compile ``signals.block_uniform`` for a GPU that is not there, and print how many barriers are in it, for 4 and 8
+warps.
 
 Run without TRITON_INTERPRET: ``python aot_agree.py``.
 """
@@ -10,14 +11,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moelink.kernels.sync.signals import agree
+from moelink.kernels.sync.signals import block_uniform
 
 
 @triton.jit
 def looks(word, out):
     """What all threads of a program make of a word that changes."""
     seen = tl.load(word, volatile=True)
-    tl.store(out + tl.arange(0, 256), tl.zeros([256], tl.int32) + agree(seen))
+    tl.store(out + tl.arange(0, 256), tl.zeros([256], tl.int32) + block_uniform(seen))
 
 
 def main() -> None:

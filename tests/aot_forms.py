@@ -28,8 +28,7 @@ from matrix_configs import CONFIGS, Config
 from matrix_configs import Form as MatrixForm
 from moelink.kernels.combine import kernel as combine
 from moelink.kernels.dispatch import kernel as dispatch
-from moelink.kernels.launch.combine_constants import CombineSpec, combine_spec
-from moelink.kernels.launch.constants import DispatchSpec, dispatch_spec
+from moelink.kernels.launch.constants import CombineSpec, DispatchSpec, combine_spec, dispatch_spec
 from moelink.memory.workspace import Workspace
 
 Form = tuple[str, Any, Any, dict[str, str]]
@@ -125,11 +124,11 @@ def forms_of(entry: Config, prefix: str, **more: int) -> Iterator[Form]:
             weights=entry.weights == "dispatch", input_scale=fmt.name == "nvfp4" and not quantized,
         )  # fmt: skip
         copied = quantized or entry.input_dtype == fmt.payload_dtype
-        pointers = {"x": "*u8" if copied else NAMES[entry.input_dtype], "weights": weight, "weights_out": weight}
+        pointers = {"x": "*u8" if copied else NAMES[entry.input_dtype], "topk_weights": weight, "weights": weight}
         name = f"{prefix}{entry.name} dispatch, quantized={quantized}"
         yield name, dispatch.ep_fused_dispatch_kernel, spec, pointers
         if not quantized:
-            cached = dataclasses.replace(spec, CACHED=True, OPTIONS=spec.OPTIONS.value + 2)
+            cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"{prefix}{entry.name} dispatch, cached", dispatch.ep_fused_dispatch_kernel, cached, pointers
     row, home = entry.weights == "dispatch", entry.weights == "combine"
     spec = combine_spec(
@@ -148,11 +147,11 @@ def main(part: int = 0, parts: int = 1) -> int:
         try:
             module = lower(kernel, spec, pointers).module
             wrong = []
-            small = isinstance(spec, CombineSpec) and spec.SMALL.value
+            small = isinstance(spec, CombineSpec) and spec.LAMPORT_TOKENS.value
             # The text takes longer than the rest; dispatches with a budget are one for each format.
-            if small or (isinstance(spec, DispatchSpec) and spec.SMS.value and not spec.CACHED.value):
+            if small or (isinstance(spec, DispatchSpec) and spec.NUM_SMS.value and not spec.CACHED_ROUTING.value):
                 text = str(module)
-                wrong = narrow_looks(text, spec.THREADS.value)
+                wrong = narrow_looks(text, spec.MAX_THREADS.value)
                 if not narrow_looks(text, 1 << 62):
                     wrong = ["nothing is looked at"]
         except Exception as error:  # noqa: BLE001 - the compiler raises many kinds

@@ -20,8 +20,7 @@ from aot import MEMORY, compile_kernel, unguarded
 from moelink.errors import UnsupportedError
 from moelink.kernels.combine import kernel as combine
 from moelink.kernels.dispatch import kernel as dispatch
-from moelink.kernels.launch.combine_constants import combine_spec
-from moelink.kernels.launch.constants import dispatch_spec
+from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.memory.network import NvshmemNetwork
 from moelink.memory.workspace import Workspace
 
@@ -91,7 +90,7 @@ def main() -> None:
         ours = [op for body in bodies(ptx) for op in MEMORY.findall(body)]
         puts, bad = unfenced(binary.asm["ttir"])
         print(json.dumps({
-            "name": name, "net": str(spec.NET), "puts": puts, "unfenced": bad, "ops": Counter(ours),
+            "name": name, "net": str(spec.NETWORK), "puts": puts, "unfenced": bad, "ops": Counter(ours),
             "unguarded": unguarded(ours), "local": sum("local" in op for op in ours),
             "local_of_nvshmem": sum("local" in op for op in MEMORY.findall(ptx)),
             "operations": sorted(set(map(int, TRANSFER.findall(binary.asm["llir"])))),

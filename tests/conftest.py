@@ -28,7 +28,7 @@ def filled_memory():
 @pytest.fixture
 def blocks(monkeypatch):
     """A function that sets how many columns of a row combine sums at a time, and, if given, how many tokens are few."""
-    import moelink.kernels.launch.combine_constants as specs
+    import moelink.kernels.launch.constants as specs
     import moelink.memory.workspace as workspaces
 
     def set_blocks(columns, few=workspaces.FEW_TOKENS):

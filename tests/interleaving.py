@@ -99,7 +99,8 @@ class Scheduler:
         current = getcurrent()
         frame = inspect.currentframe()
         while frame is not None and (
-            "moelink" not in frame.f_code.co_filename or frame.f_code.co_name == "patience"  # who calls it says more
+            "moelink" not in frame.f_code.co_filename
+            or frame.f_code.co_name == "check_timeout"  # who calls it says more
         ):
             frame = frame.f_back
         current.place = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame is not None else ""

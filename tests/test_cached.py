@@ -277,7 +277,7 @@ def test_gradients_of_combine_take_it(monkeypatch, fmt, layout):
 
     def noted(*args, **options):
         spec = spec_of(*args, **options)
-        made.append((bool(spec.CACHED), options["input_dtype"]))
+        made.append((bool(spec.CACHED_ROUTING), options["input_dtype"]))
         return spec
 
     monkeypatch.setattr(dispatching, "dispatch_spec", noted)

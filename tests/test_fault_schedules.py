@@ -18,7 +18,7 @@ from fault_messages import run_messages
 from fault_schedules import WORLD, FaultScheduler, Oracle, run_schedule
 from moelink.control import failure_detector as detector
 from moelink.kernels.launch import constants as spec
-from moelink.kernels.launch.combine_constants import combine_spec
+from moelink.kernels.launch.constants import combine_spec
 from protocol_runs import Small
 
 SETUP = Setup("bf16", (("max_tokens_per_rank", 3), ("hidden_size", 8)), num_experts=4, topk=2)

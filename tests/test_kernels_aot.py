@@ -43,7 +43,7 @@ def test_memory_order_and_width_on_nvidia(target):
         name, ops = kernel["name"], kernel["ops"]
         assert any(".sys.release.exch" in op or ".release.sys.exch" in op for op in ops), name
         assert any(".sys.acquire" in op or ".acquire.sys" in op for op in ops), name
-        # To this device alone a launch says only that it has cleared the sums it read (``kernels.sync.small_calls``).
+        # To this device alone a launch says only that it has cleared the sums it read (``kernels.sync.lamport_slots``).
         near = {op for op in ops if ".gpu.release" in op or ".cta.release" in op}
         assert near == ({"atom.global.gpu.release.add.u64"} if name == "without_flags_combine_wait" else set()), name
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch import route as routes
+from moelink.kernels.records import DispatchNumbers
 from moelink.routing import ExpertMap
 
 
@@ -27,21 +28,34 @@ def test_device_expert_map_equals_the_table(num_experts, world_size):
     per, extra = divmod(num_experts, world_size)
     ids = torch.arange(16, dtype=torch.int32) % (num_experts + 1) - 1
     owner, first = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    _route[(1,)](ids, owner, first, S=SimpleNamespace(ALLREDUCE=False, PER=per, EXTRA=extra))
+    _route[(1,)](ids, owner, first, S=SimpleNamespace(ALLREDUCE=False, EXPERTS_PER_RANK=per, EXTRA_EXPERTS=extra))
     assert torch.equal(owner, experts.owner(ids).int())
     assert first[:world_size].tolist() == [experts.first(rank) for rank in range(world_size)]
 
 
 @triton.jit
 def _tally(ids, pairs, messages, S: tl.constexpr):
-    p, m, invalid = routes.tally(ids, 0, 2, 0, 0, 0, 0, 0, 1, S)
+    numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 0, 0, 0, 0, 2, 0, 0, 0, 1)
+    p, m, invalid = routes.count_block(ids, 0, 2, 0, numbers, 1, S)
     tl.store(pairs + tl.arange(0, 4), p)
     tl.store(messages + tl.arange(0, 2), m)
     tl.store(messages + 2, invalid)
 
 
 def test_tally_counts_pairs_and_messages():
-    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TC=1)
+    spec = SimpleNamespace(
+        ALLREDUCE=False,
+        FUSED_SHARED_EXPERT=0,
+        EXPERTS_PER_RANK=2,
+        EXTRA_EXPERTS=0,
+        NUM_EXPERTS=4,
+        NUM_EXPERTS_POW2=4,
+        TOPK=2,
+        TOPK_POW2=2,
+        WORLD_SIZE=2,
+        WORLD_SIZE_POW2=2,
+        COUNT_BLOCK_ALL=1,
+    )
     pairs, messages = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     _tally[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
     assert pairs.tolist() == [2, 1, 0, 1]
@@ -53,9 +67,10 @@ def test_tally_counts_pairs_and_messages():
 
 @triton.jit
 def _tally_all(ids, pairs, messages, end, S: tl.constexpr):
-    p, m, invalid = routes.tally_all(ids, end, 1, 0, 0, 1, 2, 2, S)
+    numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 1, 2, 0, 0, 2, 0, 0, 0, 1)
+    p, m, invalid = routes.count_all(ids, end, 1, numbers, 2, S)
     tl.store(pairs + tl.arange(0, 4), p)
-    tl.store(messages + tl.arange(0, S.WP), m, mask=tl.arange(0, S.WP) < 2)
+    tl.store(messages + tl.arange(0, S.WORLD_SIZE_POW2), m, mask=tl.arange(0, S.WORLD_SIZE_POW2) < 2)
     tl.store(messages + 2, invalid)
 
 
@@ -63,7 +78,8 @@ def _tally_all(ids, pairs, messages, end, S: tl.constexpr):
 def test_counting_all_tokens_is_the_tally_of_all(ranks, shared):
     """Also where ranks are more than an integer has bits, and where rank 1's token 1 is its own shared expert's."""
     spec = SimpleNamespace(
-        ALLREDUCE=False, SHARED=shared, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=ranks, WP=ranks, TB=1
+        ALLREDUCE=False, FUSED_SHARED_EXPERT=shared, EXPERTS_PER_RANK=2, EXTRA_EXPERTS=0, NUM_EXPERTS=4,
+        NUM_EXPERTS_POW2=4, TOPK=2, TOPK_POW2=2, WORLD_SIZE=ranks, WORLD_SIZE_POW2=ranks, COUNT_BLOCK=1
     )  # fmt: skip
     pairs, messages = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     _tally_all[(1,)](torch.tensor([[0, 3], [1, 0], [2, 2]]), pairs, messages, 2, S=spec)
@@ -93,13 +109,26 @@ def test_sums_of_the_rows_before(scan):
 def _count_before(ids, pairs, messages, S: tl.constexpr):
     k = tl.arange(0, 2)
     expert = tl.load(ids + 2 + k).to(tl.int32)
-    before, sent = routes.count_before(ids, 1, expert, 0, 0, 0, 0, 0, S)
+    numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 0, 0, 0, 0, 2, 0, 0, 0, 1)
+    before, sent = routes.count_before(ids, 1, expert, 0, numbers, S)
     tl.store(pairs + k, before)
     tl.store(messages + k, sent)
 
 
 def test_a_token_counts_what_is_before_it():
-    spec = SimpleNamespace(ALLREDUCE=False, SHARED=0, PER=2, EXTRA=0, E=4, EP=4, K=2, KP=2, W=2, WP=2, TC=1)
+    spec = SimpleNamespace(
+        ALLREDUCE=False,
+        FUSED_SHARED_EXPERT=0,
+        EXPERTS_PER_RANK=2,
+        EXTRA_EXPERTS=0,
+        NUM_EXPERTS=4,
+        NUM_EXPERTS_POW2=4,
+        TOPK=2,
+        TOPK_POW2=2,
+        WORLD_SIZE=2,
+        WORLD_SIZE_POW2=2,
+        COUNT_BLOCK_ALL=1,
+    )
     pairs, messages = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     _count_before[(1,)](torch.tensor([[0, 3], [1, 0]]), pairs, messages, S=spec)
     assert (pairs.tolist(), messages.tolist()) == ([0, 1], [1, 1])

@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels.combine import finish
-from moelink.kernels.dispatch import padding
+from moelink.kernels.combine import reduce
+from moelink.kernels.dispatch import unpack as padding
 from moelink.kernels.dispatch import unpack as place
 from moelink.kernels.launch.constants import dispatch_spec, host_clock
 from moelink.kernels.launch.grid import Cut
 from moelink.kernels.numeric import round_bf16
+from moelink.kernels.records import CallContext, CombineInputs, CombineNumbers, CombineOutputs
 from moelink.kernels.sync import internode as network
 from moelink.kernels.sync import ll_words as tagged
-from moelink.kernels.sync import quiesce as swallow
-from moelink.kernels.sync import signals
+from moelink.kernels.sync import quiesce, signals
 from moelink.memory import connect, create_all
 from moelink.memory.protocol import CODE_TIMEOUT, PHASE_DISPATCH
 from moelink.memory.workspace import Workspace
@@ -61,23 +61,23 @@ def test_wait_is_bounded_and_ends_at_poison():
 @triton.jit
 def _number_far_ranks(near, numbers, me, S: tl.constexpr):
     r = tl.arange(0, 8)
-    tl.store(near + r, network.is_near(r, me, S).to(tl.int32))
-    tl.store(numbers + r, network.far_number(r, me, S))
+    tl.store(near + r, network.is_intra_node(r, me, S).to(tl.int32))
+    tl.store(numbers + r, network.inter_node_number(r, me, S))
 
 
 def test_ranks_of_other_nodes_are_numbered_from_the_next_node_on():
     near, numbers = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     for me, far in ((2, [4, 5, 0, 1]), (3, [4, 5, 0, 1]), (0, [2, 3, 4, 5]), (5, [0, 1, 2, 3])):
-        _number_far_ranks[(1,)](near, numbers, me, S=SimpleNamespace(W=6, NODE=2))
+        _number_far_ranks[(1,)](near, numbers, me, S=SimpleNamespace(WORLD_SIZE=6, NODE_SIZE=2))
         assert [rank for rank in range(6) if not near[rank]] == sorted(far)
         assert [int(numbers[rank]) for rank in far] == [0, 1, 2, 3]
         assert set(numbers[:6].tolist()) <= {0, 1, 2, 3}, "in range for near ranks, too"
 
 
 @triton.jit
-def _swallow(table, record, control, messages, out, limit, S: tl.constexpr):
+def _quiesce(table, record, control, messages, out, limit, S: tl.constexpr):
     counts = tl.load(messages + tl.arange(0, 4))
-    tl.store(out, swallow.swallow_messages(table, record, control, 0, counts, counts * 0, 1, limit, S))
+    tl.store(out, quiesce.quiesce_dispatch(CallContext(table, record, control, 0, limit, 1), counts, counts * 0, S))
 
 
 def test_what_is_refused_is_waited_for():
@@ -90,10 +90,10 @@ def test_what_is_refused_is_waited_for():
     messages, out = torch.tensor([3, 3, 3, 0], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     record = torch.zeros(16, dtype=torch.int64)
     flags[2, :3] = 1
-    _swallow[(1,)](carrier.table, record, control, messages, out, 10**11, S=spec)
+    _quiesce[(1,)](carrier.table, record, control, messages, out, 10**11, S=spec)
     assert out.item() == 1, "neither near ranks nor slots past the count are waited for"
     flags[2, 2] = 0
-    _swallow[(1,)](carrier.table, record, control, messages, out, 20_000_000, S=spec)
+    _quiesce[(1,)](carrier.table, record, control, messages, out, 20_000_000, S=spec)
     assert out.item() == 0
     assert record[:7].tolist() == [CODE_TIMEOUT, 0, 2, PHASE_DISPATCH, 1, 1, 0]
     carrier.close()
@@ -102,10 +102,10 @@ def test_what_is_refused_is_waited_for():
 @triton.jit
 def _tagged(words, value, out, call, limit, CLOCK: tl.constexpr):
     i = tl.arange(0, 2)
-    tl.store(words + i, tagged.tagged(call, tl.load(value + i)))
+    tl.store(words + i, tagged.ll_word(call, tl.load(value + i)))
     rows = words + 2 * i[:, None] + i[None, :]
     every = (i >= 0)[:, None] & (i >= 0)[None, :]
-    ok, row = tagged.wait_tagged(rows, every, call, words + 4, limit, CLOCK)
+    ok, row = tagged.wait_ll_words(rows, every, call, words + 4, limit, CLOCK)
     tl.store(out, ok)
     tl.store(out + 1, row)
     tl.store(out + 2 + 2 * i[:, None] + i[None, :], tagged.value_at(rows, every))
@@ -204,7 +204,9 @@ def test_noted_rows_are_in_their_groups():
     sizes, starts = (torch.tensor(v, dtype=torch.int32) for v in ([3, 0, 5, 0], [2, 6, 6, 12]))
     rows = torch.tensor([[2, 4, 6, -1], [5, -2, 10, 1]], dtype=torch.int32)
     out = torch.zeros(4, 2, 4, dtype=torch.int32)
-    _noted[(1,)](rows, sizes, starts, out, S=SimpleNamespace(SCALES=2, GATHER=2, RP=4))
+    _noted[(1,)](
+        rows, sizes, starts, out, S=SimpleNamespace(SCALE_LAYOUT=2, MESSAGES_PER_STEP=2, ROWS_PER_MESSAGE_POW2=4)
+    )
     _, keep, inner, block = out.tolist()
     assert keep == [[1, 1, 1, 0], [0, 0, 0, 0]]
     assert (inner[0][:3], block[0][:3]) == ([0, 2, 0], [4, 4, 12])
@@ -236,10 +238,10 @@ def _who(out, num_programs, most, num_local, S: tl.constexpr):
 
 def test_padding_is_for_programs_without_messages():
     out = torch.zeros(133, 2, dtype=torch.int32)
-    _who[(133,)](out, 133, 32, 128, S=SimpleNamespace(W=2, SHARED=0))
+    _who[(133,)](out, 133, 32, 128, S=SimpleNamespace(WORLD_SIZE=2, FUSED_SHARED_EXPERT=0))
     assert out[:, 0].tolist() == [-1] * 65 + list(range(68))
     assert set(out[:, 1].tolist()) == {68}
-    _who[(133,)](out, 133, 35, 128, S=SimpleNamespace(W=2, SHARED=0))
+    _who[(133,)](out, 133, 35, 128, S=SimpleNamespace(WORLD_SIZE=2, FUSED_SHARED_EXPERT=0))
     assert out.tolist() == [[program, 133] for program in range(133)]
 
 
@@ -260,14 +262,21 @@ def test_a_call_is_counted_by_all_its_programs():
 @triton.jit
 def _finish(y, out, shared, bias, S: tl.constexpr):
     c = tl.arange(0, 2)
-    total = finish.copy_shared_expert_outputs(c * 0 + 1.5, y, 1, 3, c, 3, 4, S)
-    finish.finish(total, out, shared, bias, (bias,), 3, c, S)
+    numbers = CombineNumbers(0, 0, 0, 4, 1, 3, 4, 0, 1, 0, 0, 0, 1)
+    total = reduce.copy_shared_expert_outputs(c * 0 + 1.5, y, numbers, 3, c, S)
+    reduce.finish(total, CombineOutputs(out, (bias,)), CombineInputs(y, y, y, y, shared, bias), 3, c, S)
 
 
 def test_a_result_is_its_rows_and_what_is_added():
     y, out = torch.full((1, 2), 0.25), torch.zeros(4, 2)
     spec = SimpleNamespace(
-        H=2, ACC=tl.float32, OUT=tl.float32, NATIVE=False, ADD_SHARED=True, EPILOGUE="bias", HOOK=None
+        HIDDEN_SIZE=2,
+        SUM_DTYPE=tl.float32,
+        OUT_DTYPE=tl.float32,
+        NATIVE_CASTS=False,
+        HAS_SHARED=True,
+        EPILOGUE="bias",
+        HOOK=None,
     )
     _finish[(1,)](y, out, torch.full((4, 2), 2.0), torch.ones(2), S=spec)
     assert out.tolist() == [[0.0, 0.0]] * 3 + [[4.75, 4.75]]

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync import small_calls, small_rows
+from moelink.kernels.sync import lamport_slots
 from moelink.memory.protocol import COMBINE_WITH_FLAGS, CONTROL_WORDS
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -17,20 +17,20 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 @triton.jit
 def _address(block, out, S: tl.constexpr):
-    tl.store(out, small_calls.row_at(tl.load(block), tl.load(block + 1), 1, S))
+    tl.store(out, lamport_slots.row_at(tl.load(block), tl.load(block + 1), 1, S))
 
 
 def test_rows_of_small_calls_lie_side_by_side():
-    """The example of ``kernels.sync.small_calls``, in a region at offset 640 of a block at address 1024."""
+    """The example of ``kernels.sync.lamport_slots``, in a region at offset 640 of a block at address 1024."""
     out = torch.zeros(1, dtype=torch.int64)
-    _address[(1,)](torch.tensor([1024, 2]), out, S=SimpleNamespace(O_SMALL=640, SMALL=4, ROW=32))
+    _address[(1,)](torch.tensor([1024, 2]), out, S=SimpleNamespace(OFFSET_SMALL=640, LAMPORT_TOKENS=4, ROW_BYTES=32))
     assert out.item() - 1024 - 640 == 32 * (2 * 4 + 1)
 
 
 @triton.jit
 def _note(control, refused, call, out):
-    small_calls.note_refused(control, tl.load(refused))
-    tl.store(out, small_calls.follows_refusal(control, tl.load(call)).to(tl.int64))
+    lamport_slots.note_refused(control, tl.load(refused))
+    tl.store(out, lamport_slots.follows_refusal(control, tl.load(call)).to(tl.int64))
 
 
 def test_the_call_after_a_refused_one_has_flags():
@@ -47,12 +47,12 @@ def test_the_call_after_a_refused_one_has_flags():
 @triton.jit
 def _travel(columns, words, back, missing, flip, S: tl.constexpr):
     i = tl.arange(0, 4)
-    bits = small_rows.bits_of(tl.load(columns + i), tl.load(flip), S)
+    bits = lamport_slots.bits_of(tl.load(columns + i), tl.load(flip), S)
     tl.store(words.to(tl.pointer_type(bits.dtype), bitcast=True) + i, bits)
     n = tl.arange(0, S.WORDS)
     there = tl.load(words + n)
-    tl.store(missing + n, small_rows.is_missing(there, S).to(tl.int32))
-    tl.store(back + i, small_rows.columns_of(there, S))
+    tl.store(missing + n, lamport_slots.is_missing(there, S).to(tl.int32))
+    tl.store(back + i, lamport_slots.columns_of(there, S))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -64,7 +64,7 @@ def test_what_travels_is_never_zero(dtype):
     columns = torch.cat([torch.tensor([1.0, 2.0, -0.0], dtype=dtype), nan])
     words = torch.zeros(2 if dtype.itemsize == 2 else 4, dtype=torch.int32)
     back, missing = torch.zeros(4), torch.ones(len(words), dtype=torch.int32)
-    spec = SimpleNamespace(DTYPE=TYPES[dtype], ACC=tl.float32, WORDS=len(words))
+    spec = SimpleNamespace(ROW_DTYPE=TYPES[dtype], SUM_DTYPE=tl.float32, WORDS=len(words))
     _travel[(1,)](columns, words, back, missing, torch.tensor([-1], dtype=torch.int32), S=spec)
     if dtype == torch.bfloat16:
         assert words[0].item() & 0xFFFFFFFF == 0xBFFFC07F
@@ -80,11 +80,11 @@ def test_what_travels_is_never_zero(dtype):
 def test_half_a_word_is_not_enough(half):
     words, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     words.view(torch.int16)[half] = -2
-    _look[(1,)](words, out, S=SimpleNamespace(DTYPE=tl.bfloat16))
+    _look[(1,)](words, out, S=SimpleNamespace(ROW_DTYPE=tl.bfloat16))
     assert out.item() == 1
 
 
 @triton.jit
 def _look(words, out, S: tl.constexpr):
     n = tl.arange(0, 1)
-    tl.store(out + n, small_rows.is_missing(tl.load(words + n), S).to(tl.int32))
+    tl.store(out + n, lamport_slots.is_missing(tl.load(words + n), S).to(tl.int32))

@@ -42,7 +42,8 @@ def test_equals_oracle(monkeypatch, shape, setup):
     monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(receive, send))
     monkeypatch.setattr(
         dispatching, "dispatch_spec",
-        lambda *args, **options: dataclasses.replace(spec_of(*args, **options), BATCH=batch, GATHER=gather),
+        lambda *args, **options: dataclasses.replace(spec_of(*args, **options), TOKENS_PER_BATCH=batch,
+        MESSAGES_PER_STEP=gather),
     )  # fmt: skip
     transport = one_process(setup.fields, WORLD)
     for case in (Case(setup, "uniform", seed=3), Case(setup, "one_rank_empty", seed=5)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from triton import knobs
 
 import moelink
+from moelink.kernels.launch import launcher as module
+from moelink.kernels.launch.launcher import CompiledKernel, Launcher
+from moelink.kernels.records import CreditNumbers, DispatchNumbers, Peers
+from moelink.memory.network import OneNode
 from moelink.ops import record
 from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink.transports.symmetric import rank as module
 from moelink.transports.symmetric.combine import Combine
 from moelink.transports.symmetric.dispatch import Dispatch
-from moelink.transports.symmetric.program import Program
-from moelink.transports.symmetric.rank import Rank
 
 
 class Compiled:
@@ -36,57 +38,102 @@ class Compiled:
         self.launches.append(("run", (x, y, z), stream, rest[3:]))
 
 
+NUMBERS = CreditNumbers(3, 6)
+
+
 @pytest.fixture
-def rank(monkeypatch):
-    one = Rank.__new__(Rank)
-    one.stream, one.device, one._preparing = object(), torch.device("cuda", 0), False
-    one.table, one.record, one.control = (torch.zeros(4, dtype=torch.int64) for _ in range(3))
+def launcher(monkeypatch):
+    table, words, control = (torch.zeros(4, dtype=torch.int64) for _ in range(3))
+    network = OneNode(SimpleNamespace(pointers=table))
+    one = Launcher(Peers(table, words, control), torch.device("cuda", 0), network=network)
     active = SimpleNamespace(get_current_stream=lambda index: 5)
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     one.made = []
-    monkeypatch.setattr(Rank, "_load", lambda self, program, arguments, key: self.made.append(key) or Compiled())
+    monkeypatch.setattr(Launcher, "_load", lambda self, kernel, arguments, key: self.made.append(key) or Compiled())
     return one
 
 
-def tensors_of(x):
-    """A tensor, an address, and a tuple; typed, the address is a tensor as well."""
-    return lambda typed: (x, x if typed else x.data_ptr(), (x, (x,)))
+@pytest.fixture
+def kernel():
+    return CompiledKernel("kernel", 6, 8, "spec", {})
 
 
-def test_kernels_get_addresses(rank):
-    program, x = Program("kernel", 6, 8, "spec", {}), torch.zeros(8)
-    rank.launch(program, tensors_of(x), (3,), [x])
-    ((compiled),) = program.compiled.values()
-    at = x.data_ptr()
-    expected = (rank.table.data_ptr(), rank.record, rank.control.data_ptr(), at, at, (at, (at,)), 3, 6, "spec")
-    assert compiled.launches == [("run", (8, 1, 1), 5, expected)]
+def records_of(x):
+    """A tensor, a record of an address, and one with a tuple; typed, the address is a tensor as well."""
+    return lambda typed: (x, (x if typed else x.data_ptr(),), (x, (x,)))
 
 
-def test_hooks_of_a_profiler_are_called_by_triton(rank, monkeypatch):
-    program, x = Program("kernel", 6, 8, "spec", {}), torch.zeros(8)
-    rank.launch(program, tensors_of(x), (3,), [x])
+def loaded(kernel):
+    ((compiled),) = kernel.loaded.values()
+    return compiled
+
+
+def test_kernels_get_addresses(launcher, kernel):
+    x = torch.zeros(8)
+    launcher.launch(kernel, records_of(x), NUMBERS, [x])
+    at, (table, words, control) = x.data_ptr(), launcher.peers
+    expected = ((table.data_ptr(), words, control.data_ptr()), at, (at,), (at, (at,)), NUMBERS, "spec")
+    assert loaded(kernel).launches == [("run", (8, 1, 1), 5, expected)]
+
+
+def test_other_peers_take_the_place_of_the_launchers_own(launcher, kernel):
+    x, other = torch.zeros(8), Peers(*(torch.ones(4, dtype=torch.int64) for _ in range(3)))
+    launcher.launch(kernel, records_of(x), NUMBERS, [x], peers=other)
+    ((_, _, _, args),) = loaded(kernel).launches
+    assert args[0] == (other.table.data_ptr(), other.record, other.control.data_ptr())
+
+
+def test_hooks_of_a_profiler_are_called_by_triton(launcher, kernel, monkeypatch):
+    x = torch.zeros(8)
+    launcher.launch(kernel, records_of(x), NUMBERS, [x])
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
             patch.setattr(knobs.runtime, name, SimpleNamespace(calls=[print]))
-            rank.launch(program, tensors_of(x), (3,), [x])
-    ((compiled),) = program.compiled.values()
-    assert [how for how, *_ in compiled.launches] == ["run", "hooks", "hooks"]
-    assert len({(grid, stream, args) for _, grid, stream, args in compiled.launches}) == 1
+            launcher.launch(kernel, records_of(x), NUMBERS, [x])
+    assert [how for how, *_ in loaded(kernel).launches] == ["run", "hooks", "hooks"]
+    assert len({(grid, stream, str(args)) for _, grid, stream, args in loaded(kernel).launches}) == 1
 
 
-def test_a_kernel_is_looked_up_by_type_and_alignment_of_what_the_caller_gave(rank):
-    program, x = Program("kernel", 6, 8, "spec", {}), torch.zeros(8)
+def test_a_kernel_is_looked_up_by_type_and_alignment_of_what_the_caller_gave(launcher, kernel):
+    x = torch.zeros(8)
     for given in (x, x[1:], torch.zeros(8), x.int(), x[4:]):
-        rank.launch(program, tensors_of(given), (3,), [given])
-    assert rank.made == [(torch.float32, 0), (torch.float32, 4), (torch.int32, 0)]
+        launcher.launch(kernel, records_of(given), NUMBERS, [given])
+    assert launcher.made == [(torch.float32, 0), (torch.float32, 4), (torch.int32, 0)]
 
 
-def test_preparing_launches_nothing(rank):
-    program, x = Program("kernel", 6, 8, "spec", {}), torch.zeros(8)
-    rank._preparing = True
-    rank.launch(program, tensors_of(x), (3,), [x])
-    ((compiled),) = program.compiled.values()
-    assert compiled.launches == []
+def test_preparing_launches_nothing(launcher, kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    x = torch.zeros(8)
+    with launcher.preparing():
+        launcher.launch(kernel, records_of(x), NUMBERS, [x])
+    assert loaded(kernel).launches == []
+
+
+def test_kernels_are_compiled_for_no_numbers_in_particular(monkeypatch):
+    """Triton specialises integers of a tuple for 1 and for multiples of 16, and a call with others would compile."""
+    asked = []
+
+    class Function:
+        __name__ = "function"
+
+        def warmup(self, *arguments, **options):
+            asked.append(arguments)
+            return SimpleNamespace(_init_handles=lambda: None)
+
+    table, words, control = (torch.zeros(4, dtype=torch.int64) for _ in range(3))
+    one = Launcher(
+        Peers(table, words, control), torch.device("cuda", 0), network=OneNode(SimpleNamespace(pointers=table))
+    )
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 5)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    numbers = DispatchNumbers(*range(17))
+    with one.preparing():
+        one.launch(one.kernel(Function(), 16, S="spec"), lambda typed: (), numbers)
+    ((_, compiled_for),) = asked
+    for name, value in compiled_for._asdict().items():
+        assert value != 1
+        assert value % 16
+        assert (value >= 2**31) == (name == "limit"), name
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -98,7 +145,7 @@ def test_addresses_are_those_of_what_kernels_are_compiled_for(fmt, layout):
     with moelink.init(**sizes, transport="symmetric", device="cpu") as ep:
         rank = ep._session.transport.ranks[0]
         first = Dispatch(rank, DispatchRequest(x, ids, torch.ones(3, 2)), "one")
-        plan = record.unpack(record.pack(first.plan, ep.config), ep.config, transport="symmetric")
+        plan = record.unpack(record.pack(first.notes, ep.config), ep.config, transport="symmetric")
         restored = dataclasses.replace(first.output, handle=dataclasses.replace(first.output.handle, plan=plan))
         calls = [first]
         for routing in (first.output, restored):
@@ -106,7 +153,7 @@ def test_addresses_are_those_of_what_kernels_are_compiled_for(fmt, layout):
             calls.append(Dispatch(rank, DispatchRequest(x, ids, out=calls[-1].output, routing=routing), "one"))
         calls += [Combine(rank, CombineRequest(torch.ones(6, 128).bfloat16(), call.output)) for call in calls]
         for call in calls:
-            roles = ("_sent", "_received", "_both") if isinstance(call, Dispatch) else ("_sent", "_home", "_both")
+            roles = ("_sent", "_received", "_both") if isinstance(call, Dispatch) else ("_sent", "_both")
             for role in roles:
                 tensors = getattr(call, role)
-                assert module._address(tensors(False)) == module._address(tensors(True)), role
+                assert module.addresses_of(tensors(False)) == module.addresses_of(tensors(True)), role

@@ -17,11 +17,9 @@ from cases import FIELDS, Packed, Result, Setup, check_case
 from interleaving import Deadlock, Scheduler
 from moelink.kernels.combine import reduce
 from moelink.kernels.combine import send as send_back
-from moelink.kernels.dispatch import counts, receive, send, send_one, send_run
-from moelink.kernels.dispatch import send_cached as send_again
-from moelink.kernels.launch.combine_constants import combine_spec
-from moelink.kernels.sync import credit as drained
-from moelink.kernels.sync import signals, small_rows
+from moelink.kernels.dispatch import counts, receive, send, send_cached
+from moelink.kernels.launch.constants import combine_spec
+from moelink.kernels.sync import credit, lamport_slots, signals
 from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 
@@ -231,7 +229,7 @@ def slow_senders(name):
 
 
 @triton.jit
-def wait_for_nobody(looked, table, record, control, me, phase, call, limit, S: tl.constexpr):
+def wait_for_nobody(looked, ctx, phase, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
@@ -241,7 +239,7 @@ def wait_for_the_call_after(words, mask, target, poison, limit, CLOCK: tl.conste
 
 
 @pytest.mark.parametrize("form", ["flags"], indirect=True)
-@pytest.mark.parametrize("modules", [(send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("modules", [(send,), (send_back,)], ids=["dispatch", "combine"])
 def test_missing_release_is_caught(monkeypatch, modules, form):
     for module in modules:
         monkeypatch.setattr(module, "publish", publish_without_release)
@@ -249,7 +247,7 @@ def test_missing_release_is_caught(monkeypatch, modules, form):
 
 
 def test_missing_release_over_a_routing_is_caught(monkeypatch):
-    monkeypatch.setattr(send_again, "publish", publish_without_release)
+    monkeypatch.setattr(send_cached, "publish", publish_without_release)
     assert caught(ONE, again=1, drain=0.01, speed=slow_senders) is not None
 
 
@@ -276,15 +274,15 @@ def leave_rows(mine, slots, token, n, mask, S: tl.constexpr):
 @pytest.mark.parametrize("name, fault", [("is_missing", nothing_is_missing), ("leave_zeros", leave_rows)])
 def test_rows_that_have_not_come_are_caught(monkeypatch, name, fault):
     """Rows that nobody waited for, and rows of the call before."""
-    monkeypatch.setattr(small_rows, name, fault)
+    monkeypatch.setattr(lamport_slots, name, fault)
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(2)]
     assert caught(combines, one_dispatch=True, speed=slow_senders) is not None
 
 
-@pytest.mark.parametrize("modules", [(counts, send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("modules", [(counts, send), (send_back,)], ids=["dispatch", "combine"])
 def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules, form):
     for module in modules:
-        monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
+        monkeypatch.setattr(module, "wait_for_credits", wait_for_nobody)
     # One phase alone: a call of the other in between holds fast ranks back. Many dispatches, as a rank waits for the
     # others' rows, too, and so is a call ahead only while another one has sent but not yet read.
     tokens = ((3, 2), (1, 4), (3, 1), (4, 4), (2, 3), (4, 1), (1, 1), (4, 4))
@@ -295,20 +293,20 @@ def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules, form):
 
 
 def test_reuse_of_a_buffer_over_a_routing_is_caught(monkeypatch):
-    monkeypatch.setattr(send_again, "wait_until_drained", wait_for_nobody)
+    monkeypatch.setattr(send_cached, "wait_for_credits", wait_for_nobody)
     dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(4)]
     assert caught(dispatches, combine=False, again=4) is not None
 
 
 @triton.jit
 def tell_what_is_not_read(table, control, me, S: tl.constexpr):
-    """As tell_drained, but one call too many of each phase."""
-    r = tl.arange(0, S.WP)
-    base = tl.load(table + r, mask=r < S.W, other=0)
+    """As grant_credits, but one call too many of each phase."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    base = tl.load(table + r, mask=r < S.WORLD_SIZE, other=0)
     for phase in tl.static_range(2):
-        words = drained.drained_at(base, phase, me, S)
-        read = tl.zeros([S.WP], tl.int64) + signals.calls_made(control, 1 + 2 * phase) + 1
-        tl.atomic_max(words, read, mask=r < S.W, sem="relaxed", scope="sys")
+        words = credit.credit_at(base, phase, me, S)
+        read = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + signals.calls_made(control, 1 + 2 * phase) + 1
+        tl.atomic_max(words, read, mask=r < S.WORLD_SIZE, sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -316,29 +314,29 @@ def tell_nobody(table, control, me, S: tl.constexpr):
     pass
 
 
-@pytest.mark.parametrize("module", [send, send_again, send_back], ids=["dispatch", "over a routing", "combine"])
+@pytest.mark.parametrize("module", [send, send_cached, send_back], ids=["dispatch", "over a routing", "combine"])
 def test_telling_too_early_is_caught(monkeypatch, module):
-    monkeypatch.setattr(module, "tell_drained", tell_what_is_not_read)
+    monkeypatch.setattr(module, "grant_credits", tell_what_is_not_read)
     dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(8)]
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
     found = {
         send: lambda: caught(dispatches, combine=False),
-        send_again: lambda: caught(dispatches[:2], combine=False, again=4),
+        send_cached: lambda: caught(dispatches[:2], combine=False, again=4),
         send_back: lambda: caught(combines, one_dispatch=True),
     }
     assert found[module]() is not None
 
 
-@pytest.mark.parametrize("module", [send, send_again, send_back], ids=["dispatch", "over a routing", "combine"])
+@pytest.mark.parametrize("module", [send, send_cached, send_back], ids=["dispatch", "over a routing", "combine"])
 def test_telling_nobody_is_caught(monkeypatch, module):
-    monkeypatch.setattr(module, "tell_drained", tell_nobody)
+    monkeypatch.setattr(module, "grant_credits", tell_nobody)
     dispatches = [Small(FORMAT, "uniform", seed=seed) for seed in range(2)]
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(2)]
     calls = dict(cases=dispatches, combine=False) if module is send else dict(cases=combines, one_dispatch=True)
-    calls |= dict(cases=dispatches, combine=False, one_dispatch=False, again=3) if module is send_again else {}
+    calls |= dict(cases=dispatches, combine=False, one_dispatch=False, again=3) if module is send_cached else {}
     with pytest.raises((Deadlock, moelink.PeerTimeoutError)) as caught_error:
         run(0, **calls)
-    assert "wait_until_drained" in str(caught_error.value) or "wait_all" in str(caught_error.value)
+    assert "wait_for_credits" in str(caught_error.value) or "wait_all" in str(caught_error.value)
 
 
 def test_wait_for_what_never_comes_is_a_deadlock(monkeypatch):

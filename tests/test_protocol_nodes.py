@@ -18,7 +18,7 @@ from cases import Result, Setup
 from interleaving import Deadlock, Scheduler
 from moelink.kernels.combine import reduce
 from moelink.kernels.combine import send as send_back
-from moelink.kernels.dispatch import counts, message, receive, send_one, send_run
+from moelink.kernels.dispatch import counts, message, receive, send
 from moelink.kernels.dispatch import row_offsets as plan
 from protocol_runs import Small, SpitefulProxy, caught, check, one_call, play, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests
@@ -172,29 +172,27 @@ def no_fence(control):
 
 
 @triton.jit
-def here_at_once(mine, offset, mask, me, call, limit, S: tl.constexpr):
-    return tl.full([], 1, tl.int32), me, tl.full([], 0, tl.int64)
+def here_at_once(mine, offset, mask, ctx, S: tl.constexpr):
+    return tl.full([], 1, tl.int32), ctx.me, tl.full([], 0, tl.int64)
 
 
 @triton.jit
-def no_rows_to_wait_for(
-    table, record, control, ids, slots, token, me, first, num_local, call, limit, S: tl.constexpr
-):  # fmt: skip
+def no_rows_to_wait_for(ctx, ids, slots, token, numbers, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
 @triton.jit
-def wait_for_nobody(looked, table, record, control, me, phase, call, limit, S: tl.constexpr):
+def wait_for_nobody(looked, ctx, phase, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
 @triton.jit
-def swallow_nothing(table, record, control, me, messages, programs, call, limit, S: tl.constexpr):
+def quiesce_nothing(ctx, messages, programs, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
 @triton.jit
-def swallow_no_rows(table, record, control, me, call, limit, S: tl.constexpr):
+def quiesce_no_rows(ctx, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
@@ -207,26 +205,26 @@ def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, modules):
 
 
 def test_counts_that_are_taken_to_arrive_in_one_piece_are_caught(monkeypatch):
-    monkeypatch.setattr(plan, "wait_for_far", here_at_once)
+    monkeypatch.setattr(plan, "wait_for_inter_node", here_at_once)
     # Couriers are slow, so that programs look at counts of which a part is here.
     fast = {"speed": lambda name: 1.0 if "kernel" in name else 0.1}
     assert caught([*TWO, *ONE], combine=False, **fast) is not None
 
 
 def test_firsts_that_are_taken_to_arrive_before_counts_are_caught(monkeypatch):
-    monkeypatch.setattr(receive, "wait_for_far", here_at_once)
+    monkeypatch.setattr(receive, "wait_for_inter_node", here_at_once)
     assert caught([*TWO, *ONE], combine=False) is not None
 
 
 def test_rows_that_are_taken_to_arrive_before_their_flag_are_caught(monkeypatch):
-    monkeypatch.setattr(reduce, "wait_for_far_rows", no_rows_to_wait_for)
+    monkeypatch.setattr(reduce, "wait_for_inter_node_rows", no_rows_to_wait_for)
     assert caught(SCENARIOS["every_row"]["cases"]) is not None
 
 
-@pytest.mark.parametrize("modules", [(counts, send_one, send_run), (send_back,)], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("modules", [(counts, send), (send_back,)], ids=["dispatch", "combine"])
 def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, modules):
     for module in modules:
-        monkeypatch.setattr(module, "wait_until_drained", wait_for_nobody)
+        monkeypatch.setattr(module, "wait_for_credits", wait_for_nobody)
     dispatches = [Small(NODES, "uniform", seed=seed, tokens=(4 - seed % 3, 1 + seed % 4)) for seed in range(4)]
     combines = [dataclasses.replace(ONE[0], salt=salt) for salt in range(4)]
     found = caught(combines, one_dispatch=True) if send_back in modules else caught(dispatches, combine=False)
@@ -235,8 +233,8 @@ def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, modules):
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_an_answer_before_what_was_refused_has_arrived_is_caught(monkeypatch, phase):
-    monkeypatch.setattr(receive, "swallow_messages", swallow_nothing)
-    monkeypatch.setattr(reduce, "swallow_rows", swallow_no_rows)
+    monkeypatch.setattr(receive, "quiesce_dispatch", quiesce_nothing)
+    monkeypatch.setattr(reduce, "quiesce_combine", quiesce_no_rows)
 
     def run_all():
         for seed in range(30):

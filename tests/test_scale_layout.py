@@ -12,6 +12,7 @@ from cases import Case, Result, Setup, check_case
 from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.launch import grid as cut
 from moelink.kernels.launch.constants import dispatch_spec
+from moelink.kernels.records import DispatchNumbers
 from moelink.memory.protocol import MANY_TOKENS
 from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import dispatch as dispatching
@@ -58,7 +59,7 @@ def test_only_scattered_scales_of_many_tokens_wait(fmt, tokens, layout, expected
             Workspace(config), torch.device("cuda"), input_dtype=torch.bfloat16, quantized=False, weights=True,
             later=later,
         )  # fmt: skip
-        assert bool(spec.LATER) == (expected and later)
+        assert bool(spec.SCALES_LATER) == (expected and later)
 
 
 def lay_out(fmt, scales, message_of_row, row_offsets):
@@ -73,8 +74,9 @@ def lay_out(fmt, scales, message_of_row, row_offsets):
     spec = dispatch_spec(rank.workspace, rank.device, input_dtype=torch.bfloat16, quantized=False, weights=False)
     out = torch.full((rows * 1024,), 0xAA, dtype=torch.uint8)
     noted = (torch.tensor(row_offsets, dtype=torch.int32), torch.tensor(message_of_row, dtype=torch.int32))
-    program = rank.program(ep_lay_out_scales_kernel, 2, S=spec)
-    rank.launch(program, lambda _: (*noted, out), (len(row_offsets) - 1, rows))
+    kernel = rank.launcher.kernel(ep_lay_out_scales_kernel, 2, S=spec)
+    numbers = DispatchNumbers(*[0] * 17)._replace(num_groups=len(row_offsets) - 1, scale_rows=rows, programs=2)
+    rank.launcher.launch(kernel, lambda _: (*noted, out), numbers)
     transport.close()
     return out
 

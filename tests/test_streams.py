@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moelink.transports.symmetric import rank as module
+from moelink.kernels.launch import launcher as module
+from moelink.kernels.launch.launcher import Launcher
+from moelink.kernels.records import Peers
 from moelink.transports.symmetric.rank import Rank
 
 
@@ -76,6 +78,7 @@ def cuda(monkeypatch):
 def rank():
     one = Rank.__new__(Rank)
     one.device, one.stream, one._latest, one._forked = torch.device("cuda", 0), Stream(100), None, False
+    one.launcher = Launcher(Peers(None, None, None), one.device, network=None)
     return one
 
 

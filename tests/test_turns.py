@@ -101,7 +101,9 @@ def budget(monkeypatch):
         make = getattr(module, name)
 
         def limited(*args, make=make, **options):
-            return dataclasses.replace(make(*args, **options), SMS=2, SMID=lambda: interpreter_builder.grid_idx[0] % 3)
+            return dataclasses.replace(
+                make(*args, **options), NUM_SMS=2, SM_ID=lambda: interpreter_builder.grid_idx[0] % 3
+            )
 
         monkeypatch.setattr(module, name, limited)
 

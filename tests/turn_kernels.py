@@ -24,4 +24,4 @@ def note(words, times, places, programs, S: tl.constexpr):
     number = turns.take_number(words, programs, S)
     if number < programs:
         tl.atomic_add(times + number, 1)
-        tl.store(places + number, turns.multiprocessor(S.SMID))
+        tl.store(places + number, turns.multiprocessor(S.SM_ID))

@@ -12,6 +12,8 @@ from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel, combine_
 from moelink.contract.params import EPParams
 from moelink.errors import ArgumentError, PeerAbortedError, PeerTimeoutError, UnsupportedError
 from moelink.kernels.launch.constants import clock_ticks, is_interpreted
+from moelink.kernels.launch.launcher import Launcher
+from moelink.kernels.records import Peers
 from moelink.memory import Network, SymmetricMemory, connect
 from moelink.memory.pointers import COMBINE, DISPATCH, REGIONS, pointer_table
 from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
@@ -42,6 +44,7 @@ class EPBuffers:
         workspace: regions of a block.
         starts: first byte of each group's recv buffer in a block.
         network: what carries rows to other nodes; :meth:`close` ends it.
+        launcher: what launches kernels on this rank's device.
     """
 
     params: EPParams
@@ -57,6 +60,7 @@ class EPBuffers:
     workspace: Workspace = field(repr=False)
     starts: tuple[int, int] = field(repr=False)
     network: Network = field(repr=False)
+    launcher: Launcher = field(repr=False)
 
     def close(self) -> None:
         """Carry to its end what is under way between nodes; before the blocks are closed. Safe to call twice."""
@@ -168,6 +172,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
     network = connect(memory, workspace, rank)
     pointers = pointer_table(workspace, blocks if params.skip_a2a else network.table)
     control = workspace.regions["control"].view(memory.local)
+    record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     n_sms = params.n_sms
     if n_sms is None:
         n_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
@@ -177,7 +182,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         dev_ptrs=pointers[:, :, 0 if params.skip_a2a else rank].cpu(),
         pointers=pointers,
         atomic_counters=(control, control),
-        record=torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"),
+        record=record,
         memory=memory,
         n_sms=n_sms,
         spare=torch.empty(
@@ -187,4 +192,5 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         workspace=workspace,
         starts=(workspace.regions[REGIONS[DISPATCH][0]].offset, workspace.regions[REGIONS[COMBINE][0]].offset),
         network=network,
+        launcher=Launcher(Peers(network.table, record, control), device, network=network),
     )

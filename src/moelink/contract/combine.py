@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
-from moelink.contract.launch import launch, or_dummy, relative_to, tell_drained
+from moelink.contract.launch import grant_credits, launch, notes_of, or_dummy, relative_to
 from moelink.contract.tensors import (
     EPRouting,
     check_counters,
@@ -23,8 +23,9 @@ from moelink.contract.tensors import (
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels.combine import kernel as kernels
-from moelink.kernels.launch.combine_constants import CombineSpec, combine_spec
+from moelink.kernels.launch.constants import CombineSpec, combine_spec
 from moelink.kernels.launch.grid import shared_bounds
+from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs
 from moelink.memory.pointers import COMBINE
 from moelink.memory.protocol import STATUS_OK
 
@@ -72,11 +73,10 @@ def ep_fused_combine(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights, row_weights,
         shared, epilogue_fn,
     )  # fmt: skip
-    senders = given.senders
+    numbers = given.numbers._replace(programs=given.numbers.senders + ep.combine_kernel.n_reduce_sms)
     launch(
-        ep, kernels.ep_fused_combine_kernel, senders + ep.combine_kernel.n_reduce_sms, pointers, atomic_counters,
-        *given.rows, *given.messages, *given.ends, *given.sizes, 0, 1, STATUS_OK, senders, ep.limit, S=given.spec,
-        **_EXACT,
+        ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, (given.inputs, given.outputs, given.notes),
+        numbers, S=given.spec, **_EXACT,
     )  # fmt: skip
 
 
@@ -97,10 +97,11 @@ def ep_combine_async(
     spec = _spec(ep, row_weights=row_weights is not None)
     if spec.ALLREDUCE:
         return
+    inputs = CombineInputs(input_tokens, or_dummy(row_weights, pointers), *[pointers] * 4)
+    numbers = _numbers(ep, 0, len(input_tokens))._replace(programs=ep.combine_kernel.n_send_sms)
     launch(
-        ep, kernels.ep_combine_async_kernel, ep.combine_kernel.n_send_sms, pointers, atomic_counters, input_tokens,
-        or_dummy(row_weights, pointers), routing.rows_of_message, routing.message_token, routing.received, ep.me,
-        len(input_tokens), 0, 1, STATUS_OK, ep.limit, S=spec, **_EXACT,
+        ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, (inputs, notes_of(ep, routing)), numbers,
+        S=spec, **_EXACT,
     )  # fmt: skip
 
 
@@ -126,11 +127,12 @@ def ep_combine_wait(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights, row_weights,
         shared, epilogue_fn,
     )  # fmt: skip
+    numbers = given.numbers._replace(programs=ep.combine_kernel.n_reduce_sms)
     launch(
-        ep, kernels.ep_combine_wait_kernel, ep.combine_kernel.n_reduce_sms, pointers, atomic_counters, *given.rows,
-        routing.received, *given.ends, *given.sizes, 0, STATUS_OK, ep.limit, S=given.spec, **_EXACT,
+        ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, (given.inputs, given.outputs, given.notes),
+        numbers, S=given.spec, **_EXACT,
     )  # fmt: skip
-    tell_drained(ep, pointers, atomic_counters, given.spec)
+    grant_credits(ep, pointers, atomic_counters, given.spec)
 
 
 def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
@@ -158,8 +160,18 @@ def _check_sender(
         check_tensor(ep, "row_weights", row_weights, (len(input_tokens),), config.weight_dtype)
 
 
+def _numbers(ep: EPBuffers, num_tokens: int, y_rows: int) -> CombineNumbers:
+    """Numbers of a combine of so many own tokens and rows, in one pass."""
+    begin, end = shared_bounds(ep.config, num_tokens)
+    return CombineNumbers(
+        me=ep.me, first_expert=ep.first_expert, num_local_experts=ep.config.num_local_experts, num_tokens=num_tokens,
+        y_rows=y_rows, shared_begin=begin, shared_end=end, slot_begin=0, spread=1, status=STATUS_OK, senders=0,
+        limit=ep.limit, programs=0,
+    )  # fmt: skip
+
+
 class _Given:
-    """Checked tensors of a combine, in the kernels' order."""
+    """Checked tensors of a combine."""
 
     def __init__(
         self,
@@ -202,16 +214,14 @@ class _Given:
             shared=shared is not None, epilogue="" if bias is None else "bias" if bias.dim() == 1 else "residual",
             hook=hook,
         )  # fmt: skip
-        self.senders = 0 if self.spec.ALLREDUCE else ep.combine_kernel.n_send_sms
-        self.rows = (
+        self.inputs = CombineInputs(
             input_tokens, or_dummy(row_weights, pointers), or_dummy(router_weights, pointers), topk_ids,
-            routing.slot_of, routing.rows_of_message,
+            or_dummy(shared, pointers), or_dummy(bias, pointers),
         )  # fmt: skip
-        self.messages = (routing.message_token, routing.received)
-        self.ends = (output_tokens, or_dummy(shared, pointers), or_dummy(bias, pointers), tensors or (pointers,))
-        self.sizes = (
-            ep.me, ep.first_expert, config.num_local_experts, count, len(input_tokens), *shared_bounds(ep.config, count)
-        )  # fmt: skip
+        self.outputs = CombineOutputs(output_tokens, tensors or (pointers,))
+        self.notes = notes_of(ep, routing)
+        senders = 0 if self.spec.ALLREDUCE else ep.combine_kernel.n_send_sms
+        self.numbers = _numbers(ep, count, len(input_tokens))._replace(senders=senders)
 
 
 def _epilogue(

@@ -14,13 +14,13 @@ A CPU runs programs and launches one after the other: with several ranks in a pr
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
-from moelink.contract.launch import launch, or_dummy, relative_to, tell_drained
+from moelink.contract.launch import grant_credits, launch, notes_of, or_dummy, relative_to
 from moelink.contract.tensors import (
     EPRouting,
     TokenHandler,
@@ -34,6 +34,7 @@ from moelink.errors import ArgumentError
 from moelink.kernels.dispatch import kernel as kernels
 from moelink.kernels.launch.constants import COPY, DispatchSpec, dispatch_spec
 from moelink.kernels.launch.grid import Cut, shared_bounds
+from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs
 from moelink.memory.pointers import DISPATCH
 from moelink.memory.protocol import STATUS_OK
 
@@ -78,13 +79,10 @@ def ep_fused_dispatch(
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
     given.require_weights(token_handler)
-    senders, receivers = given.senders, ep.dispatch_kernel.n_reduce_sms
-    sizes = (ep.me, ep.my_rank, ep.first_expert, ep.config.num_local_experts, ep.config.num_groups)
-    launch(
-        ep, kernels.ep_fused_dispatch_kernel, senders + receivers, pointers, atomic_counters, *given.tensors,
-        *outputs.tensors, *sizes, *given.cut, *given.shared, *outputs.extents, STATUS_OK, senders, ep.limit,
-        S=given.spec,
-    )  # fmt: skip
+    numbers = outputs.numbers(given.numbers)
+    numbers = numbers._replace(programs=given.senders + ep.dispatch_kernel.n_reduce_sms)
+    records = (given.inputs, outputs.outputs, given.notes, outputs.cached)
+    launch(ep, kernels.ep_fused_dispatch_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
 
 
 def ep_dispatch_async(
@@ -100,11 +98,10 @@ def ep_dispatch_async(
 ) -> None:
     """The first half of :func:`ep_fused_dispatch`: start the transfers. Inputs stay unmodified until the other half."""
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
-    launch(
-        ep, kernels.ep_dispatch_async_kernel, given.senders, pointers, atomic_counters, *given.tensors,
-        routing.received, ep.me, ep.first_expert, ep.config.num_local_experts, *given.cut, *given.shared, STATUS_OK,
-        ep.limit, S=given.spec,
-    )  # fmt: skip
+    cached = CachedRouting(routing.received, routing.counts)
+    numbers = given.numbers._replace(programs=given.senders)
+    records = (given.inputs, given.notes, cached)
+    launch(ep, kernels.ep_dispatch_async_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
 
 
 def ep_dispatch_wait(
@@ -129,12 +126,11 @@ def ep_dispatch_wait(
     if not 0 <= num_input_tokens <= ep.params.max_token_per_rank:
         raise ArgumentError("num_input_tokens", f"in [0, {ep.params.max_token_per_rank}]", num_input_tokens)
     spec = _spec(ep, ep.config.format.input_dtypes[0], weights=token_handler.weights is not None)
-    launch(
-        ep, kernels.ep_dispatch_wait_kernel, ep.dispatch_kernel.n_reduce_sms, pointers, atomic_counters,
-        *outputs.tensors, ep.me, ep.my_rank, ep.config.num_local_experts, ep.config.num_groups,
-        *shared_bounds(ep.config, num_input_tokens), *outputs.extents, STATUS_OK, ep.limit, S=spec,
-    )  # fmt: skip
-    tell_drained(ep, pointers, atomic_counters, spec)
+    numbers = outputs.numbers(_numbers(ep, num_input_tokens, Cut(1, 1, 0)))
+    numbers = numbers._replace(programs=ep.dispatch_kernel.n_reduce_sms)
+    records = (outputs.outputs, notes_of(ep, routing), outputs.cached)
+    launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, S=spec)
+    grant_credits(ep, pointers, atomic_counters, spec)
 
 
 def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale: bool = False) -> DispatchSpec:
@@ -145,8 +141,19 @@ def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale
     return cast(DispatchSpec, relative_to(spec, ep.starts[DISPATCH]))
 
 
+def _numbers(ep: EPBuffers, num_tokens: int, cut: Cut) -> DispatchNumbers:
+    """Numbers of a dispatch of so many own tokens, but for those of the output."""
+    begin, end = shared_bounds(ep.config, num_tokens)
+    return DispatchNumbers(
+        me=ep.me, rank=ep.my_rank, first_expert=ep.first_expert, num_local_experts=ep.config.num_local_experts,
+        num_groups=ep.config.num_groups, num_tokens=num_tokens, tokens_per_program=cut.tokens_per_program,
+        split=cut.split, shared_begin=begin, shared_end=end, capacity=0, scale_rows=0, counts_stride=0,
+        status=STATUS_OK, senders=1 + cut.programs, limit=ep.limit, programs=0,
+    )  # fmt: skip
+
+
 class _Given:
-    """Checked inputs of the sender role, in the kernels' order."""
+    """Checked inputs of the sender role."""
 
     def __init__(
         self,
@@ -177,15 +184,13 @@ class _Given:
         self._weighted = router_weights is not None
         self.spec = _spec(ep, input_tokens.dtype, weights=self._weighted, input_scale=input_scales is not None)
         x = input_tokens.view(torch.uint8) if self.spec.SOURCE == COPY else input_tokens
-        self.tensors = (
-            x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers),
-            routing.slot_of, ep.spare,
-        )  # fmt: skip
-        movers = ep.dispatch_kernel.n_send_sms
-        cut = Cut.of(count, programs=movers, world_size=ep.workspace.world_size)
-        self.cut = (count, cut.tokens_per_program, cut.split)
-        self.shared = shared_bounds(ep.config, count)
-        self.senders = 1 + cut.programs
+        self.inputs = DispatchInputs(
+            x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers)
+        )
+        self.notes = notes_of(ep, routing)
+        cut = Cut.of(count, programs=ep.dispatch_kernel.n_send_sms, world_size=ep.workspace.world_size)
+        self.numbers = _numbers(ep, count, cut)
+        self.senders = self.numbers.senders
 
     def require_weights(self, token_handler: TokenHandler) -> None:
         """Weights travel to a tensor, or there is no such tensor."""
@@ -195,7 +200,7 @@ class _Given:
 
 
 class _Outputs:
-    """Checked outputs of the receiver role, in the kernels' order."""
+    """Checked outputs of the receiver role."""
 
     def __init__(
         self,
@@ -215,11 +220,15 @@ class _Outputs:
             check_tensor(ep, "expert_ids", expert_ids, (groups,), torch.int32)
         routing.check(ep)
         scales = token_handler.output_scales
-        self.tensors: tuple[Any, ...] = (
+        self.outputs = DispatchOutputs(
             token_handler.output_tokens.view(torch.uint8), dummy if scales is None else scales.view(torch.uint8),
             row_offsets, or_dummy(expert_ids, ep.spare), src_info, or_dummy(token_handler.scales_offsets, dummy),
             or_dummy(token_handler.weights, dummy), dummy, routing.num_recv_tokens, routing.overflow, routing.counts,
-            routing.received, routing.rows_of_message, routing.message_token, routing.received, routing.counts,
         )  # fmt: skip
+        self.cached = CachedRouting(routing.received, routing.counts)
         scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
-        self.extents = (rows, scale_rows, ep.config.world_size)
+        self._extents = {"capacity": rows, "scale_rows": scale_rows, "counts_stride": ep.config.world_size}
+
+    def numbers(self, numbers: DispatchNumbers) -> DispatchNumbers:
+        """``numbers`` with those of the output."""
+        return numbers._replace(**self._extents)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
 from moelink.contract.layouts import NUM_WARPS
-from moelink.kernels.launch.cache_keys import settle_cache_key
-from moelink.kernels.sync.credit import ep_tell_drained_kernel
+from moelink.contract.tensors import EPRouting
+from moelink.kernels.records import CreditNumbers, Peers, RoutingNotes
+from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.memory.pointers import RECV
 
 
@@ -22,7 +25,7 @@ def relative_to(spec: Any, start: int) -> Any:
     """``spec`` for a table of addresses of a region that begins at byte ``start`` of each block, instead of blocks."""
     values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
-    moved = {name: value - start if name.startswith("O_") else value for name, value in values.items()}
+    moved = {name: value - start if name.startswith("OFFSET_") else value for name, value in values.items()}
     return type(spec)(**moved)
 
 
@@ -31,32 +34,39 @@ def or_dummy(tensor: Tensor | None, dummy: Tensor) -> Tensor:
     return dummy if tensor is None else tensor
 
 
-def tell_drained(ep: EPBuffers, pointers: Tensor, atomic_counters: Tensor, spec: Any) -> None:
+def notes_of(ep: EPBuffers, routing: EPRouting) -> RoutingNotes:
+    """The caller's tensors, as kernels know them. What only a dispatch over a cached routing would read is not kept."""
+    return RoutingNotes(routing.rows_of_message, routing.message_token, routing.received, ep.spare, routing.slot_of)
+
+
+def grant_credits(ep: EPBuffers, pointers: Tensor, atomic_counters: Tensor, spec: Any) -> None:
     """After a receiving half on CPUs, where the ranks of a process may run one after the other: say that it has read.
     Elsewhere the next launch that sends says so (``kernels.sync.credit``)."""
     if ep.device.type == "cpu" and not spec.ALLREDUCE:
-        launch(ep, ep_tell_drained_kernel, 1, pointers, atomic_counters, ep.me, S=spec)
+        launch(ep, ep_grant_credits_kernel, pointers, atomic_counters, (), CreditNumbers(ep.me, 1), S=spec)
 
 
 def launch(
     ep: EPBuffers,
-    kernel: Any,
-    programs: int,
+    function: Any,
     pointers: Tensor,
     atomic_counters: Tensor,
-    *args: Any,
+    records: tuple[Any, ...],
+    numbers: Any,
     **options: Any,
 ) -> None:
-    """Launch ``kernel`` on the current stream of ep's device."""
-    given = (pointers[RECV], ep.record, atomic_counters, *args, programs)
-    if ep.device.type == "cpu":
-        kernel[(programs,)](*given, **options)
-        return
-    with torch.cuda.device(ep.device):
-        settle_cache_key(kernel)
-        if ep.network.options:  # what is linked in is prepared before the first launch
-            options = {**options, **ep.network.options}
-            compiled = kernel.warmup(*given, grid=(programs,), num_warps=NUM_WARPS, **options)
-            compiled._init_handles()
-            ep.network.load(compiled)
-        kernel[(programs,)](*given, num_warps=NUM_WARPS, **options)
+    """Launch ``function`` on the current stream of ep's device, with ``records`` of the caller's tensors."""
+    kernel = ep.launcher.kernel(function, numbers.programs, num_warps=NUM_WARPS, **options)
+    given = [tensor for record in records for tensor in _tensors(record)]
+    with nullcontext() if ep.device.type == "cpu" else torch.cuda.device(ep.device):
+        peers = Peers(pointers[RECV], ep.record, atomic_counters)
+        ep.launcher.launch(kernel, lambda _: records, numbers, [*given, pointers], peers=peers)
+
+
+def _tensors(record: Any) -> Iterator[Tensor]:
+    """The tensors in a record, tuples of them included."""
+    if isinstance(record, Tensor):
+        yield record
+    else:
+        for part in record:
+            yield from _tensors(part)

@@ -2,7 +2,7 @@
 
 ======================  =================================================================================
 dispatch                the two roles of dispatch as one launch or two
-send                    its sender role: which program does what; send_again: over an earlier call's routing
+send                    its sender role: which program does what; send_cached: over an earlier call's routing
 routes, counts          who owns an expert, what comes before a token; the program that tells how much comes
 send_one, send_run      a program that sends one token, or a run of them, whose counts tallies shares
 message, payload        a message: its place, what is small in it, its row
@@ -19,7 +19,7 @@ What they are built of:
 
 ======================  =================================================================================
 signals                 publish, wait, give up: the memory order of every signal
-tagged                  words that are their own signal
+ll_word                  words that are their own signal
 small_calls, small_rows calls whose sums go home without flags: which these are; rows that are their own signal
 drained                 when what lies in a peer's block may be overwritten
 network, swallow        ranks of other nodes; what a rank that refused a call waits for there

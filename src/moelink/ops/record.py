@@ -56,10 +56,10 @@ def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> 
         return _unpack_collective(tensors[0], config)
     # Not imported at the top: it loads Triton, which not every platform has.
     from moelink.memory.workspace import Workspace
-    from moelink.transports.symmetric.notes import NotesLayout, SymmetricPlan
+    from moelink.transports.symmetric.notes import NotesLayout, SymmetricNotes
 
     notes, own = tensors
-    return SymmetricPlan(NotesLayout.of(Workspace(config)), notes, own if own.numel() else None)
+    return SymmetricNotes(NotesLayout.of(Workspace(config)), notes, own if own.numel() else None)
 
 
 def allocate(
@@ -71,11 +71,11 @@ def allocate(
     """
     if transport == "collective":
         return (torch.empty(sum(_sections(config).values()), dtype=torch.int64, device=device),)
+    from moelink.kernels.records import RoutingNotes
     from moelink.memory.workspace import Workspace
-    from moelink.transports.symmetric.notes import Parts
 
     workspace = Workspace(config)
-    own = Parts._make(workspace.note_shapes(num_tokens)).received if again else (0,)
+    own = RoutingNotes._make(workspace.note_shapes(num_tokens)).received if again else (0,)
     shapes = (workspace.note_words(num_tokens),), own
     return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 

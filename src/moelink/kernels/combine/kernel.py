@@ -13,66 +13,35 @@ import triton.language as tl
 
 from moelink.kernels.combine.reduce import gather_home
 from moelink.kernels.combine.send import send_tokens_back
-from moelink.kernels.launch.sm_limit import take_turns
+from moelink.kernels.launch.sm_limit import within_sm_limit
 from moelink.memory.protocol import COMBINE_RECEIVED, COMBINE_SENT
 
 _SENT, _RECEIVED = tl.constexpr(COMBINE_SENT), tl.constexpr(COMBINE_RECEIVED)
-_CHANGING = (
-    "me", "first", "num_local", "num_tokens", "y_rows", "shared_begin", "shared_end", "slot_begin", "spread",
-    "status", "senders", "limit", "programs",
-)  # fmt: skip
 
 
 @triton.jit
-def _both(program, programs, sending, gathering, senders, S: tl.constexpr):
-    if program < senders:
-        send_tokens_back(program, senders, *sending, S)
+def _both(program, programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
+    if program < numbers.senders:
+        send_tokens_back(program, numbers.senders, peers, inputs, notes, numbers, S)
     else:
-        gather_home(program - senders, programs - senders, *gathering, S)
+        gather_home(program - numbers.senders, programs - numbers.senders, peers, inputs, outputs, notes, numbers, S)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
-def ep_fused_combine_kernel(
-    table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, message_token, received, out,
-    shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end,
-    slot_begin, spread, status, senders, limit, programs, S: tl.constexpr,
-):  # fmt: skip
-    """Programs [0, senders) send rows back, the others, of ``programs``, gather them."""
-    sending = (
-        table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
-        spread, status, limit,
-    )  # fmt: skip
-    gathering = (
-        table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
-        epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-        status, limit,
-    )  # fmt: skip
-    take_turns(_both, control, _SENT, programs, (sending, gathering, senders), S)
+@triton.jit
+def ep_fused_combine_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
+    """Programs [0, numbers.senders) send rows back, the others, of ``numbers.programs``, gather them."""
+    arguments = (peers, inputs, outputs, notes, numbers)
+    within_sm_limit(_both, peers.control, _SENT, numbers.programs, arguments, S)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
-def ep_combine_async_kernel(
-    table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin, spread,
-    status, limit, programs, S: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def ep_combine_async_kernel(peers, inputs, notes, numbers, S: tl.constexpr):
     """The expert role alone."""
-    sending = (
-        table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows, slot_begin,
-        spread, status, limit,
-    )  # fmt: skip
-    take_turns(send_tokens_back, control, _SENT, programs, sending, S)
+    within_sm_limit(send_tokens_back, peers.control, _SENT, numbers.programs, (peers, inputs, notes, numbers), S)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
-def ep_combine_wait_kernel(
-    table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
-    epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-    status, limit, programs, S: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def ep_combine_wait_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """The home role alone."""
-    gathering = (
-        table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message, received, out, shared,
-        epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin, shared_end, slot_begin,
-        status, limit,
-    )  # fmt: skip
-    take_turns(gather_home, control, _RECEIVED, programs, gathering, S)
+    arguments = (peers, inputs, outputs, notes, numbers)
+    within_sm_limit(gather_home, peers.control, _RECEIVED, numbers.programs, arguments, S)

@@ -17,18 +17,31 @@ In allreduce mode nothing travels: rows are read where they are, and no signal i
 
 Example: W = 3, token 5 went to ranks 0 and 2 (``slot_of[5] = [5, -1, 0]``): wait for flag (0, 5) and flag (2, 0), then
 out = round(row(0, 5) + row(2, 5)).
+
+Combine, home role: what is added to a token's sum before it is rounded, and where the result goes.
+
+Example: a token's rows sum to 1.5, the shared expert gives 0.25, ``shared=`` 2 and a bias 1: 4.75 is stored.
 """
 
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.finish import copy_shared_expert_outputs, finish
 from moelink.kernels.combine.send import dispatch_of, is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
-from moelink.kernels.numeric import only
-from moelink.kernels.sync.credit import count_drained
-from moelink.kernels.sync.internode import near_only
-from moelink.kernels.sync.quiesce import swallow_rows, wait_for_choices
+from moelink.kernels.numeric import only, round_to
+from moelink.kernels.records import CallContext
+from moelink.kernels.sync.credit import count_read
+from moelink.kernels.sync.internode import intra_node_only
+from moelink.kernels.sync.lamport_slots import (
+    clear_rows,
+    follows_refusal,
+    has_no_flags,
+    is_small,
+    note_refused,
+    stand_in,
+    sum_rows,
+)
+from moelink.kernels.sync.quiesce import quiesce_combine, wait_for_choices
 from moelink.kernels.sync.signals import (
     I64,
     U8,
@@ -37,12 +50,38 @@ from moelink.kernels.sync.signals import (
     note_refusal,
     odd_one_out,
     own_block,
-    settle,
+    report_failure,
     wait_all,
 )
-from moelink.kernels.sync.small_calls import clear_rows, follows_refusal, has_no_flags, is_small, note_refused
-from moelink.kernels.sync.small_rows import stand_in, sum_rows
 from moelink.memory.protocol import CODE_ABORT, CODE_OPTIONS, CODE_ROUTING, COMBINE_RECEIVED, PHASE_COMBINE
+
+
+@triton.jit
+def copy_shared_expert_outputs(total, y, numbers, token, c, S: tl.constexpr):
+    """Add the fused shared expert's row of this token: row token - shared_begin of the own expert outputs."""
+    row = token - numbers.shared_begin
+    keep = (row >= 0) & (token < numbers.shared_end) & (row < numbers.y_rows)
+    return total + tl.load(y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0).to(
+        S.SUM_DTYPE
+    )
+
+
+@triton.jit
+def finish(total, outputs, inputs, token, c, S: tl.constexpr):
+    """Add what belongs before the rounding, and store row ``token`` (or let the epilogue do it)."""
+    at = tl.cast(token, tl.int64) * S.HIDDEN_SIZE + c
+    if S.HAS_SHARED:
+        total += tl.load(inputs.shared + at, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)
+    if S.EPILOGUE == "bias":
+        total += tl.load(inputs.epilogue + c, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)
+    elif S.EPILOGUE == "residual":
+        total += tl.load(inputs.epilogue + at, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)
+    if S.HOOK is not None:
+        rows = tl.full([1, 1], 0, tl.int64) + token
+        S.HOOK(outputs.epilogue_tensors, rows, c.to(tl.int64)[None, :], total[None, :], (c < S.HIDDEN_SIZE)[None, :])
+    else:
+        tl.store(outputs.out + at, round_to(total, S.OUT_DTYPE, S.NATIVE_CASTS), mask=c < S.HIDDEN_SIZE)
+
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
@@ -53,318 +92,303 @@ _ROUTING = tl.constexpr(CODE_ROUTING)
 
 
 @triton.jit
-def wait_until_sent(table, record, control, received, home, me, call, limit, S: tl.constexpr):
+def wait_until_sent(ctx, received, home, S: tl.constexpr):
     """Wait until all rows that this rank sends to ``home`` in this call are there. Returns 1; 0 or -1 after an error.
 
     The senders are lower programs of this launch or of an earlier one, and wait only until peers begin this call.
     """
-    mine = own_block(control, S)
-    flags = (tl.load(table + home) + S.O_FLAG).to(I64) + me * S.T * S.PARTS
-    count = tl.load(received + home * 2) * S.PARTS
-    if S.SMALL > 0:  # small rows need no wait: nobody but this rank stores there, and home clears them
-        count = tl.where(is_small(control, tl.load(received + home * 2 + 1), call, S), 0, count)
+    mine = own_block(ctx.control, S)
+    flags = (tl.load(ctx.table + home) + S.OFFSET_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
+    count = tl.load(received + home * 2) * S.PARTS_PER_ROW
+    if S.LAMPORT_TOKENS > 0:  # small rows need no wait: nobody but this rank stores there, and home clears them
+        count = tl.where(is_small(ctx.control, tl.load(received + home * 2 + 1), ctx.call, S), 0, count)
     i = tl.arange(0, _FLAGS)
     ok = tl.full([], 1, tl.int32)
     for c0 in range(0, count, _FLAGS):
         if ok > 0:
-            ok, _, got = wait_all(flags + c0 + i, c0 + i < count, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
-            settle(ok, table, record, control, me, me, _PHASE, call, call, got, S)
+            ok, _, got = wait_all(
+                flags + c0 + i, c0 + i < count, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
+            )
+            report_failure(ok, ctx, ctx.me, _PHASE, ctx.call, got, S)
     return ok
 
 
 @triton.jit
-def end_other_waits(
-    table, record, control, slot_of, refused, other, num_tokens, me, call, limit, S: tl.constexpr
-):  # fmt: skip
-    """Program 0 of a small call that ranks ``refused`` [WP], or make with ``other`` options [WP], with sums or without:
-    what the programs of this role wait for may never come, so it is stored here. Returns as a wait does.
+def end_other_waits(ctx, slot_of, refused, other, num_tokens, S: tl.constexpr):
+    """Program 0 of a small call that ranks ``refused`` [ranks], or make with ``other`` options [ranks], with sums or
+    without: what the programs of this role wait for may never come, so it is stored here. Returns as a wait does.
 
     Where sums are awaited rows of ``other`` come with flags, which are waited for here: in the next call other ranks
     may store those rows. Where rows are awaited the others send sums, and raise no flag.
     """
-    r = tl.arange(0, S.WP)
-    mine = own_block(control, S)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
-    if S.SUMS:
+    if S.SENDS_SUMS:
         for token in range(num_tokens):
             if ok > 0:
-                slots = tl.load(slot_of + token * S.W + r, mask=other, other=-1)
-                ok = wait_for_all_arrivals(table, record, control, slots, 0, 1, me, call, limit, S)
+                slots = tl.load(slot_of + token * S.WORLD_SIZE + r, mask=other, other=-1)
+                ok = wait_for_all_arrivals(ctx, slots, 0, 1, S)
         stand_in(mine, refused | other, slot_of, num_tokens, S)
     else:
         i = tl.arange(0, _FLAGS)
-        for rank in range(S.W):
+        for rank in range(S.WORLD_SIZE):
             sends_sums = tl.max((other & (r == rank)).to(tl.int32), 0) > 0
-            for c0 in range(0, S.T * S.PARTS, _FLAGS):
-                flags = (mine + S.O_FLAG).to(I64) + rank * S.T * S.PARTS + c0 + i
-                tl.store(flags, call + i * 0, mask=only(sends_sums, c0 + i < S.T * S.PARTS))
+            for c0 in range(0, S.MAX_TOKENS * S.PARTS_PER_ROW, _FLAGS):
+                flags = (mine + S.OFFSET_FLAG).to(I64) + rank * S.MAX_TOKENS * S.PARTS_PER_ROW + c0 + i
+                tl.store(flags, ctx.call + i * 0, mask=only(sends_sums, c0 + i < S.MAX_TOKENS * S.PARTS_PER_ROW))
     tl.debug_barrier()
     return ok
 
 
 @triton.jit
-def wait_for_heads(
-    table, record, control, received, slot_of, num_tokens, me, call, limit, S: tl.constexpr
-):  # fmt: skip
+def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     """Program 0: every rank is in this call. Notes who refused it, and waits until own rows have arrived there."""
-    r = tl.arange(0, S.WP)
-    mask = r < S.W
-    mine = own_block(control, S)
-    ok, peer, got = wait_all((mine + S.O_HEAD).to(I64) + r, mask, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
-    settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mask = r < S.WORLD_SIZE
+    mine = own_block(ctx.control, S)
+    ok, peer, got = wait_all(
+        (mine + S.OFFSET_HEAD).to(I64) + r, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
+    )
+    report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     if ok > 0:
-        status = tl.load((mine + S.O_STATUS).to(I64) + r, mask=mask, other=0)
-        above = (status >> 32).to(tl.int32)  # the dispatch's number; across nodes messages, for ``swallow_rows``
+        status = tl.load((mine + S.OFFSET_STATUS).to(I64) + r, mask=mask, other=0)
+        above = (status >> 32).to(tl.int32)  # the dispatch's number; across nodes messages, for ``quiesce_combine``
         status = status & 0xFFFFFFFF
-        refused = tl.where((status & 1) != 0, r, S.W)
+        refused = tl.where((status & 1) != 0, r, S.WORLD_SIZE)
         peer = tl.min(refused, 0)
-        odd = odd_one_out(status // 2, mask, S.OPTIONS, S.W)
+        odd = odd_one_out(status // 2, mask, S.OPTIONS, S.WORLD_SIZE)
         lost = odd * 0 - 1
-        if S.NODE == S.W:
-            lost = odd_one_out(above, mask, dispatch_of(received, S), S.W)
-        if (peer < S.W) | (odd >= 0) | (lost >= 0):
-            note_refused(control, call)
-        if peer < S.W:
-            note_refusal(record, me, peer, _PHASE, call, _REFUSED)
-            if S.NODE == S.W:  # across nodes who refused waits for itself (``kernels.sync.quiesce``)
-                for home in range(peer, S.W):
+        if S.NODE_SIZE == S.WORLD_SIZE:
+            lost = odd_one_out(above, mask, dispatch_of(notes.received, S), S.WORLD_SIZE)
+        if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):
+            note_refused(ctx.control, ctx.call)
+        if peer < S.WORLD_SIZE:
+            note_refusal(ctx, peer, _PHASE, _REFUSED)
+            if S.NODE_SIZE == S.WORLD_SIZE:  # across nodes who refused waits for itself (``kernels.sync.quiesce``)
+                for home in range(peer, S.WORLD_SIZE):
                     if (ok > 0) & (tl.sum((refused == home).to(tl.int32), 0) > 0):
-                        ok = wait_until_sent(table, record, control, received, home, me, call, limit, S)
+                        ok = wait_until_sent(ctx, notes.received, home, S)
         elif odd >= 0:
-            note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
+            note_refusal(ctx, odd, _PHASE, _OPTIONS)
         elif lost >= 0:
-            note_refusal(record, me, lost, _PHASE, call, _ROUTING)
-        if S.SMALL > 0:
-            if follows_refusal(control, call):
+            note_refusal(ctx, lost, _PHASE, _ROUTING)
+        if S.LAMPORT_TOKENS > 0:
+            if follows_refusal(ctx.control, ctx.call):
                 clear_rows(mine, S)
-            other = mask & (refused == S.W) & (status // 2 != S.OPTIONS)
-            if (ok > 0) & ((peer < S.W) | (odd >= 0)) & has_no_flags(control, num_tokens, call, S):
-                ok = end_other_waits(
-                    table, record, control, slot_of, refused < S.W, other, num_tokens, me, call, limit, S
-                )  # fmt: skip
-        if S.NODE < S.W:
-            if (ok > 0) & ((peer < S.W) | (odd >= 0)):
-                ok = swallow_rows(table, record, control, me, call, limit, S)
+            other = mask & (refused == S.WORLD_SIZE) & (status // 2 != S.OPTIONS)
+            if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
+                ok = end_other_waits(ctx, notes.slot_of, refused < S.WORLD_SIZE, other, num_tokens, S)
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)):
+                ok = quiesce_combine(ctx, S)
     return ok
 
 
 @triton.jit
-def wait_for_all_arrivals(table, record, control, slots, part, parts, me, call, limit, S: tl.constexpr):
-    """Wait for a token's rows: ``slots`` [WP] is its message slot at each rank, -1 for none. Of rows in PARTS, for
+def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
+    """Wait for a token's rows: ``slots`` [ranks] is its message slot at each rank, -1 for none. Of rows in PARTS, for
     ``part`` alone if home, too, sums in so many ``parts``; if it sums whole rows, for all of them."""
-    r = tl.arange(0, S.WP)
-    mine = own_block(control, S)
-    poison = (mine + S.O_POISON).to(I64)
-    flags = (mine + S.O_FLAG).to(I64) + (r * S.T + tl.minimum(tl.maximum(slots, 0), S.T - 1)) * S.PARTS
-    begin = tl.where(parts == S.PARTS, part, 0)
-    ok, peer, got = wait_all(flags + begin, slots >= 0, call, poison, limit, S.CLOCK)
-    if parts != S.PARTS:
-        for other in range(1, S.PARTS):
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mine = own_block(ctx.control, S)
+    poison = (mine + S.OFFSET_POISON).to(I64)
+    flags = (mine + S.OFFSET_FLAG).to(I64) + (
+        r * S.MAX_TOKENS + tl.minimum(tl.maximum(slots, 0), S.MAX_TOKENS - 1)
+    ) * S.PARTS_PER_ROW
+    begin = tl.where(parts == S.PARTS_PER_ROW, part, 0)
+    ok, peer, got = wait_all(flags + begin, slots >= 0, ctx.call, poison, ctx.limit, S.CLOCK)
+    if parts != S.PARTS_PER_ROW:
+        for other in range(1, S.PARTS_PER_ROW):
             if ok > 0:
-                ok, peer, got = wait_all(flags + other, slots >= 0, call, poison, limit, S.CLOCK)
-    settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
+                ok, peer, got = wait_all(flags + other, slots >= 0, ctx.call, poison, ctx.limit, S.CLOCK)
+    report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     return ok
 
 
 @triton.jit
-def far_slots(mine, ids, slots, token, me, first, num_local, S: tl.constexpr):
-    """Of a token's top-k slots [KP]: the rank of another node that owns the expert, or -1; the number of the message
-    there among all of them; and 1 where its row comes. ``slots`` [WP]: the message's slot at each rank."""
-    r = tl.arange(0, S.WP)
-    k = tl.arange(0, S.KP)
-    owner = owner_of(experts_at(ids, token * S.K + k, k < S.K, S), first, num_local, S)
+def inter_node_slots(mine, ids, slots, token, me, first, num_local, S: tl.constexpr):
+    """Of a token's top-k slots [slots]: the rank of another node that owns the expert, or -1; the number of the message
+    there among all of them; and 1 where its row comes. ``slots`` [ranks]: the message's slot at each rank."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    k = tl.arange(0, S.TOPK_POW2)
+    owner = owner_of(experts_at(ids, token * S.TOPK + k, k < S.TOPK, S), first, num_local, S)
     slot = tl.max(tl.where(owner[:, None] == r[None, :], slots[None, :], -1), 1)
-    far = (slot >= 0) & (near_only(owner >= 0, owner, me, S) == 0)
-    message = tl.where(far, owner * S.T + slot, 0)
-    comes = tl.load((mine + S.O_FAR_KEPT).to(U8) + message * S.KB + k, mask=far, other=0)
+    far = (slot >= 0) & (intra_node_only(owner >= 0, owner, me, S) == 0)
+    message = tl.where(far, owner * S.MAX_TOKENS + slot, 0)
+    comes = tl.load((mine + S.OFFSET_FAR_KEPT).to(U8) + message * S.KEPT_BYTES + k, mask=far, other=0)
     return tl.where(far, owner, -1), message, comes != 0
 
 
 @triton.jit
-def wait_for_far_rows(
-    table, record, control, ids, slots, token, me, first, num_local, call, limit, S: tl.constexpr
-):  # fmt: skip
+def wait_for_inter_node_rows(ctx, ids, slots, token, numbers, S: tl.constexpr):
     """Without sums every row from another node has a flag of its own; the messages' flags have been waited for."""
-    mine = tl.load(table + me)
-    k = tl.arange(0, S.KP)
-    owner, message, comes = far_slots(mine, ids, slots, token, me, first, num_local, S)
-    flags = (mine + S.O_ROW_FLAG).to(I64) + message * S.K + k
-    ok, lane, got = wait_all(flags, comes, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+    mine = tl.load(ctx.table + ctx.me)
+    k = tl.arange(0, S.TOPK_POW2)
+    owner, message, comes = inter_node_slots(
+        mine, ids, slots, token, ctx.me, numbers.first_expert, numbers.num_local_experts, S
+    )
+    flags = (mine + S.OFFSET_ROW_FLAG).to(I64) + message * S.TOPK + k
+    ok, lane, got = wait_all(flags, comes, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
     peer = tl.max(tl.where(k == lane, owner, -1), 0)
-    settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
+    report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     return ok
 
 
 @triton.jit
-def reduce_and_copy_to_output(
-    table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue, epilogue_tensors, me,
-    first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin, S: tl.constexpr,
-):  # fmt: skip
+def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
     """The result of one token, all of whose rows have arrived: every ``parts``-th block of columns from ``part``."""
-    r = tl.arange(0, S.WP)
-    k = tl.arange(0, S.KP)
-    mine = tl.load(table + me)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    k = tl.arange(0, S.TOPK_POW2)
+    mine = tl.load(ctx.table + ctx.me)
     slot = tl.max(tl.where(r == 0, slots, -1), 0)
-    rows = rows_of_message + tl.maximum(slot, 0).to(tl.int64) * S.SLOTS
+    rows = notes.rows_of_message + tl.maximum(slot, 0).to(tl.int64) * S.SLOTS_PER_MESSAGE
     here = k < 0
-    if not S.SUMS:
-        expert = experts_at(ids, token * S.K + k, k < S.K, S)
-        owner = owner_of(expert, first, num_local, S)
+    if not S.SENDS_SUMS:
+        expert = experts_at(inputs.topk_ids, token * S.TOPK + k, k < S.TOPK, S)
+        owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
         here = tl.sum(((owner[:, None] == r[None, :]) & (slots >= 0)[None, :]).to(tl.int32), 1) > 0
         if not S.ALLREDUCE:
-            here = here & (tl.load((mine + S.O_KEPT).to(U8) + token * S.K + k, mask=here, other=0) != 0)
-        if S.NODE < S.W:
-            far, _, comes = far_slots(mine, ids, slots, token, me, first, num_local, S)
+            here = here & (tl.load((mine + S.OFFSET_KEPT).to(U8) + token * S.TOPK + k, mask=here, other=0) != 0)
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            far, _, comes = inter_node_slots(
+                mine, inputs.topk_ids, slots, token, ctx.me, numbers.first_expert, numbers.num_local_experts, S
+            )
             here = tl.where(far >= 0, comes, here)
-    for c0 in range(part * S.BLOCK, S.H, parts * S.BLOCK):
-        c = c0 + tl.arange(0, S.BLOCK)
-        total = tl.zeros([S.BLOCK], S.ACC)
-        if S.SUMS:
+    for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
+        c = c0 + tl.arange(0, S.BLOCK_SIZE)
+        total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
+        if S.SENDS_SUMS:
             if S.ALLREDUCE:
                 if slot >= 0:
-                    total = weighted_sum(y, y_rows, row_weights, home_weights + token * S.K, rows, c, S)
+                    total = weighted_sum(
+                        inputs.y, numbers.y_rows, inputs.row_weights, inputs.home_weights + token * S.TOPK, rows, c, S
+                    )
             else:
-                for rank in tl.static_range(S.W):
+                for rank in tl.static_range(S.WORLD_SIZE):
                     sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
-                    address = mine + S.O_ROWS + tl.cast(rank * S.T + token, tl.int64) * S.ROW
-                    source = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                    row = tl.load(source + c, mask=only(sent, c < S.H), other=0.0, eviction_policy="evict_first")
-                    total += row.to(S.ACC)
+                    address = mine + S.OFFSET_ROWS + tl.cast(rank * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
+                    source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
+                    row = tl.load(
+                        source + c, mask=only(sent, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first"
+                    )
+                    total += row.to(S.SUM_DTYPE)
         else:
-            for j in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
+            for j in range(numbers.slot_begin, tl.minimum(numbers.slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
                 kept = tl.sum(tl.where(k == j, here.to(tl.int32), 0), 0) > 0
                 if S.ALLREDUCE:
                     row = tl.load(rows + j, mask=kept, other=-1)
-                    kept = (row >= 0) & (row < y_rows)
-                    part_j = tl.load(y + row.to(tl.int64) * S.H + c, mask=only(kept, c < S.H), other=0.0)
+                    kept = (row >= 0) & (row < numbers.y_rows)
+                    part_j = tl.load(
+                        inputs.y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=only(kept, c < S.HIDDEN_SIZE), other=0.0
+                    )
                 else:
-                    address = mine + S.O_ROWS + tl.cast(token * S.COPIES + j - slot_begin, tl.int64) * S.ROW
-                    source = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                    mask = only(kept, c < S.H)
+                    address = (
+                        mine
+                        + S.OFFSET_ROWS
+                        + tl.cast(token * S.ROWS_PER_TOKEN + j - numbers.slot_begin, tl.int64) * S.ROW_BYTES
+                    )
+                    source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
+                    mask = only(kept, c < S.HIDDEN_SIZE)
                     part_j = tl.load(source + c, mask=mask, other=0.0, eviction_policy="evict_first")
-                if S.REDUCE:
-                    product = part_j.to(S.ACC)
-                    if S.HOME_WEIGHTS:
-                        product = product * tl.load(home_weights + token * S.K + j, mask=kept, other=0.0)
+                if S.REDUCES:
+                    product = part_j.to(S.SUM_DTYPE)
+                    if S.HAS_HOME_WEIGHTS:
+                        product = product * tl.load(inputs.home_weights + token * S.TOPK + j, mask=kept, other=0.0)
                     total += product
                 else:
-                    tl.store(out + (tl.cast(token, tl.int64) * S.K + j) * S.H + c, part_j, mask=c < S.H)
-        if S.REDUCE:
-            if S.SHARED:
-                total = copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_end, S)
-            finish(total, out, shared, epilogue, epilogue_tensors, token, c, S)
+                    tl.store(
+                        outputs.out + (tl.cast(token, tl.int64) * S.TOPK + j) * S.HIDDEN_SIZE + c,
+                        part_j,
+                        mask=c < S.HIDDEN_SIZE,
+                    )
+        if S.REDUCES:
+            if S.FUSED_SHARED_EXPERT:
+                total = copy_shared_expert_outputs(total, inputs.y, numbers, token, c, S)
+            finish(total, outputs, inputs, token, c, S)
 
 
 @triton.jit
-def wait_and_reduce(
-    table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
-    epilogue_tensors, me, first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin, call,
-    limit, S: tl.constexpr,
-):  # fmt: skip
+def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
     """Wait for a token's rows and store its result, as :func:`gather_token`."""
     ok = tl.full([], 1, tl.int32)
     if not S.ALLREDUCE:
-        ok = wait_for_all_arrivals(table, record, control, slots, part, parts, me, call, limit, S)
-    if S.NODE < S.W and not S.SUMS:
+        ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
+    if S.NODE_SIZE < S.WORLD_SIZE and not S.SENDS_SUMS:
         if ok > 0:
-            ok = wait_for_far_rows(table, record, control, ids, slots, token, me, first, num_local, call, limit, S)
+            ok = wait_for_inter_node_rows(ctx, inputs.topk_ids, slots, token, numbers, S)
     if ok > 0:
-        reduce_and_copy_to_output(
-            table, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue, epilogue_tensors,
-            me, first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin, S,
-        )  # fmt: skip
+        reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
     return ok
 
 
 @triton.jit
-def sum_small_rows(
-    table, record, control, y, slots, out, shared, epilogue, epilogue_tensors, me, y_rows, token, part, parts,
-    shared_begin, shared_end, call, limit, S: tl.constexpr,
-):  # fmt: skip
+def sum_small_rows(ctx, inputs, slots, outputs, numbers, token, part, parts, S: tl.constexpr):
     """The same where rows come without flags, and are waited for while they are summed."""
-    mine = own_block(control, S)
+    mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
-    for c0 in range(part * S.BLOCK, S.H, parts * S.BLOCK):
+    for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
         if ok > 0:
-            ok, peer, total = sum_rows(mine, slots, token, c0, limit, S)
-            settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
+            ok, peer, total = sum_rows(mine, slots, token, c0, ctx.limit, S)
+            report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
             if ok > 0:
-                c = c0 + tl.arange(0, S.BLOCK)
-                if S.SHARED:
-                    total = copy_shared_expert_outputs(total, y, y_rows, token, c, shared_begin, shared_end, S)
-                finish(total, out, shared, epilogue, epilogue_tensors, token, c, S)
+                c = c0 + tl.arange(0, S.BLOCK_SIZE)
+                if S.FUSED_SHARED_EXPERT:
+                    total = copy_shared_expert_outputs(total, inputs.y, numbers, token, c, S)
+                finish(total, outputs, inputs, token, c, S)
     return ok
 
 
 @triton.jit
-def gather_token(
-    table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
-    epilogue_tensors, me, first, num_local, num_tokens, y_rows, token, part, parts, shared_begin, shared_end,
-    slot_begin, call, limit, S: tl.constexpr,
-):  # fmt: skip
+def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
     """A token's result, in the form that a call of ``num_tokens`` has: every ``parts``-th block of columns from
     ``part``. Returns as a wait does."""
     ok = tl.full([], 1, tl.int32)
-    small = is_small(control, num_tokens, call, S)
-    if S.SUMS and S.SMALL > 0:
+    small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
+    if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
         if small:
-            ok = sum_small_rows(
-                table, record, control, y, slots, out, shared, epilogue, epilogue_tensors, me, y_rows, token, part,
-                parts, shared_begin, shared_end, call, limit, S,
-            )  # fmt: skip
+            ok = sum_small_rows(ctx, inputs, slots, outputs, numbers, token, part, parts, S)
     if small == 0:
-        ok = wait_and_reduce(
-            table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared, epilogue,
-            epilogue_tensors, me, first, num_local, y_rows, token, part, parts, shared_begin, shared_end, slot_begin,
-            call, limit, S,
-        )  # fmt: skip
+        ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
     return ok
 
 
 @triton.jit
-def gather_home(
-    program, num_programs, table, record, control, y, row_weights, home_weights, ids, slot_of, rows_of_message,
-    received, out, shared, epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, shared_begin,
-    shared_end, slot_begin, status, limit, S: tl.constexpr,
-):  # fmt: skip
+def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """Program ``program`` of the home role."""
-    call = calls_made(control, _ROLE) + 1
-    r = tl.arange(0, S.WP)
-    mask = r < S.W
-    brought = tl.load(received + 2 * S.W) == 0
+    call = calls_made(peers.control, _ROLE) + 1
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mask = r < S.WORLD_SIZE
+    brought = tl.load(notes.received + 2 * S.WORLD_SIZE) == 0
     if not S.ALLREDUCE:  # where no call is counted, either
-        brought = brought & (is_refused(control, call, slot_begin) == 0)
-    ok = 1 - is_poisoned(record, control, S)
+        brought = brought & (is_refused(peers.control, call, numbers.slot_begin) == 0)
+    ok = 1 - is_poisoned(peers.record, peers.control, S)
     if not S.ALLREDUCE:
-        if (ok > 0) & brought & (program == 0) & (status == 0):
-            ok = wait_for_heads(table, record, control, received, slot_of, num_tokens, me, call, limit, S)
-        if (program == 0) & (status != 0):
-            note_refused(control, call)
-        if S.NODE < S.W:
-            if (ok > 0) & brought & (program == 0) & (status != 0):
-                ok = swallow_rows(table, record, control, me, call, limit, S)
-    if S.NODE < S.W and not S.SUMS and not S.BY_ROW:
+        if (ok > 0) & brought & (program == 0) & (numbers.status == 0):
+            ok = wait_for_heads(ctx, notes, numbers.num_tokens, S)
+        if (program == 0) & (numbers.status != 0):
+            note_refused(peers.control, call)
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            if (ok > 0) & brought & (program == 0) & (numbers.status != 0):
+                ok = quiesce_combine(ctx, S)
+    if S.NODE_SIZE < S.WORLD_SIZE and not S.SENDS_SUMS and not S.STAGED_BY_ROW:
         choices = mask
-        if (ok > 0) & brought & (status == 0):
-            ok, choices = wait_for_choices(table, record, control, me, call, limit, S)
-    blocks = (S.H + S.BLOCK - 1) // S.BLOCK
-    parts = tl.where(num_tokens * blocks <= num_programs, blocks, 1)
-    items = num_tokens * parts
+        if (ok > 0) & brought & (numbers.status == 0):
+            ok, choices = wait_for_choices(ctx, S)
+    blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
+    parts = tl.where(numbers.num_tokens * blocks <= num_programs, blocks, 1)
+    items = numbers.num_tokens * parts
     # Where there are programs to spare the first one, which looked at heads, sums nothing.
     spare = (num_programs > items).to(tl.int32)
     for i in range(tl.where(program < spare, items, program - spare), items, tl.maximum(num_programs - spare, 1)):
         if ok > 0:
             token = i // parts
-            slots = tl.load(slot_of + token * S.W + r, mask=mask, other=-1)
+            slots = tl.load(notes.slot_of + token * S.WORLD_SIZE + r, mask=mask, other=-1)
             slots = tl.where(brought, slots, -1)
-            if S.NODE < S.W and not S.SUMS and not S.BY_ROW:
+            if S.NODE_SIZE < S.WORLD_SIZE and not S.SENDS_SUMS and not S.STAGED_BY_ROW:
                 slots = tl.where(choices, slots, -1)
-            ok = gather_token(
-                table, record, control, y, row_weights, home_weights, ids, slots, rows_of_message, out, shared,
-                epilogue, epilogue_tensors, me, first, num_local, num_tokens, y_rows, token, i % parts, parts,
-                shared_begin, shared_end, slot_begin, call, limit, S,
-            )  # fmt: skip
+            ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
-            sem: tl.constexpr = "release" if S.SMALL > 0 else "relaxed"  # zeros were stored
-            count_drained(table, control, me, _PHASE, call, program, num_programs, S, sem)
+            sem: tl.constexpr = "release" if S.LAMPORT_TOKENS > 0 else "relaxed"  # zeros were stored
+            count_read(ctx, _PHASE, program, num_programs, S, sem)

@@ -8,7 +8,7 @@ pre-reduction, each of them at (token, slot), and which of them there are in ``c
 Where tokens are few a message's columns travel in PARTS, each with a flag of its own and, as far as programs suffice,
 by a program of its own: one that sums all columns takes the time of several memory latencies.
 
-Sums of a small call go without flags (``kernels.sync.small_calls``).
+Sums of a small call go without flags (``kernels.sync.lamport_slots``).
 
 Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
 Program 0 stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.sync.credit import glance, tell_drained, wait_until_drained
-from moelink.kernels.sync.internode import direct_or_staged, is_near, near_only, put, staged_at
+from moelink.kernels.records import CallContext, Message, Share
+from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
+from moelink.kernels.sync.internode import direct_or_staged, intra_node_only, is_intra_node, put, staged_at
+from moelink.kernels.sync.lamport_slots import bits_of, follows_refusal, is_small, row_at
 from moelink.kernels.sync.signals import I64, U8, calls_made, count_arrival, fence, own_block, publish
-from moelink.kernels.sync.small_calls import follows_refusal, is_small, row_at
-from moelink.kernels.sync.small_rows import bits_of
 from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -51,267 +51,319 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
 
     Weights are those of the rows, or (``home_weights``: a pointer to SLOTS of them) of the token's slots.
     """
-    total = tl.zeros([S.BLOCK], S.ACC)
-    for k in tl.static_range(S.SLOTS):
+    total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
+    for k in tl.static_range(S.SLOTS_PER_MESSAGE):
         row = tl.load(rows + k)
         keep = (row >= 0) & (row < y_rows)
-        source = y + row.to(tl.int64) * S.H
-        part = tl.load(source + c, mask=only(keep, c < S.H), other=0.0, eviction_policy=S.ONCE).to(S.ACC)
-        if S.ROW_WEIGHTS:
+        source = y + row.to(tl.int64) * S.HIDDEN_SIZE
+        part = tl.load(source + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0, eviction_policy=S.EVICTION).to(
+            S.SUM_DTYPE
+        )
+        if S.HAS_ROW_WEIGHTS:
             part = part * tl.load(row_weights + row, mask=keep, other=0.0)
-        elif S.HOME_WEIGHTS:
+        elif S.HAS_HOME_WEIGHTS:
             part = part * tl.load(home_weights + k, mask=keep, other=0.0)
         total += part
     return total
 
 
 @triton.jit
-def put_row(table, control, mine, source, place, word, call, peer, S: tl.constexpr):
+def put_row(ctx, mine, source, place, word, peer, S: tl.constexpr):
     """Put the row at ``source`` at row ``place`` of rank ``peer``'s ``rows``, then ``call`` in its ``word``."""
-    fence(control)
-    put(table, mine + S.O_ROWS + tl.cast(place, tl.int64) * S.ROW, source, S.ROW, word, call, peer, S)
+    fence(ctx.control)
+    put(
+        ctx.table,
+        mine + S.OFFSET_ROWS + tl.cast(place, tl.int64) * S.ROW_BYTES,
+        source,
+        S.ROW_BYTES,
+        word,
+        ctx.call,
+        peer,
+        S,
+    )
 
 
 @triton.jit
-def put_kept(table, control, mine, kept, peer, slot, me, call, S: tl.constexpr):
-    """Put which slots' rows of a message come, ``kept`` [KP], at rank ``peer``, of another node; then its flag."""
-    q = tl.arange(0, S.KP)
-    at = tl.cast(me * S.T + slot, tl.int64)
-    source = staged_at(mine, peer, me, S.O_STAGED_KEPT, S.T, slot, S.KB, S)
-    tl.store(source.to(U8) + q, kept.to(tl.uint8), mask=q < S.K)
-    fence(control)
-    put(table, mine + S.O_FAR_KEPT + at * S.KB, source, S.KB, mine + S.O_FLAG + at * 8, call, peer, S)
+def put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
+    """Put which slots' rows of a message come, ``kept`` [slots], at rank ``peer``, of another node; then its flag."""
+    q = tl.arange(0, S.TOPK_POW2)
+    at = tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64)
+    source = staged_at(mine, peer, ctx.me, S.OFFSET_STAGED_KEPT, S.MAX_TOKENS, slot, S.KEPT_BYTES, S)
+    tl.store(source.to(U8) + q, kept.to(tl.uint8), mask=q < S.TOPK)
+    fence(ctx.control)
+    put(
+        ctx.table,
+        mine + S.OFFSET_FAR_KEPT + at * S.KEPT_BYTES,
+        source,
+        S.KEPT_BYTES,
+        mine + S.OFFSET_FLAG + at * 8,
+        ctx.call,
+        peer,
+        S,
+    )
 
 
 @triton.jit
 def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.constexpr):
     """Part ``part`` of the sum of a message's rows, to the row at ``to``, its bits inverted if ``flip`` is -1; nothing
     unless ``valid``."""
-    for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
-        c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
-        row = round_to(weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S), S.DTYPE, S.NATIVE)
-        if S.SMALL > 0:
+    for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.PARTS_PER_ROW * S.BLOCK_SIZE):
+        c = c0 + part * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
+        row = round_to(weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S), S.ROW_DTYPE, S.NATIVE_CASTS)
+        if S.LAMPORT_TOKENS > 0:
             bits = bits_of(row, flip, S)
-            tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=only(valid, c < S.H))
+            tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=only(valid, c < S.HIDDEN_SIZE))
         else:
-            tl.store(to + c, row, mask=only(valid, c < S.H))
+            tl.store(to + c, row, mask=only(valid, c < S.HIDDEN_SIZE))
 
 
 @triton.jit
 def copy_columns(to, part, y, row, S: tl.constexpr):
     """Part ``part`` of row ``row`` to the row at ``to``."""
-    for c0 in tl.static_range(0, S.H, S.PARTS * S.BLOCK):
-        c = c0 + part * S.BLOCK + tl.arange(0, S.BLOCK)
-        column = tl.load(y + row.to(tl.int64) * S.H + c, mask=c < S.H, other=0.0, eviction_policy=S.ONCE)
-        tl.store(to + c, column, mask=c < S.H)
+    for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.PARTS_PER_ROW * S.BLOCK_SIZE):
+        c = c0 + part * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
+        column = tl.load(
+            y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=c < S.HIDDEN_SIZE, other=0.0, eviction_policy=S.EVICTION
+        )
+        tl.store(to + c, column, mask=c < S.HIDDEN_SIZE)
 
 
 @triton.jit
-def send_message_back(
-    table, control, mine, home, peer, slot, begin, parts, valid, small, y, y_rows, row_weights, rows, token, me,
-    slot_begin, call, S: tl.constexpr,
-):  # fmt: skip
-    """``parts`` parts from ``begin`` of the rows of message ``slot`` to rank ``peer``, whose block is at address
-    ``home``; nothing unless ``valid``. Returns how many travel, as counted with part 0.
+def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, slot_begin, S: tl.constexpr):
+    """A ``share`` of the rows of ``message`` to rank ``peer``, whose block is at address ``home``; nothing unless it is
+    valid. Returns how many travel, as counted with part 0.
     """
-    moved = (valid & (begin == 0)).to(tl.int32)
-    if S.SUMS:
-        address = home + S.O_ROWS + tl.cast(me * S.T + token, tl.int64) * S.ROW
-        address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
+    mine = own_block(ctx.control, S)
+    slot = message.slot
+    token = message.token
+    valid = message.valid
+    rows = message.rows
+    y = inputs.y
+    moved = (valid & (share.begin == 0)).to(tl.int32)
+    if S.SENDS_SUMS:
+        address = home + S.OFFSET_ROWS + tl.cast(ctx.me * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
+        address = direct_or_staged(
+            address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, S.MAX_TOKENS, slot, S.ROW_BYTES, S
+        )
         flip = tl.full([], 0, tl.int32)
-        if S.SMALL > 0:
+        if S.LAMPORT_TOKENS > 0:
             flip -= small.to(tl.int32)
-            valid = valid & ((small == 0) | (token < S.SMALL))
-            address = tl.where(small, row_at(home, me, token, S), address)
-        to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-        if S.PARTS == 1:
-            send_columns(to, flip, 0, valid, y, y_rows, row_weights, rows, S)
+            valid = valid & ((small == 0) | (token < S.LAMPORT_TOKENS))
+            address = tl.where(small, row_at(home, ctx.me, token, S), address)
+        to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
+        if S.PARTS_PER_ROW == 1:
+            send_columns(to, flip, 0, valid, y, y_rows, inputs.row_weights, rows, S)
         else:
-            for part in range(begin, begin + parts):
-                send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S)
-        if S.NODE < S.W:
-            if (is_near(peer, me, S) == 0) & valid:
-                word = mine + S.O_FLAG + tl.cast(me * S.T + slot, tl.int64) * 8
-                put_row(table, control, mine, address, me * S.T + token, word, call, peer, S)
+            for part in range(share.begin, share.begin + share.count):
+                send_columns(to, flip, part, valid, y, y_rows, inputs.row_weights, rows, S)
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            if (is_intra_node(peer, ctx.me, S) == 0) & valid:
+                word = mine + S.OFFSET_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
+                put_row(ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, S)
     else:
-        q = tl.arange(0, S.KP)
-        here = tl.where(valid, tl.load(rows + q, mask=q < S.K, other=_ABSENT), _ABSENT)
+        q = tl.arange(0, S.TOPK_POW2)
+        here = tl.where(valid, tl.load(rows + q, mask=q < S.TOPK, other=_ABSENT), _ABSENT)
         kept = (here >= 0) & (here < y_rows)
-        kept_at = (home + S.O_KEPT).to(U8) + token * S.K
-        if S.NODE < S.W:
-            tl.store(kept_at + q, kept.to(tl.uint8), mask=near_only(here != _ABSENT, peer, me, S))
-            if (is_near(peer, me, S) == 0) & valid:
-                comes = kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)
-                put_kept(table, control, mine, comes, peer, slot, me, call, S)
+        kept_at = (home + S.OFFSET_KEPT).to(U8) + token * S.TOPK
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            tl.store(kept_at + q, kept.to(tl.uint8), mask=intra_node_only(here != _ABSENT, peer, ctx.me, S))
+            if (is_intra_node(peer, ctx.me, S) == 0) & valid:
+                comes = kept & (q >= slot_begin) & (q < slot_begin + S.ROWS_PER_TOKEN)
+                put_kept(ctx, mine, comes, peer, slot, S)
         else:
             tl.store(kept_at + q, kept.to(tl.uint8), mask=here != _ABSENT)
-        moved *= tl.sum((kept & (q >= slot_begin) & (q < slot_begin + S.COPIES)).to(tl.int32), 0)
-        for k in range(slot_begin, tl.minimum(slot_begin + S.COPIES, S.K)):
+        moved *= tl.sum((kept & (q >= slot_begin) & (q < slot_begin + S.ROWS_PER_TOKEN)).to(tl.int32), 0)
+        for k in range(slot_begin, tl.minimum(slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
             row = tl.load(rows + k)
             if (row >= 0) & (row < y_rows):
-                address = home + S.O_ROWS + tl.cast(token * S.COPIES + k - slot_begin, tl.int64) * S.ROW
-                if S.BY_ROW:
-                    address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, 0, row, S.ROW, S)
+                address = (
+                    home + S.OFFSET_ROWS + tl.cast(token * S.ROWS_PER_TOKEN + k - slot_begin, tl.int64) * S.ROW_BYTES
+                )
+                if S.STAGED_BY_ROW:
+                    address = direct_or_staged(
+                        address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, 0, row, S.ROW_BYTES, S
+                    )
                 else:
-                    address = direct_or_staged(address, mine, peer, me, S.O_STAGED_ROWS, S.T, slot, S.ROW, S)
-                to = tl.multiple_of(address.to(S.DTYPE_P), 16)
-                if S.PARTS == 1:
+                    address = direct_or_staged(
+                        address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, S.MAX_TOKENS, slot, S.ROW_BYTES, S
+                    )
+                to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
+                if S.PARTS_PER_ROW == 1:
                     copy_columns(to, 0, y, row, S)
                 else:
-                    for part in range(begin, begin + parts):
+                    for part in range(share.begin, share.begin + share.count):
                         copy_columns(to, part, y, row, S)
-                if S.NODE < S.W:
-                    if is_near(peer, me, S) == 0:
-                        word = mine + S.O_ROW_FLAG + tl.cast((me * S.T + slot) * S.K + k, tl.int64) * 8
-                        place = token * S.COPIES + k - slot_begin
-                        put_row(table, control, mine, address, place, word, call, peer, S)
+                if S.NODE_SIZE < S.WORLD_SIZE:
+                    if is_intra_node(peer, ctx.me, S) == 0:
+                        word = (
+                            mine
+                            + S.OFFSET_ROW_FLAG
+                            + tl.cast((ctx.me * S.MAX_TOKENS + slot) * S.TOPK + k, tl.int64) * 8
+                        )
+                        place = token * S.ROWS_PER_TOKEN + k - slot_begin
+                        put_row(ctx, mine, address, place, word, peer, S)
     return moved
 
 
 @triton.jit
 def dispatch_of(received, S: tl.constexpr):
     """The number of the dispatch whose ``received`` this is, 31 bits of it."""
-    return tl.load(received + 2 * S.W + 1)
+    return tl.load(received + 2 * S.WORLD_SIZE + 1)
 
 
 @triton.jit
 def status_at(base, table, rank, me, S: tl.constexpr):
     """Where to store this rank's ``combine_status`` for ``rank``, whose block is at ``base``."""
-    if S.NODE < S.W:
-        at = base + S.O_STATUS + tl.cast(me, tl.int64) * 8
-        return direct_or_staged(at, tl.load(table + me), rank, me, S.O_STAGED_STATUS, 1, 0, 8, S).to(I64)
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        at = base + S.OFFSET_STATUS + tl.cast(me, tl.int64) * 8
+        return direct_or_staged(at, tl.load(table + me), rank, me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S).to(I64)
     else:
-        return (base + S.O_STATUS).to(I64) + me
+        return (base + S.OFFSET_STATUS).to(I64) + me
 
 
 @triton.jit
-def put_heads(table, control, me, call, S: tl.constexpr):
+def put_heads(ctx, S: tl.constexpr):
     """Put ``combine_status``, which is stored, at the ranks of other nodes, and then its head."""
-    mine = own_block(control, S)
-    at = tl.cast(me, tl.int64) * 8
-    fence(control)
-    for d in range(S.W):
-        if is_near(d, me, S) == 0:
-            source = staged_at(mine, d, me, S.O_STAGED_STATUS, 1, 0, 8, S)
-            put(table, mine + S.O_STATUS + at, source, 8, mine + S.O_HEAD + at, call, d, S)
+    mine = own_block(ctx.control, S)
+    at = tl.cast(ctx.me, tl.int64) * 8
+    fence(ctx.control)
+    for d in range(S.WORLD_SIZE):
+        if is_intra_node(d, ctx.me, S) == 0:
+            source = staged_at(mine, d, ctx.me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S)
+            put(ctx.table, mine + S.OFFSET_STATUS + at, source, 8, mine + S.OFFSET_HEAD + at, ctx.call, d, S)
 
 
 @triton.jit
-def raise_all_flags(table, control, me, call, S: tl.constexpr):
+def raise_all_flags(ctx, S: tl.constexpr):
     """A refusing rank: nobody waits for its rows."""
-    i = tl.arange(0, S.BLOCK)
-    for d in range(S.W):
-        home = tl.load(table + d)
-        for c0 in range(0, S.T * S.PARTS, S.BLOCK):
-            flags = (home + S.O_FLAG).to(I64) + me * S.T * S.PARTS + c0 + i
-            publish(flags, near_only(c0 + i < S.T * S.PARTS, d, me, S), tl.zeros([S.BLOCK], tl.int64) + call)
-        if S.NODE < S.W:
-            if is_near(d, me, S) == 0:
-                mine = own_block(control, S)
-                none = tl.zeros([S.KP], tl.int32)
-                for slot in range(S.T):
-                    put_kept(table, control, mine, none, d, slot, me, call, S)
+    i = tl.arange(0, S.BLOCK_SIZE)
+    for d in range(S.WORLD_SIZE):
+        home = tl.load(ctx.table + d)
+        for c0 in range(0, S.MAX_TOKENS * S.PARTS_PER_ROW, S.BLOCK_SIZE):
+            flags = (home + S.OFFSET_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW + c0 + i
+            publish(
+                flags,
+                intra_node_only(c0 + i < S.MAX_TOKENS * S.PARTS_PER_ROW, d, ctx.me, S),
+                tl.zeros([S.BLOCK_SIZE], tl.int64) + ctx.call,
+            )
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            if is_intra_node(d, ctx.me, S) == 0:
+                mine = own_block(ctx.control, S)
+                none = tl.zeros([S.TOPK_POW2], tl.int32)
+                for slot in range(S.MAX_TOKENS):
+                    put_kept(ctx, mine, none, d, slot, S)
 
 
 @triton.jit
-def send_rows_home(
-    table, control, y, row_weights, rows_of_message, message_token, received, me, home, lane, lanes, y_rows,
-    slot_begin, spread, call, S: tl.constexpr,
-):  # fmt: skip
+def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constexpr):
     """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so.
 
     Messages in PARTS: every ``lanes``-th share of one; ``spread``, a divisor of PARTS, programs share a message.
     """
-    block = tl.load(table + home)
-    mine = own_block(control, S)
+    block = tl.load(ctx.table + home)
+    mine = own_block(ctx.control, S)
     moved = tl.full([], 0, tl.int32)
-    p = tl.arange(0, S.PP)
-    flags = (block + S.O_FLAG).to(I64) + me * S.T * S.PARTS
-    small = is_small(control, tl.load(received + home * 2 + 1), call, S)
-    if S.PARTS == 1:
-        for slot in range(lane, tl.load(received + home * 2), lanes):
-            at = home * S.T + slot
-            token = tl.load(message_token + at)
-            valid = (token >= 0) & (token < S.T)
+    p = tl.arange(0, S.PARTS_POW2)
+    flags = (block + S.OFFSET_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
+    small = is_small(ctx.control, tl.load(notes.received + home * 2 + 1), ctx.call, S)
+    if S.PARTS_PER_ROW == 1:
+        for slot in range(lane, tl.load(notes.received + home * 2), lanes):
+            at = home * S.MAX_TOKENS + slot
+            token = tl.load(notes.message_token + at)
+            valid = (token >= 0) & (token < S.MAX_TOKENS)
             if valid:
-                rows = rows_of_message + at.to(tl.int64) * S.SLOTS
+                rows = notes.rows_of_message + at.to(tl.int64) * S.SLOTS_PER_MESSAGE
                 moved += send_message_back(
-                    table, control, mine, block, home, slot, 0, 1, valid, small, y, y_rows, row_weights, rows, token,
-                    me, slot_begin, call, S,
+                    ctx, block, home, Message(slot, token, valid, rows), Share(0, 1), small, inputs, numbers.y_rows,
+                    numbers.slot_begin, S,
                 )  # fmt: skip
-            elif S.NODE < S.W:
-                if is_near(home, me, S) == 0:
-                    put_kept(table, control, mine, tl.zeros([S.KP], tl.int32), home, slot, me, call, S)
+            elif S.NODE_SIZE < S.WORLD_SIZE:
+                if is_intra_node(home, ctx.me, S) == 0:
+                    put_kept(ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, S)
             if small == 0:
-                publish(flags + slot + p, near_only(p < 1, home, me, S), tl.zeros([S.PP], tl.int64) + call)
+                publish(
+                    flags + slot + p,
+                    intra_node_only(p < 1, home, ctx.me, S),
+                    tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call,
+                )
     else:
-        parts = S.PARTS // spread
+        parts = S.PARTS_PER_ROW // numbers.spread
         item = lane
-        more = item < S.T * spread
+        more = item < S.MAX_TOKENS * numbers.spread
         while more:
-            slot = item // spread
-            begin = item % spread * parts
-            at = home * S.T + slot
+            slot = item // numbers.spread
+            begin = item % numbers.spread * parts
+            at = home * S.MAX_TOKENS + slot
             # The number of messages is read beside the message, not before it, and there is no branch for a slot
             # without one: so the loads of row numbers wait for nothing.
-            count = tl.load(received + home * 2)
-            token = tl.load(message_token + at)
-            rows = rows_of_message + at.to(tl.int64) * S.SLOTS
+            count = tl.load(notes.received + home * 2)
+            token = tl.load(notes.message_token + at)
+            rows = notes.rows_of_message + at.to(tl.int64) * S.SLOTS_PER_MESSAGE
             there = slot < count
-            valid = there & (token >= 0) & (token < S.T)
+            valid = there & (token >= 0) & (token < S.MAX_TOKENS)
             moved += send_message_back(
-                table, control, mine, block, home, slot, begin, parts, valid, small, y, tl.where(valid, y_rows, 0),
-                row_weights, rows, tl.where(valid, token, 0), me, slot_begin, call, S,
+                ctx, block, home, Message(slot, tl.where(valid, token, 0), valid, rows), Share(begin, parts), small,
+                inputs, tl.where(valid, numbers.y_rows, 0), numbers.slot_begin, S,
             )  # fmt: skip
             if small == 0:
                 shared = only(there, p < parts)
-                publish(flags + (slot * S.PARTS + begin) + p, shared, tl.zeros([S.PP], tl.int64) + call)
+                publish(
+                    flags + (slot * S.PARTS_PER_ROW + begin) + p, shared, tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call
+                )
             item += lanes
-            more = item < count * spread
-    if (home != me) & (moved > 0):
-        tl.atomic_add(control + _BYTES, moved.to(tl.int64) * S.ROW, sem="relaxed", scope="gpu")
+            more = item < count * numbers.spread
+    if (home != ctx.me) & (moved > 0):
+        tl.atomic_add(ctx.control + _BYTES, moved.to(tl.int64) * S.ROW_BYTES, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def send_tokens_back(
-    program, num_programs, table, record, control, y, row_weights, rows_of_message, message_token, received, me, y_rows,
-    slot_begin, spread, status, limit, S: tl.constexpr,
-):  # fmt: skip
+def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl.constexpr):
     """Program ``program`` of the expert role. ``received`` says whether the dispatch brought anything at all."""
-    call = calls_made(control, _ROLE) + 1
-    drained = glance(control, _PHASE, call, S)
-    r = tl.arange(0, S.WP)
-    mask = r < S.W
-    failed = tl.load(received + 2 * S.W) | is_refused(control, call, slot_begin)
+    call = calls_made(peers.control, _ROLE) + 1
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    drained = poll_once(peers.control, _PHASE, call, S)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mask = r < S.WORLD_SIZE
+    failed = tl.load(notes.received + 2 * S.WORLD_SIZE) | is_refused(peers.control, call, numbers.slot_begin)
     if failed == 0:
         if program == 0:
-            tell_drained(table, control, me, S)
-        ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
+            grant_credits(peers.table, peers.control, numbers.me, S)
+        ok = wait_for_credits(drained, ctx, _PHASE, S)
         if ok > 0:
             if program == 0:
-                base = tl.load(table + r, mask=mask, other=0)
-                word = tl.zeros([S.WP], tl.int64) + (status + 2 * S.OPTIONS)
-                if S.NODE < S.W:
-                    above = tl.where(status == 0, tl.load(received + 2 * r, mask=mask, other=0), S.T)
+                base = tl.load(peers.table + r, mask=mask, other=0)
+                word = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + (numbers.status + 2 * S.OPTIONS)
+                if S.NODE_SIZE < S.WORLD_SIZE:
+                    above = tl.where(
+                        numbers.status == 0, tl.load(notes.received + 2 * r, mask=mask, other=0), S.MAX_TOKENS
+                    )
                 else:
-                    above = tl.zeros([S.WP], tl.int32) + dispatch_of(received, S)
+                    above = tl.zeros([S.WORLD_SIZE_POW2], tl.int32) + dispatch_of(notes.received, S)
                 word += above.to(tl.int64) << 32
-                tl.store(status_at(base, table, r, me, S), word, mask=mask)
-                near = near_only(mask, r, me, S)
-                publish((base + S.O_HEAD).to(I64) + me, near, tl.zeros([S.WP], tl.int64) + call)
-                if S.NODE < S.W:
-                    put_heads(table, control, me, call, S)
-                if status != 0:
-                    raise_all_flags(table, control, me, call, S)
+                tl.store(status_at(base, peers.table, r, numbers.me, S), word, mask=mask)
+                near = intra_node_only(mask, r, numbers.me, S)
+                publish(
+                    (base + S.OFFSET_HEAD).to(I64) + numbers.me, near, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call
+                )
+                if S.NODE_SIZE < S.WORLD_SIZE:
+                    put_heads(ctx, S)
+                if numbers.status != 0:
+                    raise_all_flags(ctx, S)
             # Of few tokens all but the first send rows, as what it publishes has to arrive before it goes on.
-            apart: tl.constexpr = 1 if S.PARTS > 1 else 0
+            apart: tl.constexpr = 1 if S.PARTS_PER_ROW > 1 else 0
             others = tl.maximum(num_programs - apart, 1)
             number = program - tl.minimum(num_programs - 1, apart)
-            if (status == 0) & (number >= 0):
+            if (numbers.status == 0) & (number >= 0):
                 # One home rank for each program where they suffice; no two ranks begin with the same one.
-                for i in range(number % S.W, S.W, others):
+                for i in range(number % S.WORLD_SIZE, S.WORLD_SIZE, others):
                     send_rows_home(
-                        table, control, y, row_weights, rows_of_message, message_token, received, me, (i + me) % S.W,
-                        number // S.W, tl.cdiv(tl.maximum(others - i, 1), S.W), y_rows, slot_begin, spread, call, S,
-                    )  # fmt: skip
-            count_arrival(control, _ROLE, program, num_programs, "relaxed")
+                        ctx,
+                        inputs,
+                        notes,
+                        (i + numbers.me) % S.WORLD_SIZE,
+                        number // S.WORLD_SIZE,
+                        tl.cdiv(tl.maximum(others - i, 1), S.WORLD_SIZE),
+                        numbers,
+                        S,
+                    )
+            count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")

@@ -26,7 +26,6 @@ the source's bit in the control word MALFORMED says so to the host.
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.padding import pad_rows, pad_tiles, who_pads
 from moelink.kernels.dispatch.row_offsets import (
     columns_of,
     group_starts,
@@ -35,11 +34,12 @@ from moelink.kernels.dispatch.row_offsets import (
     tile_bases,
     wait_for_counts,
     write_nothing,
-    write_plan,
+    write_row_offsets,
 )
-from moelink.kernels.dispatch.unpack import place_group
-from moelink.kernels.sync.credit import count_drained
-from moelink.kernels.sync.quiesce import swallow_messages, wait_for_far
+from moelink.kernels.dispatch.unpack import pad_rows, pad_tiles, unpack_group, who_pads
+from moelink.kernels.records import CallContext, Destination, Groups, Source
+from moelink.kernels.sync.credit import count_read
+from moelink.kernels.sync.quiesce import quiesce_dispatch, wait_for_inter_node
 from moelink.kernels.sync.signals import (
     I32,
     I64,
@@ -50,7 +50,7 @@ from moelink.kernels.sync.signals import (
     note_refusal,
     odd_one_out,
     own_block,
-    settle,
+    report_failure,
     wait_any,
 )
 from moelink.memory.protocol import (
@@ -69,12 +69,8 @@ _ROUTING = tl.constexpr(CODE_ROUTING)
 
 
 @triton.jit
-def place_messages(
-    table, record, control, mine, source, lane, lanes, before, own, count, programs, most, starts, bases, tokens_out,
-    scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin,
-    shared_end, capacity, scale_rows, call, limit, S: tl.constexpr,
-):  # fmt: skip
-    """The ``lane``-th of ``lanes`` shares of the ``count`` messages of ``source``: wait for them and place them.
+def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S: tl.constexpr):
+    """The ``lane``-th of ``lanes`` shares of the messages of ``source``: wait for them and place them.
 
     A lane follows GATHER cursors, places whatever has arrived at any of them, and moves these on. There are C = lanes x
     GATHER cursors. With ``programs`` = 0 (each counted alone, and CACHED) messages arrive in any order, and each cursor
@@ -83,34 +79,37 @@ def place_messages(
     ``shares``-th message of it; with more, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages
     at most.
 
-    ``before``, ``own`` [LOOK]: rows of the sources before this one, and its own, for each local expert; CACHED: ``own``
-    is that of all sources.
-
     Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
     column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
     """
-    base = starts + before
-    if S.CACHED:
+    mine = own_block(ctx.control, S)
+    base = groups.starts + source.before
+    programs = source.programs
+    if S.CACHED_ROUTING:
         programs = programs * 0
     elif S.RANK_LAYOUT:
-        r = tl.arange(0, S.WP)
-        base = tl.sum(tl.where(r < source, header_word(control, r, 1, 0, S.T, S), 0), 0)
-    firsts = (mine + S.O_FIRSTS).to(I32) + source * (S.SENDERS + 1)
-    cursors = lanes * S.GATHER
-    cursor = lane + tl.arange(0, S.GATHER) * lanes
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        base = tl.sum(tl.where(r < source.rank, header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S), 0), 0)
+    destination = Destination(base, source.rows, groups.starts, groups.bases)
+    firsts = (mine + S.OFFSET_FIRSTS).to(I32) + source.rank * (S.MAX_SENDERS + 1)
+    cursors = lanes * S.MESSAGES_PER_STEP
+    cursor = lane + tl.arange(0, S.MESSAGES_PER_STEP) * lanes
     turns = tl.full([], 1, tl.int32)
     shares = turns
+    most = source.most
     if programs > 0:
         # An acquire of a word that was stored after the firsts: whoever has it reads these, too.
-        word = tl.atomic_add((mine + S.O_COUNTS).to(I64) + source * S.CW + 4, 0, sem="acquire", scope="sys")
-        most = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.T)
+        word = tl.atomic_add(
+            (mine + S.OFFSET_COUNTS).to(I64) + source.rank * S.COUNT_WORDS + 4, 0, sem="acquire", scope="sys"
+        )
+        most = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.MAX_TOKENS)
         tl.debug_barrier()
         turns = tl.cdiv(programs, cursors)
         shares = tl.minimum(tl.maximum(cursors // programs, 1), tl.maximum(most, 1))
         last = tl.where(cursor < programs * shares, tl.cdiv(most, shares) * turns, 0)
     else:
-        last = tl.cdiv(tl.maximum(count - cursor, 0), cursors)
-    at = tl.zeros([S.GATHER], tl.int32)
+        last = tl.cdiv(tl.maximum(source.count - cursor, 0), cursors)
+    at = tl.zeros([S.MESSAGES_PER_STEP], tl.int32)
     ok = tl.full([], 1, tl.int32)
     while (ok > 0) & (tl.max(last - at, 0) > 0):
         there = at < last
@@ -122,151 +121,131 @@ def place_messages(
             end = tl.load(firsts + column + 1, mask=there, other=0)
             slot = begin + at // turns * shares + cursor % shares
             there = there & (slot < end)
-        inside = (slot >= 0) & (slot < count)
-        note_malformed(control, source, there & (inside == 0))
+        inside = (slot >= 0) & (slot < source.count)
+        note_malformed(ctx.control, source.rank, there & (inside == 0))
         there = there & inside
         ready = there
         if tl.max(there.to(tl.int32), 0) > 0:
             slot = tl.where(there, slot, 0)
-            flags = (mine + S.O_MESSAGE_FLAG).to(I64) + (source * S.T + slot)
-            ok, got = wait_any(flags, there, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
-            settle(ok, table, record, control, me, source, _PHASE, call, call, tl.max(got, 0), S)
-            ready = there & (got >= call)
+            flags = (mine + S.OFFSET_MESSAGE_FLAG).to(I64) + (source.rank * S.MAX_TOKENS + slot)
+            ok, got = wait_any(flags, there, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
+            report_failure(ok, ctx, source.rank, _PHASE, ctx.call, tl.max(got, 0), S)
+            ready = there & (got >= ctx.call)
             if ok > 0:
-                place_group(
-                    control, mine, source, slot, ready, base, own, starts, bases, tokens_out, scales_out, src_info,
-                    weights_out, topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin,
-                    shared_end, capacity, scale_rows, S,
-                )  # fmt: skip
+                unpack_group(ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S)
         at += (ready | ((at < last) & (there == 0))).to(tl.int32)
     return ok
 
 
 @triton.jit
-def receive(
-    program, num_programs, table, record, control, tokens_out, scales_out, row_offsets, expert_ids, src_info,
-    scales_offsets, weights_out, topk_ids_out, num_recv, overflow, counts_out, received, rows_of_message, message_token,
-    routed, routed_counts, me, rank, num_local, num_groups, shared_begin, shared_end, capacity, scale_rows,
-    counts_stride, status, limit, S: tl.constexpr,
-):  # fmt: skip
-    """Program ``program`` of the receiver role. ``routed``, ``routed_counts``: ``received`` and ``counts_out`` of the
-    call whose routing this is, which the message tensors are of, too (CACHED)."""
-    call = calls_made(control, _ROLE) + 1
-    mine = own_block(control, S)
-    r = tl.arange(0, S.WP)
-    mask = r < S.W
-    noted = routed_counts + (rank if S.ALLREDUCE else 0)
-    ok = -is_poisoned(record, control, S)
-    if S.CACHED:
-        ok = tl.where(tl.load(routed + 2 * S.W) != 0, -1, ok)
+def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
+    """Program ``program`` of the receiver role. Over a ``cached`` routing ``notes`` are those of the call it is of."""
+    call = calls_made(peers.control, _ROLE) + 1
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    mine = own_block(peers.control, S)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mask = r < S.WORLD_SIZE
+    noted = cached.counts + (numbers.rank if S.ALLREDUCE else 0)
+    ok = -is_poisoned(peers.record, peers.control, S)
+    if S.CACHED_ROUTING:
+        ok = tl.where(tl.load(cached.received + 2 * S.WORLD_SIZE) != 0, -1, ok)
     # All but the first place: one source for each where they suffice, its messages to its programs in turn.
     others = tl.maximum(num_programs - 1, 1)
     number = program - tl.minimum(num_programs - 1, 1)
-    source = tl.maximum(number, 0) % S.W
-    lane = number // S.W
-    sizes = tl.zeros([S.LOOK], tl.int32)
-    before = tl.zeros([S.LOOK], tl.int32)
-    own = tl.zeros([S.LOOK], tl.int32)
+    source = tl.maximum(number, 0) % S.WORLD_SIZE
+    lane = number // S.WORLD_SIZE
+    sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
+    before = tl.zeros([S.POLL_WIDTH], tl.int32)
+    own = tl.zeros([S.POLL_WIDTH], tl.int32)
     if ok == 0:
-        reads = status == 0
-        if S.NODE < S.W:
-            reads = status >= 0
+        reads = numbers.status == 0
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            reads = numbers.status >= 0
         if reads:
             ok, peer, sizes, before, own = wait_for_counts(
-                control, noted, counts_stride, source, me, num_local, call, limit, S
-            )  # fmt: skip
-            settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
+                ctx, noted, numbers.counts_stride, source, numbers.num_local_experts, S
+            )
+            report_failure(ok, ctx, peer, _PHASE, call, call - 1, S)
         else:
             # A rank that refuses reads nothing, so it drains at once; each peer stores for one call after the other.
             ok += 1
-    if status != 0:
+    if numbers.status != 0:
         ok += 0
-        if S.NODE < S.W:
+        if S.NODE_SIZE < S.WORLD_SIZE:
             if (ok > 0) & (program == 0):
-                ok = swallow_messages(
-                    table, record, control, me, header_word(control, r, 1, 0, S.T, S),
-                    header_word(control, r, 3, 0, S.SENDERS, S), call, limit, S,
-                )  # fmt: skip
+                ok = quiesce_dispatch(
+                    ctx,
+                    header_word(peers.control, r, 1, 0, S.MAX_TOKENS, S),
+                    header_word(peers.control, r, 3, 0, S.MAX_SENDERS, S),
+                    S,
+                )
     elif ok <= 0:
         if program == 0:
-            write_nothing(
-                row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local,
-                num_groups, counts_stride, S,
-            )  # fmt: skip
+            write_nothing(outputs, notes.received, numbers, S)
     else:
-        shared = shared_end - shared_begin
+        shared = numbers.shared_end - numbers.shared_begin
         starts, aligned, shared_rows = group_starts(sizes, shared, S)
-        count, programs, most = columns_of(control, routed, source, S)
-        refused = header_word(control, r, 0, 0, 1, S)
-        messages = header_word(control, r, 1, 0, S.T, S)
-        options = header_word(control, r, 5, 0, 0x7FFFFFFF, S)
+        count, programs, most = columns_of(peers.control, cached.received, source, S)
+        refused = header_word(peers.control, r, 0, 0, 1, S)
+        messages = header_word(peers.control, r, 1, 0, S.MAX_TOKENS, S)
+        options = header_word(peers.control, r, 5, 0, 0x7FFFFFFF, S)
         wrong = mask & ((refused != 0) | (options != S.OPTIONS))
         origin = options
-        if S.CACHED:
-            origin = header_word(control, r, 6, 0, 0x7FFFFFFF, S)
-            wrong = wrong | (mask & (origin != tl.sum(tl.where(r == me, origin, 0), 0)))
+        if S.CACHED_ROUTING:
+            origin = header_word(peers.control, r, 6, 0, 0x7FFFFFFF, S)
+            wrong = wrong | (mask & (origin != tl.sum(tl.where(r == numbers.me, origin, 0), 0)))
         if tl.max(wrong.to(tl.int32), 0) > 0:
             if program == 0:
-                write_nothing(
-                    row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank,
-                    num_local, num_groups, counts_stride, S,
-                )  # fmt: skip
-                peer = tl.min(tl.where(refused != 0, r, S.W), 0)
-                if peer < S.W:
-                    note_refusal(record, me, peer, _PHASE, call, _REFUSED)
-                elif S.CACHED:
+                write_nothing(outputs, notes.received, numbers, S)
+                peer = tl.min(tl.where(refused != 0, r, S.WORLD_SIZE), 0)
+                if peer < S.WORLD_SIZE:
+                    note_refusal(ctx, peer, _PHASE, _REFUSED)
+                elif S.CACHED_ROUTING:
                     odd = first_stray(options, mask)
-                    if odd < S.W:
-                        note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
+                    if odd < S.WORLD_SIZE:
+                        note_refusal(ctx, odd, _PHASE, _OPTIONS)
                     else:
-                        note_refusal(record, me, first_stray(origin, mask), _PHASE, call, _ROUTING)
+                        note_refusal(ctx, first_stray(origin, mask), _PHASE, _ROUTING)
                 else:
-                    odd = odd_one_out(options, mask, S.OPTIONS, S.W)
-                    note_refusal(record, me, odd, _PHASE, call, _OPTIONS)
-                if S.NODE < S.W:
-                    ok = swallow_messages(
-                        table, record, control, me, header_word(control, r, 1, 0, S.T, S),
-                        header_word(control, r, 3, 0, S.SENDERS, S), call, limit, S,
-                    )  # fmt: skip
+                    odd = odd_one_out(options, mask, S.OPTIONS, S.WORLD_SIZE)
+                    note_refusal(ctx, odd, _PHASE, _OPTIONS)
+                if S.NODE_SIZE < S.WORLD_SIZE:
+                    ok = quiesce_dispatch(
+                        ctx,
+                        header_word(peers.control, r, 1, 0, S.MAX_TOKENS, S),
+                        header_word(peers.control, r, 3, 0, S.MAX_SENDERS, S),
+                        S,
+                    )
         else:
             bases = starts
-            if S.SCALES == 2:
-                bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
+            if S.SCALE_LAYOUT == 2:
+                bases, _ = tile_bases(starts, aligned, shared_rows, numbers.capacity, S)
+            groups = Groups(sizes, starts, aligned, bases, shared, shared_rows)
             if program == 0:
-                note_malformed(control, r, malformed(control, routed, num_local, S))
-                write_plan(
-                    control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, noted,
-                    routed, rank, num_local, num_groups, shared, capacity, counts_stride, call, S,
-                )  # fmt: skip
-            if S.NODE < S.W and not S.CACHED:
-                cut = header_word(control, r, 3, 0, S.SENDERS, S)
-                ok, peer, got = wait_for_far(mine, S.O_FIRSTS_FLAG, cut > 0, me, call, limit, S)
-                settle(ok, table, record, control, me, peer, _PHASE, call, call, got, S)
-            pad, pads = who_pads(program, num_programs, tl.max(messages, 0), num_local, S)
+                note_malformed(
+                    peers.control, r, malformed(peers.control, cached.received, numbers.num_local_experts, S)
+                )
+                write_row_offsets(ctx, outputs, notes.received, noted, cached.received, numbers, shared, S)
+            if S.NODE_SIZE < S.WORLD_SIZE and not S.CACHED_ROUTING:
+                cut = header_word(peers.control, r, 3, 0, S.MAX_SENDERS, S)
+                ok, peer, got = wait_for_inter_node(mine, S.OFFSET_FIRSTS_FLAG, cut > 0, ctx, S)
+                report_failure(ok, ctx, peer, _PHASE, call, got, S)
+            pad, pads = who_pads(program, num_programs, tl.max(messages, 0), numbers.num_local_experts, S)
             if pad >= 0:
-                if S.ALIGN > 1:
-                    pad_rows(
-                        tokens_out, scales_out, src_info, weights_out, sizes, starts, aligned, shared, shared_rows,
-                        bases, num_local, pad, pads, capacity, scale_rows, S,
-                    )  # fmt: skip
-                if S.SCALES == 2 and not S.LATER:
-                    pad_tiles(
-                        scales_out, sizes, starts, aligned, shared, shared_rows, bases, num_local, pad, pads, capacity,
-                        S,
-                    )  # fmt: skip
-            while (ok > 0) & (number >= 0) & (source < S.W):
-                lanes = tl.cdiv(tl.maximum(others - source, 1), S.W)
-                ok = place_messages(
-                    table, record, control, mine, source, lane, lanes, before, own, count, programs, most, starts,
-                    bases, tokens_out, scales_out, src_info, weights_out, topk_ids_out, rows_of_message, message_token,
-                    me, rank, num_local, shared_begin, shared_end, capacity, scale_rows, call, limit, S,
-                )  # fmt: skip
+                if S.ROW_ALIGNMENT > 1:
+                    pad_rows(outputs, groups, numbers, pad, pads, S)
+                if S.SCALE_LAYOUT == 2 and not S.SCALES_LATER:
+                    pad_tiles(outputs.scales, groups, numbers, pad, pads, S)
+            while (ok > 0) & (number >= 0) & (source < S.WORLD_SIZE):
+                lanes = tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE)
+                known = Source(source, count, programs, most, before, own)
+                ok = unpack_messages(ctx, known, lane, lanes, groups, outputs, notes, numbers, S)
                 source += others
-                if (ok > 0) & (source < S.W):
+                if (ok > 0) & (source < S.WORLD_SIZE):
                     ok, peer, again, before, own = wait_for_counts(
-                        control, noted, counts_stride, source, me, num_local, call, limit, S
-                    )  # fmt: skip
-                    settle(ok, table, record, control, me, peer, _PHASE, call, call, call - 1, S)
-                    count, programs, most = columns_of(control, routed, source, S)
+                        ctx, noted, numbers.counts_stride, source, numbers.num_local_experts, S
+                    )
+                    report_failure(ok, ctx, peer, _PHASE, call, call - 1, S)
+                    count, programs, most = columns_of(peers.control, cached.received, source, S)
     if ok > 0:
-        count_drained(table, control, me, _PHASE, call, program, num_programs, S, "relaxed")
+        count_read(ctx, _PHASE, program, num_programs, S, "relaxed")

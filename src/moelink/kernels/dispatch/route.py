@@ -3,10 +3,24 @@
 The device twin of :class:`moelink.routing.ExpertMap`; one table there, one here, compared by a test.
 
 Example: 7 experts on 3 ranks (PER 2, EXTRA 1). Ids 0, 3, 6, -1, 9 belong to ranks 0, 1, 2, -1, -1.
+
+Dispatch, sender role: how the programs of one rank share their counting when tokens are many.
+
+Program p counts its own tokens, stores the result in row p of ``tallies`` and publishes ``tally_flag[p] = call``. Who
+needs the sum of the first n programs waits for their flags. Programs wait only for lower ones, which start earlier and
+publish before they wait for anything, so nobody waits in vain on a GPU or in the interpreter. The next call's rows are
+stored by the next launch, in stream order.
+
+Example: 3 programs with messages [2, 1], [0, 3], [1, 1] for two ranks: program 2 starts at slots [2, 4], and the firsts
+sent are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
 """
 
 import triton
 import triton.language as tl
+
+from moelink.kernels.sync.internode import direct_or_staged
+from moelink.kernels.sync.signals import I32, I64, publish, report_failure, wait_all
+from moelink.memory.protocol import INVALID_IDS, PHASE_DISPATCH
 
 
 @triton.jit
@@ -16,9 +30,9 @@ def owner_of(expert, first, num_local, S: tl.constexpr):
         mine = (expert >= first) & (expert < first + num_local)
         return tl.where(mine, 0, -1)
     else:
-        boundary = S.EXTRA * (S.PER + 1)
-        low = expert // (S.PER + 1)
-        high = S.EXTRA + (expert - boundary) // (S.PER if S.PER > 0 else 1)
+        boundary = S.EXTRA_EXPERTS * (S.EXPERTS_PER_RANK + 1)
+        low = expert // (S.EXPERTS_PER_RANK + 1)
+        high = S.EXTRA_EXPERTS + (expert - boundary) // (S.EXPERTS_PER_RANK if S.EXPERTS_PER_RANK > 0 else 1)
         rank = tl.where(expert < boundary, low, high)
         return tl.where(expert >= 0, rank, -1)
 
@@ -29,25 +43,25 @@ def first_of(rank, first, S: tl.constexpr):
     if S.ALLREDUCE:
         return rank * 0 + first
     else:
-        return rank * S.PER + tl.minimum(rank, S.EXTRA)
+        return rank * S.EXPERTS_PER_RANK + tl.minimum(rank, S.EXTRA_EXPERTS)
 
 
 @triton.jit
 def experts_at(ids, offsets, mask, S: tl.constexpr):
     """Expert ids (int32 or int64 in memory) as int32: -1 where masked or outside [0, E)."""
     raw = tl.load(ids + offsets, mask=mask, other=-1).to(tl.int64)
-    return tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
+    return tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
 
 
 @triton.jit
 def ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
-    """Ranks [N, WP] that tokens ``t`` [N] with these ``owner`` [N, KP] go to, as 0 or 1; ``t`` < ``end`` only.
+    """Ranks [N, ranks] that tokens ``t`` [N] with these ``owner`` [N, slots] go to, as 0 or 1; ``t`` < ``end`` only.
 
     Example: owners [[0, 1], [0, 0], [-1, -1]] of two ranks: [[1, 1], [1, 0], [0, 0]].
     """
-    r = tl.arange(0, S.WP)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
     present = tl.max((owner[:, :, None] == r[None, None, :]).to(tl.int32), 1)
-    if S.SHARED:
+    if S.FUSED_SHARED_EXPERT:
         own = (t >= shared_begin) & (t < tl.minimum(shared_end, end))
         present = tl.maximum(present, (own[:, None] & (r[None, :] == me)).to(tl.int32))
     return present
@@ -80,124 +94,192 @@ def _either(a, b):
 def _many_ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
     """:func:`ranks_of` for many tokens: a bit for each rank, as long as an integer has so many, which takes the same
     time for two ranks and for eight."""
-    if S.W <= 32:
+    if S.WORLD_SIZE <= 32:
         bits = tl.reduce(tl.where(owner >= 0, 1 << owner, 0), 1, _either)
-        if S.SHARED:
+        if S.FUSED_SHARED_EXPERT:
             own = (t >= shared_begin) & (t < tl.minimum(shared_end, end))
             bits |= own.to(tl.int32) << me
-        return (bits[:, None] >> tl.arange(0, S.WP)[None, :]) & 1
+        return (bits[:, None] >> tl.arange(0, S.WORLD_SIZE_POW2)[None, :]) & 1
     else:
         return ranks_of(owner, t, end, me, shared_begin, shared_end, S)
 
 
 @triton.jit
 def count_pairs(expert, owner, N: tl.constexpr, S: tl.constexpr):
-    """Pairs per expert [EP] among N slots: ``expert`` and ``owner`` of any shape; an owner of -1 counts nowhere.
+    """Pairs per expert [experts] among N slots: ``expert`` and ``owner`` of any shape; an owner of -1 counts nowhere.
 
     Without a mask: Triton 3.6 reorders what is reshaped for a histogram, and not the mask with it.
     """
     bins = tl.reshape(tl.where(owner >= 0, expert, 0), (N,))
     nowhere = tl.sum(tl.reshape((owner < 0).to(tl.int32), (N,)), 0)
-    return tl.histogram(bins, S.EP) - tl.where(tl.arange(0, S.EP) == 0, nowhere, 0)
+    return tl.histogram(bins, S.NUM_EXPERTS_POW2) - tl.where(tl.arange(0, S.NUM_EXPERTS_POW2) == 0, nowhere, 0)
 
 
 @triton.jit
 def _ids_at(ids, t, end, S: tl.constexpr):
-    """Ids [N, KP] of tokens ``t`` [N] as they are, int64; -1 from ``end`` on."""
-    k = tl.arange(0, S.KP)
-    mask = (t < end)[:, None] & (k < S.K)[None, :]
-    return tl.load(ids + t[:, None] * S.K + k[None, :], mask=mask, other=-1).to(tl.int64)
+    """Ids [N, slots] of tokens ``t`` [N] as they are, int64; -1 from ``end`` on."""
+    k = tl.arange(0, S.TOPK_POW2)
+    mask = (t < end)[:, None] & (k < S.TOPK)[None, :]
+    return tl.load(ids + t[:, None] * S.TOPK + k[None, :], mask=mask, other=-1).to(tl.int64)
 
 
 @triton.jit
-def tally(ids, begin, end, me, first, num_local, shared_begin, shared_end, TB: tl.constexpr, S: tl.constexpr):
-    """What tokens [begin, end) need: pairs per expert [EP], messages per rank [WP], and ids outside [-1, E). ``TB``
-    tokens are counted at a time.
+def count_block(ids, begin, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
+    """What tokens [begin, end) need: pairs per expert [experts], messages per rank [ranks], and ids outside [-1, E).
+    ``BLOCK`` tokens are counted at a time.
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
     """
-    t = tl.arange(0, TB)
-    pairs = tl.zeros([S.EP], tl.int32)
-    messages = tl.zeros([TB, S.WP], tl.int32)
-    invalid = tl.zeros([TB], tl.int32)
+    t = tl.arange(0, BLOCK)
+    pairs = tl.zeros([S.NUM_EXPERTS_POW2], tl.int32)
+    messages = tl.zeros([BLOCK, S.WORLD_SIZE_POW2], tl.int32)
+    invalid = tl.zeros([BLOCK], tl.int32)
     raw = _ids_at(ids, begin + t, end, S)
-    for t0 in range(begin, end, TB):
-        following = _ids_at(ids, t0 + TB + t, end, S)
-        expert = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
-        owner = owner_of(expert, first, num_local, S)
-        pairs += count_pairs(expert, owner, TB * S.KP, S)
-        messages += ranks_of(owner, t0 + t, end, me, shared_begin, shared_end, S)
-        invalid += tl.sum(((raw < -1) | (raw >= S.E)).to(tl.int32), 1)
+    for t0 in range(begin, end, BLOCK):
+        following = _ids_at(ids, t0 + BLOCK + t, end, S)
+        expert = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
+        owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
+        pairs += count_pairs(expert, owner, BLOCK * S.TOPK_POW2, S)
+        messages += ranks_of(owner, t0 + t, end, me, numbers.shared_begin, numbers.shared_end, S)
+        invalid += tl.sum(((raw < -1) | (raw >= S.NUM_EXPERTS)).to(tl.int32), 1)
         raw = following
     return pairs, tl.sum(messages, 0), tl.sum(invalid, 0)
 
 
 @triton.jit
-def tally_all(ids, end, me, first, num_local, shared_begin, shared_end, TB: tl.constexpr, S: tl.constexpr):
-    """:func:`tally` of all the tokens [0, end), for programs that count others' tokens: ids are taken in one row, as
-    rearranging them takes longer than counting, but in the loop of a sender its own tally's form is faster.
+def count_all(ids, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
+    """:func:`count_block` of all the tokens [0, end), for programs that count others' tokens: ids are taken in one row,
+    as rearranging them takes longer than counting, but in the loop of a sender its own count_block's form is faster.
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
     """
-    i = tl.arange(0, TB * S.KP)
-    t = tl.arange(0, TB)
-    pairs = tl.zeros([S.EP], tl.int32)
-    nowhere = tl.zeros([TB * S.KP], tl.int32)
-    invalid = tl.zeros([TB * S.KP], tl.int32)
-    messages = tl.zeros([TB, S.WP], tl.int32)
-    for t0 in range(0, end, TB):
-        token, k = t0 + i // S.KP, i % S.KP
-        raw = tl.load(ids + token * S.K + k, mask=(token < end) & (k < S.K), other=-1).to(tl.int64)
-        expert = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
-        owner = owner_of(expert, first, num_local, S)
-        pairs += tl.histogram(tl.where(owner >= 0, expert, 0), S.EP)
+    i = tl.arange(0, BLOCK * S.TOPK_POW2)
+    t = tl.arange(0, BLOCK)
+    pairs = tl.zeros([S.NUM_EXPERTS_POW2], tl.int32)
+    nowhere = tl.zeros([BLOCK * S.TOPK_POW2], tl.int32)
+    invalid = tl.zeros([BLOCK * S.TOPK_POW2], tl.int32)
+    messages = tl.zeros([BLOCK, S.WORLD_SIZE_POW2], tl.int32)
+    for t0 in range(0, end, BLOCK):
+        token, k = t0 + i // S.TOPK_POW2, i % S.TOPK_POW2
+        raw = tl.load(ids + token * S.TOPK + k, mask=(token < end) & (k < S.TOPK), other=-1).to(tl.int64)
+        expert = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
+        owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
+        pairs += tl.histogram(tl.where(owner >= 0, expert, 0), S.NUM_EXPERTS_POW2)
         nowhere += (owner < 0).to(tl.int32)
-        invalid += ((raw < -1) | (raw >= S.E)).to(tl.int32)
-        goes = _many_ranks_of(tl.reshape(owner, (TB, S.KP)), t0 + t, end, me, shared_begin, shared_end, S)
+        invalid += ((raw < -1) | (raw >= S.NUM_EXPERTS)).to(tl.int32)
+        goes = _many_ranks_of(
+            tl.reshape(owner, (BLOCK, S.TOPK_POW2)), t0 + t, end, me, numbers.shared_begin, numbers.shared_end, S
+        )
         messages += goes
     # A histogram has no mask (see count_pairs): what is nowhere was counted as expert 0.
-    pairs -= tl.where(tl.arange(0, S.EP) == 0, tl.sum(nowhere, 0), 0)
+    pairs -= tl.where(tl.arange(0, S.NUM_EXPERTS_POW2) == 0, tl.sum(nowhere, 0), 0)
     return pairs, tl.sum(messages, 0), tl.sum(invalid, 0)
 
 
 @triton.jit
-def count_before(ids, token, expert, me, first, num_local, shared_begin, shared_end, S: tl.constexpr):
-    """What is before each slot of ``token``, whose ids are ``expert`` [KP]: earlier pairs (token, then slot) of the
-    same expert [KP], and messages of earlier tokens to each rank [WP].
+def count_before(ids, token, expert, me, numbers, S: tl.constexpr):
+    """What is before each slot of ``token``, whose ids are ``expert`` [slots]: earlier pairs (token, then slot) of the
+    same expert [slots], and messages of earlier tokens to each rank [ranks].
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]], token 1: pairs [0, 1], messages [1, 1].
     """
-    N: tl.constexpr = S.TC
+    N: tl.constexpr = S.COUNT_BLOCK_ALL
     t = tl.arange(0, N)
-    k = tl.arange(0, S.KP)
-    same = tl.zeros([N * S.KP, S.KP], tl.int32)
-    messages = tl.zeros([N, S.WP], tl.int32)
+    k = tl.arange(0, S.TOPK_POW2)
+    same = tl.zeros([N * S.TOPK_POW2, S.TOPK_POW2], tl.int32)
+    messages = tl.zeros([N, S.WORLD_SIZE_POW2], tl.int32)
     for t0 in range(0, token, N):
         raw = _ids_at(ids, t0 + t, token, S)
-        other = tl.where((raw >= 0) & (raw < S.E), raw, -1).to(tl.int32)
-        same += (tl.reshape(other, (N * S.KP,))[:, None] == expert[None, :]).to(tl.int32)
-        owner = owner_of(other, first, num_local, S)
-        messages += _many_ranks_of(owner, t0 + t, token, me, shared_begin, shared_end, S)
+        other = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
+        same += (tl.reshape(other, (N * S.TOPK_POW2,))[:, None] == expert[None, :]).to(tl.int32)
+        owner = owner_of(other, numbers.first_expert, numbers.num_local_experts, S)
+        messages += _many_ranks_of(owner, t0 + t, token, me, numbers.shared_begin, numbers.shared_end, S)
     twice = (expert[None, :] == expert[:, None]) & (k[None, :] < k[:, None])
     before = tl.sum(same, 0) + tl.sum(twice.to(tl.int32), 1)
     return tl.where(expert >= 0, before, 0), tl.sum(messages, 0)
 
 
 @triton.jit
-def routes_of(ids, token, k, end, me, first, num_local, shared_begin, shared_end, S: tl.constexpr):
-    """Of tokens ``token`` [BATCH], those below ``end``: experts and their owners [BATCH, KP], and to which ranks they
-    go [BATCH, WP]. ``k`` [KP]: slots."""
-    inside = (token < end)[:, None] & (k < S.K)[None, :]
-    expert = experts_at(ids, token[:, None] * S.K + k[None, :], inside, S)
-    owner = owner_of(expert, first, num_local, S)
-    return expert, owner, ranks_of(owner, token, end, me, shared_begin, shared_end, S)
+def routes_of(ids, token, k, end, me, numbers, S: tl.constexpr):
+    """Of tokens ``token`` [BATCH], those below ``end``: experts and their owners [BATCH, slots], and to which ranks
+    they go [BATCH, ranks]. ``k`` [slots]: slots."""
+    inside = (token < end)[:, None] & (k < S.TOPK)[None, :]
+    expert = experts_at(ids, token[:, None] * S.TOPK + k[None, :], inside, S)
+    owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
+    return expert, owner, ranks_of(owner, token, end, me, numbers.shared_begin, numbers.shared_end, S)
 
 
 @triton.jit
 def positions_of(pairs, expert, owner, i, S: tl.constexpr):
-    """Positions [BATCH, KP] of a batch's pairs, which are numbered ``i`` [BATCH x KP], with ``pairs`` [EP] of each
-    expert before it; 0 for pairs that are none."""
-    flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.BATCH * S.KP,))
+    """Positions [BATCH, slots] of a batch's pairs, which are numbered ``i`` [BATCH x slots], with ``pairs`` [experts]
+    of each expert before it; 0 for pairs that are none."""
+    flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.TOKENS_PER_BATCH * S.TOPK_POW2,))
     earlier = (flat[None, :] == flat[:, None]) & (i[None, :] < i[:, None])
     position = tl.gather(pairs, tl.maximum(flat, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
-    return tl.reshape(tl.where(flat >= 0, position, 0), (S.BATCH, S.KP))
+    return tl.reshape(tl.where(flat >= 0, position, 0), (S.TOKENS_PER_BATCH, S.TOPK_POW2))
+
+
+_PHASE = tl.constexpr(PHASE_DISPATCH)
+_INVALID = tl.constexpr(INVALID_IDS)
+
+
+@triton.jit
+def publish_block_counts(mine, program, pairs, messages, call, S: tl.constexpr):
+    """Store what this program counted, for the programs after it."""
+    row = (mine + S.OFFSET_TALLIES).to(I32) + program * S.BLOCK_COUNT_WORDS
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    tl.store(row + tl.arange(0, S.NUM_EXPERTS_POW2), pairs)
+    tl.store(row + S.NUM_EXPERTS_POW2 + r, messages)
+    flag = (mine + S.OFFSET_TALLY_FLAG).to(I64) + program + r * 0
+    publish(flag, r == 0, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call)
+
+
+@triton.jit
+def count_own_block(ctx, mine, ids, begin, end, numbers, program, S: tl.constexpr):
+    """Tell what tokens [begin, end) of ``program`` need."""
+    pairs, sent, invalid = count_block(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S)
+    publish_block_counts(mine, program, pairs, sent, ctx.call, S)
+    if invalid > 0:
+        tl.atomic_add(ctx.control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
+    """Pairs [experts] and messages [ranks] of programs [0, programs). Returns 1, or 0 or -1 after an error, before
+    them."""
+    p = tl.arange(0, S.MAX_SENDERS)
+    flags = (mine + S.OFFSET_TALLY_FLAG).to(I64) + p
+    ok, _, got = wait_all(flags, p < programs, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
+    report_failure(ok, ctx, ctx.me, _PHASE, ctx.call, got, S)
+    e = tl.arange(0, S.NUM_EXPERTS_POW2)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    pairs = tl.zeros([S.SENDERS_PER_STEP, S.NUM_EXPERTS_POW2], tl.int32)
+    messages = tl.zeros([S.SENDERS_PER_STEP, S.WORLD_SIZE_POW2], tl.int32)
+    if ok > 0:
+        for p0 in range(0, programs, S.SENDERS_PER_STEP):
+            q = p0 + tl.arange(0, S.SENDERS_PER_STEP)
+            row = (mine + S.OFFSET_TALLIES).to(I32) + q * S.BLOCK_COUNT_WORDS
+            mask = (q < programs)[:, None]
+            pairs += tl.load(row[:, None] + e[None, :], mask=mask & (e >= 0)[None, :], other=0)
+            messages += tl.load(
+                row[:, None] + (S.NUM_EXPERTS_POW2 + r)[None, :], mask=mask & (r >= 0)[None, :], other=0
+            )
+    return ok, tl.sum(pairs, 0), tl.sum(messages, 0)
+
+
+@triton.jit
+def send_firsts(table, mine, me, programs, S: tl.constexpr):
+    """Tell every rank where each program's messages to it begin. Returns the most that one program has, per rank."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    base = tl.load(table + r, mask=r < S.WORLD_SIZE, other=0)
+    to = (base + S.OFFSET_FIRSTS).to(I32) + me * (S.MAX_SENDERS + 1)
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        row: tl.constexpr = (S.MAX_SENDERS + 1) * 4
+        to = direct_or_staged(to.to(tl.int64), mine, r, me, S.OFFSET_STAGED_FIRSTS, 1, 0, row, S).to(I32)
+    p = tl.arange(0, S.MAX_SENDERS)
+    mask = (p < programs)[:, None] & (r < S.WORLD_SIZE)[None, :]
+    row = (mine + S.OFFSET_TALLIES).to(I32) + p * S.BLOCK_COUNT_WORDS + S.NUM_EXPERTS_POW2
+    count = tl.load(row[:, None] + r[None, :], mask=mask, other=0)
+    tl.store(to[None, :] + p[:, None], tl.cumsum(count, 0) - count, mask=mask)
+    tl.store(to + programs, tl.sum(count, 0), mask=r < S.WORLD_SIZE)
+    return tl.max(count, 0)

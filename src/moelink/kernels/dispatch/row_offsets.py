@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.sync.ll_words import value_at, wait_tagged
-from moelink.kernels.sync.quiesce import wait_for_far
-from moelink.kernels.sync.signals import I64, clock, own_block, patience
+from moelink.kernels.sync.ll_words import value_at, wait_ll_words
+from moelink.kernels.sync.quiesce import wait_for_inter_node
+from moelink.kernels.sync.signals import I64, check_timeout, clock, own_block
 from moelink.memory.protocol import COUNT_HEADER, OVERFLOW
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -24,40 +24,40 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 
 
 @triton.jit
-def _look_at_counts(control, source, awaited, num_local, call, limit, S: tl.constexpr):
+def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
     """Wait until all sources' counts belong to ``call``, if they are ``awaited``, and sum what was looked at.
 
-    Returns as :func:`wait_for_counts`; of several sources that are missing the first. Each of S.LOOK lanes looks at a
-    word of the headers, and at one local expert's of each source, several of these under way at a time.
+    Returns as :func:`wait_for_counts`; of several sources that are missing the first. Each of S.POLL_WIDTH lanes looks
+    at a word of the headers, and at one local expert's of each source, several of these under way at a time.
     """
     looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
-    step: tl.constexpr = S.WP if S.WP < 8 else 8
-    counts = (own_block(control, S) + S.O_COUNTS).to(I64)
-    poison = (own_block(control, S) + S.O_POISON).to(I64)
-    i = tl.arange(0, S.LOOK)
-    heads = only(awaited, i < S.W * _HEADER)
+    step: tl.constexpr = S.WORLD_SIZE_POW2 if S.WORLD_SIZE_POW2 < 8 else 8
+    counts = (own_block(ctx.control, S) + S.OFFSET_COUNTS).to(I64)
+    poison = (own_block(ctx.control, S) + S.OFFSET_POISON).to(I64)
+    i = tl.arange(0, S.POLL_WIDTH)
+    heads = only(awaited, i < S.WORLD_SIZE * _HEADER)
     local = only(awaited, i < num_local)
-    stamp = call & 0x7FFFFFFF
-    sizes = tl.zeros([S.LOOK], tl.int32)
-    before = tl.zeros([S.LOOK], tl.int32)
-    own = tl.zeros([S.LOOK], tl.int32)
+    stamp = ctx.call & 0x7FFFFFFF
+    sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
+    before = tl.zeros([S.POLL_WIDTH], tl.int32)
+    own = tl.zeros([S.POLL_WIDTH], tl.int32)
     missing = tl.full([], 0, tl.int32)
     start = clock(S.CLOCK)
     look = tl.full([], 0, tl.int32)
     state = look + 2
     while state == 2:
-        sizes = tl.zeros([S.LOOK], tl.int32)
-        before = tl.zeros([S.LOOK], tl.int32)
-        own = tl.zeros([S.LOOK], tl.int32)
-        word = tl.load(counts + i // _HEADER * S.CW + i % _HEADER, mask=heads, other=0, volatile=True)
-        late = tl.where(heads & ((word >> 32) != stamp), S.W - i // _HEADER, 0)
-        for s0 in range(0, S.W, step):
+        sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
+        before = tl.zeros([S.POLL_WIDTH], tl.int32)
+        own = tl.zeros([S.POLL_WIDTH], tl.int32)
+        word = tl.load(counts + i // _HEADER * S.COUNT_WORDS + i % _HEADER, mask=heads, other=0, volatile=True)
+        late = tl.where(heads & ((word >> 32) != stamp), S.WORLD_SIZE - i // _HEADER, 0)
+        for s0 in range(0, S.WORLD_SIZE, step):
             for j in tl.static_range(step):
                 s = s0 + j
-                mask = only(s < S.W, local)
-                word = tl.load(counts + s * S.CW + _HEADER + i, mask=mask, other=0, volatile=True)
-                late = tl.maximum(late, tl.where(mask & ((word >> 32) != stamp), S.W - s, 0))
-                rows = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.T * S.K)
+                mask = only(s < S.WORLD_SIZE, local)
+                word = tl.load(counts + s * S.COUNT_WORDS + _HEADER + i, mask=mask, other=0, volatile=True)
+                late = tl.maximum(late, tl.where(mask & ((word >> 32) != stamp), S.WORLD_SIZE - s, 0))
+                rows = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.MAX_TOKENS * S.TOPK)
                 sizes += rows
                 before += tl.where(s < source, rows, 0)
                 own += tl.where(s == source, rows, 0)
@@ -65,49 +65,49 @@ def _look_at_counts(control, source, awaited, num_local, call, limit, S: tl.cons
         state = tl.where(missing > 0, 2, 1)
         look += 1
         if (state == 2) & (look % looks == 0):
-            state = patience(poison, start, limit, S.CLOCK)
+            state = check_timeout(poison, start, ctx.limit, S.CLOCK)
     tl.debug_barrier()
-    return state, tl.where(missing > 0, S.W - missing, 0), sizes, before, own
+    return state, tl.where(missing > 0, S.WORLD_SIZE - missing, 0), sizes, before, own
 
 
 @triton.jit
 def _sum_noted(noted, stride, num_local, S: tl.constexpr):
-    """CACHED: rows of all sources for each local expert [LOOK], out of a column of an earlier call's counts."""
-    step: tl.constexpr = S.WP if S.WP < 8 else 8
-    e = tl.arange(0, S.LOOK)
-    sizes = tl.zeros([S.LOOK], tl.int32)
-    for s0 in range(0, S.W, step):
+    """CACHED: rows of all sources for each local expert [lanes], out of a column of an earlier call's counts."""
+    step: tl.constexpr = S.WORLD_SIZE_POW2 if S.WORLD_SIZE_POW2 < 8 else 8
+    e = tl.arange(0, S.POLL_WIDTH)
+    sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
+    for s0 in range(0, S.WORLD_SIZE, step):
         for j in tl.static_range(step):
             s = s0 + j
-            rows = tl.load(noted + e * stride + s, mask=only(s < S.W, e < num_local), other=0)
-            sizes += tl.minimum(tl.maximum(rows, 0), S.T * S.K)
+            rows = tl.load(noted + e * stride + s, mask=only(s < S.WORLD_SIZE, e < num_local), other=0)
+            sizes += tl.minimum(tl.maximum(rows, 0), S.MAX_TOKENS * S.TOPK)
     return sizes
 
 
 @triton.jit
-def wait_for_counts(control, noted, stride, source, me, num_local, call, limit, S: tl.constexpr):
+def wait_for_counts(ctx, noted, stride, source, num_local, S: tl.constexpr):
     """Wait for the counts of every source, and sum them; CACHED: wait for their headers, and sum what is ``noted``.
 
-    Returns (arrived, source that is missing, and per local expert [LOOK] rows of all sources, of those before
+    Returns (arrived, source that is missing, and per local expert [lanes] rows of all sources, of those before
     ``source``, and of ``source``; CACHED: of all, none, of all). A second look at the same call waits for nothing.
     """
-    mine = own_block(control, S)
+    mine = own_block(ctx.control, S)
     near = tl.full([], 1, tl.int32)
-    if S.NODE < S.W:
+    if S.NODE_SIZE < S.WORLD_SIZE:
         # Of what a network carries, a word alone says nothing, not even about its own bytes.
-        near, far, _ = wait_for_far(mine, S.O_COUNTS_FLAG, tl.arange(0, S.WP) >= 0, me, call, limit, S)
-    if S.CACHED:
+        near, far, _ = wait_for_inter_node(mine, S.OFFSET_COUNTS_FLAG, tl.arange(0, S.WORLD_SIZE_POW2) >= 0, ctx, S)
+    if S.CACHED_ROUTING:
         sizes = _sum_noted(noted, stride, num_local, S)
-        before = tl.zeros([S.LOOK], tl.int32)
+        before = tl.zeros([S.POLL_WIDTH], tl.int32)
         own = sizes
-        r = tl.arange(0, S.WP)[:, None]
+        r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
         c = tl.arange(0, _HEADER)[None, :]
-        words = (mine + S.O_COUNTS).to(I64) + r * S.CW + c
-        mask = only(near > 0, (r < S.W) & (c < _HEADER))
-        arrived, missing = wait_tagged(words, mask, call, (mine + S.O_POISON).to(I64), limit, S.CLOCK)
+        words = (mine + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
+        mask = only(near > 0, (r < S.WORLD_SIZE) & (c < _HEADER))
+        arrived, missing = wait_ll_words(words, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
     else:
-        arrived, missing, sizes, before, own = _look_at_counts(control, source, near > 0, num_local, call, limit, S)
-    if S.NODE < S.W:
+        arrived, missing, sizes, before, own = _look_at_counts(ctx, source, near > 0, num_local, S)
+    if S.NODE_SIZE < S.WORLD_SIZE:
         missing = tl.where(near > 0, missing, far)
         arrived = tl.minimum(arrived, near)
     return arrived, missing, sizes, before, own
@@ -117,55 +117,60 @@ def wait_for_counts(control, noted, stride, source, me, num_local, call, limit, 
 def header_word(control, source, i, low, high, S: tl.constexpr):
     """Word ``i`` of the header of ``source`` (a rank, or a block of them; 0 from W on), within [low, high] whatever
     came over the wire."""
-    words = (own_block(control, S) + S.O_COUNTS).to(I64) + source * S.CW + i
-    return tl.minimum(tl.maximum(value_at(words, source < S.W), low), high)
+    words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + source * S.COUNT_WORDS + i
+    return tl.minimum(tl.maximum(value_at(words, source < S.WORLD_SIZE), low), high)
 
 
 @triton.jit
 def all_rows(control, noted, stride, num_local, S: tl.constexpr):
-    """Rows of every source for each local expert [WP, LP], within [0, T x K] whatever came over the wire."""
-    r = tl.arange(0, S.WP)[:, None]
-    e = tl.arange(0, S.LP)[None, :]
-    if S.CACHED:
-        rows = tl.load(noted + e * stride + r, mask=(r < S.W) & (e < num_local), other=0)
+    """Rows of every source for each local expert [ranks, local experts], within [0, T x K] whatever came over the
+    wire."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
+    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)[None, :]
+    if S.CACHED_ROUTING:
+        rows = tl.load(noted + e * stride + r, mask=(r < S.WORLD_SIZE) & (e < num_local), other=0)
     else:
-        words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + _HEADER + e
-        rows = value_at(words, (r < S.W) & (e < num_local))
-    return tl.minimum(tl.maximum(rows, 0), S.T * S.K)
+        words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + _HEADER + e
+        rows = value_at(words, (r < S.WORLD_SIZE) & (e < num_local))
+    return tl.minimum(tl.maximum(rows, 0), S.MAX_TOKENS * S.TOPK)
 
 
 @triton.jit
 def columns_of(control, routed, source, S: tl.constexpr):
     """Of ``source``: messages, sending programs (0: messages come in any order), and the most messages of one of
     these."""
-    count = header_word(control, source, 1, 0, S.T, S)
-    if S.CACHED:
+    count = header_word(control, source, 1, 0, S.MAX_TOKENS, S)
+    if S.CACHED_ROUTING:
         count = tl.minimum(count, tl.load(routed + source * 2))
-    return count, header_word(control, source, 3, 0, S.SENDERS, S), header_word(control, source, 4, 0, S.T, S)
+    return (
+        count,
+        header_word(control, source, 3, 0, S.MAX_SENDERS, S),
+        header_word(control, source, 4, 0, S.MAX_TOKENS, S),
+    )
 
 
 @triton.jit
 def malformed(control, routed, num_local, S: tl.constexpr):
-    """[WP]: sources whose header or rows cannot be."""
-    r = tl.arange(0, S.WP)[:, None]
-    c = tl.arange(0, _HEADER if S.CACHED else S.CP)[None, :]
-    words = (own_block(control, S) + S.O_COUNTS).to(I64) + r * S.CW + c
-    if S.CACHED:
-        value = value_at(words, (r < S.W) & (c < 5))
-        expected = tl.load(routed + r * 2 + c - 1, mask=(r < S.W) & (c > 0) & (c < 3), other=0)
+    """[ranks]: sources whose header or rows cannot be."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
+    c = tl.arange(0, _HEADER if S.CACHED_ROUTING else S.COUNT_WORDS_POW2)[None, :]
+    words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
+    if S.CACHED_ROUTING:
+        value = value_at(words, (r < S.WORLD_SIZE) & (c < 5))
+        expected = tl.load(routed + r * 2 + c - 1, mask=(r < S.WORLD_SIZE) & (c > 0) & (c < 3), other=0)
         return tl.max((value != expected).to(tl.int32), 1) != 0
     else:
-        value = value_at(words, (r < S.W) & (c < _HEADER + num_local))
-        most = tl.where(c == 0, 1, tl.where(c == 3, S.SENDERS, tl.where(c < 5, S.T, 0x7FFFFFFF)))
-        most = tl.where(c < _HEADER, most, S.T * S.K)
+        value = value_at(words, (r < S.WORLD_SIZE) & (c < _HEADER + num_local))
+        most = tl.where(c == 0, 1, tl.where(c == 3, S.MAX_SENDERS, tl.where(c < 5, S.MAX_TOKENS, 0x7FFFFFFF)))
+        most = tl.where(c < _HEADER, most, S.MAX_TOKENS * S.TOPK)
         return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0
 
 
 @triton.jit
 def group_starts(sizes, shared, S: tl.constexpr):
     """Starts of the routed groups, and rows of the shared group, each group rounded up to ALIGN rows."""
-    aligned = tl.cdiv(sizes, S.ALIGN) * S.ALIGN
-    shared_rows = tl.cdiv(shared, S.ALIGN) * S.ALIGN
+    aligned = tl.cdiv(sizes, S.ROW_ALIGNMENT) * S.ROW_ALIGNMENT
+    shared_rows = tl.cdiv(shared, S.ROW_ALIGNMENT) * S.ROW_ALIGNMENT
     return tl.cumsum(aligned, 0) - aligned + shared_rows, aligned, shared_rows
 
 
@@ -179,86 +184,86 @@ def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
 
 
 @triton.jit
-def write_nothing(
-    row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, rank, num_local, num_groups,
-    counts_stride, S: tl.constexpr,
-):  # fmt: skip
+def write_nothing(outputs, received, numbers, S: tl.constexpr):
     """Outputs of a dispatch that brought nothing: poisoned, or refused by a peer."""
-    g = tl.arange(0, S.GP)
+    g = tl.arange(0, S.NUM_GROUPS_POW2)
     if not S.RANK_LAYOUT:
-        tl.store(expert_ids + g, g, mask=g < num_groups)
-    tl.store(row_offsets + g, tl.zeros([S.GP], tl.int32), mask=g <= num_groups)
-    if S.SCALES == 2:
-        tl.store(scales_offsets + g, tl.zeros([S.GP], tl.int32), mask=g < num_groups)
-    tl.store(num_recv, 0)
-    tl.store(overflow, 0)
-    r = tl.arange(0, S.WP)
-    e = tl.arange(0, S.LP)
-    tl.store(received + r * 2, tl.zeros([S.WP], tl.int32), mask=r < S.W)
-    tl.store(received + r * 2 + 1, tl.zeros([S.WP], tl.int32), mask=r < S.W)
-    tl.store(received + S.W * 2, 1)
-    column = rank if S.ALLREDUCE else 0
+        tl.store(outputs.expert_ids + g, g, mask=g < numbers.num_groups)
+    tl.store(outputs.row_offsets + g, tl.zeros([S.NUM_GROUPS_POW2], tl.int32), mask=g <= numbers.num_groups)
+    if S.SCALE_LAYOUT == 2:
+        tl.store(outputs.scales_offsets + g, tl.zeros([S.NUM_GROUPS_POW2], tl.int32), mask=g < numbers.num_groups)
+    tl.store(outputs.num_recv_tokens, 0)
+    tl.store(outputs.overflow, 0)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)
+    tl.store(received + r * 2, tl.zeros([S.WORLD_SIZE_POW2], tl.int32), mask=r < S.WORLD_SIZE)
+    tl.store(received + r * 2 + 1, tl.zeros([S.WORLD_SIZE_POW2], tl.int32), mask=r < S.WORLD_SIZE)
+    tl.store(received + S.WORLD_SIZE * 2, 1)
+    column = numbers.rank if S.ALLREDUCE else 0
     tl.store(
-        counts_out + e[None, :] * counts_stride + column + r[:, None], tl.zeros([S.WP, S.LP], tl.int32),
-        mask=(r < S.W)[:, None] & (e < num_local)[None, :],
-    )  # fmt: skip
+        outputs.counts + e[None, :] * numbers.counts_stride + column + r[:, None],
+        tl.zeros([S.WORLD_SIZE_POW2, S.MAX_LOCAL_EXPERTS_POW2], tl.int32),
+        mask=(r < S.WORLD_SIZE)[:, None] & (e < numbers.num_local_experts)[None, :],
+    )
 
 
 @triton.jit
-def write_plan(
-    control, row_offsets, expert_ids, scales_offsets, num_recv, overflow, counts_out, received, noted, routed, rank,
-    num_local, num_groups, shared, capacity, counts_stride, call, S: tl.constexpr,
-):  # fmt: skip
+def write_row_offsets(ctx, outputs, received, noted, routed, numbers, shared, S: tl.constexpr):
     """Program 0: offsets, totals, and what combine needs to know of this call, its number among it."""
-    r = tl.arange(0, S.WP)
-    e = tl.arange(0, S.LP)
-    rows = all_rows(control, noted, counts_stride, num_local, S)
-    if S.CACHED:
-        messages = tl.load(routed + r * 2, mask=r < S.W, other=0)
-        tokens = tl.load(routed + r * 2 + 1, mask=r < S.W, other=0)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)
+    rows = all_rows(ctx.control, noted, numbers.counts_stride, numbers.num_local_experts, S)
+    if S.CACHED_ROUTING:
+        messages = tl.load(routed + r * 2, mask=r < S.WORLD_SIZE, other=0)
+        tokens = tl.load(routed + r * 2 + 1, mask=r < S.WORLD_SIZE, other=0)
     else:
-        messages = header_word(control, r, 1, 0, S.T, S)
-        tokens = header_word(control, r, 2, 0, S.T, S)
-    tl.store(row_offsets, 0)
+        messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
+        tokens = header_word(ctx.control, r, 2, 0, S.MAX_TOKENS, S)
+    tl.store(outputs.row_offsets, 0)
     if S.RANK_LAYOUT:
         ends = tl.cumsum(messages, 0)
         total = tl.sum(messages, 0)
         if S.ALLREDUCE:
-            g = tl.arange(0, S.GP)
-            tl.store(row_offsets + g, tl.where(g > rank, tl.minimum(total, capacity), 0), mask=g <= num_groups)
+            g = tl.arange(0, S.NUM_GROUPS_POW2)
+            tl.store(
+                outputs.row_offsets + g,
+                tl.where(g > numbers.rank, tl.minimum(total, numbers.capacity), 0),
+                mask=g <= numbers.num_groups,
+            )
         else:
-            tl.store(row_offsets + 1 + r, tl.minimum(ends, capacity), mask=r < S.W)
-        kept = tl.minimum(total, capacity)
+            tl.store(outputs.row_offsets + 1 + r, tl.minimum(ends, numbers.capacity), mask=r < S.WORLD_SIZE)
+        kept = tl.minimum(total, numbers.capacity)
         lost = total - kept
     else:
-        g = tl.arange(0, S.GP)
-        tl.store(expert_ids + g, g, mask=g < num_groups)
+        g = tl.arange(0, S.NUM_GROUPS_POW2)
+        tl.store(outputs.expert_ids + g, g, mask=g < numbers.num_groups)
         sizes = tl.sum(rows, 0)
         starts, aligned, shared_rows = group_starts(sizes, shared, S)
-        ends = row_offsets + 1 + e
-        if S.SHARED:
-            tl.store(row_offsets + 1, tl.minimum(shared_rows, capacity))
+        ends = outputs.row_offsets + 1 + e
+        if S.FUSED_SHARED_EXPERT:
+            tl.store(outputs.row_offsets + 1, tl.minimum(shared_rows, numbers.capacity))
             ends += 1
-        tl.store(ends, tl.minimum(starts + aligned, capacity), mask=e < num_local)
-        kept = tl.sum(tl.minimum(tl.maximum(capacity - starts, 0), sizes), 0)
-        lost = tl.sum(sizes, 0) - kept + shared - tl.minimum(shared, capacity)
-        if S.SCALES == 2:
-            bases, _ = tile_bases(starts, aligned, shared_rows, capacity, S)
-            to = scales_offsets + e
-            if S.SHARED:
-                tl.store(scales_offsets, 0)
+        tl.store(ends, tl.minimum(starts + aligned, numbers.capacity), mask=e < numbers.num_local_experts)
+        kept = tl.sum(tl.minimum(tl.maximum(numbers.capacity - starts, 0), sizes), 0)
+        lost = tl.sum(sizes, 0) - kept + shared - tl.minimum(shared, numbers.capacity)
+        if S.SCALE_LAYOUT == 2:
+            bases, _ = tile_bases(starts, aligned, shared_rows, numbers.capacity, S)
+            to = outputs.scales_offsets + e
+            if S.FUSED_SHARED_EXPERT:
+                tl.store(outputs.scales_offsets, 0)
                 to += 1
-            tl.store(to, bases - tl.minimum(starts, capacity) // 128, mask=e < num_local)
-    tl.store(num_recv, kept)
-    tl.store(overflow, lost)
+            tl.store(to, bases - tl.minimum(starts, numbers.capacity) // 128, mask=e < numbers.num_local_experts)
+    tl.store(outputs.num_recv_tokens, kept)
+    tl.store(outputs.overflow, lost)
     if lost > 0:
-        tl.atomic_add(control + _OVERFLOW, lost.to(tl.int64), sem="relaxed", scope="gpu")
-    column = rank if S.ALLREDUCE else 0
+        tl.atomic_add(ctx.control + _OVERFLOW, lost.to(tl.int64), sem="relaxed", scope="gpu")
+    column = numbers.rank if S.ALLREDUCE else 0
     tl.store(
-        counts_out + e[None, :] * counts_stride + column + r[:, None], rows,
-        mask=(r < S.W)[:, None] & (e < num_local)[None, :],
-    )  # fmt: skip
-    tl.store(received + r * 2, messages, mask=r < S.W)
-    tl.store(received + r * 2 + 1, tokens, mask=r < S.W)
-    tl.store(received + S.W * 2, 0)
-    tl.store(received + S.W * 2 + 1, (call & 0x7FFFFFFF).to(tl.int32))
+        outputs.counts + e[None, :] * numbers.counts_stride + column + r[:, None],
+        rows,
+        mask=(r < S.WORLD_SIZE)[:, None] & (e < numbers.num_local_experts)[None, :],
+    )
+    tl.store(received + r * 2, messages, mask=r < S.WORLD_SIZE)
+    tl.store(received + r * 2 + 1, tokens, mask=r < S.WORLD_SIZE)
+    tl.store(received + S.WORLD_SIZE * 2, 0)
+    tl.store(received + S.WORLD_SIZE * 2 + 1, (ctx.call & 0x7FFFFFFF).to(tl.int32))

@@ -19,7 +19,7 @@ word of row 33 of the first tile and scale columns 4 to 7 is word 128 * 1 + 4 * 
 import triton
 import triton.language as tl
 
-from moelink.kernels.launch.sm_limit import take_turns
+from moelink.kernels.launch.sm_limit import within_sm_limit
 from moelink.kernels.sync.signals import I32, own_block
 from moelink.memory.protocol import DISPATCH_RECEIVED
 
@@ -31,7 +31,7 @@ _COLUMNS = tl.constexpr(32)
 @triton.jit
 def groups_of(row_offsets, num_groups, S: tl.constexpr):
     """Of each group: first row, rows, and number of the first tile behind it."""
-    g = tl.arange(0, S.GP)
+    g = tl.arange(0, S.NUM_GROUPS_POW2)
     begins = tl.load(row_offsets + g, mask=g < num_groups, other=0)
     rows = tl.load(row_offsets + 1 + g, mask=g < num_groups, other=0) - begins
     return begins, rows, tl.cumsum(tl.cdiv(rows, _ROWS), 0)
@@ -49,12 +49,12 @@ def tile_of(begins, rows, ends, i):
 @triton.jit
 def lay_out(
     program, programs, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, S: tl.constexpr
-):  # fmt: skip
+):
     """Program ``program``: every ``programs``-th piece."""
     mine = own_block(control, S)
     out = scales_out.to(I32, bitcast=True)
-    words: tl.constexpr = (S.SW * S.SCALE.primitive_bitwidth // 8 + 3) // 4
-    rest: tl.constexpr = S.SW * S.SCALE.primitive_bitwidth // 8 % 4
+    words: tl.constexpr = (S.SCALE_WIDTH * S.SCALE_DTYPE.primitive_bitwidth // 8 + 3) // 4
+    rest: tl.constexpr = S.SCALE_WIDTH * S.SCALE_DTYPE.primitive_bitwidth // 8 % 4
     blocks: tl.constexpr = (words + _COLUMNS - 1) // _COLUMNS
     j = tl.arange(0, _ROWS)
     begins, sizes, ends = groups_of(row_offsets, num_groups, S)
@@ -62,17 +62,17 @@ def lay_out(
     while i < tl.max(ends, 0) * blocks:
         begin, rows, tile = tile_of(begins, sizes, ends, i // blocks)
         # Along j addresses ascend, in either layout.
-        inner = tile * _ROWS + (j % 4 * 32 + j // 4 if S.SCALES == 2 else j)
+        inner = tile * _ROWS + (j % 4 * 32 + j // 4 if S.SCALE_LAYOUT == 2 else j)
         row = begin + inner
         at = tl.load(message_of_row + row, mask=inner < rows, other=-1)
-        real = (at >= 0) & (at < S.W * S.T)
-        message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE + S.M_SCALES
+        real = (at >= 0) & (at < S.WORLD_SIZE * S.MAX_TOKENS)
+        message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES + S.MESSAGE_SCALES
         c = i % blocks * _COLUMNS + tl.arange(0, _COLUMNS)
         mask = real[:, None] & (c < words)[None, :]
         word = tl.load(message.to(I32)[:, None] + c[None, :], mask=mask, other=0)
         if rest > 0:
             word = tl.where((c == words - 1)[None, :], word & ((1 << (8 * rest)) - 1), word)
-        if S.SCALES == 2:
+        if S.SCALE_LAYOUT == 2:
             to = out + (tl.cast(i // blocks, tl.int64) * words + c)[None, :] * _ROWS + j[:, None]
             tl.store(to, word, mask=(j >= 0)[:, None] & (c < words)[None, :])
         else:
@@ -81,10 +81,8 @@ def lay_out(
         i += programs
 
 
-@triton.jit(do_not_specialize=("num_groups", "scale_rows", "programs"))
-def ep_lay_out_scales_kernel(
-    table, record, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, programs, S: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def ep_lay_out_scales_kernel(peers, row_offsets, message_of_row, scales_out, numbers, S: tl.constexpr):
     """Scales of all rows [0, row_offsets[num_groups]), of which row r came with message ``message_of_row[r]``."""
-    pieces = (control, row_offsets, message_of_row, scales_out, num_groups, scale_rows)
-    take_turns(lay_out, control, _KIND, programs, pieces, S)
+    pieces = (peers.control, row_offsets, message_of_row, scales_out, numbers.num_groups, numbers.scale_rows)
+    within_sm_limit(lay_out, peers.control, _KIND, numbers.programs, pieces, S)

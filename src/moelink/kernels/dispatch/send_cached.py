@@ -31,12 +31,20 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
-from moelink.kernels.dispatch.message import flags_of, load_weights, places_of, put_messages, store_headers
-from moelink.kernels.dispatch.payload import load_piece, store_piece
+from moelink.kernels.dispatch.message import (
+    flags_of,
+    load_piece,
+    load_weights,
+    places_of,
+    put_messages,
+    store_headers,
+    store_piece,
+)
 from moelink.kernels.dispatch.route import experts_at, owner_of
-from moelink.kernels.sync.credit import glance, tell_drained, wait_until_drained
-from moelink.kernels.sync.internode import near_only
-from moelink.kernels.sync.ll_words import tagged
+from moelink.kernels.records import CallContext
+from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
+from moelink.kernels.sync.internode import intra_node_only
+from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import calls_made, count_arrival, own_block, publish
 from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, PHASE_DISPATCH
 
@@ -47,117 +55,108 @@ _BYTES = tl.constexpr(DISPATCH_BYTES)
 
 
 @triton.jit
-def send_heads(
-    table, record, control, sent, me, first, num_local, num_tokens, drained, call, limit, S: tl.constexpr
-):  # fmt: skip
+def send_heads(ctx, sent, numbers, drained, S: tl.constexpr):
     """Program 0: tell every rank how many messages come, and of which call's routing."""
-    r = tl.arange(0, S.WP)
-    mask = r < S.W
-    mine = own_block(control, S)
-    messages = tl.minimum(tl.maximum(tl.load(sent + r, mask=mask, other=0), 0), S.T)
-    origin = tl.load(sent + S.W)
-    base = tl.load(table + r, mask=mask, other=0)
-    ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mask = r < S.WORLD_SIZE
+    mine = own_block(ctx.control, S)
+    messages = tl.minimum(tl.maximum(tl.load(sent + r, mask=mask, other=0), 0), S.MAX_TOKENS)
+    origin = tl.load(sent + S.WORLD_SIZE)
+    base = tl.load(ctx.table + r, mask=mask, other=0)
+    ok = wait_for_credits(drained, ctx, _PHASE, S)
     if ok > 0:
-        row = counts_at(base, mine, r, me, 0, S)
+        row = counts_at(base, mine, r, ctx.me, 0, S)
         h = tl.arange(0, _HEADER)[None, :]
-        head = tl.where(h == 1, messages[:, None], 0) + tl.where(h == 2, num_tokens, 0)
+        head = tl.where(h == 1, messages[:, None], 0) + tl.where(h == 2, numbers.num_tokens, 0)
         head += tl.where(h == 5, S.OPTIONS, 0) + tl.where(h == 6, origin, 0)
         tl.atomic_xchg(
-            row[:, None] + h, tagged(call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
-        )  # fmt: skip
-        store_expert_counts(table, mine, me, first, num_local, tl.zeros([S.EP], tl.int32), call, S)
-        if S.NODE < S.W:
-            put_counts(table, control, mine, me, True, 0, call, S)
-        away = tl.sum(tl.where(r == me, 0, messages), 0).to(tl.int64)
-        tl.atomic_add(control + _BYTES, away * S.MESSAGE, sem="relaxed", scope="gpu")
+            row[:, None] + h, ll_word(ctx.call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
+        )
+        store_expert_counts(
+            ctx, mine, numbers.first_expert, numbers.num_local_experts, tl.zeros([S.NUM_EXPERTS_POW2], tl.int32), S
+        )
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            put_counts(ctx, mine, True, 0, S)
+        away = tl.sum(tl.where(r == ctx.me, 0, messages), 0).to(tl.int64)
+        tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
     return ok
 
 
 @triton.jit
 def _slots_at(slot_of, token, served, num_tokens, S: tl.constexpr):
-    """Slots [N, WP] of tokens ``token`` [N] at the ranks ``served`` [WP]; -1 for none."""
-    r = tl.arange(0, S.WP)
+    """Slots [N, ranks] of tokens ``token`` [N] at the ranks ``served`` [ranks]; -1 for none."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = (token < num_tokens)[:, None] & served[None, :]
-    return tl.load(slot_of + token[:, None] * S.W + r[None, :], mask=mask, other=-1)
+    return tl.load(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], mask=mask, other=-1)
 
 
 @triton.jit
-def _send_batches(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local, num_tokens, lane,
-    lanes, part, split, drained, call, limit, N: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, drained, N: tl.constexpr, S: tl.constexpr):
     """Send batches ``lane``, ``lane + lanes``, ... of N tokens to every ``split``-th rank from ``part``."""
-    r = tl.arange(0, S.WP)
-    k = tl.arange(0, S.KP)
-    served = (r < S.W) & (r % split == part)
-    mine = own_block(control, S)
-    base = tl.load(table + r, mask=r < S.W, other=0)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    k = tl.arange(0, S.TOPK_POW2)
+    served = (r < S.WORLD_SIZE) & (r % numbers.split == part)
+    mine = own_block(ctx.control, S)
+    base = tl.load(ctx.table + r, mask=r < S.WORLD_SIZE, other=0)
     begin = lane * N
-    row = load_piece(x, begin, 0, num_tokens, S)
-    slot = _slots_at(slot_of, begin + tl.arange(0, N), served, num_tokens, S)
-    ok = wait_until_drained(drained, table, record, control, me, _PHASE, call, limit, S)
+    row = load_piece(inputs.x, begin, 0, numbers.num_tokens, S)
+    slot = _slots_at(slot_of, begin + tl.arange(0, N), served, numbers.num_tokens, S)
+    ok = wait_for_credits(drained, ctx, _PHASE, S)
     if ok > 0:
-        for t0 in range(begin, num_tokens, lanes * N):
+        for t0 in range(begin, numbers.num_tokens, lanes * N):
             token = t0 + tl.arange(0, N)
             behind = t0 + lanes * N
-            following_slot = _slots_at(slot_of, behind + tl.arange(0, N), served, num_tokens, S)
-            own = (slot >= 0) & (slot < S.T)
+            following_slot = _slots_at(slot_of, behind + tl.arange(0, N), served, numbers.num_tokens, S)
+            own = (slot >= 0) & (slot < S.MAX_TOKENS)
             expert = token[:, None] + k[None, :]
             owner = expert
             if S.RANK_LAYOUT:
-                inside = (token < num_tokens)[:, None] & (k < S.K)[None, :]
-                expert = experts_at(ids, token[:, None] * S.K + k[None, :], inside, S)
-                owner = owner_of(expert, first, num_local, S)
-            places = places_of(base, own, slot, me, mine, S)
-            w = load_weights(weights, token, num_tokens, S)
-            store_headers(expert, expert, owner, token, places, w, first, N, S)
-            end = tl.minimum(t0 + N, num_tokens)
+                inside = (token < numbers.num_tokens)[:, None] & (k < S.TOPK)[None, :]
+                expert = experts_at(inputs.topk_ids, token[:, None] * S.TOPK + k[None, :], inside, S)
+                owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
+            places = places_of(base, own, slot, ctx.me, mine, S)
+            w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
+            store_headers(expert, expert, owner, token, places, w, numbers.first_expert, N, S)
+            end = tl.minimum(t0 + N, numbers.num_tokens)
             for t in range(t0, end):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
                 after = tl.where(t + 1 < end, t + 1, behind)
-                for piece in tl.static_range(S.PIECES):
+                for piece in tl.static_range(S.PIECES_PER_ROW):
                     next_token = t
-                    if piece + 1 == S.PIECES:
+                    if piece + 1 == S.PIECES_PER_ROW:
                         next_token = after
-                    following = load_piece(x, next_token, (piece + 1) % S.PIECES, num_tokens, S)
-                    store_piece(row, piece, scales, t, to, input_scale, S)
+                    following = load_piece(inputs.x, next_token, (piece + 1) % S.PIECES_PER_ROW, numbers.num_tokens, S)
+                    store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
                     row = following
-            flags = flags_of(base, slot, me, S)
-            publish(flags, near_only(own, r[None, :], me, S), tl.zeros([N, S.WP], tl.int64) + call)
-            if S.NODE < S.W:
-                put_messages(table, control, mine, me, own, slot, call, N, S)
+            flags = flags_of(base, slot, ctx.me, S)
+            publish(
+                flags,
+                intra_node_only(own, r[None, :], ctx.me, S),
+                tl.zeros([N, S.WORLD_SIZE_POW2], tl.int64) + ctx.call,
+            )
+            if S.NODE_SIZE < S.WORLD_SIZE:
+                put_messages(ctx, mine, own, slot, N, S)
             slot = following_slot
     return ok
 
 
 @triton.jit
-def send_again(
-    table, record, control, x, scales, input_scale, ids, weights, slot_of, sent, routed, me, first, num_local,
-    num_tokens, tokens_per_program, split, program, num_programs, limit, S: tl.constexpr,
-):  # fmt: skip
+def send_cached(peers, inputs, notes, cached, numbers, program, num_programs, S: tl.constexpr):
     """Program ``program`` of the sender role. ``routed``: ``received`` of the call whose routing it is."""
-    call = calls_made(control, _ROLE) + 1
-    drained = glance(control, _PHASE, call, S)
-    nothing = tl.load(routed + 2 * S.W)
+    call = calls_made(peers.control, _ROLE) + 1
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    drained = poll_once(peers.control, _PHASE, call, S)
+    nothing = tl.load(cached.received + 2 * S.WORLD_SIZE)
     if nothing == 0:
-        lane = (program - 1) // split
-        lanes = (num_programs - 1) // split
-        part = (program - 1) % split
+        lane = (program - 1) // numbers.split
+        lanes = (num_programs - 1) // numbers.split
+        part = (program - 1) % numbers.split
         if program == 0:
-            tell_drained(table, control, me, S)
-            ok = send_heads(
-                table, record, control, sent, me, first, num_local, num_tokens, drained, call, limit, S
-            )  # fmt: skip
-        elif (tokens_per_program > 1) & (S.BATCH > 1):
-            ok = _send_batches(
-                table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local,
-                num_tokens, lane, lanes, part, split, drained, call, limit, S.BATCH, S,
-            )  # fmt: skip
+            grant_credits(peers.table, peers.control, numbers.me, S)
+            ok = send_heads(ctx, notes.sent, numbers, drained, S)
+        elif (numbers.tokens_per_program > 1) & (S.TOKENS_PER_BATCH > 1):
+            ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, drained, S.TOKENS_PER_BATCH, S)
         else:
-            ok = _send_batches(
-                table, record, control, x, scales, input_scale, ids, weights, slot_of, me, first, num_local,
-                num_tokens, lane, lanes, part, split, drained, call, limit, 1, S,
-            )  # fmt: skip
+            ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, drained, 1, S)
         if ok > 0:
-            count_arrival(control, _ROLE, program, num_programs, "relaxed")
+            count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")

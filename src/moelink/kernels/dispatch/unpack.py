@@ -5,15 +5,164 @@ whose routing this is noted in ``rows_of_message``, and only the token must be t
 
 Example: 2 local experts, whose groups begin at rows 0 and 4, and rank 1's rows in them at 2 and 4. Its message in slot
 0 names expert 0, position 0: row 2, which is noted; in a later call over this routing the message in slot 0 goes there.
+
+Dispatch, receiver role: where scales go, and the zeros behind each group's real rows.
+
+Example: ALIGN 4 and group sizes [3, 1]: rows 3, 5, 6, 7 are padding: zero tokens, scales and weights, src_info -1.
 """
 
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.padding import load_scales, note_messages, store_scales
 from moelink.kernels.numeric import only
-from moelink.kernels.sync.signals import I32, note_malformed
+from moelink.kernels.records import Header
+from moelink.kernels.sync.signals import I32, note_malformed, own_block
 from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
+
+
+@triton.jit
+def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
+    """Element offsets of the scales of a row at scale columns c [m], or of rows [n, 1] at c [1, m]."""
+    if S.SCALE_LAYOUT == 1:
+        return c.to(tl.int64) * scale_rows + row
+    elif S.SCALE_LAYOUT == 2:
+        tile = (block + inner // 128).to(tl.int64) * ((S.SCALE_WIDTH + 3) // 4) + c // 4
+        return (tile * 32 + inner % 32) * 16 + inner % 128 // 32 * 4 + c % 4
+    else:
+        return row.to(tl.int64) * S.SCALE_WIDTH + c
+
+
+@triton.jit
+def tile_words(inner, block, w, S: tl.constexpr):
+    """Layout of 128x4 tiles: offsets of the words (four scales of a row each) of rows (columns) at words w ([1, m])."""
+    tile = (block + inner // 128).to(tl.int64) * ((S.SCALE_WIDTH + 3) // 4) + w
+    return (tile * 32 + inner % 32) * 4 + inner % 128 // 32
+
+
+@triton.jit
+def load_scales(mine, at, S: tl.constexpr):
+    """Scales of the message numbered ``at``; anything for -1, and behind the last. In tiles as words of four, zeros
+    behind the last in its word."""
+    message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES + S.MESSAGE_SCALES
+    if S.SCALE_LAYOUT == 2:
+        w = tl.arange(0, S.SCALE_WIDTH_POW2 // 4)
+        word = tl.load(message.to(I32) + w, mask=only(at >= 0, w < (S.SCALE_WIDTH + 3) // 4))
+        if S.SCALE_WIDTH % 4:
+            word = tl.where(w == S.SCALE_WIDTH // 4, word & ((1 << (S.SCALE_WIDTH % 4 * 8)) - 1), word)
+        return word
+    else:
+        c = tl.arange(0, S.SCALE_WIDTH_POW2)
+        return tl.load(message.to(S.SCALE_POINTER) + c, mask=only(at >= 0, c < S.SCALE_WIDTH))
+
+
+@triton.jit
+def store_scales(scales, row, inner, block, scales_out, scale_rows, S: tl.constexpr):
+    """A message's ``scales``, as :func:`load_scales` gives them, to the rows ``row`` [rows], -1 for none."""
+    c = tl.arange(0, scales.shape[0])
+    if S.SCALE_LAYOUT == 2:
+        to = scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block[:, None], c[None, :], S)
+        width = (S.SCALE_WIDTH + 3) // 4
+    else:
+        to = scales_out.to(S.SCALE_POINTER, bitcast=True)
+        to += scale_places(row[:, None], inner[:, None], block[:, None], c[None, :], scale_rows, S)
+        width = S.SCALE_WIDTH
+    tl.store(
+        to,
+        tl.broadcast_to(scales[None, :], (S.ROWS_PER_MESSAGE_POW2, scales.shape[0])),
+        mask=(row >= 0)[:, None] & (c < width)[None, :],
+    )
+
+
+@triton.jit
+def note_messages(message_of_row, row, at, S: tl.constexpr):
+    """LATER: rows ``row`` [N, rows], -1 for none, came with messages ``at`` [N] (``kernels.dispatch.scales``)."""
+    number = tl.broadcast_to(at[:, None], row.shape)
+    tl.store(message_of_row.to(I32, bitcast=True) + row, number, mask=row >= 0)
+
+
+@triton.jit
+def group_at(g, groups, capacity, S: tl.constexpr):
+    """Start, real rows, rows and first scale block of routed group ``g`` (-1: the shared one), within capacity."""
+    pick = tl.arange(0, S.POLL_WIDTH) == g
+    size = tl.sum(tl.where(pick, groups.sizes, 0), 0)
+    start = tl.sum(tl.where(pick, groups.starts, 0), 0)
+    rows = tl.sum(tl.where(pick, groups.aligned, 0), 0)
+    block = tl.sum(tl.where(pick, groups.bases, 0), 0)
+    if g < 0:
+        size += groups.shared
+        rows += groups.shared_rows
+    rows = tl.minimum(start + rows, capacity) - tl.minimum(start, capacity)
+    return start, tl.minimum(size, rows), rows, block
+
+
+@triton.jit
+def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
+    """Which of how many programs that write padding ``program`` is, -1 for none of them: those that have no message to
+    place, as no source has more than ``most`` of them, or all where these are less than half as many as groups.
+
+    Example: 133 programs, 2 ranks with up to 32 messages, 128 groups: programs 65 to 132, 68 of them.
+    """
+    busy = 1 + S.WORLD_SIZE * most
+    idle = num_programs - busy
+    enough = 2 * idle >= num_local + S.FUSED_SHARED_EXPERT
+    first = tl.where(enough, busy, 0)
+    return tl.maximum(program - first, -1), num_programs - first
+
+
+@triton.jit
+def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
+    """Zero the padding rows of all groups: at most ALIGN - 1 behind each group's real rows.
+
+    A group for each program, or several programs for a group. Nothing is waited for: it is done while messages are on
+    their way.
+    """
+    num_groups = numbers.num_local_experts + S.FUSED_SHARED_EXPERT
+    shares = tl.maximum(num_programs // num_groups, 1)
+    j = tl.arange(0, 4)
+    for i in range(program, num_groups * shares, num_programs):
+        start, size, rows, _ = group_at(i % num_groups - S.FUSED_SHARED_EXPERT, groups, numbers.capacity, S)
+        for inner in range(size + i // num_groups, rows, shares):
+            row = start + inner
+            to = outputs.tokens.to(S.WORD_POINTER, bitcast=True) + row.to(tl.int64) * S.ROW_WORDS
+            for c0 in tl.static_range(0, S.ROW_WORDS, S.BLOCK_SIZE):
+                c = c0 + tl.arange(0, S.BLOCK_SIZE)
+                tl.store(to + c, tl.zeros([S.BLOCK_SIZE], tl.int32).to(S.WORD_POINTER.element_ty), mask=c < S.ROW_WORDS)
+            tl.store(outputs.src_info + row * 3 + j, j * 0 - 1, mask=j < 3)
+            if S.HAS_WEIGHTS:
+                tl.store(outputs.weights + row + j, (j * 0).to(S.WEIGHT_POINTER.element_ty), mask=j < 1)
+            if S.SCALES_LATER:
+                tl.store(outputs.scales.to(I32, bitcast=True) + row + j, j * 0 - 1, mask=j < 1)
+            elif S.SCALE_LAYOUT == 0 or S.SCALE_LAYOUT == 1:
+                c = tl.arange(0, S.SCALE_WIDTH_POW2)
+                place = scale_places(row, row, row, c, numbers.scale_rows, S)
+                tl.store(
+                    outputs.scales.to(S.SCALE_POINTER, bitcast=True) + place,
+                    tl.zeros([S.SCALE_WIDTH_POW2], tl.int32).to(S.SCALE_DTYPE),
+                    mask=c < S.SCALE_WIDTH,
+                )
+
+
+@triton.jit
+def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexpr):
+    """Zero the scales behind each group's real rows up to the end of its last 128-row tile.
+
+    Example: ALIGN 24 and 121 real rows: 144 rows in 2 tiles, so 135 rows of scales are zeroed, in two rounds of 128.
+    """
+    words: tl.constexpr = (S.SCALE_WIDTH + 3) // 4
+    steps: tl.constexpr = (words + 15) // 16
+    j = tl.arange(0, 128)
+    for i in range(program, (numbers.num_local_experts + S.FUSED_SHARED_EXPERT) * steps, num_programs):
+        g = i // steps - S.FUSED_SHARED_EXPERT
+        _, size, rows, block = group_at(g, groups, numbers.capacity, S)
+        w = i % steps * 16 + tl.arange(0, 16)
+        for j0 in tl.static_range(0, 126 + S.ROW_ALIGNMENT, 128):
+            inner = size + j0 + j
+            tl.store(
+                scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block, w[None, :], S),
+                tl.zeros([128, 16], tl.int32),
+                mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (w < words)[None, :],
+            )
+
 
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _DROPPED = tl.constexpr(ROW_DROPPED)
@@ -34,14 +183,14 @@ def _element(values, q):
 @triton.jit
 def _load_words(mine, at, block, S: tl.constexpr):
     """Words of block ``block`` of the message numbered ``at``; anything for -1, and behind the row's end."""
-    c = block * S.BLOCK + tl.arange(0, S.BLOCK)
-    message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
-    return tl.load(tl.multiple_of(message.to(S.WORD_P), 16) + c, mask=only(at >= 0, c < S.NWORDS))
+    c = block * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
+    message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
+    return tl.load(tl.multiple_of(message.to(S.WORD_POINTER), 16) + c, mask=only(at >= 0, c < S.ROW_WORDS))
 
 
 @triton.jit
 def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
-    """Rows noted at ``places`` [N, RP], which of them are within ``capacity``, and for tiles of scales how far
+    """Rows noted at ``places`` [N, rows], which of them are within ``capacity``, and for tiles of scales how far
     they are into their group and the group's first block.
 
     The group is the last one that starts at or before the row. What was never noted (a peer's nonsense, in the earlier
@@ -53,9 +202,9 @@ def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
     keep = (row >= 0) & (row < capacity)
     inner = row
     block = row
-    if S.SCALES == 2:
+    if S.SCALE_LAYOUT == 2:
         group = tl.sum((starts[None, None, :] <= row[:, :, None]).to(tl.int32), 2) - 1
-        group = tl.reshape(tl.maximum(group, 0), (places.shape[0] * S.RP,))
+        group = tl.reshape(tl.maximum(group, 0), (places.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
         inner = row - tl.reshape(tl.gather(starts, group, 0), row.shape)
         block = tl.reshape(tl.gather(bases, group, 0), row.shape)
         keep = keep & (inner >= 0) & (inner < tl.reshape(tl.gather(sizes, group, 0), row.shape))
@@ -63,96 +212,104 @@ def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
 
 
 @triton.jit
-def place_headers(
-    control, source, at, valid, token, local, position, w, base, sizes, starts, bases, src_info, weights_out,
-    topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity,
-    S: tl.constexpr,
-):  # fmt: skip
+def unpack_headers(ctx, source, at, valid, header, destination, outputs, notes, numbers, S: tl.constexpr):
     """Where the rows of messages go that are numbered ``at`` [N], those that are ``valid``; what is small in them goes
     there, and is noted for combine.
 
-    ``token`` [N]; ``local``, ``w`` [N, KP or RP] and ``position`` [N, RP] are local ids (-1: none), router weights and
-    positions as they came. ``base``, ``sizes``: as in :func:`place_group`. Returns the rows [N, RP], -1 for none, and
+    Returns the rows [N, rows], -1 for none, and
     for tiles of scales how far each is into its group and the group's first block.
     """
-    label = rank if S.ALLREDUCE else source
-    q = tl.arange(0, S.RP)
+    token = header.token
+    local = header.local_ids
+    w = header.weights
+    label = numbers.rank if S.ALLREDUCE else source
+    q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
     every = valid[:, None] & (q >= 0)[None, :]
-    if S.CACHED:
-        strange = token != tl.load(message_token + at, mask=valid, other=0)
+    if S.CACHED_ROUTING:
+        strange = token != tl.load(notes.message_token + at, mask=valid, other=0)
     else:
-        strange = (token < 0) | (token >= S.T)
-    shape: tl.constexpr = (valid.shape[0], S.RP)
+        strange = (token < 0) | (token >= S.MAX_TOKENS)
+    shape: tl.constexpr = (valid.shape[0], S.ROWS_PER_MESSAGE_POW2)
     if S.RANK_LAYOUT:
-        k = tl.arange(0, S.KP)
-        if S.CACHED:
-            start = tl.load(rows_of_message + at, mask=valid & (strange == 0), other=_ABSENT)
-            fits = (start >= 0) & (start < capacity)
+        k = tl.arange(0, S.TOPK_POW2)
+        if S.CACHED_ROUTING:
+            start = tl.load(notes.rows_of_message + at, mask=valid & (strange == 0), other=_ABSENT)
+            fits = (start >= 0) & (start < numbers.capacity)
             row = start[:, None] + q[None, :]
             keep = every & fits[:, None]
         else:
-            start = base + at - source * S.T
+            start = destination.base + at - source * S.MAX_TOKENS
             row = start[:, None] + q[None, :]
-            keep = every & (row < capacity)
-            tl.store(rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
-        info = src_info + row * 3
+            keep = every & (row < numbers.capacity)
+            tl.store(notes.rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
+        info = outputs.src_info + row * 3
         tl.store(info + 2, tl.zeros(shape, tl.int32) - 1, mask=keep)
-        named = valid[:, None] & (k < S.K)[None, :]
-        known = (local >= -1) & (local < num_local)
-        note_malformed(control, source, named & (strange[:, None] | (known == 0)))
+        named = valid[:, None] & (k < S.TOPK)[None, :]
+        known = (local >= -1) & (local < numbers.num_local_experts)
+        note_malformed(ctx.control, source, named & (strange[:, None] | (known == 0)))
         local = tl.where(known, local, -1)
-        here = named & (fits if S.CACHED else start < capacity)[:, None]
-        cell = start.to(tl.int64)[:, None] * S.K + k[None, :]
-        tl.store(topk_ids_out + cell, local, mask=here)
-        if S.WEIGHTS:
-            tl.store(weights_out + cell, tl.where(local >= 0, w, 0.0), mask=here)
+        here = named & (fits if S.CACHED_ROUTING else start < numbers.capacity)[:, None]
+        cell = start.to(tl.int64)[:, None] * S.TOPK + k[None, :]
+        tl.store(outputs.topk_ids + cell, local, mask=here)
+        if S.HAS_WEIGHTS:
+            tl.store(outputs.weights + cell, tl.where(local >= 0, w, 0.0), mask=here)
         inner = row
         block = row
     else:
-        mask = valid[:, None] & (q < S.K)[None, :]
-        if S.CACHED:
-            note_malformed(control, source, valid & strange)
+        mask = valid[:, None] & (q < S.TOPK)[None, :]
+        if S.CACHED_ROUTING:
+            note_malformed(ctx.control, source, valid & strange)
             valid = valid & (strange == 0)
             row, keep, inner, block = _noted_rows(
-                rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :], mask & valid[:, None], sizes, starts,
-                bases, capacity, S,
-            )  # fmt: skip
+                notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
+                mask & valid[:, None],
+                destination.sizes,
+                destination.starts,
+                destination.bases,
+                numbers.capacity,
+                S,
+            )
         else:
-            named = (local >= 0) & (local < num_local)
-            e = tl.reshape(tl.where(named, local, 0), (valid.shape[0] * S.RP,))
-            row = tl.reshape(tl.gather(base, e, 0), shape) + position
-            placed = named & (position >= 0) & (position < tl.reshape(tl.gather(sizes, e, 0), shape))
+            named = (local >= 0) & (local < numbers.num_local_experts)
+            e = tl.reshape(tl.where(named, local, 0), (valid.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
+            row = tl.reshape(tl.gather(destination.base, e, 0), shape) + header.positions
+            placed = (
+                named
+                & (header.positions >= 0)
+                & (header.positions < tl.reshape(tl.gather(destination.sizes, e, 0), shape))
+            )
             known = placed | (local == -1)
-            note_malformed(control, source, mask & (strange[:, None] | (known == 0)))
-            keep = placed & (row < capacity)
+            note_malformed(ctx.control, source, mask & (strange[:, None] | (known == 0)))
+            keep = placed & (row < numbers.capacity)
             tl.store(
-                rows_of_message + at.to(tl.int64)[:, None] * S.K + q[None, :],
-                tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)), mask=mask,
-            )  # fmt: skip
-            inner = row - tl.reshape(tl.gather(starts, e, 0), shape)
-            block = tl.reshape(tl.gather(bases, e, 0), shape)
-        if S.SHARED:
-            own = valid & (token >= shared_begin) & (token < shared_end)
-            own = own[:, None] & (q == S.K)[None, :] & (tl.zeros(shape, tl.int32) + source == me)
-            number_own = tl.broadcast_to((token - shared_begin)[:, None], shape)
+                notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
+                tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)),
+                mask=mask,
+            )
+            inner = row - tl.reshape(tl.gather(destination.starts, e, 0), shape)
+            block = tl.reshape(tl.gather(destination.bases, e, 0), shape)
+        if S.FUSED_SHARED_EXPERT:
+            own = valid & (token >= numbers.shared_begin) & (token < numbers.shared_end)
+            own = own[:, None] & (q == S.TOPK)[None, :] & (tl.zeros(shape, tl.int32) + source == ctx.me)
+            number_own = tl.broadcast_to((token - numbers.shared_begin)[:, None], shape)
             row = tl.where(own, number_own, row)
-            keep = keep | (own & (row < capacity))
+            keep = keep | (own & (row < numbers.capacity))
             inner = tl.where(own, row, inner)
             block = tl.where(own, 0, block)
-        info = src_info + row * 3
-        tl.store(info + 2, tl.broadcast_to(tl.where(q < S.K, q, -1)[None, :], shape), mask=keep)
-        if S.WEIGHTS:
-            tl.store(weights_out + row, w, mask=keep)
+        info = outputs.src_info + row * 3
+        tl.store(info + 2, tl.broadcast_to(tl.where(q < S.TOPK, q, -1)[None, :], shape), mask=keep)
+        if S.HAS_WEIGHTS:
+            tl.store(outputs.weights + row, w, mask=keep)
     tl.store(info, tl.zeros(shape, tl.int32) + label, mask=keep)
     tl.store(info + 1, tl.broadcast_to(token[:, None], shape), mask=keep)
-    if not S.CACHED:
-        tl.store(message_token + at, token, mask=valid)
+    if not S.CACHED_ROUTING:
+        tl.store(notes.message_token + at, token, mask=valid)
     return tl.where(keep, row, -1), inner, block
 
 
 @triton.jit
 def store_rows(words, c, places, tokens_out, S: tl.constexpr):
-    """Words ``c`` of a row, which are ``words``, to the rows ``places`` [RP], -1 for none.
+    """Words ``c`` of a row, which are ``words``, to the rows ``places`` [rows], -1 for none.
 
     They are the first to leave the second-level cache: most of them are driven out by experts' weights before they are
     read, and messages are read from there.
@@ -161,67 +318,70 @@ def store_rows(words, c, places, tokens_out, S: tl.constexpr):
     nth = tl.cumsum(present, 0) - present
     for n in range(0, tl.sum(present, 0)):  # of a message's rows few are here: its other experts are elsewhere
         place = tl.max(tl.where((present > 0) & (nth == n), places, 0), 0)
-        to = tokens_out.to(S.WORD_P, bitcast=True) + place.to(tl.int64) * S.NWORDS
-        tl.store(to + c, words, mask=c < S.NWORDS, cache_modifier=".cs")
+        to = tokens_out.to(S.WORD_POINTER, bitcast=True) + place.to(tl.int64) * S.ROW_WORDS
+        tl.store(to + c, words, mask=c < S.ROW_WORDS, cache_modifier=".cs")
 
 
 @triton.jit
-def place_group(
-    control, mine, source, slot, valid, base, sizes, starts, bases, tokens_out, scales_out, src_info, weights_out,
-    topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, scale_rows,
-    S: tl.constexpr,
-):  # fmt: skip
+def unpack_group(ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
     """Copy messages ``slot`` [GATHER] of ``source``, those that are ``valid``, to their rows, and note for combine
     where they are.
 
-    ``base`` [LOOK]: first row of this source in each expert's group; ``sizes`` [LOOK]: its rows there. Layout "rank":
-    ``base`` is the first row of this source. CACHED: ``base`` is not used, ``sizes`` are all sources' rows, and what is
-    noted is read. What is small is read for all of them at once, and each one's payload and scales while the one before
-    is stored: what loads leave out stays undefined, as anything that was moved in would wait for them.
+    Over a cached routing what is noted is read, and ``destination.base`` is not used. What is small is read for all of
+    them at once, and each one's payload and scales while the one before is stored: what loads leave out stays
+    undefined, as anything that was moved in would wait for them.
     """
-    at = source * S.T + slot
+    mine = own_block(ctx.control, S)
+    at = source * S.MAX_TOKENS + slot
     number = tl.where(valid, at, -1)
     words = _load_words(mine, _element(number, 0), 0, S)
     scales = number
-    stores_scales: tl.constexpr = S.SW > 0 and not S.LATER
+    stores_scales: tl.constexpr = S.SCALE_WIDTH > 0 and not S.SCALES_LATER
     if stores_scales:
         scales = load_scales(mine, _element(number, 0), S)
-    message = mine + S.O_MESSAGES + at.to(tl.int64) * S.MESSAGE
-    token = tl.load((message + S.M_TOKEN).to(I32), mask=valid)
-    q = tl.arange(0, S.KP if S.RANK_LAYOUT else S.RP)
-    mask = valid[:, None] & (q < S.K)[None, :]
+    message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
+    token = tl.load((message + S.MESSAGE_TOKEN).to(I32), mask=valid)
+    q = tl.arange(0, S.TOPK_POW2 if S.RANK_LAYOUT else S.ROWS_PER_MESSAGE_POW2)
+    mask = valid[:, None] & (q < S.TOPK)[None, :]
     local = tl.zeros(mask.shape, tl.int32)
     position = local
     w = local
-    if S.RANK_LAYOUT or not S.CACHED:
-        local = tl.load((message + S.M_IDS).to(I32)[:, None] + q[None, :], mask=mask)
-    if not (S.RANK_LAYOUT or S.CACHED):
-        position = tl.load((message + S.M_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
-    if S.WEIGHTS:  # the fused shared expert's row counts whole
-        w = tl.where(mask, tl.load((message + S.M_WEIGHTS).to(S.WEIGHT_P)[:, None] + q[None, :], mask=mask), 1.0)
-    if not (S.RANK_LAYOUT or S.CACHED):
+    if S.RANK_LAYOUT or not S.CACHED_ROUTING:
+        local = tl.load((message + S.MESSAGE_IDS).to(I32)[:, None] + q[None, :], mask=mask)
+    if not (S.RANK_LAYOUT or S.CACHED_ROUTING):
+        position = tl.load((message + S.MESSAGE_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
+    if S.HAS_WEIGHTS:  # the fused shared expert's row counts whole
+        w = tl.where(
+            mask, tl.load((message + S.MESSAGE_WEIGHTS).to(S.WEIGHT_POINTER)[:, None] + q[None, :], mask=mask), 1.0
+        )
+    if not (S.RANK_LAYOUT or S.CACHED_ROUTING):
         local = tl.where(mask, local, -1)
-    to_rows, inner, block = place_headers(
-        control, source, at, valid, token, local, position, w, base, sizes, starts, bases, src_info, weights_out,
-        topk_ids_out, rows_of_message, message_token, me, rank, num_local, shared_begin, shared_end, capacity, S,
-    )  # fmt: skip
-    if S.LATER:
-        note_messages(scales_out, to_rows, at, S)
-    blocks: tl.constexpr = (S.NWORDS + S.BLOCK - 1) // S.BLOCK
-    for j in tl.static_range(S.GATHER * blocks):
+    to_rows, inner, block = unpack_headers(
+        ctx, source, at, valid, Header(token, local, position, w), destination, outputs, notes, numbers, S
+    )
+    if S.SCALES_LATER:
+        note_messages(outputs.scales, to_rows, at, S)
+    blocks: tl.constexpr = (S.ROW_WORDS + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
+    for j in tl.static_range(S.MESSAGES_PER_STEP * blocks):
         following = words
         following_scales = scales
-        if j + 1 < S.GATHER * blocks:
+        if j + 1 < S.MESSAGES_PER_STEP * blocks:
             behind = _element(number, (j + 1) // blocks)
             following = _load_words(mine, behind, (j + 1) % blocks, S)
             if stores_scales and (j + 1) % blocks == 0:
                 following_scales = load_scales(mine, behind, S)
-        c = j % blocks * S.BLOCK + tl.arange(0, S.BLOCK)
+        c = j % blocks * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         places = _row(to_rows, j // blocks)
-        store_rows(words, c, places, tokens_out, S)
+        store_rows(words, c, places, outputs.tokens, S)
         if stores_scales and j % blocks == 0:
             store_scales(
-                scales, places, _row(inner, j // blocks), _row(block, j // blocks), scales_out, scale_rows, S
-            )  # fmt: skip
+                scales,
+                places,
+                _row(inner, j // blocks),
+                _row(block, j // blocks),
+                outputs.scales,
+                numbers.scale_rows,
+                S,
+            )
         words = following
         scales = following_scales

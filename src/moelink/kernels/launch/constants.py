@@ -3,6 +3,8 @@
 Everything that changes from call to call (token counts, call numbers, capacities, addresses, ranks) is an ordinary
 argument instead, so that no call recompiles. Offsets O_* are bytes from the start of a block, M_* from that of a
 message.
+
+What a combine kernel is compiled for; ``kernels.launch.constants`` has what both phases share.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ import triton.language as tl
 from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import settle_cache_key
-from moelink.memory.protocol import COUNT_HEADER, COUNTED_ALONE, FEW_TOKENS, MANY_TOKENS, MAX_SENDERS, MOST_THREADS
+from moelink.memory.protocol import (
+    COMBINE_BLOCK,
+    COUNT_HEADER,
+    COUNTED_ALONE,
+    FEW_TOKENS,
+    MANY_TOKENS,
+    MAX_SENDERS,
+    MOST_THREADS,
+    OPTIONS_BY_ROW,
+    OPTIONS_SUMS,
+)
 from moelink.memory.workspace import Workspace
 
 TRITON_DTYPES = {
@@ -50,7 +62,8 @@ def is_interpreted() -> bool:
 
 
 def has_native_casts(device: torch.device) -> bool:
-    """True where the hardware's 8-bit float casts agree with the formats' arithmetic: NVIDIA, sm_89 and newer."""
+    """True where the hardware's 8-bit float casts block_uniform with the formats' arithmetic: NVIDIA, sm_89 and
+    newer."""
     if is_interpreted() or torch.version.hip:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
@@ -88,47 +101,51 @@ def word_of(nbytes: int) -> Any:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CommonSpec:
-    """Sizes and offsets that both phases use.
+    """Sizes and offsets that both phases use. ``X_POW2`` is the next power of two of ``X``, the size of a block.
 
     Attributes:
-        W, WP: ranks, and the next power of two. E, EP: experts, and the bins of a histogram over them.
-        PER, EXTRA: the expert map. K, KP: topk. L, LP: most local experts. T: max_tokens_per_rank.
-        TB: tokens that a program counts at a time; TC: if they are more than its own.
-        THREADS: most threads of a program; 1 where it is interpreted.
-        SMS: multiprocessors that the programs of a launch may use, 0 for all; SMID: how a program knows its own
+        WORLD_SIZE: ranks that exchange. NUM_EXPERTS: experts; its power of two is the bins of a histogram.
+        EXPERTS_PER_RANK, EXTRA_EXPERTS: the map of experts: the first EXTRA_EXPERTS ranks own one more.
+        TOPK, MAX_TOKENS: topk and max_tokens_per_rank. MAX_LOCAL_EXPERTS: most experts of a rank.
+        COUNT_BLOCK: tokens that a program counts at a time. COUNT_BLOCK_ALL: the same where they are not only its own.
+        ALLREDUCE: mode "allreduce". FUSED_SHARED_EXPERT: 1 where it is fused. RANK_LAYOUT: layout "rank".
+        NATIVE_CASTS: the hardware's casts round as the formats do. MAX_THREADS: most threads of a program; 1 where it
+            is interpreted. CLOCK: what ``signals.clock`` reads.
+        NUM_SMS: SMs that the programs of a launch may use, 0 for all. SM_ID: how a program knows its own
             (``kernels.launch.sm_limit``).
-        NODE: ranks of a node; NET: who carries to others (``kernels.sync.internode``), "" when there are none.
+        NODE_SIZE: ranks of a node. NETWORK: who carries to other nodes (``kernels.sync.internode``), "" for nobody.
+        OFFSET_*: first byte of a region in a block (``memory.workspace``).
     """
 
-    W: int
-    WP: int
-    E: int
-    EP: int
-    PER: int
-    EXTRA: int
-    K: int
-    KP: int
-    L: int
-    LP: int
-    T: int
-    TB: int
-    TC: int
+    WORLD_SIZE: int
+    WORLD_SIZE_POW2: int
+    NUM_EXPERTS: int
+    NUM_EXPERTS_POW2: int
+    EXPERTS_PER_RANK: int
+    EXTRA_EXPERTS: int
+    TOPK: int
+    TOPK_POW2: int
+    MAX_LOCAL_EXPERTS: int
+    MAX_LOCAL_EXPERTS_POW2: int
+    MAX_TOKENS: int
+    COUNT_BLOCK: int
+    COUNT_BLOCK_ALL: int
     ALLREDUCE: bool
-    SHARED: int
+    FUSED_SHARED_EXPERT: int
     RANK_LAYOUT: bool
-    NATIVE: bool
-    THREADS: int
+    NATIVE_CASTS: bool
+    MAX_THREADS: int
     CLOCK: Any
-    SMS: int
-    SMID: Any
-    O_POISON: int
-    O_POISONS: int
-    O_CONTROL: int
-    O_DRAINED: int
-    O_TURNS: int
-    NODE: int
-    NET: str
-    O_IDLE: int
+    NUM_SMS: int
+    SM_ID: Any
+    OFFSET_POISON: int
+    OFFSET_POISONS: int
+    OFFSET_CONTROL: int
+    OFFSET_DRAINED: int
+    OFFSET_TURNS: int
+    NODE_SIZE: int
+    NETWORK: str
+    OFFSET_IDLE: int
 
     def __post_init__(self) -> None:
         # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
@@ -161,22 +178,23 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     ranks, power = workspace.world_size, triton.next_power_of_2
     local = workspace.max_local_experts
     return dict(
-        W=ranks, WP=power(ranks), E=cfg.num_experts, EP=max(2, power(cfg.num_experts)),
-        PER=cfg.num_experts // cfg.world_size, EXTRA=cfg.num_experts % cfg.world_size, K=cfg.topk, KP=power(cfg.topk),
-        L=local, LP=power(local), T=max(1, cfg.max_tokens_per_rank),
-        TB=max(1, 256 // power(cfg.topk)) if device.type != "cpu" else 2,
-        TC=min(max(1, 1024 // power(cfg.topk)), power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16,
-        ALLREDUCE=cfg.mode == "allreduce", SHARED=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
-        NATIVE=has_native_casts(device), THREADS=threads_of(device), CLOCK=clock_of(device),
-        SMS=budget_of(cfg, device), SMID="ptx",
-        O_POISON=regions["poison"].offset, O_POISONS=regions["poisons"].offset, O_CONTROL=regions["control"].offset,
-        O_DRAINED=regions["credit"].offset, O_TURNS=regions["sm_limit"].offset, NODE=workspace.node_size,
-        NET="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
-        O_IDLE=far_offset(workspace, "idle"),
+        WORLD_SIZE=ranks, WORLD_SIZE_POW2=power(ranks), NUM_EXPERTS=cfg.num_experts, NUM_EXPERTS_POW2=max(2,
+        power(cfg.num_experts)), EXPERTS_PER_RANK=cfg.num_experts // cfg.world_size, EXTRA_EXPERTS=cfg.num_experts %
+        cfg.world_size, TOPK=cfg.topk, TOPK_POW2=power(cfg.topk), MAX_LOCAL_EXPERTS=local,
+        MAX_LOCAL_EXPERTS_POW2=power(local), MAX_TOKENS=max(1, cfg.max_tokens_per_rank), COUNT_BLOCK=max(1, 256 //
+        power(cfg.topk)) if device.type != "cpu" else 2, COUNT_BLOCK_ALL=min(max(1, 1024 // power(cfg.topk)),
+        power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16, ALLREDUCE=cfg.mode == "allreduce",
+        FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
+        NATIVE_CASTS=has_native_casts(device), MAX_THREADS=threads_of(device), CLOCK=clock_of(device),
+        NUM_SMS=budget_of(cfg, device), SM_ID="ptx", OFFSET_POISON=regions["poison"].offset,
+        OFFSET_POISONS=regions["poisons"].offset, OFFSET_CONTROL=regions["control"].offset,
+        OFFSET_DRAINED=regions["credit"].offset, OFFSET_TURNS=regions["sm_limit"].offset, NODE_SIZE=workspace.node_size,
+        NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
+        OFFSET_IDLE=inter_node_offset(workspace, "idle"),
     )  # fmt: skip
 
 
-def far_offset(workspace: Workspace, name: str) -> int:
+def inter_node_offset(workspace: Workspace, name: str) -> int:
     """Offset of a region that is there across nodes only; without them 0, which nobody uses."""
     return workspace.regions[name].offset if workspace.inter_node_ranks else 0
 
@@ -186,82 +204,86 @@ class DispatchSpec(CommonSpec):
     """Dispatch: how rows enter messages, and how they leave them.
 
     Attributes:
-        SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT to another float
-            dtype, or ENCODE with the format's device functions.
-        WORD_P, NWORDS, BLOCK: payload words: pointer type, number per row, moved at a time.
-        INPUT: dtype of the rows' elements. DTYPE: payload dtype of CONVERT. ENCODE_FN, GROUP, NG, GB, PB: ENCODE:
-            elements per group, groups per row and at a time, payload bytes per group. PIECES: of a row that are read
-            and stored at a time.
-        SW, SWP, SCALE: scales per row, next power of two, their integer type. SCALES: layout in the output;
-            LATER: they are brought into it by a launch of their own.
-        ALIGN: rows that group sizes are a multiple of. WEIGHTS: router weights travel. CACHED: an earlier call's
-            routing is used again. OPTIONS: what every rank must choose alike. ROWS, RP: rows of a message, and the
-            next power of two. GP: group offsets, as a power of two.
-        ONCE: how rows are loaded, as Triton names it: those of more than FEW_TOKENS are the first to leave the
+        SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT them to another float
+            dtype, or ENCODE them with the format's device functions.
+        WORD_POINTER, ROW_WORDS, BLOCK_SIZE: rows are moved in words: pointer type, words of a row, words at a time.
+        INPUT_DTYPE: dtype of the rows' elements. ROW_DTYPE, ROW_POINTER: payload dtype of CONVERT. HIDDEN_SIZE:
+        columns. ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: ENCODE: elements of a group,
+            groups of a
+            row and at a time, payload bytes of a group. HAS_INPUT_SCALE: there is a global input scale.
+        PIECES_PER_ROW: pieces in which a row is read and stored.
+        SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
+            the output. SCALES_LATER: a launch of their own brings them into it.
+        ROW_ALIGNMENT: group sizes are multiples of it. HAS_WEIGHTS, WEIGHT_POINTER: router weights travel.
+        CACHED_ROUTING: an earlier call's routing is used again. OPTIONS: what every rank must choose alike.
+        ROWS_PER_MESSAGE: output rows of a message, at most. NUM_GROUPS_POW2: group offsets, as a power of two.
+        EVICTION: how rows are loaded, as Triton names it: those of more than FEW_TOKENS are the first to leave the
             second-level cache again.
-        BATCH: tokens whose messages a program publishes together. ALONE: most tokens of a call in which each program
-            counts for itself what is before its own; 0: only programs of one token do. SENDERS: most sending programs;
-            TR: of whose tallies, TALLY words each, so many are read at a time. GATHER: messages that a receiver places
-            at a time. CW, CP: words of a source's counts, and the next power of two. LOOK:
-            of them looked at, and summed, at a time.
+        TOKENS_PER_BATCH: tokens whose messages a program publishes together.
+        MAX_TOKENS_ALONE: most tokens of a call in which each program counts for itself what is before its own; 0: only
+            programs of one token do.
+        MAX_SENDERS: most sending programs. SENDERS_PER_STEP: programs whose block counts, of BLOCK_COUNT_WORDS each,
+            are read at a time. MESSAGES_PER_STEP: messages that a receiver unpacks at a time.
+        COUNT_WORDS: words of a source's counts. POLL_WIDTH: of them polled, and summed, at a time.
+        MESSAGE_BYTES: bytes of a message. MESSAGE_*: first byte of a part in it.
     """
 
     SOURCE: int
-    WORD_P: Any
-    NWORDS: int
-    BLOCK: int
-    INPUT: Any
-    DTYPE: Any
-    DTYPE_P: Any
-    H: int
+    WORD_POINTER: Any
+    ROW_WORDS: int
+    BLOCK_SIZE: int
+    INPUT_DTYPE: Any
+    ROW_DTYPE: Any
+    ROW_POINTER: Any
+    HIDDEN_SIZE: int
     ENCODE_FN: Any
-    INPUT_SCALE: bool
-    GROUP: int
-    NG: int
-    GB: int
-    PB: int
-    PIECES: int
-    SW: int
-    SWP: int
-    SCALE: Any
-    SCALE_P: Any
-    SCALES: int
-    LATER: bool
-    ALIGN: int
-    WEIGHTS: bool
-    CACHED: bool
+    HAS_INPUT_SCALE: bool
+    GROUP_SIZE: int
+    NUM_SCALE_GROUPS: int
+    GROUPS_PER_PIECE: int
+    GROUP_BYTES: int
+    PIECES_PER_ROW: int
+    SCALE_WIDTH: int
+    SCALE_WIDTH_POW2: int
+    SCALE_DTYPE: Any
+    SCALE_POINTER: Any
+    SCALE_LAYOUT: int
+    SCALES_LATER: bool
+    ROW_ALIGNMENT: int
+    HAS_WEIGHTS: bool
+    CACHED_ROUTING: bool
     OPTIONS: int
-    WEIGHT_P: Any
-    ROWS: int
-    RP: int
-    GP: int
-    BATCH: int
-    ALONE: int
-    ONCE: str
-    GATHER: int
-    SENDERS: int
-    TR: int
-    TALLY: int
-    MESSAGE: int
-    M_SCALES: int
-    M_TOKEN: int
-    M_IDS: int
-    M_POSITIONS: int
-    M_WEIGHTS: int
-    CW: int
-    CP: int
-    LOOK: int
-    O_TALLY_FLAG: int
-    O_TALLIES: int
-    O_MESSAGE_FLAG: int
-    O_COUNTS: int
-    O_FIRSTS: int
-    O_MESSAGES: int
-    O_COUNTS_FLAG: int
-    O_FIRSTS_FLAG: int
-    O_STAGED_COUNTS: int
-    O_STAGED_FIRSTS: int
-    O_STAGED_MESSAGES: int
+    WEIGHT_POINTER: Any
+    ROWS_PER_MESSAGE: int
+    ROWS_PER_MESSAGE_POW2: int
+    NUM_GROUPS_POW2: int
+    TOKENS_PER_BATCH: int
+    MAX_TOKENS_ALONE: int
+    EVICTION: str
+    MESSAGES_PER_STEP: int
+    MAX_SENDERS: int
+    SENDERS_PER_STEP: int
+    BLOCK_COUNT_WORDS: int
+    MESSAGE_BYTES: int
+    MESSAGE_SCALES: int
+    MESSAGE_TOKEN: int
+    MESSAGE_IDS: int
+    MESSAGE_POSITIONS: int
+    MESSAGE_WEIGHTS: int
+    COUNT_WORDS: int
+    COUNT_WORDS_POW2: int
+    POLL_WIDTH: int
+    OFFSET_TALLY_FLAG: int
+    OFFSET_TALLIES: int
+    OFFSET_MESSAGE_FLAG: int
+    OFFSET_COUNTS: int
+    OFFSET_FIRSTS: int
+    OFFSET_MESSAGES: int
+    OFFSET_COUNTS_FLAG: int
+    OFFSET_FIRSTS_FLAG: int
+    OFFSET_STAGED_COUNTS: int
+    OFFSET_STAGED_FIRSTS: int
+    OFFSET_STAGED_MESSAGES: int
 
 
 def _source(fmt: Format, input_dtype: torch.dtype, quantized: bool) -> int:
@@ -316,32 +338,143 @@ def dispatch_spec(
         layout = ROW_MAJOR if cfg.layout == "rank" else _SCALE_LAYOUTS[fmt.scale_layout.name]
     shared = common(workspace, device)
     # What a look at counts saw is used: a word, or more, for each thread (``kernels.sync.signals``).
-    look = max(shared["LP"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
+    look = max(shared["MAX_LOCAL_EXPERTS_POW2"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
     return DispatchSpec(
-        **shared, LOOK=shared["LP"] if cached else look,
-        SOURCE=source, WORD_P=tl.pointer_type(word), NWORDS=nbytes // word_bytes,
-        BLOCK=block,
-        INPUT=TRITON_DTYPES.get(input_dtype, tl.uint8), DTYPE=payload, DTYPE_P=tl.pointer_type(payload), H=hidden,
-        ENCODE_FN=fmt.codec().encode if source == ENCODE else None, INPUT_SCALE=input_scale,
-        GROUP=fmt.group, NG=groups, GB=group_block, PB=nbytes // groups,
-        PIECES=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
-        word_bytes) // block), GATHER=gather, ONCE="evict_first" if most > FEW_TOKENS else "",
-        SW=fmt.scale_width(hidden), SWP=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES else 1)),
-        SCALE=scale, SCALE_P=tl.pointer_type(scale), SCALES=layout,
-        LATER=later and layout in (TRANSPOSED, TILES) and many,
-        ALIGN=cfg.row_alignment, WEIGHTS=weights, CACHED=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
-        WEIGHT_P=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
-        ROWS=rows, RP=power(rows), BATCH=batch, ALONE=alone, SENDERS=MAX_SENDERS,
-        TR=power(max(1, 8192 // workspace.block_counts_width)), TALLY=workspace.block_counts_width,
-        GP=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
-        MESSAGE=workspace.message_bytes, M_SCALES=message["scales"].offset, M_TOKEN=message["token"].offset,
-        M_IDS=message["ids"].offset, M_POSITIONS=message["positions"].offset, M_WEIGHTS=message["weights"].offset,
-        CW=regions["counts"].shape[1], CP=power(regions["counts"].shape[1]),
-        O_TALLY_FLAG=regions["block_counts_flag"].offset, O_TALLIES=regions["block_counts"].offset,
-        O_MESSAGE_FLAG=regions["message_flag"].offset,
-        O_COUNTS=regions["counts"].offset,
-        O_FIRSTS=regions["firsts"].offset, O_MESSAGES=regions["messages"].offset,
-        O_COUNTS_FLAG=far_offset(workspace, "counts_flag"), O_FIRSTS_FLAG=far_offset(workspace, "firsts_flag"),
-        O_STAGED_COUNTS=far_offset(workspace, "staged_counts"), O_STAGED_FIRSTS=far_offset(workspace, "staged_firsts"),
-        O_STAGED_MESSAGES=far_offset(workspace, "staged_messages"),
+        **shared, POLL_WIDTH=shared["MAX_LOCAL_EXPERTS_POW2"] if cached else look,
+        SOURCE=source, WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes,
+        BLOCK_SIZE=block,
+        INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
+        HIDDEN_SIZE=hidden, ENCODE_FN=fmt.codec().encode if source == ENCODE else None, HAS_INPUT_SCALE=input_scale,
+        GROUP_SIZE=fmt.group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block, GROUP_BYTES=nbytes // groups,
+        PIECES_PER_ROW=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
+        word_bytes) // block), MESSAGES_PER_STEP=gather, EVICTION="evict_first" if most > FEW_TOKENS else "",
+        SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
+        else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
+        SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many,
+        ROW_ALIGNMENT=cfg.row_alignment, HAS_WEIGHTS=weights, CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 *
+        int(cached), WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
+        ROWS_PER_MESSAGE=rows, ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone,
+        MAX_SENDERS=MAX_SENDERS, SENDERS_PER_STEP=power(max(1, 8192 // workspace.block_counts_width)),
+        BLOCK_COUNT_WORDS=workspace.block_counts_width, NUM_GROUPS_POW2=power(max(workspace.max_local_experts + 1,
+        cfg.world_size) + 1), MESSAGE_BYTES=workspace.message_bytes, MESSAGE_SCALES=message["scales"].offset,
+        MESSAGE_TOKEN=message["token"].offset, MESSAGE_IDS=message["ids"].offset,
+        MESSAGE_POSITIONS=message["positions"].offset, MESSAGE_WEIGHTS=message["weights"].offset,
+        COUNT_WORDS=regions["counts"].shape[1], COUNT_WORDS_POW2=power(regions["counts"].shape[1]),
+        OFFSET_TALLY_FLAG=regions["block_counts_flag"].offset, OFFSET_TALLIES=regions["block_counts"].offset,
+        OFFSET_MESSAGE_FLAG=regions["message_flag"].offset, OFFSET_COUNTS=regions["counts"].offset,
+        OFFSET_FIRSTS=regions["firsts"].offset, OFFSET_MESSAGES=regions["messages"].offset,
+        OFFSET_COUNTS_FLAG=inter_node_offset(workspace, "counts_flag"), OFFSET_FIRSTS_FLAG=inter_node_offset(workspace,
+        "firsts_flag"), OFFSET_STAGED_COUNTS=inter_node_offset(workspace, "staged_counts"),
+        OFFSET_STAGED_FIRSTS=inter_node_offset(workspace, "staged_firsts"),
+        OFFSET_STAGED_MESSAGES=inter_node_offset(workspace,
+        "staged_messages"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CombineSpec(CommonSpec):
+    """Combine: how rows travel home, and what becomes of them.
+
+    Attributes:
+        HIDDEN_SIZE, BLOCK_SIZE: columns of a row, and columns at a time. ROW_BYTES: bytes of a row on its way.
+        PARTS_PER_ROW: a message travels in so many parts of BLOCK_SIZE columns, each with a flag; 1: all together.
+        SENDS_SUMS: sums travel, one row per (token, rank); else every row does. REDUCES: home sums.
+        OPTIONS: what every rank must choose alike.
+        HAS_ROW_WEIGHTS, HAS_HOME_WEIGHTS: the expert's rank, or home, multiplies by router weights.
+        ROWS_PER_TOKEN: rows that the workspace holds for a token. HAS_SHARED: ``shared=`` is added.
+        SLOTS_PER_MESSAGE: rows of a message: topk, or 1 for layout "rank".
+        ROW_DTYPE, ROW_POINTER: of rows. SUM_DTYPE: of sums. OUT_DTYPE: of the result.
+        EPILOGUE: "", "bias" or "residual". HOOK: a Triton function that stores instead, or None.
+        LAMPORT_TOKENS: most tokens of a home rank to which sums travel without flags (``kernels.sync.lamport_slots``);
+            0: they never do.
+        EVICTION: how experts' rows are loaded, as Triton names it: those of up to MANY_TOKENS are the first to leave
+            the second-level cache again, which holds what comes over the links and what the next calls need. More
+            drive all of that out in any case, and then the fewer instructions count.
+        KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
+            else by the message.
+    """
+
+    HIDDEN_SIZE: int
+    BLOCK_SIZE: int
+    PARTS_PER_ROW: int
+    PARTS_POW2: int
+    SENDS_SUMS: bool
+    REDUCES: bool
+    OPTIONS: int
+    HAS_ROW_WEIGHTS: bool
+    HAS_HOME_WEIGHTS: bool
+    ROWS_PER_TOKEN: int
+    HAS_SHARED: bool
+    SLOTS_PER_MESSAGE: int
+    ROW_DTYPE: Any
+    ROW_POINTER: Any
+    SUM_DTYPE: Any
+    OUT_DTYPE: Any
+    EPILOGUE: str
+    HOOK: Any
+    ROW_BYTES: int
+    OFFSET_HEAD: int
+    OFFSET_FLAG: int
+    OFFSET_STATUS: int
+    OFFSET_KEPT: int
+    OFFSET_ROWS: int
+    LAMPORT_TOKENS: int
+    OFFSET_SMALL: int
+    EVICTION: str
+    KEPT_BYTES: int
+    STAGED_BY_ROW: bool
+    OFFSET_ROW_FLAG: int
+    OFFSET_FAR_KEPT: int
+    OFFSET_STAGED_STATUS: int
+    OFFSET_STAGED_KEPT: int
+    OFFSET_STAGED_ROWS: int
+
+
+@lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
+def combine_spec(
+    workspace: Workspace,
+    device: torch.device,
+    *,
+    row_weights: bool,
+    home_weights: bool,
+    reduce: bool = True,
+    shared: bool = False,
+    epilogue: str = "",
+    hook: Any = None,
+    raw_sums: bool = False,
+) -> CombineSpec:
+    """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does.
+    ``raw_sums``: the result is the sum before rounding.
+    """
+    cfg, regions = workspace.config, workspace.regions
+    rank_layout = cfg.layout == "rank"
+    local = cfg.mode == "allreduce"
+    sums = (cfg.pre_reduce or local) and reduce
+    by_row = sums and row_weights and not rank_layout
+    dtype = TRITON_DTYPES[cfg.combine_dtype]
+    most_small = workspace.lamport_tokens
+    # A block of words has an element for each thread, at least (``kernels.sync.signals``).
+    least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
+    # Staged by message there is one row for each token.
+    copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]
+    return CombineSpec(
+        **common(workspace, device), HIDDEN_SIZE=cfg.hidden_size, PARTS_PER_ROW=workspace.combine_parts,
+        PARTS_POW2=triton.next_power_of_2(workspace.combine_parts),
+        BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), COMBINE_BLOCK),
+        SENDS_SUMS=sums, REDUCES=reduce, OPTIONS=OPTIONS_SUMS if sums else OPTIONS_BY_ROW, HAS_ROW_WEIGHTS=by_row,
+        HAS_HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
+        ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk, ROW_DTYPE=dtype,
+        ROW_POINTER=tl.pointer_type(dtype), SUM_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype],
+        OUT_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
+        ROW_BYTES=workspace.row_bytes, OFFSET_HEAD=regions["combine_head"].offset,
+        OFFSET_FLAG=regions["combine_flag"].offset, OFFSET_STATUS=regions["combine_status"].offset,
+        OFFSET_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
+        LAMPORT_TOKENS=most_small, OFFSET_SMALL=regions["lamport_slots"].offset if most_small else 0,
+        EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
+        KEPT_BYTES=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0, STAGED_BY_ROW=not
+        cfg.pre_reduce, OFFSET_ROW_FLAG=inter_node_offset(workspace, "row_flag"),
+        OFFSET_FAR_KEPT=inter_node_offset(workspace,
+        "inter_node_kept"), OFFSET_STAGED_STATUS=inter_node_offset(workspace, "staged_status"),
+        OFFSET_STAGED_KEPT=inter_node_offset(workspace, "staged_kept"), OFFSET_STAGED_ROWS=inter_node_offset(workspace,
+        "staged_rows"),
     )  # fmt: skip

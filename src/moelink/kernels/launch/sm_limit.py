@@ -1,11 +1,11 @@
 """Which program of a launch does what; with a budget of multiprocessors, also which ones do anything.
 
-Without a budget program i does the work of number i. With one (``S.SMS`` multiprocessors, ``init(num_sms=)``) the
+Without a budget program i does the work of number i. With one (``S.NUM_SMS`` multiprocessors, ``init(num_sms=)``) the
 device would still spread programs over all multiprocessors that have room, and what is meant to run beside them found
 none of these empty. So as many are launched as the whole device holds (``cut.grid``). The first program to come to a
-multiprocessor asks whether it is one of those in use: the first S.SMS to ask are. Programs there take numbers, in the
-order in which they come; programs elsewhere end at once, as long as enough are left to take all numbers, and so does
-who comes when all are taken. Whatever else runs on the device, they are where there was room.
+multiprocessor asks whether it is one of those in use: the first S.NUM_SMS to ask are. Programs there take numbers, in
+the order in which they come; programs elsewhere end at once, as long as enough are left to take all numbers, and so
+does who comes when all are taken. Whatever else runs on the device, they are where there was room.
 
 Why nobody waits in vain: numbers are handed out in ascending order, so whoever has one knows that all lower ones have
 begun, which is what the hardware promises for program ids. Why no number is left over: of G programs, all but those
@@ -15,7 +15,7 @@ The words of a launch, in region ``turns``: numbers taken; multiprocessors that 
 know what they do; one for each multiprocessor. The last program to know clears them for the next launch of that kind,
 which follows in stream order; kinds that may run at the same time have words of their own.
 
-Example: S.SMS = 2, 4 multiprocessors that hold 3 programs each, 6 numbers: 12 programs are launched. Those of
+Example: S.NUM_SMS = 2, 4 multiprocessors that hold 3 programs each, 6 numbers: 12 programs are launched. Those of
 multiprocessors 3 and 0 are the first to ask, so their 6 programs take a number each and the other 6 are let go. If
 another kernel leaves room for one program on each, and multiprocessors 1 and 2 come last, 3 and 0 take 0 and 1, then
 programs of 1 and 2 go, and so on: after six have gone all that still come take numbers.
@@ -45,12 +45,12 @@ def multiprocessor(SMID: tl.constexpr):
 
 @triton.jit
 def is_used(words, S: tl.constexpr):
-    """1 where this program's multiprocessor is one of the first S.SMS that had a program of this launch."""
+    """1 where this program's multiprocessor is one of the first S.NUM_SMS that had a program of this launch."""
     none = tl.full([], 0, tl.int32)
-    state = words + _STATES + multiprocessor(S.SMID) % _MOST
+    state = words + _STATES + multiprocessor(S.SM_ID) % _MOST
     seen = tl.atomic_cas(state, none, none + _ASKING, sem="relaxed", scope="gpu")
     if seen == 0:
-        seen = tl.where(tl.atomic_add(words + _ASKED, 1, sem="relaxed", scope="gpu") < S.SMS, _USED, _NOT_USED)
+        seen = tl.where(tl.atomic_add(words + _ASKED, 1, sem="relaxed", scope="gpu") < S.NUM_SMS, _USED, _NOT_USED)
         tl.atomic_xchg(state, seen, sem="relaxed", scope="gpu")
     while seen == _ASKING:
         seen = tl.atomic_add(state, 0, sem="relaxed", scope="gpu")
@@ -76,15 +76,15 @@ def take_number(words, programs, S: tl.constexpr):
 
 
 @triton.jit
-def take_turns(work, control, kind, programs, args, S: tl.constexpr):
+def within_sm_limit(work, control, kind, programs, args, S: tl.constexpr):
     """Do the ``work`` of all numbers [0, ``programs``): ``work(number, programs, *args, S)`` by a program each.
 
     ``kind``: which words of this rank are for this launch, [0, TURN_KINDS).
     """
-    if S.SMS == 0:
+    if S.NUM_SMS == 0:
         work(tl.program_id(0), programs, *args, S)
     else:
-        words = (own_block(control, S) + S.O_TURNS).to(I32) + kind * _WORDS
+        words = (own_block(control, S) + S.OFFSET_TURNS).to(I32) + kind * _WORDS
         number = take_number(words, programs, S)
         if number < programs:
             work(number, programs, *args, S)

@@ -40,40 +40,42 @@ _SIGNAL_SET = tl.constexpr(9)
 
 
 @triton.jit
-def is_near(rank, me, S: tl.constexpr):
+def is_intra_node(rank, me, S: tl.constexpr):
     """True for ranks of this rank's own node."""
-    return rank // S.NODE == me // S.NODE
+    return rank // S.NODE_SIZE == me // S.NODE_SIZE
 
 
 @triton.jit
-def near_only(mask, rank, me, S: tl.constexpr):
+def intra_node_only(mask, rank, me, S: tl.constexpr):
     """``mask`` without the ranks of other nodes."""
-    if S.NODE < S.W:
-        return only(is_near(rank, me, S), mask)
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        return only(is_intra_node(rank, me, S), mask)
     else:
         return mask
 
 
 @triton.jit
-def far_number(rank, me, S: tl.constexpr):
+def inter_node_number(rank, me, S: tl.constexpr):
     """The number, from 0, of a rank of another node among those; something in range for the ranks of this one."""
-    return ((rank - me // S.NODE * S.NODE - S.NODE + S.W) % S.W) % (S.W - S.NODE)
+    return ((rank - me // S.NODE_SIZE * S.NODE_SIZE - S.NODE_SIZE + S.WORLD_SIZE) % S.WORLD_SIZE) % (
+        S.WORLD_SIZE - S.NODE_SIZE
+    )
 
 
 @triton.jit
 def staged_at(mine, rank, me, offset, items, item, stride, S: tl.constexpr):
     """Address of item ``item`` of those for ``rank``, of another node, in the staged region at ``offset`` of the own
     block ``mine``, which has ``items`` of ``stride`` bytes for each such rank."""
-    return mine + offset + tl.cast(far_number(rank, me, S) * items + item, tl.int64) * stride
+    return mine + offset + tl.cast(inter_node_number(rank, me, S) * items + item, tl.int64) * stride
 
 
 @triton.jit
 def direct_or_staged(direct, mine, rank, me, offset, items, item, stride, S: tl.constexpr):
     """Where to store what goes to ``rank``: at the address ``direct`` in its block if it is near, else where
     :func:`staged_at` says."""
-    if S.NODE < S.W:
+    if S.NODE_SIZE < S.WORLD_SIZE:
         at = staged_at(mine, rank, me, offset, items, item, stride, S)
-        return tl.where(is_near(rank, me, S), direct, at)
+        return tl.where(is_intra_node(rank, me, S), direct, at)
     else:
         return direct
 
@@ -93,14 +95,19 @@ def _putmem_signal(to, source, nbytes, word, value, operation, peer, _semantic=N
 def put(table, to, source, nbytes, word, value, peer, S: tl.constexpr):
     """Ask for ``nbytes`` (at least 1) bytes at ``source`` to be put at rank ``peer``'s ``to``, then ``value`` in its
     ``word``. Returns before that has happened."""
-    if S.NET == "nvshmem":
+    if S.NETWORK == "nvshmem":
         _putmem_signal(
-            to, source, tl.cast(nbytes, tl.int64), word, tl.cast(value, tl.int64),
-            tl.full([], _SIGNAL_SET, tl.int32), tl.cast(peer, tl.int32),
-        )  # fmt: skip
+            to,
+            source,
+            tl.cast(nbytes, tl.int64),
+            word,
+            tl.cast(value, tl.int64),
+            tl.full([], _SIGNAL_SET, tl.int32),
+            tl.cast(peer, tl.int32),
+        )
     else:
         # Relaxed, because the entry must not make stores visible that the caller forgot to order before it.
-        ring = tl.load(table + S.W).to(I64)
+        ring = tl.load(table + S.WORLD_SIZE).to(I64)
         ticket = tl.atomic_add(ring, 1, sem="relaxed", scope="sys")
         i = tl.arange(0, _ENTRY)
         words = tl.where(i == 0, to, 0) + tl.where(i == 1, source, 0) + tl.where(i == 2, nbytes, 0)
@@ -113,14 +120,14 @@ def put(table, to, source, nbytes, word, value, peer, S: tl.constexpr):
 @triton.jit
 def tell(table, mine, word, value, peer, S: tl.constexpr):
     """Put ``value`` in rank ``peer``'s ``word``, with a word beside it that nobody reads."""
-    put(table, mine + S.O_IDLE, mine + S.O_IDLE, 8, word, value, peer, S)
+    put(table, mine + S.OFFSET_IDLE, mine + S.OFFSET_IDLE, 8, word, value, peer, S)
 
 
 @triton.jit
-def tell_far(table, me, offset, value, S: tl.constexpr):
+def tell_inter_node(table, me, offset, value, S: tl.constexpr):
     """Put ``value`` in word ``me`` of the region at ``offset`` of every rank of another node."""
-    if S.NODE < S.W:
+    if S.NODE_SIZE < S.WORLD_SIZE:
         mine = tl.load(table + me)
-        for d in range(S.W):
-            if is_near(d, me, S) == 0:
+        for d in range(S.WORLD_SIZE):
+            if is_intra_node(d, me, S) == 0:
                 tell(table, mine, mine + offset + tl.cast(me, tl.int64) * 8, value, d, S)

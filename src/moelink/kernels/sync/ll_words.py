@@ -12,23 +12,23 @@ Example: value 5 of call 3 is 3 * 2**32 + 5.
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.signals import agree, clock, patience
+from moelink.kernels.sync.signals import block_uniform, check_timeout, clock
 
 
 @triton.jit
-def tagged(call, value):
+def ll_word(call, value):
     """Words [N] of call ``call`` that hold the 32 bits of ``value`` [N]."""
     return ((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def value_at(words, mask):
-    """What tagged words hold, int32; 0 where masked. For words that are known to belong to the call."""
+    """What ll_word words hold, int32; 0 where masked. For words that are known to belong to the call."""
     return (tl.load(words, mask=mask, other=0, volatile=True) & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def wait_tagged(words, mask, call, poison, limit, CLOCK: tl.constexpr):
+def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr):
     """Wait until all words under ``mask`` (a block [R, N] of int64 pointers) belong to ``call``.
 
     Returns (arrived, row): arrived as in ``signals.wait_all``; row is the first one that misses words, if any does.
@@ -44,10 +44,10 @@ def wait_tagged(words, mask, call, poison, limit, CLOCK: tl.constexpr):
         word = tl.load(words, mask=mask, other=0, volatile=True)
         missing = (mask & ((word >> 32) != (call & 0x7FFFFFFF))).to(tl.int32)
         here = tl.max(tl.reshape(missing, (mask.shape[0] * mask.shape[1],)), 0) == 0
-        state = tl.where(agree(here.to(tl.int32)) > 0, 1, 2)
+        state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
         look += 1
         if (state == 2) & (look % looks == 0):
-            state = patience(poison, start, limit, CLOCK)
+            state = check_timeout(poison, start, limit, CLOCK)
     tl.debug_barrier()
     row = tl.full([], 0, tl.int32)
     if state != 1:

@@ -13,10 +13,10 @@ fence          ``debug_barrier``; ``atomic_add(own word, 0, acq_rel, sys)``, its
 wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
 look           a volatile load, which no cache answers: for words whose value is all there is to know
-               (``kernels.sync.ll_words``, ``kernels.sync.small_rows``), or after which there are only stores
+               (``kernels.sync.ll_words``, ``kernels.sync.lamport_slots``), or after which there are only stores
                (``kernels.sync.credit``). Every warp may load for itself, at another moment, so what a program does
-               after a look all of them must ``agree`` on.
-               Who uses *what* a look saw looks at blocks of S.THREADS elements or more: of a smaller one warps hold
+               after a look all of them must ``block_uniform`` on.
+               Who uses *what* a look saw looks at blocks of S.MAX_THREADS elements or more: of a smaller one warps hold
                copies, and Triton may load it twice, and of these copies only some are looked at
 arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
                what the others did happens before its own signals (a release is cumulative, and these programs share
@@ -36,7 +36,8 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.internode import I64, is_near, near_only, put
+from moelink.kernels.records import Peers
+from moelink.kernels.sync.internode import I64, intra_node_only, is_intra_node, put
 from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
@@ -80,11 +81,11 @@ def clock(CLOCK: tl.constexpr):
 @triton.jit
 def own_block(control, S: tl.constexpr):
     """Address of this rank's block, of which ``control`` is a part: nothing has to be loaded to know it."""
-    return control.to(tl.int64) - S.O_CONTROL
+    return control.to(tl.int64) - S.OFFSET_CONTROL
 
 
 @triton.jit
-def agree(value):
+def block_uniform(value):
     """The least of what the threads of this program hold in ``value``, an int32 scalar: then the same for all of them.
 
     A scalar is each thread's own. Where warps have loaded a word that a peer changes, one may go where another does
@@ -110,9 +111,9 @@ def fence(control):
 
 
 @triton.jit
-def patience(poison, start, limit, CLOCK: tl.constexpr):
+def check_timeout(poison, start, limit, CLOCK: tl.constexpr):
     """What a wait without success becomes: -1 poisoned, 0 out of time, else 2, to go on."""
-    state = agree(tl.where(clock(CLOCK) - start > limit, 0, 2))  # each warp reads the clock for itself
+    state = block_uniform(tl.where(clock(CLOCK) - start > limit, 0, 2))  # each warp reads the clock for itself
     return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, -1, state)
 
 
@@ -137,7 +138,7 @@ def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
             state = tl.where(low >= target, 1, 2)
             look += 1
             if (state == 2) & (look % looks == 0):
-                state = patience(poison, start, limit, CLOCK)
+                state = check_timeout(poison, start, limit, CLOCK)
     tl.debug_barrier()
     lane = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
     return state, lane, low
@@ -160,7 +161,7 @@ def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
             state = tl.where(tl.max(got, 0) >= target, 1, 2)
             look += 1
             if (state == 2) & (look % looks == 0):
-                state = patience(poison, start, limit, CLOCK)
+                state = check_timeout(poison, start, limit, CLOCK)
     tl.debug_barrier()
     return state, got
 
@@ -184,29 +185,29 @@ def claim(control):
 
 
 @triton.jit
-def give_up(table, record, control, poisons, me, peer, phase, call, expected, got, S: tl.constexpr):
+def give_up(peers, me, peer, phase, call, expected, got, S: tl.constexpr):
     """Time ran out: describe it in ``record`` (host-visible) and at every peer; poison them all, this rank included.
 
     Only the first program of this rank that gets here does it. A peer's copy lies in its ``poisons[me]``.
     """
-    if claim(control) > 0:
-        r = tl.arange(0, S.WP)
-        mask = near_only(r < S.W, r, me, S)
-        base = tl.load(table + r, mask=mask, other=0)
-        copies = (base + S.O_POISONS).to(I64) + me * _RECORD
+    if claim(peers.control) > 0:
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        mask = intra_node_only(r < S.WORLD_SIZE, r, me, S)
+        base = tl.load(peers.table + r, mask=mask, other=0)
+        copies = (base + S.OFFSET_POISONS).to(I64) + me * _RECORD
         _put(copies, mask, me, peer, phase, call, expected, got)
-        tl.store(copies, tl.full([S.WP], _TIMEOUT, tl.int64), mask=mask)
-        _put(record, me >= 0, me, peer, phase, call, expected, got)
+        tl.store(copies, tl.full([S.WORLD_SIZE_POW2], _TIMEOUT, tl.int64), mask=mask)
+        _put(peers.record, me >= 0, me, peer, phase, call, expected, got)
         tl.debug_barrier()
-        tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
-        publish((base + S.O_POISON).to(I64), mask, tl.zeros([S.WP], tl.int64) + me + 1)
-        if S.NODE < S.W:
-            mine = own_block(control, S)
-            copy = mine + S.O_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, never changed again
-            fence(control)
-            for d in range(S.W):
-                if is_near(d, me, S) == 0:
-                    put(table, copy, copy, _RECORD * 8, mine + S.O_POISON, me + 1, d, S)
+        tl.atomic_xchg(peers.record, _TIMEOUT, sem="release", scope="sys")
+        publish((base + S.OFFSET_POISON).to(I64), mask, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + me + 1)
+        if S.NODE_SIZE < S.WORLD_SIZE:
+            mine = own_block(peers.control, S)
+            copy = mine + S.OFFSET_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, never changed again
+            fence(peers.control)
+            for d in range(S.WORLD_SIZE):
+                if is_intra_node(d, me, S) == 0:
+                    put(peers.table, copy, copy, _RECORD * 8, mine + S.OFFSET_POISON, me + 1, d, S)
 
 
 @triton.jit
@@ -214,7 +215,7 @@ def adopt(record, control, poison, poisons, S: tl.constexpr):
     """This rank was poisoned by a peer: copy the peer's description to ``record``, once."""
     if claim(control) > 0:
         writer = tl.atomic_add(poison, 0, sem="acquire", scope="sys") - 1
-        writer = tl.minimum(tl.maximum(writer, 0), S.W - 1)
+        writer = tl.minimum(tl.maximum(writer, 0), S.WORLD_SIZE - 1)
         tl.debug_barrier()
         i = tl.arange(0, _RECORD)
         words = tl.load(poisons + writer * _RECORD + i, mask=i < _RECORD, other=0)
@@ -224,30 +225,31 @@ def adopt(record, control, poison, poisons, S: tl.constexpr):
 
 
 @triton.jit(noinline=True)  # it stands behind every wait and hardly ever runs: instructions between those that do
-def write_error(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
+def write_error(arrived, peers, me, peer, phase, call, expected, got, S: tl.constexpr):
     """The error's record after a wait for which time ran out (``arrived`` 0), or during which poison came (-1)."""
-    mine = own_block(control, S)
     if arrived == 0:
-        give_up(table, record, control, (mine + S.O_POISONS).to(I64), me, peer, phase, call, expected, got, S)
+        give_up(peers, me, peer, phase, call, expected, got, S)
     else:
-        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64), S)
+        mine = own_block(peers.control, S)
+        adopt(peers.record, peers.control, (mine + S.OFFSET_POISON).to(I64), (mine + S.OFFSET_POISONS).to(I64), S)
 
 
 @triton.jit
-def settle(arrived, table, record, control, me, peer, phase, call, expected, got, S: tl.constexpr):
+def report_failure(arrived, ctx, peer, phase, expected, got, S: tl.constexpr):
     """After a failed wait (``arrived`` 0 or -1) write the error's record. Nothing happens when it is 1."""
     if arrived <= 0:
-        write_error(arrived, table, record, control, me, peer, phase, call, expected, got, S)
+        peers = Peers(ctx.table, ctx.record, ctx.control)
+        write_error(arrived, peers, ctx.me, peer, phase, ctx.call, expected, got, S)
 
 
 @triton.jit
-def note_refusal(record, me, peer, phase, call, code):
+def note_refusal(ctx, peer, phase, code):
     """A peer refused this call, or makes it otherwise: say so in the second part of ``record``. It poisons nobody."""
-    abort = record + _ABORT_RECORD
-    tl.store(abort + 1, me)
+    abort = ctx.record + _ABORT_RECORD
+    tl.store(abort + 1, ctx.me)
     tl.store(abort + 2, peer)
     tl.store(abort + 3, phase)
-    tl.store(abort + 4, call)
+    tl.store(abort + 4, ctx.call)
     tl.debug_barrier()
     tl.atomic_xchg(abort, code, sem="release", scope="sys")
 
@@ -292,16 +294,16 @@ def first_stray(values, mask):
 @triton.jit
 def has_poison(control, S: tl.constexpr):
     """1 when a wait of this rank or a peer has expired, as this thread sees it, else 0."""
-    return (tl.load((own_block(control, S) + S.O_POISON).to(I64), volatile=True) != 0).to(tl.int32)
+    return (tl.load((own_block(control, S) + S.OFFSET_POISON).to(I64), volatile=True) != 0).to(tl.int32)
 
 
 @triton.jit
 def is_poisoned(record, control, S: tl.constexpr):
     """1 when an earlier wait here or at a peer expired (the error's record is then written), else 0. For the start."""
-    poisoned = -agree(-has_poison(control, S))
+    poisoned = -block_uniform(-has_poison(control, S))
     if poisoned > 0:
         mine = own_block(control, S)
-        adopt(record, control, (mine + S.O_POISON).to(I64), (mine + S.O_POISONS).to(I64), S)
+        adopt(record, control, (mine + S.OFFSET_POISON).to(I64), (mine + S.OFFSET_POISONS).to(I64), S)
     return poisoned
 
 

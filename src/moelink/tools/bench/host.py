@@ -106,12 +106,13 @@ def calls_document(kind: str, commit: str | None) -> dict[str, Any]:
     device = torch.device("cuda", 0) if launches else torch.device("cpu")
     if not launches:
         os.environ["TRITON_INTERPRET"] = "1"
-    from moelink.transports.symmetric.rank import Rank
+    from moelink.kernels.launch.launcher import Launcher, addresses_of
 
-    def gather(_rank: Rank, _program: Any, tensors: Callable[[bool], Any], *_: Any) -> None:
-        tensors(False)
+    def gather(_launcher: Launcher, _kernel: Any, records: Callable[[bool], Any], *_: Any) -> None:
+        for record in records(False):
+            addresses_of(record)
 
-    with mock.patch.object(Rank, "launch", Rank.launch if launches else gather):
+    with mock.patch.object(Launcher, "launch", Launcher.launch if launches else gather):
         result = measure_calls(device)
     print(json.dumps(result, indent=2))
     return {

@@ -31,8 +31,7 @@ import torch
 import torch.distributed as dist
 
 import moelink
-from moelink.kernels.launch.combine_constants import combine_spec
-from moelink.kernels.launch.constants import dispatch_spec
+from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.grid import Launch
 from moelink.tools.bench.document import head, script_parser, write
 from moelink.tools.bench.presets import Settings

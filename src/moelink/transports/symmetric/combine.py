@@ -10,13 +10,14 @@ from torch import Tensor
 
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels.combine import kernel as kernels
-from moelink.kernels.launch.combine_constants import combine_spec
+from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.grid import combine_launch, shared_bounds
+from moelink.kernels.launch.launcher import CompiledKernel
+from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs, RoutingNotes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import Blank
 from moelink.transports.base import CombineRequest
-from moelink.transports.symmetric.notes import Parts, SymmetricPlan
-from moelink.transports.symmetric.program import Program
+from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
 
 _EXACT = {"enable_fp_fusion": False}
@@ -24,55 +25,62 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LaunchPlan:
     """What all combines of one kind have in common, computed once.
 
     Attributes:
-        send, receive, both: the kernels. passes: first slot of each launch. travels: rows move, so the expert role has
-            something to do.
-        first, last: the numbers among the home role's arguments, before and after the rows of y.
-        spread, senders: of the expert role.
+        send, receive, both: the kernels. sending, receiving, fused: the numbers that each of them gets, but for rows of
+            y and the first slot of a pass.
+        passes: first slot of each launch. travels: rows move, so the expert role has something to do.
         out: the result, where the caller gives none.
     """
 
-    send: Program
-    receive: Program
-    both: Program
+    send: CompiledKernel
+    receive: CompiledKernel
+    both: CompiledKernel
+    sending: CombineNumbers
+    receiving: CombineNumbers
+    fused: CombineNumbers
     passes: tuple[int, ...]
     travels: bool
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    spread: int
-    senders: int
     out: Blank
 
     @classmethod
     def of(
         cls, rank: Rank, num_tokens: int, reduce: bool, row_weights: bool, home_weights: bool, shared: bool,
         epilogue: str, hook: Any, raw_sums: bool,
-    ) -> Recipe:  # fmt: skip
-        """The recipe of ``rank`` for ``num_tokens`` own tokens; the others as in :func:`combine_spec`."""
+    ) -> LaunchPlan:  # fmt: skip
+        """The plan of ``rank`` for ``num_tokens`` own tokens; the others as in :func:`combine_spec`."""
         config = rank.config
         spec = combine_spec(
             rank.workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
             shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums,
         )  # fmt: skip
-        launch = combine_launch(rank.workspace, rank.device, num_tokens, sums=bool(spec.SUMS))
+        launch = combine_launch(rank.workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
         travels = not spec.ALLREDUCE
         senders = launch.send if travels else 0
         slots = () if reduce else (config.topk,)
         dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
         how: Any = {"S": spec, "launch": launch, **_EXACT}
+        shared_begin, shared_end = shared_bounds(config, num_tokens)
+        numbers = CombineNumbers(
+            me=rank.me, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
+            num_tokens=num_tokens, y_rows=0, shared_begin=shared_begin, shared_end=shared_end, slot_begin=0,
+            spread=launch.spread, status=STATUS_OK, senders=senders, limit=rank.limit, programs=0,
+        )  # fmt: skip
+        kernel = rank.launcher.kernel
+        send = kernel(kernels.ep_combine_async_kernel, launch.send, **how)
+        receive = kernel(kernels.ep_combine_wait_kernel, launch.receive, **how)
+        both = kernel(kernels.ep_fused_combine_kernel, senders + launch.receive, **how)
         return cls(
-            send=rank.program(kernels.ep_combine_async_kernel, launch.send, **how),
-            receive=rank.program(kernels.ep_combine_wait_kernel, launch.receive, **how),
-            both=rank.program(kernels.ep_fused_combine_kernel, senders + launch.receive, **how),
-            passes=(0,) if reduce else tuple(range(0, config.topk, spec.COPIES)),
+            send=send,
+            receive=receive,
+            both=both,
+            sending=numbers._replace(programs=send.programs),
+            receiving=numbers._replace(programs=receive.programs),
+            fused=numbers._replace(programs=both.programs),
+            passes=(0,) if reduce else tuple(range(0, config.topk, spec.ROWS_PER_TOKEN)),
             travels=travels,
-            first=(rank.me, rank.first, config.num_local_experts, num_tokens),
-            last=shared_bounds(config, num_tokens),
-            spread=launch.spread,
-            senders=senders,
             out=Blank.of(num_tokens, *slots, config.hidden_size, dtype=dtype),
         )
 
@@ -97,8 +105,8 @@ class Combine:
                 dtype=rank.weight_dtype,
             )  # fmt: skip
         weights = None if weights is None else weights.contiguous()
-        self.recipe = rank.recipe(
-            Recipe, handle.num_tokens, request.reduce, recv.weights is not None, weights is not None,
+        self.launch_plan = rank.plan(
+            LaunchPlan, handle.num_tokens, request.reduce, recv.weights is not None, weights is not None,
             shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
             hook.triton_fn if hook is not None and self._torch_hook is None else None, self._torch_hook is not None,
         )  # fmt: skip
@@ -108,66 +116,62 @@ class Combine:
         mine = (request.y, recv.weights, weights, handle.topk_ids, shared, bias, self.out, *self._hooked)
         self._given = [t for t in mine if t is not None]
 
-    def _parts(self, typed: bool) -> Parts:
-        plan: SymmetricPlan = self.request.recv.handle.plan
-        return plan.given(typed)
-
-    def _rows(self) -> tuple[Any, Any]:
-        """Rows and their weights."""
-        weights = self.request.recv.weights
-        return self.request.y, self.rank.table if weights is None else weights
-
-    def _sent(self, typed: bool) -> tuple[Any, ...]:
-        parts = self._parts(typed)
-        return (*self._rows(), parts.rows_of_message, parts.message_token, parts.received)
-
-    def _home(self, typed: bool, *, fused: bool = False) -> tuple[Any, ...]:
-        """Tensors of the home role; ``fused``: with what the expert role takes besides."""
-        request, nothing, parts = self.request, self.rank.table, self._parts(typed)
-        weights, shared, bias = self._weights, request.shared, self._bias
-        return (
-            *self._rows(), nothing if weights is None else weights, request.recv.handle.topk_ids, parts.slot_of,
-            parts.rows_of_message, *((parts.message_token,) if fused else ()), parts.received, self.out,
-            nothing if shared is None else shared, nothing if bias is None else bias, self._hooked or (nothing,),
+    def _inputs(self) -> CombineInputs:
+        """Rows, and what they are multiplied with and added to."""
+        request, nothing = self.request, self.rank.table
+        row_weights, weights, shared, bias = request.recv.weights, self._weights, request.shared, self._bias
+        return CombineInputs(
+            request.y, nothing if row_weights is None else row_weights, nothing if weights is None else weights,
+            request.recv.handle.topk_ids, nothing if shared is None else shared, nothing if bias is None else bias,
         )  # fmt: skip
 
+    def _outputs(self) -> CombineOutputs:
+        return CombineOutputs(self.out, self._hooked or (self.rank.table,))
+
+    def _notes(self, typed: bool) -> RoutingNotes:
+        notes: SymmetricNotes = self.request.recv.handle.plan
+        return notes.given(typed)
+
+    def _sent(self, typed: bool) -> tuple[Any, ...]:
+        return self._inputs(), self._notes(typed)
+
     def _both(self, typed: bool) -> tuple[Any, ...]:
-        return self._home(typed, fused=True)
+        """Records of the home role, and of both roles."""
+        return self._inputs(), self._outputs(), self._notes(typed)
+
+    def _numbers(self, numbers: CombineNumbers, slot_begin: int) -> CombineNumbers:
+        """``numbers`` for the rows at hand and a pass."""
+        return numbers._replace(y_rows=self.request.y.shape[0], slot_begin=slot_begin)
 
     @property
     def passes(self) -> tuple[int, ...]:
         """First slot of each launch."""
-        return self.recipe.passes
+        return self.launch_plan.passes
 
     def _result(self, hook: Hook | None) -> Tensor:
         if self._torch_hook is None and self.request.out is not None:
             return self.request.out
         if self._torch_hook is None and hook is not None:
             return hook.tensors[0]
-        return self.recipe.out.on(self.rank.device)
+        return self.launch_plan.out.on(self.rank.device)
 
     def send(self, slot_begin: int) -> None:
         """Launch the expert role: ``send_tokens_back``."""
-        rank, recipe = self.rank, self.recipe
-        if recipe.travels:
-            numbers = (rank.me, self.request.y.shape[0], slot_begin, recipe.spread, STATUS_OK, rank.limit)
-            rank.launch(recipe.send, self._sent, numbers, self._given)
+        plan = self.launch_plan
+        if plan.travels:
+            numbers = self._numbers(plan.sending, slot_begin)
+            self.rank.launcher.launch(plan.send, self._sent, numbers, self._given)
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
-        rank, recipe = self.rank, self.recipe
-        numbers = (*recipe.first, self.request.y.shape[0], *recipe.last, slot_begin, STATUS_OK, rank.limit)
-        rank.launch(recipe.receive, self._home, numbers, self._given)
-        rank.tell_drained()
+        plan = self.launch_plan
+        self.rank.launcher.launch(plan.receive, self._both, self._numbers(plan.receiving, slot_begin), self._given)
+        self.rank.grant_credits()
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
-        rank, recipe = self.rank, self.recipe
-        numbers = (
-            *recipe.first, self.request.y.shape[0], *recipe.last, slot_begin, recipe.spread, STATUS_OK, recipe.senders,
-            rank.limit,
-        )  # fmt: skip
-        rank.launch(recipe.both, self._both, numbers, self._given)
+        plan = self.launch_plan
+        self.rank.launcher.launch(plan.both, self._both, self._numbers(plan.fused, slot_begin), self._given)
 
     def result(self) -> Tensor:
         """The result, after an epilogue that is only there in torch."""
@@ -186,13 +190,14 @@ def refuse_combine(rank: Rank) -> None:
     if spec.ALLREDUCE:
         return
     how: Any = {"S": spec, "launch": combine_launch(rank.workspace, rank.device, 0, sums=True), **_EXACT}
-    dummy = rank.nothing
-    rank.launch(
-        rank.program(kernels.ep_combine_async_kernel, 1, **how), lambda _: [dummy] * 5,
-        (rank.me, 0, 0, 1, STATUS_ABORT, rank.limit),
+    numbers = CombineNumbers(
+        me=rank.me, first_expert=rank.first_expert, num_local_experts=rank.config.num_local_experts, num_tokens=0,
+        y_rows=0, shared_begin=0, shared_end=0, slot_begin=0, spread=1, status=STATUS_ABORT, senders=0,
+        limit=rank.limit, programs=1,
     )  # fmt: skip
-    rank.launch(
-        rank.program(kernels.ep_combine_wait_kernel, 1, **how), lambda _: (*[dummy] * 10, (dummy,)),
-        (rank.me, rank.first, rank.config.num_local_experts, 0, 0, 0, 0, 0, STATUS_ABORT, rank.limit),
-    )  # fmt: skip
-    rank.tell_drained()
+    nothing, kernel = rank.nothing, rank.launcher.kernel
+    inputs, notes = CombineInputs(*[nothing] * 6), RoutingNotes(*[nothing] * 5)
+    outputs = CombineOutputs(nothing, (nothing,))
+    rank.launcher.launch(kernel(kernels.ep_combine_async_kernel, 1, **how), lambda _: (inputs, notes), numbers)
+    rank.launcher.launch(kernel(kernels.ep_combine_wait_kernel, 1, **how), lambda _: (inputs, outputs, notes), numbers)
+    rank.grant_credits()

@@ -14,47 +14,46 @@ from moelink.kernels.dispatch import kernel as kernels
 from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.launch.constants import COPY, ENCODE, dispatch_spec
 from moelink.kernels.launch.grid import Cut, dispatch_launch, layout_launch, shared_bounds
+from moelink.kernels.launch.launcher import CompiledKernel
+from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import Blank, DispatchHandle, DispatchOutput, OutputShape, make
 from moelink.transports.base import DispatchRequest
-from moelink.transports.symmetric.notes import Parts, SymmetricPlan
-from moelink.transports.symmetric.program import Program
+from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LaunchPlan:
     """What all dispatches of one kind have in common, computed once: a call would otherwise spend most of its host time
     on it.
 
     Attributes:
         send, receive, both, layout: the kernels, the last one where it brings scales into their layout.
-        sending, receiving, fused: the numbers that the first three get; the latter two up to rows of a column of
-            scales, behind which comes what is in ``ends``.
+        sending, receiving, fused, laying: the numbers that each of them gets.
         copies: rows are bytes to the kernels.
-        notes, counts, outputs: the tensors that a call makes. scale_rows: of such scales.
+        notes, counts, outputs: the tensors that a call makes.
     """
 
-    send: Program
-    receive: Program
-    both: Program
-    layout: Program | None
-    sending: tuple[int, ...]
-    receiving: tuple[int, ...]
-    fused: tuple[int, ...]
-    ends: tuple[tuple[int, ...], tuple[int, ...]]
+    send: CompiledKernel
+    receive: CompiledKernel
+    both: CompiledKernel
+    layout: CompiledKernel | None
+    sending: DispatchNumbers
+    receiving: DispatchNumbers
+    fused: DispatchNumbers
+    laying: DispatchNumbers
     copies: bool
     notes: Blank
     counts: Blank
     outputs: OutputShape
-    scale_rows: int
 
     @classmethod
     def of(
         cls, rank: Rank, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
         cached: bool,
-    ) -> Recipe:  # fmt: skip
-        """The recipe of ``rank`` for ``num_tokens`` rows of ``dtype``; the others as in :func:`dispatch_spec`."""
+    ) -> LaunchPlan:  # fmt: skip
+        """The plan of ``rank`` for ``num_tokens`` rows of ``dtype``; the others as in :func:`dispatch_spec`."""
         config, device = rank.config, rank.device
         spec = dispatch_spec(
             rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
@@ -63,25 +62,32 @@ class Recipe:
         launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
         later = layout_launch(config, device)
         cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
-        senders = 1 + cut.programs
-        shared, local, groups = shared_bounds(config, num_tokens), config.num_local_experts, config.num_groups
-        tokens = (num_tokens, cut.tokens_per_program, cut.split)
-        room = (*shared, config.row_capacity)
+        senders, kernel = 1 + cut.programs, rank.launcher.kernel
+        shared_begin, shared_end = shared_bounds(config, num_tokens)
         outputs = OutputShape.of(config, rows=config.row_capacity, weighted=weights)
+        numbers = DispatchNumbers(
+            me=rank.me, rank=config.rank, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
+            num_groups=config.num_groups, num_tokens=num_tokens, tokens_per_program=cut.tokens_per_program,
+            split=cut.split, shared_begin=shared_begin, shared_end=shared_end, capacity=config.row_capacity,
+            scale_rows=_scale_rows(dict(outputs.present).get("scales")), counts_stride=config.world_size,
+            status=STATUS_OK, senders=senders, limit=rank.limit, programs=0,
+        )  # fmt: skip
+        send = kernel(kernels.ep_dispatch_async_kernel, senders, S=spec, launch=launch)
+        receive = kernel(kernels.ep_dispatch_wait_kernel, launch.receive, S=spec, launch=launch)
+        both = kernel(kernels.ep_fused_dispatch_kernel, senders + launch.receive, S=spec, launch=launch)
         return cls(
-            send=rank.program(kernels.ep_dispatch_async_kernel, senders, S=spec, launch=launch),
-            receive=rank.program(kernels.ep_dispatch_wait_kernel, launch.receive, S=spec, launch=launch),
-            both=rank.program(kernels.ep_fused_dispatch_kernel, senders + launch.receive, S=spec, launch=launch),
-            layout=rank.program(ep_lay_out_scales_kernel, later.receive, S=spec, launch=later) if spec.LATER else None,
-            sending=(rank.me, rank.first, local, *tokens, *shared, STATUS_OK, rank.limit),
-            receiving=(rank.me, config.rank, local, groups, *room),
-            fused=(rank.me, config.rank, rank.first, local, groups, *tokens, *room),
-            ends=((config.world_size, STATUS_OK, rank.limit), (config.world_size, STATUS_OK, senders, rank.limit)),
+            send=send,
+            receive=receive,
+            both=both,
+            layout=kernel(ep_lay_out_scales_kernel, later.receive, S=spec, launch=later) if spec.SCALES_LATER else None,
+            sending=numbers._replace(programs=send.programs),
+            receiving=numbers._replace(programs=receive.programs),
+            fused=numbers._replace(programs=both.programs),
+            laying=numbers._replace(programs=later.receive),
             copies=bool(spec.SOURCE == COPY),
             notes=Blank.of(rank.workspace.note_words(num_tokens)),
-            counts=Blank.of(local, config.world_size),
+            counts=Blank.of(config.num_local_experts, config.world_size),
             outputs=outputs,
-            scale_rows=_scale_rows(dict(outputs.present).get("scales")),
         )
 
 
@@ -111,23 +117,23 @@ class Dispatch:
             weights = weights.contiguous()
         if input_scale is not None:
             input_scale = evaluate_input_scale(input_scale)
-        self.recipe = recipe = rank.recipe(
-            Recipe, num_tokens, x.dtype, scales is not None, weights is not None, input_scale is not None,
+        self.launch_plan = plan = rank.plan(
+            LaunchPlan, num_tokens, x.dtype, scales is not None, weights is not None, input_scale is not None,
             request.routing is not None,
         )  # fmt: skip
-        counts = recipe.counts.on(device)
+        counts = plan.counts.on(device)
         if request.routing is None:
-            self.plan = SymmetricPlan(rank.notes, recipe.notes.on(device))
+            self.notes = SymmetricNotes(rank.notes, plan.notes.on(device))
         else:
             # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
             # this one may fail where that one did not.
-            self.plan = request.routing.handle.plan.again()
+            self.notes = request.routing.handle.plan.again()
         handle = make(DispatchHandle, {
             "owner": identity, "rank": config.rank, "num_tokens": num_tokens, "topk_ids": request.topk_ids,
-            "topk_weights": weights, "counts": counts, "plan": self.plan, "carrier": None,
+            "topk_weights": weights, "counts": counts, "plan": self.notes, "carrier": None,
         })  # fmt: skip
         if out is None:
-            self.output, self._scale_rows = recipe.outputs.allocate(handle, device), recipe.scale_rows
+            self.output, self._scale_rows = plan.outputs.allocate(handle, device), plan.fused.scale_rows
         else:
             self.output, self._scale_rows = dataclasses.replace(out, handle=handle), _scale_rows(out.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
@@ -135,76 +141,79 @@ class Dispatch:
         self._x, self._input_scale, self._weights = x, input_scale, weights
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
-    def _rows(self, typed: bool, parts: Parts) -> tuple[Any, ...]:
-        """What the sender role reads and notes."""
+    def _inputs(self, typed: bool) -> DispatchInputs:
+        """What the sender role reads."""
         request, nothing = self.request, self.rank.table
         x, scales, input_scale, weights = self._x, request.scales, self._input_scale, self._weights
-        if typed and self.recipe.copies:
+        if typed and self.launch_plan.copies:
             x = x.view(torch.uint8)
-        return (
+        return DispatchInputs(
             x, nothing if scales is None else _bytes(scales, typed), nothing if input_scale is None else input_scale,
-            request.topk_ids, nothing if weights is None else weights, parts.slot_of, parts.sent,
+            request.topk_ids, nothing if weights is None else weights,
         )  # fmt: skip
 
-    def _outputs(self, typed: bool, parts: Parts) -> tuple[Any, ...]:
-        """What the receiver role writes, and reads over a routing."""
+    def _outputs(self, typed: bool) -> DispatchOutputs:
+        """What the receiver role writes."""
         out, nothing = self.output, self.rank.table
         weights = out.weights if out.topk_ids is None else out.topk_weights
-        scales = out.scales if self.recipe.layout is None else self.rank.message_of_row
-        return (
+        scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
+        return DispatchOutputs(
             _bytes(out.tokens, typed), nothing if scales is None else _bytes(scales, typed), out.row_offsets,
             nothing if out.expert_ids is None else out.expert_ids, out.src_info,
             nothing if out.scales_offsets is None else out.scales_offsets, nothing if weights is None else weights,
             nothing if out.topk_ids is None else out.topk_ids, out.num_recv_tokens, out.overflow, out.handle.counts,
-            parts.received, parts.rows_of_message, parts.message_token, *self._routed(typed, parts),
         )  # fmt: skip
 
-    def _routed(self, typed: bool, parts: Parts) -> tuple[Any, Any]:
-        """What the call that made the routing received and counted."""
+    def _cached(self, typed: bool) -> CachedRouting:
+        """What the call that made the routing received and counted; this call's own where it makes one, unread."""
         routing = self.request.routing
         if routing is None:
-            return parts.received, self.output.handle.counts  # not read
-        plan: SymmetricPlan = routing.handle.plan
-        return plan.given(typed).received, routing.handle.counts
+            return CachedRouting(self.notes.given(typed).received, self.output.handle.counts)
+        notes: SymmetricNotes = routing.handle.plan
+        return CachedRouting(notes.given(typed).received, routing.handle.counts)
 
     def _sent(self, typed: bool) -> tuple[Any, ...]:
-        parts = self.plan.given(typed)
-        return (*self._rows(typed, parts), self._routed(typed, parts)[0])
+        return self._inputs(typed), self.notes.given(typed), self._cached(typed)
 
     def _received(self, typed: bool) -> tuple[Any, ...]:
-        return self._outputs(typed, self.plan.given(typed))
+        return self._outputs(typed), self.notes.given(typed), self._cached(typed)
 
     def _both(self, typed: bool) -> tuple[Any, ...]:
-        parts = self.plan.given(typed)
-        return (*self._rows(typed, parts), *self._outputs(typed, parts))
+        return self._inputs(typed), self._outputs(typed), self.notes.given(typed), self._cached(typed)
+
+    def _numbers(self, numbers: DispatchNumbers) -> DispatchNumbers:
+        """``numbers`` for the output at hand, which may be the caller's."""
+        if numbers.scale_rows == self._scale_rows:
+            return numbers
+        return numbers._replace(scale_rows=self._scale_rows)
 
     def send(self) -> None:
         """Launch the sender role."""
-        self.rank.launch(self.recipe.send, self._sent, self.recipe.sending, self._given)
+        plan = self.launch_plan
+        self.rank.launcher.launch(plan.send, self._sent, plan.sending, self._given)
 
     def receive(self) -> None:
         """Launch the receiver role."""
-        recipe = self.recipe
-        numbers = (*recipe.receiving, self._scale_rows, *recipe.ends[0])
-        self.rank.launch(recipe.receive, self._received, numbers, self._given)
+        plan = self.launch_plan
+        self.rank.launcher.launch(plan.receive, self._received, self._numbers(plan.receiving), self._given)
         self._lay_out_scales()
-        self.rank.tell_drained()
+        self.rank.grant_credits()
 
     def send_and_receive(self) -> None:
         """Launch both roles at once."""
-        recipe = self.recipe
-        self.rank.launch(recipe.both, self._both, (*recipe.fused, self._scale_rows, *recipe.ends[1]), self._given)
+        plan = self.launch_plan
+        self.rank.launcher.launch(plan.both, self._both, self._numbers(plan.fused), self._given)
         self._lay_out_scales()
 
     def _lay_out_scales(self) -> None:
         """Where the receiver only noted which message a row came with: bring the scales into their layout."""
-        rank, out, program = self.rank, self.output, self.recipe.layout
-        if program is None:
+        rank, out, plan = self.rank, self.output, self.launch_plan
+        if plan.layout is None:
             return
         scales = out.scales
         assert scales is not None
         tensors = (out.row_offsets, rank.message_of_row, scales.view(torch.uint8))
-        rank.launch(program, lambda _: tensors, (rank.config.num_groups, self._scale_rows))
+        rank.launcher.launch(plan.layout, lambda _: tensors, self._numbers(plan.laying))
 
     def result(self) -> DispatchOutput:
         """The output; with ``host_counts`` cut to its exact size, for which the host waits."""
@@ -236,18 +245,22 @@ def refuse_dispatch(rank: Rank) -> None:
     A call over an earlier one's routing is refused alike: all that its peers wait for, and more, is in the words of one
     that counts.
     """
+    config, kernel = rank.config, rank.launcher.kernel
     spec = dispatch_spec(
-        rank.workspace, rank.device, input_dtype=rank.config.format.payload_dtype, quantized=True, weights=False
+        rank.workspace, rank.device, input_dtype=config.format.payload_dtype, quantized=True, weights=False
     )
-    launch = dispatch_launch(rank.config, rank.device, 0, encodes=False)
-    dummy = rank.nothing
-    local, groups, stride = rank.config.num_local_experts, rank.config.num_groups, rank.config.world_size
-    rank.launch(
-        rank.program(kernels.ep_dispatch_async_kernel, 1, S=spec, launch=launch), lambda _: [dummy] * 8,
-        (rank.me, rank.first, local, 0, 1, 1, 0, 0, STATUS_ABORT, rank.limit),
+    launch = dispatch_launch(config, rank.device, 0, encodes=False)
+    numbers = DispatchNumbers(
+        me=rank.me, rank=config.rank, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
+        num_groups=config.num_groups, num_tokens=0, tokens_per_program=1, split=1, shared_begin=0, shared_end=0,
+        capacity=0, scale_rows=0, counts_stride=config.world_size, status=STATUS_ABORT, senders=0, limit=rank.limit,
+        programs=1,
     )  # fmt: skip
-    rank.launch(
-        rank.program(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch), lambda _: [dummy] * 16,
-        (rank.me, rank.config.rank, local, groups, 0, 0, 0, 0, stride, STATUS_ABORT, rank.limit),
-    )  # fmt: skip
-    rank.tell_drained()
+    nothing = rank.nothing
+    inputs, outputs = DispatchInputs(*[nothing] * 5), DispatchOutputs(*[nothing] * 11)
+    notes, cached = RoutingNotes(*[nothing] * 5), CachedRouting(nothing, nothing)
+    send = kernel(kernels.ep_dispatch_async_kernel, 1, S=spec, launch=launch)
+    receive = kernel(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch)
+    rank.launcher.launch(send, lambda _: (inputs, notes, cached), numbers)
+    rank.launcher.launch(receive, lambda _: (outputs, notes, cached), numbers)
+    rank.grant_credits()

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
-from moelink.kernels.launch.cache_keys import settle_cache_key
-from moelink.kernels.launch.combine_constants import combine_spec
-from moelink.kernels.launch.constants import budget_of, clock_ticks
-from moelink.kernels.launch.grid import Launch, grid, multiprocessors
-from moelink.kernels.sync.credit import ep_tell_drained_kernel
-from moelink.memory import SymmetricMemory, connect
+from moelink.kernels.launch.constants import budget_of, clock_ticks, combine_spec
+from moelink.kernels.launch.grid import multiprocessors
+from moelink.kernels.launch.launcher import Launcher
+from moelink.kernels.records import CreditNumbers, Peers
+from moelink.kernels.sync.credit import ep_grant_credits_kernel
+from moelink.memory import Network, SymmetricMemory, connect
 from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
@@ -37,25 +35,29 @@ from moelink.memory.protocol import (
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.notes import NotesLayout
-from moelink.transports.symmetric.program import Program
 from moelink.transports.symmetric.sm_budget import SM_BUDGET
 
-R = TypeVar("R", bound="_Recipe")
+P = TypeVar("P", bound="_Plan")
 
 
-def _address(arg: Any) -> Any:
-    """An address as it is, a tensor's in its place, also in a tuple."""
-    if isinstance(arg, Tensor):
-        return arg.data_ptr()
-    return tuple(map(_address, arg)) if isinstance(arg, tuple) else arg
-
-
-class _Recipe(Protocol):
+class _Plan(Protocol):
     """What all calls of one kind have in common."""
 
     @classmethod
     def of(cls, rank: Rank, *kind: Any) -> Any:
-        """That of ``kind``."""
+        """The plan of ``kind``."""
+
+
+def _guard(workspace: Workspace, memory: SymmetricMemory, network: Network) -> AbstractContextManager[None]:
+    """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
+    if DEBUG.read() != "1":
+        return nullcontext()
+    from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
+
+    ranges = region_ranges(workspace.regions, memory)
+    ranges = [r for r in ranges if r.rank is None or network.table[r.rank] != 0]
+    ranges += [AccessRange("network", None, t.data_ptr(), t.nbytes) for t in network.tensors]
+    return guard_accesses(ranges)
 
 
 class Rank:
@@ -70,7 +72,7 @@ class Rank:
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.weight_dtype, self.notes = config.weight_dtype, NotesLayout.of(workspace)
-        self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+        self.first_expert = ExpertMap(config.num_experts, config.world_size).first(config.rank)
         self.network = connect(memory, workspace, self.me)
         self.table = self.network.table
         if config.mode == "allreduce" and memory.world_size > 1:
@@ -85,23 +87,25 @@ class Rank:
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
         self.limit = clock_ticks(config.timeout, self.device)
-        self._budget = budget_of(config, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._available = multiprocessors(self.device)
+        available = multiprocessors(self.device)
         if self.device.type == "cuda":
-            SM_BUDGET.claim(self, self.device, config.num_sms, available=self._available)
-        self._preparing = False
-        self._compiled: dict[Any, Any] = {}
-        self._recipes: dict[Any, Any] = {}
+            SM_BUDGET.claim(self, self.device, config.num_sms, available=available)
+        self.launcher = Launcher(
+            Peers(self.table, self.record, self.control), self.device, network=self.network,
+            num_sms=budget_of(config, self.device), available=available,
+            guard=partial(_guard, workspace, memory, self.network),
+        )  # fmt: skip
+        self._plans: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
         self._forked = False
 
-    def recipe(self, recipe: type[R], *kind: Any) -> R:
-        """``recipe.of`` this rank and ``kind``, made the first time. A few kinds for each number of tokens."""
-        key = (recipe, *kind)
-        if key not in self._recipes:
-            self._recipes[key] = recipe.of(self, *kind)
-        return self._recipes[key]  # type: ignore[no-any-return]
+    def plan(self, plan: type[P], *kind: Any) -> P:
+        """``plan.of`` this rank and ``kind``, made the first time. A few kinds for each number of tokens."""
+        key = (plan, *kind)
+        if key not in self._plans:
+            self._plans[key] = plan.of(self, *kind)
+        return self._plans[key]  # type: ignore[no-any-return]
 
     def launching(self, *, apart: bool) -> AbstractContextManager[None]:
         """On CUDA: the device, and the stream that launches go to; each continues after all earlier calls.
@@ -115,13 +119,9 @@ class Rank:
         """There is nothing that :meth:`launching` would have to do."""
         return self.stream is None or not (apart or self._forked or self._moved())
 
-    def _current_stream(self) -> int:
-        """Handle of the device's current stream, as launches take it; torch would make an object of it."""
-        return driver.active.get_current_stream(self.device.index)  # type: ignore[no-any-return]
-
     def _moved(self) -> bool:
         """The caller uses another stream than at the call before, or another device than this rank's."""
-        if self._latest is None or self._latest.cuda_stream != self._current_stream():
+        if self._latest is None or self._latest.cuda_stream != self.launcher.current_stream():
             return True
         return torch.cuda.current_device() != self.device.index
 
@@ -149,87 +149,7 @@ class Rank:
             current.wait_stream(self.stream)
             self._latest, self._forked = current, False
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """On CUDA: launches inside only compile their kernel and load it onto the device, each kernel once.
-
-        Compiling and loading may synchronise a device, which must not happen while a kernel there waits for a peer
-        that this process is still to launch.
-        """
-        self._preparing = self.stream is not None
-        try:
-            with torch.cuda.device(self.device) if self._preparing else nullcontext():
-                yield
-        finally:
-            self._preparing = False
-
-    def launch(
-        self,
-        program: Program,
-        tensors: Callable[[bool], Sequence[Any]],
-        numbers: Sequence[int],
-        given: Sequence[Tensor] = (),
-    ) -> None:
-        """Launch ``program``, and let it know of how many programs it is one.
-
-        ``tensors``: gives the first of the kernel's own arguments, the tensors, and tuples of them; asked for True, of
-        the types that the kernel is compiled for, else whatever has the same addresses, or these themselves.
-        ``numbers``: the other arguments. ``given``: the tensors that are the caller's.
-
-        Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
-        but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up. And
-        its launcher asks the driver about every tensor, but takes addresses as they are (not the record's, which is
-        host memory).
-        """
-        if self.stream is None:
-            with self._guard():
-                program.kernel[(program.count,)](
-                    self.table, self.record, self.control, *tensors(True), *numbers, program.programs, S=program.S
-                )
-            return
-        key = (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
-        compiled = program.compiled.get(key)
-        if compiled is None:
-            compiled = program.compiled[key] = self._load(program, (*tensors(True), *numbers), key)
-        if self._preparing:
-            return
-        args = (
-            self.table.data_ptr(), self.record, self.control.data_ptr(),
-            *[t if type(t) is int else t.data_ptr() if type(t) is Tensor else _address(t) for t in tensors(False)],
-            *numbers, program.programs, program.S,
-        )  # fmt: skip
-        stream, hooks = self._current_stream(), knobs.runtime
-        # Chains of hooks; what is none is left to Triton, too.
-        if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
-            compiled[(program.count, 1, 1)](*args, stream=stream)
-            return
-        # What the line above does, without what it makes for hooks.
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(program.count, 1, 1, stream, function, metadata, None, None, None, *args)
-
-    def _load(self, program: Program, arguments: Sequence[Any], given: Hashable) -> Any:
-        """The kernel, compiled and on the device. Programs that differ in their number only share it."""
-        key = (program.kernel.__name__, program.S, *program.options.values(), given)
-        if key not in self._compiled:
-            compiled = settle_cache_key(program.kernel).warmup(
-                self.table, self.record, self.control, *arguments, program.programs, grid=(program.programs,),
-                S=program.S, **program.options, **self.network.options,
-            )  # fmt: skip
-            compiled._init_handles()
-            self.network.load(compiled)
-            self._compiled[key] = compiled
-        return self._compiled[key]
-
-    def program(self, kernel: Any, programs: int, *, S: Any, launch: Launch | None = None, **options: Any) -> Program:
-        """``programs`` programs of ``kernel``, compiled as ``launch`` and ``options`` say, within this rank's budget of
-        multiprocessors. A program of a refusal or of a CPU needs no ``launch``."""
-        resident = 1
-        if launch is not None:
-            options, resident = {**launch.options, **options}, launch.resident
-        count = grid(programs, self._budget, resident=resident, available=self._available)
-        return Program(kernel, programs, count, S, options)
-
-    def tell_drained(self) -> None:
+    def grant_credits(self) -> None:
         """On CPUs, after a receiving half: tell the other ranks that this one has read it.
 
         The next call's sending half does so, too, but ranks of one process may run one after the other, and a sender
@@ -238,18 +158,8 @@ class Rank:
         if self.device.type != "cpu" or self.config.mode == "allreduce":
             return
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
-        self.launch(self.program(ep_tell_drained_kernel, 1, S=spec), lambda _: (), [self.me])
-
-    def _guard(self) -> AbstractContextManager[None]:
-        """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
-        if self.device.type != "cpu" or DEBUG.read() != "1":
-            return nullcontext()
-        from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
-
-        ranges = region_ranges(self.workspace.regions, self.memory)
-        ranges = [r for r in ranges if r.rank is None or self.network.table[r.rank] != 0]
-        ranges += [AccessRange("network", None, t.data_ptr(), t.nbytes) for t in self.network.tensors]
-        return guard_accesses(ranges)
+        kernel = self.launcher.kernel(ep_grant_credits_kernel, 1, S=spec)
+        self.launcher.launch(kernel, lambda _: (), CreditNumbers(self.me, 1))
 
     def close(self) -> None:
         """Release the block, after what is under way unless the communicator is poisoned."""
@@ -261,8 +171,9 @@ class Rank:
         finally:
             self.memory.close()
             # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
-            self.control, self.table, self._compiled = self.nothing.long(), self.memory.pointers, {}
-            self._recipes = {}
+            self.control, self.table = self.nothing.long(), self.memory.pointers
+            self.launcher.forget()
+            self._plans = {}
 
     def synchronize(self) -> None:
         """The host waits for this rank's kernels."""

@@ -148,7 +148,7 @@ class SymmetricTransport:
             apart = True
             for rank, call in zip(self.ranks, calls, strict=True):
                 if rank.stream is not None:
-                    with rank.preparing():
+                    with rank.launcher.preparing():
                         launch(call)
         for rank, call in zip(self.ranks, calls, strict=True):
             if rank.goes_on(apart=apart):
@@ -194,7 +194,7 @@ class SymmetricTransport:
         if self._on_cpu:
             return
         for rank in self.ranks:
-            with torch.no_grad(), rank.preparing():
+            with torch.no_grad(), rank.launcher.preparing():
                 self._prepare(rank)
 
     def _prepare(self, rank: Rank) -> None:

@@ -1,0 +1,176 @@
+"""Launches the kernels of one rank. What saves host time in a launch is here and nowhere else.
+
+The communicator, ``init_devices`` and the launchers of the contract all launch through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from moelink.kernels.launch.cache_keys import settle_cache_key
+from moelink.kernels.launch.grid import Launch, grid
+from moelink.kernels.records import Peers
+from moelink.memory import Network
+
+_ANY_NUMBER, _ANY_LIMIT = 3, (1 << 40) + 3
+"""Numbers that no kernel is specialised for: neither 1 nor a multiple of 16, of 32 and of 64 bits."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel as calls of one kind launch it: what does not depend on a call's tensors.
+
+    Attributes:
+        function: the ``@triton.jit`` function. S: its constants. options: of the compiler.
+        programs: programs that work. count: programs to launch for that (:func:`moelink.kernels.launch.grid.grid`).
+        loaded: the kernel on the device, by the types and alignments of the caller's tensors.
+    """
+
+    function: Any
+    programs: int
+    count: int
+    S: Any
+    options: dict[str, Any]
+    loaded: dict[Any, Any] = field(default_factory=dict)
+
+
+def addresses_of(record: Any) -> Any:
+    """A tensor's address, an address as it is, and the addresses in a tuple."""
+    if isinstance(record, Tensor):
+        return record.data_ptr()
+    if isinstance(record, tuple):
+        return tuple([t if type(t) is int else t.data_ptr() if type(t) is Tensor else addresses_of(t) for t in record])
+    return record
+
+
+def _of_any_value(numbers: Any) -> Any:
+    """``numbers`` as a kernel is compiled for them: Triton 3.6 specialises the integers of a tuple for their values,
+    whatever ``do_not_specialize`` says, and a call with other values would compile again."""
+    return type(numbers)(*[_ANY_LIMIT if name == "limit" else _ANY_NUMBER for name in numbers._fields])
+
+
+class Launcher:
+    """Launches of one rank: compiles each kernel once, and hands it a call's records.
+
+    Attributes:
+        peers: what every kernel gets first. stream_of: None on a CPU, where kernels are interpreted.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        device: torch.device,
+        *,
+        network: Network,
+        num_sms: int = 0,
+        available: int = 1,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """``num_sms``: SMs that launches keep to, 0 for none in particular, of the ``available`` ones. ``guard``: what
+        interpreted kernels run in."""
+        self.peers, self._device, self._network = peers, device, network
+        self._num_sms, self._available, self._guard = num_sms, available, guard
+        self._interpreted = device.type == "cpu"
+        self._loaded: dict[Any, Any] = {}
+        self._preparing = False
+
+    def kernel(
+        self, function: Any, programs: int, *, S: Any, launch: Launch | None = None, **options: Any
+    ) -> CompiledKernel:
+        """``programs`` programs of ``function``, compiled as ``launch`` and ``options`` say, within the SM limit. A
+        launch of a refusal or on a CPU needs no ``launch``."""
+        resident = 1
+        if launch is not None:
+            options, resident = {**launch.options, **options}, launch.resident
+        count = grid(programs, self._num_sms, resident=resident, available=self._available)
+        return CompiledKernel(function, programs, count, S, options)
+
+    def current_stream(self) -> int:
+        """Handle of the device's current stream, as launches take it; torch would make an object of it."""
+        return driver.active.get_current_stream(self._device.index)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """On CUDA: launches inside only compile their kernel and load it onto the device, each kernel once.
+
+        Compiling and loading may synchronise a device, which must not happen while a kernel there waits for a peer
+        that this process is still to launch.
+        """
+        self._preparing = not self._interpreted
+        try:
+            with torch.cuda.device(self._device) if self._preparing else nullcontext():
+                yield
+        finally:
+            self._preparing = False
+
+    def launch(
+        self,
+        kernel: CompiledKernel,
+        records: Callable[[bool], Sequence[Any]],
+        numbers: Any,
+        given: Sequence[Tensor] = (),
+        *,
+        peers: Peers | None = None,
+    ) -> None:
+        """Launch ``kernel`` on the current stream.
+
+        Args:
+            kernel: what :meth:`kernel` returned.
+            records: gives the kernel's records between ``peers`` and ``numbers``. Asked for True: tensors of the types
+                that the kernel is compiled for. Asked for False: whatever has the same addresses, or these themselves.
+            numbers: the kernel's record of numbers, which says of how many programs it is one.
+            given: those of the records' tensors that are the caller's.
+            peers: in place of this launcher's own.
+
+        Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
+        but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up. And
+        its launcher asks the driver about every tensor, but takes addresses as they are (not the record's, which is
+        host memory).
+        """
+        peers = self.peers if peers is None else peers
+        if self._interpreted:
+            with self._guard():
+                kernel.function[(kernel.count,)](peers, *records(True), numbers, S=kernel.S)
+            return
+        key = (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
+        loaded = kernel.loaded.get(key)
+        if loaded is None:
+            loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), _of_any_value(numbers)), key)
+        if self._preparing:
+            return
+        args = (
+            (peers.table.data_ptr(), peers.record, peers.control.data_ptr()),
+            *[addresses_of(record) for record in records(False)], numbers, kernel.S,
+        )  # fmt: skip
+        stream, hooks = self.current_stream(), knobs.runtime
+        # Chains of hooks; what is none is left to Triton, too.
+        if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
+            loaded[(kernel.count, 1, 1)](*args, stream=stream)
+            return
+        # What the line above does, without what it makes for hooks.
+        function, metadata = loaded.function, loaded.packed_metadata
+        loaded.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
+
+    def _load(self, kernel: CompiledKernel, arguments: Sequence[Any], given: Hashable) -> Any:
+        """The kernel, compiled and on the device. Launches that differ in their number of programs only share it."""
+        key = (kernel.function.__name__, kernel.S, *kernel.options.values(), given)
+        if key not in self._loaded:
+            loaded = settle_cache_key(kernel.function).warmup(
+                *arguments, grid=(kernel.programs,), S=kernel.S, **kernel.options, **self._network.options
+            )
+            loaded._init_handles()
+            self._network.load(loaded)
+            self._loaded[key] = loaded
+        return self._loaded[key]
+
+    def forget(self) -> None:
+        """Let go of all kernels, and of the memory that they were given."""
+        self._loaded, self.peers = {}, Peers(None, None, None)

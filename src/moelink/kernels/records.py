@@ -1,0 +1,294 @@
+"""What kernels are given, as records: peers, inputs, outputs, notes, and the numbers of a call.
+
+A launch passes each record as one argument; inside a kernel its fields are what they would be as arguments of their
+own. Every field of a record that a role does not use is an address that is never touched.
+
+Legend: ``W`` ranks that exchange (1 in allreduce mode), ``T`` max_tokens_per_rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Peers(NamedTuple):
+    """Where ranks are.
+
+    Attributes:
+        table: [W] int64, addresses of the ranks' blocks; 0 for ranks of other nodes.
+        record: [RECORD_WORDS] int64 on the host: errors of this communicator (``memory.protocol``).
+        control: [CONTROL_WORDS] int64, this rank's counters, inside its block.
+    """
+
+    table: Any
+    record: Any
+    control: Any
+
+
+class CallContext(NamedTuple):
+    """What a wait, and the report of its failure, need: where ranks are, who this one is, and which call this is.
+
+    Attributes:
+        table, record, control: as in :class:`Peers`.
+        me: this rank's place in ``table``.
+        limit: ticks of the clock until a wait has expired.
+        call: number of this call, int64, from 1.
+    """
+
+    table: Any
+    record: Any
+    control: Any
+    me: Any
+    limit: Any
+    call: Any
+
+
+class RoutingNotes(NamedTuple):
+    """What a dispatch notes for combine, and for dispatches over the same routing.
+
+    Attributes:
+        rows_of_message: [W, T, topk] int32 (layout "rank": [W, T, 1]), output row of each (source, slot, top-k slot):
+            -1 where it is not for this rank, -2 where it did not fit. Undefined past a source's messages.
+        message_token: [W, T] int32, source token of each (source, slot).
+        received: [W + 1, 2] int32: messages and tokens of each source; then 1 if the call was refused or failed.
+        sent: [W + 1] int32: messages that went to each rank; then the number of the call that found all this out, of
+            which 31 bits are kept. By it ranks notice that they use the routings of different calls again.
+        slot_of: [num_tokens, W] int32, the own token's message slot at each rank, -1 where it did not go.
+    """
+
+    rows_of_message: Any
+    message_token: Any
+    received: Any
+    sent: Any
+    slot_of: Any
+
+
+class CachedRouting(NamedTuple):
+    """What the call found out whose routing is used again; read only by a dispatch over a cached routing.
+
+    Attributes:
+        received: as in its :class:`RoutingNotes`.
+        counts: [num_local_experts, world_size] int32, its rows per (local expert, source rank).
+    """
+
+    received: Any
+    counts: Any
+
+
+class DispatchInputs(NamedTuple):
+    """What the sender role reads.
+
+    Attributes:
+        x: [num_tokens, hidden_size] rows.
+        scales: [num_tokens, scale_width] row-major scales of rows that are quantised already.
+        input_scale: fp32, one element.
+        topk_ids: [num_tokens, topk] int32 or int64.
+        topk_weights: [num_tokens, topk] router weights.
+    """
+
+    x: Any
+    scales: Any
+    input_scale: Any
+    topk_ids: Any
+    topk_weights: Any
+
+
+class DispatchOutputs(NamedTuple):
+    """What the receiver role writes: fields of :class:`moelink.DispatchOutput`.
+
+    Where another launch brings scales into their layout (``S.SCALES_LATER``), ``scales`` is [rows] int32: the number of
+    the message that each row came with. ``weights`` are the rows' router weights, in layout "rank" those of all slots.
+    """
+
+    tokens: Any
+    scales: Any
+    row_offsets: Any
+    expert_ids: Any
+    src_info: Any
+    scales_offsets: Any
+    weights: Any
+    topk_ids: Any
+    num_recv_tokens: Any
+    overflow: Any
+    counts: Any
+
+
+class DispatchNumbers(NamedTuple):
+    """Numbers of a dispatch. No kernel is compiled for their values, as these change from call to call.
+
+    Attributes:
+        me: this rank's place in the table of peers. rank: its number in the group.
+        first_expert, num_local_experts: the experts that this rank owns. num_groups: groups of its output.
+        num_tokens: own tokens. tokens_per_program, split: how senders share them (``kernels.launch.grid``).
+        shared_begin, shared_end: own tokens of the fused shared expert's group, [begin, end).
+        capacity: rows of the output. scale_rows: rows of a column of scales, where they are in columns.
+        counts_stride: columns of ``counts``.
+        status: STATUS_OK, or STATUS_ABORT of a rank that refused its arguments.
+        senders: programs of the sender role in a fused launch.
+        limit: ticks of the clock until a wait has expired, int64. programs: programs that work.
+    """
+
+    me: Any
+    rank: Any
+    first_expert: Any
+    num_local_experts: Any
+    num_groups: Any
+    num_tokens: Any
+    tokens_per_program: Any
+    split: Any
+    shared_begin: Any
+    shared_end: Any
+    capacity: Any
+    scale_rows: Any
+    counts_stride: Any
+    status: Any
+    senders: Any
+    limit: Any
+    programs: Any
+
+
+class Groups(NamedTuple):
+    """Where the groups of a dispatch's output are, within a kernel.
+
+    Attributes:
+        sizes: [N] int32, routed rows of each local expert. starts: its first row. aligned: its rows with padding.
+        bases: its first 128-row block of scales, where these are in tiles.
+        shared, shared_rows: rows of the fused shared expert's group, without and with padding.
+    """
+
+    sizes: Any
+    starts: Any
+    aligned: Any
+    bases: Any
+    shared: Any
+    shared_rows: Any
+
+
+class Source(NamedTuple):
+    """What a receiver knows of the messages of one source, from its counts.
+
+    Attributes:
+        rank: the source. count: its messages. programs: its sending programs, 0 where messages come in any order.
+        most: the most messages of one of these programs.
+        before, rows: [N] int32, rows for each local expert of the sources before this one, and of this one; over a
+            cached routing ``rows`` are those of all sources.
+    """
+
+    rank: Any
+    count: Any
+    programs: Any
+    most: Any
+    before: Any
+    rows: Any
+
+
+class Destination(NamedTuple):
+    """Where the rows of one source go.
+
+    Attributes:
+        base: [N] int32, first row of this source in each expert's group; in layout "rank" its first row.
+        sizes: [N] int32, its rows there. starts, bases: as in :class:`Groups`.
+    """
+
+    base: Any
+    sizes: Any
+    starts: Any
+    bases: Any
+
+
+class Header(NamedTuple):
+    """What is small in messages, as it came.
+
+    Attributes:
+        token: [n] source tokens. local_ids, weights: [n, slots]. positions: [n, slots] among the earlier pairs of the
+            same (source, expert).
+    """
+
+    token: Any
+    local_ids: Any
+    positions: Any
+    weights: Any
+
+
+class CreditNumbers(NamedTuple):
+    """Numbers of a launch that only tells: this rank's place in the table of peers, and the programs that work."""
+
+    me: Any
+    programs: Any
+
+
+class CombineInputs(NamedTuple):
+    """What combine reads.
+
+    Attributes:
+        y: [y_rows, hidden_size] the experts' outputs.
+        row_weights: [y_rows] router weights that came with the rows.
+        home_weights, topk_ids: [num_tokens, topk] of the own tokens.
+        shared: [num_tokens, hidden_size] to add before rounding.
+        epilogue: a bias [hidden_size], or a residual [num_tokens, hidden_size], to add before rounding.
+    """
+
+    y: Any
+    row_weights: Any
+    home_weights: Any
+    topk_ids: Any
+    shared: Any
+    epilogue: Any
+
+
+class CombineOutputs(NamedTuple):
+    """Where combine's result goes.
+
+    Attributes:
+        out: [num_tokens, hidden_size], or unreduced [num_tokens, topk, hidden_size].
+        epilogue_tensors: tuple of tensors of the user's hook, which stores instead.
+    """
+
+    out: Any
+    epilogue_tensors: Any
+
+
+class CombineNumbers(NamedTuple):
+    """Numbers of a combine. No kernel is compiled for their values.
+
+    Attributes:
+        me, first_expert, num_local_experts, num_tokens, shared_begin, shared_end, status, limit, programs: as in
+            :class:`DispatchNumbers`.
+        y_rows: rows of ``y``. slot_begin: first top-k slot of this pass.
+        spread: programs that share a message. senders: programs of the expert role in a fused launch.
+    """
+
+    me: Any
+    first_expert: Any
+    num_local_experts: Any
+    num_tokens: Any
+    y_rows: Any
+    shared_begin: Any
+    shared_end: Any
+    slot_begin: Any
+    spread: Any
+    status: Any
+    senders: Any
+    limit: Any
+    programs: Any
+
+
+class Message(NamedTuple):
+    """A message whose rows go home.
+
+    Attributes:
+        slot: its number among those of its home rank. token: the home rank's token. valid: whether there is one.
+        rows: where the row numbers of its top-k slots are.
+    """
+
+    slot: Any
+    token: Any
+    valid: Any
+    rows: Any
+
+
+class Share(NamedTuple):
+    """Parts [begin, begin + count) of the columns of a message."""
+
+    begin: Any
+    count: Any

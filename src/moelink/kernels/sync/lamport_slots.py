@@ -1,0 +1,194 @@
+"""Small calls: those whose rows are their own signal (``kernels.sync.lamport_slots``); which these are, and where rows
+lie.
+
+A row that travels with a flag costs a fence between the two: the sender waits until the row has arrived before it may
+say so, a round trip between two GPUs. With few tokens that is most of a call, of 512 an eighth. So home looks at the
+row itself. It holds zeros where nothing has come, and what comes is never zero: bits travel inverted, and no element
+has all bits set, as a NaN like that becomes another one (``lamport_slots.bits_of``). Each element is stored in one
+piece, and no order between any two matters. Combine's sums travel so; a dispatch's payload may have any bits.
+
+Who writes: rank r stores row (r, number) at home, and no other peer ever does; home stores zeros there once it has read
+it. Why the next call cannot overtake, or be mistaken: a rank stores only once home has drained the call before
+(``kernels.sync.credit``), which home tells after the launch that stored the zeros. What is sent is what is awaited, as
+both follow from one dispatch; that it is the same one on all ranks is checked. So a row that has come is of this call.
+
+Why a refused call breaks nothing: a rank that refuses reads none of what comes, and where ranks differ in whether they
+sum, rows come that nobody awaits. Every rank notes such a call, as all of them learn of it (:func:`note_refused`). The
+call after has the other form on all ranks, with flags, so nobody stores such rows then; and once every rank has begun
+it all rows of the refused call have arrived, so they are cleared (:func:`clear_rows`). Notes are in two words, for odd
+and even calls, so that what one call notes does not disturb those who still ask about it.
+
+Example: up to 4 tokens, rows of 32 bytes: row 1 of rank 2 begins 32 * (2 * 4 + 1) bytes into the region. Call 5 is
+refused: word 0 says 6, so call 6 has flags; word 1 still says what call 5 itself was.
+
+Combine: sums of a small call go home as rows that are their own signal (``kernels.sync.lamport_slots``).
+
+Expert rank r stores row (r, token) of ``small_rows`` at home, inverted; home waits until no part of the rows of its
+token is zero, sums them and stores zeros. Home had ``num_tokens`` tokens, which dispatch told the expert's rank, and
+``lamport_slots.is_small`` says which form the call has.
+
+Example: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) travel as 0xc07f, 0xbfff, which home loads as the word 0xbfffc07f.
+A NaN is 0x7fff and travels as 0x8000; 0xffff would travel as zero, so it is made 0x7fff.
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.numeric import only
+from moelink.kernels.sync.signals import I32, I64, block_uniform, check_timeout, clock
+from moelink.memory.protocol import COMBINE_WITH_FLAGS
+
+_WITH_FLAGS = tl.constexpr(COMBINE_WITH_FLAGS)
+
+
+@triton.jit
+def follows_refusal(control, call):
+    """Whether the call before ``call`` was refused by a rank, or made otherwise. Both words are read, as neither load
+    waits for the call's number then; they name calls of different parity."""
+    return (tl.load(control + _WITH_FLAGS) == call) | (tl.load(control + _WITH_FLAGS + 1) == call)
+
+
+@triton.jit
+def note_refused(control, call):
+    """A rank refused call ``call``, or made it otherwise than others."""
+    tl.store(control + _WITH_FLAGS + (call + 1) % 2, call + 1)
+
+
+@triton.jit
+def has_no_flags(control, num_tokens, call, S: tl.constexpr):
+    """Whether sums, if a rank sends any, go home without flags to a rank of so many tokens in call ``call``."""
+    return (num_tokens <= S.LAMPORT_TOKENS) & (num_tokens > 0) & (follows_refusal(control, call) == 0)
+
+
+@triton.jit
+def is_small(control, num_tokens, call, S: tl.constexpr):
+    """Whether this rank's rows go, and come, without flags: :func:`has_no_flags`, if it sends sums."""
+    if S.SENDS_SUMS:
+        return has_no_flags(control, num_tokens, call, S)
+    else:
+        return num_tokens < 0
+
+
+@triton.jit
+def row_at(block, rank, number, S: tl.constexpr):
+    """Address of row (``rank``, ``number``) in the block at address ``block``."""
+    return block + S.OFFSET_SMALL + tl.cast(rank * S.LAMPORT_TOKENS + number, tl.int64) * S.ROW_BYTES
+
+
+@triton.jit
+def clear_rows(mine, S: tl.constexpr):
+    """All rows of this rank are zeros again."""
+    i = tl.arange(0, S.BLOCK_SIZE)
+    words = tl.multiple_of(row_at(mine, 0, 0, S).to(I32), 16)
+    count = S.WORLD_SIZE * S.LAMPORT_TOKENS * (S.ROW_BYTES // 4)
+    for c0 in range(0, count, S.BLOCK_SIZE):
+        tl.store(words + c0 + i, tl.zeros([S.BLOCK_SIZE], tl.int32), mask=c0 + i < count)
+
+
+@triton.jit
+def bits_of(row, flip, S: tl.constexpr):
+    """The bits of ``row``, of DTYPE, as integers of their size; inverted if ``flip`` is -1, as they are if it is 0. A
+    NaN with all bits set becomes the one that arithmetic makes."""
+    if S.ROW_DTYPE.primitive_bitwidth == 16:
+        bits = row.to(tl.int16, bitcast=True)
+        if S.ROW_DTYPE != tl.bfloat16:  # whose rounding makes every NaN 0x7fff
+            bits = tl.where(bits == -1, 0x7FFF, bits)
+        return bits ^ flip.to(tl.int16)
+    else:
+        bits = row.to(tl.int32, bitcast=True)
+        return tl.where(bits == -1, 0x7FFFFFFF, bits) ^ flip.to(tl.int32)
+
+
+@triton.jit
+def columns_of(words, S: tl.constexpr):
+    """The columns that ``words`` [N] hold, inverted, in ACC."""
+    bits = (words ^ -1).to(tl.uint32, bitcast=True)
+    if S.ROW_DTYPE.primitive_bitwidth == 16:
+        low = (bits & 0xFFFF).to(tl.uint16)
+        high = (bits >> 16).to(tl.uint16)
+        halves = tl.reshape(tl.join(low, high), (2 * words.shape[0],))
+        return halves.to(S.ROW_DTYPE, bitcast=True).to(S.SUM_DTYPE)
+    else:
+        return bits.to(S.ROW_DTYPE, bitcast=True).to(S.SUM_DTYPE)
+
+
+@triton.jit
+def is_missing(words, S: tl.constexpr):
+    """Where an element of ``words`` has not come."""
+    if S.ROW_DTYPE.primitive_bitwidth == 16:
+        return ((words & 0xFFFF) == 0) | ((words & -65536) == 0)
+    else:
+        return words == 0
+
+
+@triton.jit
+def word_numbers(first, S: tl.constexpr):
+    """Numbers of the words that hold columns [first, first + BLOCK) of a row."""
+    each: tl.constexpr = 32 // S.ROW_DTYPE.primitive_bitwidth
+    return first // each + tl.arange(0, S.BLOCK_SIZE // each)
+
+
+@triton.jit
+def words_at(mine, rank, token, S: tl.constexpr):
+    """The words of row (``rank``, ``token``) of this rank."""
+    return tl.multiple_of(row_at(mine, rank, token, S).to(I32), 16)
+
+
+@triton.jit
+def leave_zeros(mine, slots, token, n, mask, S: tl.constexpr):
+    """Words ``n`` of a token's rows have been read, those under ``mask``: clear them for a later call."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    for rank in tl.static_range(S.WORLD_SIZE):
+        sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, mask)
+        tl.store(words_at(mine, rank, token, S) + n, tl.zeros(n.shape, tl.int32), mask=sent)
+
+
+@triton.jit
+def sum_rows(mine, slots, token, first, limit, S: tl.constexpr):
+    """Sum of columns [first, first + BLOCK) of a token's rows, ranks ascending, in ACC; waits until all are there, and
+    leaves zeros.
+
+    ``slots`` [ranks]: the token's message slot at each rank, -1 where it did not go. Returns (arrived, rank that is
+    missing, sum): arrived as in ``signals.wait_all``. All ranks' rows are loaded before any is looked at, and summed
+    meanwhile: the sum counts if none was missing.
+    """
+    looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
+    poison = (mine + S.OFFSET_POISON).to(I64)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    n = word_numbers(first, S)
+    inside = n < S.HIDDEN_SIZE * S.ROW_DTYPE.primitive_bitwidth // 32
+    total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
+    missing = tl.zeros(n.shape, tl.int32)
+    start = clock(S.CLOCK)
+    look = tl.full([], 0, tl.int32)
+    state = look + 2
+    while state == 2:
+        total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
+        missing = tl.zeros(n.shape, tl.int32)
+        for rank in tl.static_range(S.WORLD_SIZE):
+            sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
+            words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)
+            missing = tl.where(is_missing(words, S), rank + 1, missing)
+            total += columns_of(words, S)
+        state = tl.where(block_uniform(1 - tl.minimum(tl.max(missing, 0), 1)) > 0, 1, 2)
+        look += 1
+        if (state == 2) & (look % looks == 0):
+            state = check_timeout(poison, start, limit, S.CLOCK)
+    leave_zeros(mine, slots, token, n, only(state == 1, inside), S)
+    return state, tl.maximum(tl.max(missing, 0) - 1, 0), total
+
+
+@triton.jit
+def stand_in(mine, absent, slot_of, num_tokens, S: tl.constexpr):
+    """Store sums of zero in place of the ranks ``absent`` [ranks], whose rows will not come: nobody waits for them in
+    vain. For the program that learns of it. Only what is read, and so cleared: the rows of tokens that went there."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    i = tl.arange(0, S.BLOCK_SIZE)
+    count: tl.constexpr = S.HIDDEN_SIZE * S.ROW_DTYPE.primitive_bitwidth // 32
+    for token in range(num_tokens):
+        slots = tl.load(slot_of + token * S.WORLD_SIZE + r, mask=absent & (r < S.WORLD_SIZE), other=-1)
+        for rank in range(S.WORLD_SIZE):
+            if tl.max(tl.where(r == rank, slots, -1), 0) >= 0:
+                words = words_at(mine, rank, token, S)
+                for c0 in range(0, count, S.BLOCK_SIZE):
+                    tl.store(words + c0 + i, i * 0 - 1, mask=c0 + i < count)
