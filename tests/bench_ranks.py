@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 from moelink.tools.bench.presets import Plan
 from moelink.tools.bench.run import RankReport, moelink_main

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data

@@ -1,17 +1,56 @@
 """Test session set-up.
 
+Tests have two tiers, which :mod:`tiers` explains. ``pytest`` runs the quick one: every test function with its first
+parameter set, and what is marked ``quick``. ``pytest --full`` runs everything.
+
 Kernels are interpreted unless a GPU is there: the variable must be set before anything imports triton, and it is
 inherited by the ranks that tests spawn.
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tiers import choose
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+import fast_interpreter  # noqa: E402, F401 - for its effect, when it is known whether kernels are interpreted
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the full tier: all parameter sets of every test")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("full"):
+        items[:], left_out = choose(items, config.args)
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+
+
+DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_deselected(items):
+    for item in items[:1]:
+        item.config.stash[DESELECTED] = item.config.stash.get(DESELECTED, 0) + len(items)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = session.config.stash.get(DESELECTED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Of pytest-xdist: a worker has ended. What workers deselect is missing in the closing line without this."""
+    stats = node.config.pluginmanager.get_plugin("terminalreporter").stats
+    stats["deselected"] = [SimpleNamespace()] * getattr(node, "workeroutput", {}).get("deselected", 0)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 import moelink.ops
 from moelink import communicator

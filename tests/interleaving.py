@@ -22,17 +22,23 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import inspect
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 from triton.runtime import interpreter
 
+import moelink
+
 _INDEX: contextvars.ContextVar[tuple[int, int, int]] = contextvars.ContextVar("grid_idx")
 _GRID: contextvars.ContextVar[tuple[int, int, int]] = contextvars.ContextVar("grid_dim")
+_PACKAGE = str(Path(moelink.__file__).parent) + os.sep
 _BUILDER = interpreter.InterpreterBuilder
 _RELEASES = (interpreter._ir.MEM_SEMANTIC.RELEASE, interpreter._ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
@@ -76,7 +82,7 @@ class Scheduler:
                     self._live.remove(program)
                     self._idle = 0
                 elif self._idle > self._patience * len(self._live):
-                    waiting = "; ".join(f"{p.name} {p.place}" for p in self._live)
+                    waiting = "; ".join(f"{p.name} {place_of(p.gr_frame)}" for p in self._live)
                     raise Deadlock(f"no progress after {self.switches} switches; waiting: {waiting}")
                 for other in self._live:
                     if other.stores and self._random.random() < self._drain_chance:
@@ -90,20 +96,12 @@ class Scheduler:
 
     def _spawn(self, function: Callable[[], None], name: str) -> None:
         program = greenlet(function, self._main)
-        program.stores, program.name, program.place = [], name, ""
+        program.stores, program.name = [], name
         program.gr_context = contextvars.copy_context()
         self._live.append(program)
 
     def pause(self, progress: bool) -> None:
         """Let another program run. ``progress``: memory changed."""
-        current = getcurrent()
-        frame = inspect.currentframe()
-        while frame is not None and (
-            "moelink" not in frame.f_code.co_filename
-            or frame.f_code.co_name == "check_timeout"  # who calls it says more
-        ):
-            frame = frame.f_back
-        current.place = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame is not None else ""
         self._idle = 0 if progress else self._idle + 1
         self._main.switch()
 
@@ -168,6 +166,16 @@ class Scheduler:
             self._spawn(program(index), f"{rank.name}:{executor.fn.__name__}[{index}]")
         self._live.remove(rank)
         self._main.switch()
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Name the innermost function of the package that ``frame`` is in, and its line; "" where it is in none."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE) and code.co_name != "check_timeout":  # who calls that one says more
+            return f"{code.co_name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _words(pointer: Any, mask: Any, itemsize: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 
 T, K, E, H = 4, 2, 4, 16

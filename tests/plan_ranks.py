@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 import moelink.memory.workspace as workspaces
 from fault_ranks import stop_for

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 from moelink import epilogues
 from moelink.control.group import plain_device

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 from moelink.integrations.transformers import LoadReport, ParallelModel, from_pretrained, parallelize, register
 from transformers_models import MAX_TOKENS, NEW_TOKENS, generate, share, tokens, train
