@@ -9,13 +9,16 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-newest gpu-test bench picture clean
+.PHONY: demo test test-full lint format test-newest gpu-test bench picture clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
 	$(BIN)/moelink demo --ranks 4
 
-test: $(STAMP)  ## all tests that need no GPU
+test: $(STAMP)  ## the quick tier: every test that needs no GPU, with its cheapest parameters; minutes
 	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-full: $(STAMP)  ## the full tier: with all parameters
+	$(BIN)/pytest -m "not gpu" --full $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## style, formatting, types
 	$(BIN)/ruff check .
@@ -26,7 +29,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test-newest:  ## the tests with the newest Triton, in a venv of their own
+test-newest:  ## the quick tier with the newest Triton, in a venv of its own
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 gpu-test: $(STAMP)  ## tests that need CUDA devices

@@ -1,6 +1,7 @@
 """Compile the kernels for a GPU that is not there, and say what memory instructions came out.
 
-Run in a process of its own without TRITON_INTERPRET: ``python aot.py sm_90`` prints one JSON object per kernel.
+Run in a process of its own without TRITON_INTERPRET: ``python aot.py sm_90 kernels`` prints one JSON object per kernel.
+The last word is one of PARTS.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ def bare_loads(ttir):
     return sum(size >= 1024 for size in sizes)
 
 
-def kernels(everything):
+PARTS = ("kernels", "variants", "scales")
+"""Each kernel once; other formats, cached routings and reductions; those that lay scales out."""
+
+
+def kernels(part):
     import torch
 
     import moelink
@@ -121,29 +126,34 @@ def kernels(everything):
 
     device = torch.device("cuda")
     shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)
-    for fmt in ("bf16", "fp8_block128", "nvfp4") if everything else ("fp8_block128",):
+    for fmt in ("fp8_block128",) if part == "kernels" else ("bf16", "fp8_block128", "nvfp4"):
         workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))
         spec = dispatch_spec(
             workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True, input_scale=fmt == "nvfp4"
         )
         x = "*u8" if fmt == "bf16" else "*bf16"
-        yield f"dispatch_async-{fmt}", dispatch.ep_dispatch_async_kernel, spec, x
-        yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
-        if fmt == "fp8_block128":
+        if part == "scales":
+            if spec.SCALES_LATER:
+                yield f"scale_layout-{fmt}", ep_lay_out_scales_kernel, spec, x
+            continue
+        if (part == "kernels") == (fmt == "fp8_block128"):
+            yield f"dispatch_async-{fmt}", dispatch.ep_dispatch_async_kernel, spec, x
+            yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
+        if part == "kernels":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
-        if everything and spec.SCALES_LATER:
-            yield f"scale_layout-{fmt}", ep_lay_out_scales_kernel, spec, x
-        if everything and fmt != "bf16":
+        elif fmt != "bf16":
             cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x
             yield f"dispatch_wait_cached-{fmt}", dispatch.ep_dispatch_wait_kernel, cached, x
-    for pre_reduce in (True, False) if everything else (True,):
-        workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce))
-        spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
-        yield f"combine_async-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
-        yield f"combine_wait-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+    if part == "scales":
+        return
+    pre_reduce = part == "kernels"
+    workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce))
+    spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
+    yield f"combine_async-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
+    yield f"combine_wait-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
     yield f"fused_combine-{pre_reduce}", combine.ep_fused_combine_kernel, spec, "*bf16"
-    if everything:
+    if part == "variants":
         workspace = Workspace(moelink.EPConfig(**{**shape, "world_size": 2, "max_tokens_per_rank": 1024}))
         assert workspace.lamport_tokens == 1024
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
@@ -151,8 +161,8 @@ def kernels(everything):
         yield "without_flags_combine_wait", combine.ep_combine_wait_kernel, spec, "*bf16"
 
 
-def main(target):
-    for name, kernel, spec, x in kernels(target == "sm_90"):
+def main(target, part):
+    for name, kernel, spec, x in kernels(part):
         binary = compile_kernel(kernel, spec, target, x)
         ptx = binary.asm.get("ptx")
         text = ptx or binary.asm["amdgcn"]
@@ -172,4 +182,4 @@ def main(target):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

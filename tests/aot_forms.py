@@ -2,13 +2,13 @@
 
 Compile-time branches that no interpreted test takes fail here: names bound to other types in two branches, shapes that
 do not broadcast, functions the compiler does not know. Run without TRITON_INTERPRET: ``python aot_forms.py`` prints one
-line per form and exits with 1 when one fails; ``python aot_forms.py 0 3`` takes every third from the first.
+line per form, the number of all forms, and exits with 1 when one fails. ``python aot_forms.py 8 0 5`` takes every
+eighth form from the first and from the sixth.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 import sys
@@ -140,10 +140,12 @@ def forms_of(entry: Config, prefix: str, **more: int) -> Iterator[Form]:
     yield f"{prefix}{entry.name} combine", combine.ep_fused_combine_kernel, spec, pointers
 
 
-def main(part: int = 0, parts: int = 1) -> int:
-    """Lower every ``parts``-th of them from ``part``."""
-    failed = 0
-    for name, kernel, spec, pointers in itertools.islice(forms(), part, None, parts):
+def main(divisor: int = 1, *parts: int) -> int:
+    """Lower those whose number modulo ``divisor`` is in ``parts``; all of them without parts."""
+    failed = total = 0
+    for total, (name, kernel, spec, pointers) in enumerate(forms(), 1):
+        if parts and (total - 1) % divisor not in parts:
+            continue
         try:
             module = lower(kernel, spec, pointers).module
             wrong = []
@@ -160,6 +162,7 @@ def main(part: int = 0, parts: int = 1) -> int:
         else:
             failed += bool(wrong)
             print(f"{name}: {wrong[0] if wrong else 'fine'}", flush=True)
+    print(total)
     return int(failed > 0)
 
 

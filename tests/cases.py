@@ -19,6 +19,9 @@ from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp32", "fp64")
+SCALE_LAYOUTS = ("bf16", "fp8_block128", "nvfp4", "mxfp4")
+"""A format without scales, and one for each layout of scales: transposed, tiles, rows. What a transport does with rows
+and scales depends on the layout; ``test_formats*.py`` prove the arithmetic of each format."""
 SCENARIOS = ("uniform", "skewed", "one_expert", "one_rank_empty", "all_empty", "holes", "repeats")
 # Multiples of each format's group that are not powers of two.
 HIDDEN = {"bf16": 40, "fp8_block128": 384, "mxfp8": 96, "nvfp4": 48, "mxfp4": 96, "fp32": 24, "fp64": 20}
@@ -256,14 +259,24 @@ def defined_scales(expected: reference.ReferenceRows, scales: torch.Tensor) -> t
     return raw[: expected.num_rows]
 
 
-def matrix() -> list[Case]:
-    """Formats x (layout and reduction) x scenarios."""
+def matrix(formats: Sequence[str] = SCALE_LAYOUTS) -> list[Case]:
+    """``formats`` x (layout and reduction) x scenarios."""
     cases = []
-    for fmt in FORMATS:
+    for fmt in formats:
         for options in ({}, {"pre_reduce": False}, {"layout": "rank"}):
             setup = Setup(fmt, tuple(options.items()))
             cases += [Case(setup, scenario, seed=i) for i, scenario in enumerate(SCENARIOS)]
     return cases
+
+
+def some(cases: Sequence[Case], keep: int) -> list[Case]:
+    """A spread of ``cases``: about one in ``keep``, each setup at least once."""
+    seen, chosen = set(), []
+    for index, case in enumerate(cases):
+        if index % keep == 0 or case.setup not in seen:
+            chosen.append(case)
+        seen.add(case.setup)
+    return chosen
 
 
 def features() -> list[Case]:

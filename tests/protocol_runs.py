@@ -263,9 +263,13 @@ def scenarios(setup: Setup) -> dict[str, dict[str, Any]]:
     }
 
 
-def caught(cases: Sequence[Case], **options: Any) -> tuple[int, Exception] | None:
-    """The first seed whose schedule shows the fault, and how; None when all of them pass."""
-    for seed in SEEDS:
+def caught(cases: Sequence[Case], *, first: int = 0, **options: Any) -> tuple[int, Exception] | None:
+    """A seed whose schedule shows the fault, and how; None when all of them pass.
+
+    ``first`` is tried first: tests give the seed that is known to show their fault, which saves the time of those
+    before. A change of the kernels may move it, and so the others are still tried.
+    """
+    for seed in sorted(SEEDS, key=lambda seed: seed != first):
         try:
             run(seed, cases, **options)
         except Exception as error:  # noqa: BLE001 - whatever the fault leads to

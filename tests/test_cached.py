@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moelink
-from cases import FORMATS, SCENARIOS, Case, Setup
+from cases import SCALE_LAYOUTS, SCENARIOS, Case, Setup
 from moelink import ops
 from moelink.memory.protocol import CALL_SHIFT, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT, INVALID_IDS
 from moelink.memory.workspace import Workspace
@@ -77,11 +77,11 @@ def assert_alike(config, got, expected):
             assert_bitwise_equal(a[name].contiguous(), b[name].contiguous())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", SCALE_LAYOUTS)
 def test_equals_a_dispatch_that_counts(fmt, filled_memory):
-    """Each format with every option, bit for bit; other rows and weights, and a routing that is itself a reuse."""
+    """Each layout of scales with every option, bit for bit; other rows and weights, and a reuse of a reuse."""
     for index, options in enumerate(OPTIONS):
-        scenario = SCENARIOS[(index + FORMATS.index(fmt)) % len(SCENARIOS)]
+        scenario = SCENARIOS[(index + SCALE_LAYOUTS.index(fmt)) % len(SCENARIOS)]
         case = Case(
             Setup(fmt, options), scenario, weights=("dispatch", "none")[(index + len(fmt)) % 2], seed=index, small=True
         )

@@ -231,7 +231,7 @@ def test_pointers_and_counters_belong_to_the_symmetric_transport():
     for name in ("dev_ptrs", "atomic_counters"):
         with pytest.raises(moelink.UnsupportedError, match=f"{name}: the collective transport has no"):
             getattr(ep, name)
-    from moelink.kernels import ep_init
+    from moelink.contract import ep_init
 
     assert ep_init.__doc__
     with moelink.init_devices(

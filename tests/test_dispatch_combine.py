@@ -2,7 +2,7 @@
 
 import pytest
 
-from cases import Case, check_case, features, matrix, real_shapes, run_cases
+from cases import FORMATS, Case, check_case, features, matrix, real_shapes, run_cases, some
 from moelink.testing import run_ranks
 
 
@@ -12,12 +12,12 @@ def check_all(cases: list[Case], world_size: int) -> None:
         check_case(case, world_size, [result[index] for result in results])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 1, 3, 4, 8])
 def test_matrix_equals_oracle(world_size):
-    check_all(matrix(), world_size)
+    check_all(some(matrix(FORMATS), 4) if world_size == 3 else matrix(), world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 1, 3])
 def test_features_equal_oracle(world_size):
     check_all(features(), world_size)
 

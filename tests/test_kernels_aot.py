@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -29,16 +28,17 @@ def output_of(script, *args):
     return done.stdout.splitlines()
 
 
-@functools.cache
-def compiled(target):
-    """What ``aot.py`` says of every kernel."""
-    return [json.loads(line) for line in output_of("aot.py", target) if line.startswith("{")]
+def compiled(target, part="kernels"):
+    """What ``aot.py`` says of the kernels of one of its parts."""
+    return [json.loads(line) for line in output_of("aot.py", target, part) if line.startswith("{")]
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_memory_order_and_width_on_nvidia(target):
-    kernels = [kernel for kernel in compiled(target) if "scale_layout" not in kernel["name"]]
-    assert len(kernels) == (18 if target == "sm_90" else 6)
+@pytest.mark.parametrize("target, part, count", [
+    ("sm_90", "kernels", 6), ("sm_90", "variants", 13), ("sm_100", "kernels", 6)
+])  # fmt: skip
+def test_memory_order_and_width_on_nvidia(target, part, count):
+    kernels = compiled(target, part)
+    assert len(kernels) == count
     for kernel in kernels:
         name, ops = kernel["name"], kernel["ops"]
         assert any(".sys.release.exch" in op or ".release.sys.exch" in op for op in ops), name
@@ -70,7 +70,7 @@ def test_memory_order_and_width_on_nvidia(target):
 def test_scales_are_laid_out_in_whole_lines():
     """Columns by warps of 32 neighbours, 4 bytes each, as groups begin at any row; words of tiles 16 bytes a thread."""
     widths = {"scale_layout-fp8_block128": "st.global.b32", "scale_layout-nvfp4": "st.global.v4.b32"}
-    kernels = {kernel["name"]: kernel for kernel in compiled("sm_90") if kernel["name"] in widths}
+    kernels = {kernel["name"]: kernel for kernel in compiled("sm_90", "scales")}
     assert kernels.keys() == widths.keys()
     for name, width in widths.items():
         stores = {op for op in kernels[name]["ops"] if op.startswith("st.global")}
@@ -117,11 +117,13 @@ def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence():
         assert kernel["local"] == 0, f"{name} uses local memory"
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_every_form_is_a_program(part):
-    lines = output_of("aot_forms.py", str(part), "3")
-    assert len(lines) > len(CONFIGS)
-    assert sum(line.startswith("nodes of 2: ") for line in lines) == len(FORMATS)
+@pytest.mark.parametrize("parts", [(0,), range(1, 6), range(6, 11), range(11, 16)], ids=str)
+def test_every_form_is_a_program(parts):
+    *lines, total = output_of("aot_forms.py", "16", *map(str, parts))
+    assert int(total) > 3 * len(CONFIGS)
+    assert len(lines) == sum(number % 16 in parts for number in range(int(total)))
+    between_nodes = range(int(total) - 3 * len(FORMATS), int(total))  # the last ones
+    assert sum(line.startswith("nodes of 2: ") for line in lines) == sum(n % 16 in parts for n in between_nodes)
     assert all(line.endswith(": fine") for line in lines)
 
 

@@ -33,9 +33,11 @@ SETUPS = [
 ]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.dispatch_format)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_oracle(monkeypatch, shape, setup):
+@pytest.mark.parametrize("setup, shape", [
+    (1, 1), (0, 0), (2, 0), (2, 1), (0, 2), (1, 2), (1, 3), (2, 3)
+])  # fmt: skip
+def test_equals_oracle(monkeypatch, setup, shape):
+    setup, shape = SETUPS[setup], SHAPES[shape]
     send, receive, batch, gather = shape
     spec_of = dispatching.dispatch_spec
     monkeypatch.setattr(dispatching, "dispatch_launch", lambda *args, **options: Launch(send, receive))
@@ -92,8 +94,10 @@ def test_rows_in_parts_equal_oracle(monkeypatch, blocks, send, receive, spread, 
     transport.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("hidden", [36, 46, 47])
+@pytest.mark.parametrize("dtype, hidden", [
+    (torch.bfloat16, 36), (torch.bfloat16, 46), (torch.bfloat16, 47), (torch.float16, 46), (torch.float32, 36),
+    (torch.float32, 47), (torch.float64, 36),
+], ids=str)  # fmt: skip
 def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, blocks, dtype, hidden):
     """Of three ranks two have few enough tokens to need no flags, so that both forms meet in one call."""
     row = 128 * -(-hidden * dtype.itemsize // 128)
@@ -104,7 +108,7 @@ def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, blocks, dt
     words = dtype.itemsize < 8 and hidden * dtype.itemsize % 4 == 0
     assert workspaces.Workspace(setup.config(WORLD)).lamport_tokens == (4 if words else 0)
     transport = one_process(setup.fields, WORLD)
-    for seed in range(3):
+    for seed in range(2):
         case = Case(setup, "uniform", seed=seed)
         check_case(case, WORLD, run_case(transport, case, range(WORLD)))
     transport.check()

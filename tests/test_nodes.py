@@ -50,9 +50,10 @@ def nodes_of(ranks: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("world_size, ranks_per_node", [(2, 1), (3, 1), (4, 2), (8, 4), (8, 2)])
-def test_equals_oracle(world_size: int, ranks_per_node: int) -> None:
-    cases = nodes_of(ranks_per_node)[:: 1 if world_size < 8 else ranks_per_node + 3]
+@pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 5), (2, 1, 1), (3, 1, 3), (8, 4, 7), (8, 2, 6)])
+def test_equals_oracle(world_size: int, ranks_per_node: int, keep: int) -> None:
+    """All cases on two ranks, every ``keep``-th on more."""
+    cases = nodes_of(ranks_per_node)[::keep]
     results = run_ranks(run_cases, world_size, cases, {"transport": "symmetric"}, timeout=280)
     for index, case in enumerate(cases):
         check_case(case, world_size, [result[index] for result in results])
@@ -88,7 +89,7 @@ FIELDS = {
 
 def faults(rank: int, world_size: int, fields: dict[str, object]) -> tuple[int, float]:
     """Refusals of either phase, other options, and at last a rank that does not call; every rank is a node."""
-    ep = moelink.init(**{**FIELDS, **fields}, timeout=6.0)
+    ep = moelink.init(**{**FIELDS, **fields}, timeout=3.0)
     d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
 
     def round_trip() -> moelink.DispatchOutput:
@@ -113,7 +114,7 @@ def faults(rank: int, world_size: int, fields: dict[str, object]) -> tuple[int, 
         ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
     round_trip()
     if rank == 1:
-        time.sleep(9)
+        time.sleep(5)
     start = time.monotonic()
     with pytest.raises(moelink.PeerTimeoutError) as told:
         ep.dispatch(d.x, d.topk_ids)
@@ -130,7 +131,7 @@ def faults(rank: int, world_size: int, fields: dict[str, object]) -> tuple[int, 
 def test_refusals_other_options_absent_ranks_and_recovery(fields: dict[str, object]) -> None:
     for peer, took in run_ranks(faults, 2, fields, timeout=120):
         assert peer == 1
-        assert took < 8.0
+        assert took < 5.0
 
 
 def entry(

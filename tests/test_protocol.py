@@ -20,10 +20,12 @@ from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, receive, send, send_cached
 from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.sync import credit, lamport_slots, signals
-from protocol_runs import FORMAT, SEEDS, Small, caught, one_call, run, scenarios, transports, two_calls
+from protocol_runs import FORMAT, Small, caught, one_call, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
+from tiers import seeds
 
 WORLD = 2
+PLANTED = pytest.mark.quick("a planted fault must be caught")
 
 ONE, TWO, SCENARIOS = one_call(FORMAT), two_calls(FORMAT), scenarios(FORMAT)
 
@@ -38,27 +40,30 @@ def form(request, monkeypatch):
     combine_spec.cache_clear()
 
 
+@seeds(1, 10, why="each scenario takes another way through the protocol")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario_under_every_schedule(name, form):
-    for seed in SEEDS[form == "flags" :: 2]:
-        run(seed, **SCENARIOS[name])
+def test_scenario_under_every_schedule(name, form, seeds):
+    for seed in seeds:
+        run(2 * seed + (form == "flags"), **SCENARIOS[name])
 
 
-@pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_the_next_call_waits_for_the_slowest_reader(phase, form):
+@seeds(1, 2)
+@pytest.mark.parametrize("phase", ["combine", "dispatch"])
+def test_the_next_call_waits_for_the_slowest_reader(phase, form, seeds):
     """One program of rank 0 reads long after all others have ended, and reads nothing of the call after."""
     slow = {"dispatch": "rank0:ep_fused_dispatch_kernel[4]", "combine": "rank0:ep_fused_combine_kernel[5]"}[phase]
     calls = {
         "dispatch": dict(cases=[*TWO, Small(FORMAT, "uniform", seed=6, tokens=(1, 4))], combine=False),
         "combine": dict(cases=[dataclasses.replace(ONE[0], salt=salt) for salt in range(2)], one_dispatch=True),
     }[phase]
-    for seed in range(2):
+    for seed in seeds:
         run(seed, **calls, speed=lambda name: 0.03 if name == slow else 1.0, drain=0.3)
 
 
-def test_call_numbers_of_more_than_31_bits():
+@seeds(1, 3)
+def test_call_numbers_of_more_than_31_bits(seeds):
     """Counts carry 31 bits of the call: 2**31 - 1, 0 and 1 here, few tokens and many in turn."""
-    for seed in range(3):
+    for seed in seeds:
         run(seed, [*TWO, *ONE], combine=False, calls=2**31 - 2)
 
 
@@ -109,14 +114,16 @@ def refused_combine(seed, dispatches, refused, last, **options):
     check_case(last, WORLD, [results[rank] for rank in range(WORLD)])
 
 
-def test_a_refused_combine_of_several_passes_is_one_call():
+@seeds(1, 3)
+def test_a_refused_combine_of_several_passes_is_one_call(seeds):
     case = Small(FEW, "uniform", seed=3, weights="none", reduce=False)
     assert FEW.config(WORLD).topk > WORLD  # or the workspace would hold all rows at once
-    for seed in range(3):
+    for seed in seeds:
         refused_combine(seed, [case], case, dataclasses.replace(case, salt=1))
 
 
-def test_rows_of_a_refused_combine_land_before_the_next_one():
+@seeds(1, 2)
+def test_rows_of_a_refused_combine_land_before_the_next_one(seeds):
     """Without pre-reduction other ranks may store the same rows in the next combine; who refused waits for nothing."""
     first, second = (
         next(
@@ -130,7 +137,7 @@ def test_rows_of_a_refused_combine_land_before_the_next_one():
     def speed(name):
         return 0.01 if name in ("rank1:ep_fused_combine_kernel[1]", "rank1:ep_fused_combine_kernel[2]") else 1.0
 
-    for seed in range(2):
+    for seed in seeds:
         refused_combine(seed, [first, second], first, second, speed=speed, drain=0.0)
 
 
@@ -166,20 +173,22 @@ def around_refusals(seed, refused, calls=6, taking_turns=False, **options):
 REFUSALS = [(1,), (0,), (1, 2), (1, 3), (0, 1, 2), (2, 3, 5)]
 
 
+@seeds(1, 4)
 @pytest.mark.parametrize("refused", REFUSALS, ids=str)
-def test_rows_of_a_refused_small_call_are_not_those_of_a_later_one(refused):
-    for seed in range(4):
+def test_rows_of_a_refused_small_call_are_not_those_of_a_later_one(refused, seeds):
+    for seed in seeds:
         around_refusals(seed, refused)
         around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
 
 
+@seeds(1, 2)
 @pytest.mark.parametrize("refused", REFUSALS[2::3], ids=str)
-def test_whole_rows_of_several_blocks_outlive_refusals(blocks, refused):
+def test_whole_rows_of_several_blocks_outlive_refusals(blocks, refused, seeds):
     """As of 257 to 1024 tokens, which are not few: no parts, and a row has two blocks."""
     blocks(4, few=2)
     workspace = workspaces.Workspace(FORMAT.config(WORLD))
     assert (workspace.combine_parts, workspace.lamport_tokens) == (1, 4)
-    for seed in range(2):
+    for seed in seeds:
         around_refusals(seed, refused)
         around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
 
@@ -194,6 +203,7 @@ def clear_nothing(mine, S: tl.constexpr):
     pass
 
 
+@PLANTED
 @pytest.mark.parametrize("name, fault", [("note_refused", note_nothing), ("clear_rows", clear_nothing)])
 def test_rows_left_by_a_refused_call_are_caught(monkeypatch, name, fault):
     monkeypatch.setattr(reduce, name, fault)
@@ -238,6 +248,7 @@ def wait_for_the_call_after(words, mask, target, poison, limit, CLOCK: tl.conste
     return signals.wait_any(words, mask, target + 1, poison, limit, CLOCK)
 
 
+@PLANTED
 @pytest.mark.parametrize("form", ["flags"], indirect=True)
 @pytest.mark.parametrize("modules", [(send,), (send_back,)], ids=["dispatch", "combine"])
 def test_missing_release_is_caught(monkeypatch, modules, form):
@@ -246,11 +257,13 @@ def test_missing_release_is_caught(monkeypatch, modules, form):
     assert caught(ONE, drain=0.01, speed=slow_senders) is not None
 
 
+@PLANTED
 def test_missing_release_over_a_routing_is_caught(monkeypatch):
     monkeypatch.setattr(send_cached, "publish", publish_without_release)
     assert caught(ONE, again=1, drain=0.01, speed=slow_senders) is not None
 
 
+@PLANTED
 @pytest.mark.parametrize("form", ["flags"], indirect=True)
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_wrong_wait_is_caught(monkeypatch, phase, form):
@@ -271,6 +284,7 @@ def leave_rows(mine, slots, token, n, mask, S: tl.constexpr):
     pass
 
 
+@PLANTED
 @pytest.mark.parametrize("name, fault", [("is_missing", nothing_is_missing), ("leave_zeros", leave_rows)])
 def test_rows_that_have_not_come_are_caught(monkeypatch, name, fault):
     """Rows that nobody waited for, and rows of the call before."""
@@ -279,6 +293,7 @@ def test_rows_that_have_not_come_are_caught(monkeypatch, name, fault):
     assert caught(combines, one_dispatch=True, speed=slow_senders) is not None
 
 
+@PLANTED
 @pytest.mark.parametrize("modules", [(counts, send), (send_back,)], ids=["dispatch", "combine"])
 def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules, form):
     for module in modules:
@@ -292,6 +307,7 @@ def test_reuse_of_a_buffer_too_early_is_caught(monkeypatch, modules, form):
     assert found is not None
 
 
+@PLANTED
 def test_reuse_of_a_buffer_over_a_routing_is_caught(monkeypatch):
     monkeypatch.setattr(send_cached, "wait_for_credits", wait_for_nobody)
     dispatches = [Small(FORMAT, "uniform", seed=seed, tokens=(1 + seed % 4, 4 - seed % 3)) for seed in range(4)]
@@ -314,6 +330,7 @@ def tell_nobody(table, control, me, S: tl.constexpr):
     pass
 
 
+@PLANTED
 @pytest.mark.parametrize("module", [send, send_cached, send_back], ids=["dispatch", "over a routing", "combine"])
 def test_telling_too_early_is_caught(monkeypatch, module):
     monkeypatch.setattr(module, "grant_credits", tell_what_is_not_read)
@@ -327,6 +344,7 @@ def test_telling_too_early_is_caught(monkeypatch, module):
     assert found[module]() is not None
 
 
+@PLANTED
 @pytest.mark.parametrize("module", [send, send_cached, send_back], ids=["dispatch", "over a routing", "combine"])
 def test_telling_nobody_is_caught(monkeypatch, module):
     monkeypatch.setattr(module, "grant_credits", tell_nobody)
@@ -339,6 +357,7 @@ def test_telling_nobody_is_caught(monkeypatch, module):
     assert "wait_for_credits" in str(caught_error.value) or "wait_all" in str(caught_error.value)
 
 
+@PLANTED
 def test_wait_for_what_never_comes_is_a_deadlock(monkeypatch):
     monkeypatch.setattr(receive, "wait_any", wait_for_the_call_after)
     with pytest.raises((Deadlock, moelink.PeerTimeoutError)) as caught_error:

@@ -22,10 +22,13 @@ from moelink.kernels.dispatch import counts, message, receive, send
 from moelink.kernels.dispatch import row_offsets as plan
 from protocol_runs import Small, SpitefulProxy, caught, check, one_call, play, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests
+from tiers import seeds
 
 NODES = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8), ("ranks_per_node", 1)), num_experts=3, topk=2)
 ROWS = Setup("bf16", (*NODES.options, ("pre_reduce", False)), num_experts=3, topk=2)
 MIXED = Setup("fp8_block128", (("max_tokens_per_rank", 4), ("ranks_per_node", 2)), num_experts=5, topk=3)
+
+PLANTED = pytest.mark.quick("a planted fault must be caught")
 
 ONE, TWO = one_call(NODES), two_calls(NODES)
 
@@ -36,20 +39,23 @@ SCENARIOS = {
 }
 
 
+@seeds(1, 10, why="each scenario takes another way through the protocol")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario_under_every_schedule(name):
-    for seed in range(12):
+def test_scenario_under_every_schedule(name, seeds):
+    for seed in seeds:
         run(seed, **SCENARIOS[name])
 
 
-def test_near_and_far_ranks_together():
-    for seed in range(3):
+@seeds(1, 3)
+def test_near_and_far_ranks_together(seeds):
+    for seed in seeds:
         run(seed, [Small(MIXED, "uniform", seed=seed, tokens=(2, 1, 3, 2))], world=4)
 
 
+@seeds(1, 8)
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_after_a_refusal_nothing_of_it_is_under_way(phase):
-    for seed in range(8):
+def test_after_a_refusal_nothing_of_it_is_under_way(phase, seeds):
+    for seed in seeds:
         run_refused(seed, phase)
 
 
@@ -127,6 +133,7 @@ def run_disagreement(seed, *, reduce, refusing=None, before=(), few=FEW, more=MO
         transport.close()
 
 
+@seeds(1, 2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -139,8 +146,8 @@ def run_disagreement(seed, *, reduce, refusing=None, before=(), few=FEW, more=MO
     ],
     ids=["refused", "rows refused", "rows at first", "rows at second", "sums refused, rows", "rows refused, sums"],
 )
-def test_after_a_combine_in_which_ranks_disagree_nothing_of_it_is_under_way(options):
-    for seed in range(4 if options["reduce"] == (True, True) else 2):
+def test_after_a_combine_in_which_ranks_disagree_nothing_of_it_is_under_way(options, seeds):
+    for seed in seeds:
         run_disagreement(seed, **options)
 
 
@@ -196,6 +203,7 @@ def quiesce_no_rows(ctx, S: tl.constexpr):
     return tl.full([], 1, tl.int32)
 
 
+@PLANTED
 @pytest.mark.parametrize("modules", [(counts, message), (send_back,)], ids=["dispatch", "combine"])
 def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, modules):
     for module in modules:
@@ -204,6 +212,7 @@ def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, modules):
     assert caught(ONE, drain=0.0, speed=lambda name: 0.05 if "kernel" in name else 1.0) is not None
 
 
+@PLANTED
 def test_counts_that_are_taken_to_arrive_in_one_piece_are_caught(monkeypatch):
     monkeypatch.setattr(plan, "wait_for_inter_node", here_at_once)
     # Couriers are slow, so that programs look at counts of which a part is here.
@@ -211,16 +220,19 @@ def test_counts_that_are_taken_to_arrive_in_one_piece_are_caught(monkeypatch):
     assert caught([*TWO, *ONE], combine=False, **fast) is not None
 
 
+@PLANTED
 def test_firsts_that_are_taken_to_arrive_before_counts_are_caught(monkeypatch):
     monkeypatch.setattr(receive, "wait_for_inter_node", here_at_once)
     assert caught([*TWO, *ONE], combine=False) is not None
 
 
+@PLANTED
 def test_rows_that_are_taken_to_arrive_before_their_flag_are_caught(monkeypatch):
     monkeypatch.setattr(reduce, "wait_for_inter_node_rows", no_rows_to_wait_for)
     assert caught(SCENARIOS["every_row"]["cases"]) is not None
 
 
+@PLANTED
 @pytest.mark.parametrize("modules", [(counts, send), (send_back,)], ids=["dispatch", "combine"])
 def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, modules):
     for module in modules:
@@ -231,6 +243,7 @@ def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, modules):
     assert found is not None
 
 
+@PLANTED
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_an_answer_before_what_was_refused_has_arrived_is_caught(monkeypatch, phase):
     monkeypatch.setattr(receive, "quiesce_dispatch", quiesce_nothing)

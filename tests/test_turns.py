@@ -17,7 +17,8 @@ from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import dispatch as dispatching
 from moelink.transports.symmetric import rank as ranks
-from protocol_runs import FORMAT, SEEDS, run, scenarios
+from protocol_runs import FORMAT, run, scenarios
+from tiers import seeds
 from turn_kernels import Budget, note
 
 SPREAD = [3, 0, 1, 2] * 3
@@ -46,6 +47,7 @@ def launched(seed: int, where: list[int], *, programs: int, budget: int, launche
     return places.tolist()
 
 
+@pytest.mark.quick("one schedule in some shows it, and each takes milliseconds")
 @pytest.mark.parametrize("seed", range(40))
 def test_example(seed):
     """Six numbers on two of four multiprocessors, which ones is up to the schedule."""
@@ -70,6 +72,7 @@ def test_the_grid_of_a_budget():
     assert cut.grid(395, 0, resident=3, available=132) == 395
 
 
+@pytest.mark.quick("milliseconds each")
 @pytest.mark.parametrize("most", [1, 32, 256, 1024, 4096])
 @pytest.mark.parametrize("num_sms", [1, 2, 24, 131])
 @pytest.mark.parametrize("layout", [{"expert_alignment": 64}, {"layout": "rank"}], ids=str)
@@ -108,7 +111,8 @@ def budget(monkeypatch):
         monkeypatch.setattr(module, name, limited)
 
 
+@seeds(1, 5)
 @pytest.mark.parametrize("name", scenarios(FORMAT))
-def test_scenario_with_a_budget_under_every_schedule(name, budget):
-    for seed in SEEDS[::2]:
-        run(seed, **scenarios(FORMAT)[name])
+def test_scenario_with_a_budget_under_every_schedule(name, budget, seeds):
+    for seed in seeds:
+        run(2 * seed, **scenarios(FORMAT)[name])

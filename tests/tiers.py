@@ -5,8 +5,8 @@ parameter sets. The *full tier*, ``pytest --full`` or ``make test-full``, runs e
 
 To write a test for both tiers:
 
-* Put the cheapest parameter set first. If a function repeats its check under several seeds, make the seeds a parameter:
-  ``@pytest.mark.parametrize("seeds", [range(2), range(2, 20)], ids=str)``.
+* Put the cheapest parameter set first. A function that repeats its check under many seeds has a parameter ``seeds``:
+  ``@seeds(1, 20)`` gives it one seed in the quick tier, and 19 more in the full one.
 * Mark what the quick tier must not leave out with ``@pytest.mark.quick("why")``. On a function the mark stands for all
   of its parameter sets. On a ``pytest.param(..., marks=pytest.mark.quick("why"))`` it stands for that one. Every
   planted fault has it, and so has a function whose parameter sets take milliseconds but each check something else.
@@ -21,6 +21,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
+
+
+def seeds(quick: int, full: int, why: str = "") -> pytest.MarkDecorator:
+    """Give a test the parameter ``seeds``: ``range(quick)``, and in the full tier ``range(quick, full)`` as well.
+
+    ``why`` marks the few as ``quick`` for all other parameters of the test, and says the reason.
+    """
+    marks = [pytest.mark.quick(why)] if why else []
+    few = pytest.param(range(quick), marks=marks, id="few")
+    return pytest.mark.parametrize("seeds", [few, pytest.param(range(quick, full), id="more")])
 
 
 def choose(items: Sequence[pytest.Item], arguments: Iterable[str] = ()) -> tuple[list[pytest.Item], list[pytest.Item]]:
