@@ -1,9 +1,10 @@
-"""Write what the results say into the documents. ``--check`` only compares.
+"""Write the figures of the results into the documents. ``--check`` only compares.
 
-* README.md, between the markers "benchmark": the comparison on CPUs; between "speed": the medians of the presets
-  ``decode`` and ``prefill`` of ``moelink bench`` on the most GPUs there are results of.
+* README.md, between the markers "speed": the medians of the presets ``decode`` and ``prefill`` of ``moelink bench`` on
+  the largest number of GPUs.
+* docs/performance.md, between the markers "benchmark": the comparison on CPUs.
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
-* docs/results.md: every result of ``moelink bench`` on GPUs, whole.
+* docs/results.md, whole: every result of ``moelink bench`` on GPUs.
 
     python -m moelink.tools.bench.render
 """
@@ -23,7 +24,7 @@ from moelink.tools.bench.report import METHODS
 
 COMMAND = "python -m moelink.tools.bench.render"
 IN_PAIRS = "†"
-PAIRS_ARE = "the phase's part of a replayed graph of dispatches, each followed by its combine."
+PAIRS_ARE = "the time of this phase inside a replayed CUDA graph of dispatches, each followed by its combine."
 
 
 def cpu_table(document: dict[str, Any]) -> str:
@@ -43,12 +44,14 @@ def cpu_table(document: dict[str, Any]) -> str:
     )  # fmt: skip
     lines += [
         "",
-        f"{case['ranks']} ranks as processes over gloo, {case['tokens_per_rank']} tokens per rank, hidden size "
-        f"{case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, bf16. Median over "
-        f"{case['iterations']} iterations of the slowest rank (20th – 80th percentile), after both results were "
-        f"checked against the unsharded one. {host['processor']}, {host['cores']} cores, torch {versions['torch']}, "
-        f"{document['date']}. A small machine without a GPU: this compares two ways to do the same work and says "
-        "nothing about GPUs.",
+        wrapped(
+            f"{case['ranks']} ranks as processes on one CPU machine over gloo, {case['tokens_per_rank']} tokens per "
+            f"rank, hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, bf16. Each "
+            f"time is the median over {case['iterations']} iterations of the slowest rank, with the 20th and 80th "
+            "percentiles in parentheses. Both results were checked against the unsharded one before timing. "
+            f"{host['processor']}, {host['cores']} cores, torch {versions['torch']}, {document['date']}. The table "
+            "compares two ways to do the same work on a small machine without a GPU; it says nothing about GPUs."
+        ),
     ]
     return "\n".join(lines)
 
@@ -102,7 +105,7 @@ def compact_table(documents: list[dict[str, Any]]) -> str:
 
 
 def speed_summary(documents: list[dict[str, Any]]) -> str:
-    """What README.md says of the presets for decoding and prefilling; nothing without a result of them."""
+    """README.md's table of the presets ``decode`` and ``prefill``, or "" when there is no result of them."""
     chosen = [document for document in documents if document["preset"] in ("decode", "prefill")]
     most = max((document["ranks"] for document in chosen), default=0)
     chosen = [document for document in chosen if document["ranks"] == most]
@@ -111,23 +114,32 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
     head = chosen[0]
     case, versions = head["cases"][0]["case"], head["versions"]
     table = compact_table(chosen)
-    marked = f"{IN_PAIRS}: {PAIRS_ARE} " if IN_PAIRS in table else ""
     text = (
-        f"{most} × {head['devices'][0]}, hidden size {case['hidden_size']}, top-{case['topk']} of "
-        f"{case['num_experts']} experts, uniform routing, bf16 home; tokens per rank. Medians of the slowest rank by "
-        "CUDA-graph replay, or of calls made one by one where a contender synchronises with the host; first all "
-        f"transports returned the same bits. {marked}moelink collective runs on NCCL. torch {versions['torch']}, "
-        f"triton {versions['triton']}, NCCL {versions['nccl']}, commit {head['commit'][:7]}, {head['date']}. "
-        f"{' '.join(leaving_out(chosen))} "
-        "[docs/results.md](docs/results.md) has percentiles, shares of the wire and the commands."
+        f"Microseconds per call on {most} × {head['devices'][0]}, by tokens per rank: hidden size "
+        f"{case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, uniform routing, bf16 combine. "
+        "Each figure is the median of the slowest rank. It was measured by CUDA-graph replay, or call by call where a "
+        "contender synchronises with the host, as moelink collective (on NCCL) does. "
+        "A dash marks a phase that could not be replayed alone, or a case "
+        f"that did not run. torch {versions['torch']}, triton {versions['triton']}, NCCL {versions['nccl']}, commit "
+        f"{head['commit'][:7]}, {head['date']}. [docs/results.md](docs/results.md) has percentiles and commands."
     )
-    return "\n".join([table, "", text])
+    marked = [f"{IN_PAIRS}: {PAIRS_ARE}"] if IN_PAIRS in table else []
+    notes = [wrapped(f"* {note}") for note in (*marked, *leaving_out(chosen))]
+    return "\n".join([table, "", wrapped(text), "", *notes])
+
+
+def wrapped(text: str) -> str:
+    """``text`` in lines of at most 120 characters, those of a list item indented."""
+    indent = "  " if text.startswith("* ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def leaving_out(documents: list[dict[str, Any]]) -> list[str]:
     """What contenders do not do, and which did not run, a sentence each."""
     rows = [(document["cases"][row["case"]], row) for document in documents for row in document["rows"]]
-    texts = [f"{row['contender']} leaves out {row['leaves_out']}." for _, row in rows if row["leaves_out"]]
+    texts = [
+        f"{row['contender']} leaves out part of the work: {row['leaves_out']}." for _, row in rows if row["leaves_out"]
+    ]
     texts += [
         f"{row['contender']} did not run with {case['label']}: {row['reason']}." for case, row in rows if row["reason"]
     ]
@@ -137,9 +149,9 @@ def leaving_out(documents: list[dict[str, Any]]) -> list[str]:
 def speed_table(document: dict[str, Any]) -> str:
     """One result of ``moelink bench`` in Markdown, whole."""
     versions, ceiling = document["versions"], document["ceiling"]["gb_per_s"]
-    limit = f"{ceiling:.0f} GB/s" if ceiling else "not measured"
+    limit = f"{ceiling:.0f} GB/s out of each GPU" if ceiling else "not measured"
     lines = [
-        "| | | dispatch, µs | combine, µs | both, µs | share of the wire |",
+        "| case | contender | dispatch, µs | combine, µs | both, µs | share of the link speed |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for row in document["rows"]:
@@ -151,33 +163,47 @@ def speed_table(document: dict[str, Any]) -> str:
         cells = " | ".join(cell(phases.get(phase)) for phase in PHASES)
         lines.append(f"| {document['cases'][row['case']]['label']} | {row['contender']} | {cells} | {share} |")
     case = document["cases"][0]["case"]
-    notes = [
-        f"`{document['command']}`: {document['ranks']} × {document['devices'][0]}, hidden size {case['hidden_size']}, "
-        f"top-{case['topk']} of {case['num_experts']} experts, bf16 home, torch {versions['torch']}, triton "
-        f"{versions['triton']}, commit {document['commit'][:7]}, {document['date']}. "
-        "Median over samples of the slowest rank (20th – 80th percentile) by CUDA-graph replay, after all transports "
-        "returned the same bits. Share of the wire: time that the busiest "
-        f"link needs at the all-to-all ceiling of the same run ({limit} out of each GPU) / time taken.",
-        *([f"pairs: {PAIRS_ARE}"] if any(" pairs |" in line for line in lines) else []),
-        *leaving_out([document]),
-    ]
-    return "\n".join([*lines, "", " ".join(notes)])
+    ran = (
+        f"`{document['command']}` on {document['ranks']} × {document['devices'][0]}: hidden size "
+        f"{case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, bf16 combine, torch "
+        f"{versions['torch']}, triton "
+        f"{versions['triton']}, commit {document['commit'][:7]}, {document['date']}. All-to-all ceiling of this run: "
+        f"{limit}."
+    )
+    return "\n".join([*lines, "", wrapped(ran), "", *(wrapped(f"* {note}") for note in leaving_out([document]))])
+
+
+LEGEND = (
+    "* A figure is the median over samples of the slowest rank, in microseconds, with the 20th and 80th percentiles in "
+    "parentheses.",
+    "* Times come from CUDA-graph replay. *eager* marks calls that were made one by one and timed by the host. *pairs* "
+    f"marks {PAIRS_ARE}",
+    "* Before anything was timed, all moelink transports had to return the same bits.",
+    "* *Share of the link speed* is given for dispatch / combine. It is the time that the busiest link needs for its "
+    "bytes at the all-to-all ceiling, divided by the time taken. The ceiling is measured in the same run, with plain "
+    "stores.",
+)
 
 
 def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
     """docs/results.md: every (file, result)."""
     parts = [
-        "# Results of `moelink bench` on GPUs",
-        f"Written by `{COMMAND}` from the files that are named here; `moelink bench plot` draws\n"
-        "the picture from decode and prefill. What the figures lead to is in [performance.md](performance.md).",
-        "![Latency over tokens, and share of the all-to-all ceiling](speed.png)",
+        "# Benchmark results on GPUs",
+        wrapped(
+            "This page shows every result of `moelink bench` on GPUs. It is generated from the JSON files in "
+            "`benchmarks/results/`; each section names its file. [Performance](performance.md) explains the figures."
+        ),
+        "![Latency over tokens per rank, and share of the all-to-all ceiling](speed.png)",
+        "How to read the tables:",
+        "\n".join(wrapped(line) for line in LEGEND),
     ]
     for name, document in documents:
         parts += [f"## {document['preset']}, {document['ranks']} ranks", f"`benchmarks/results/{name}`"]
         parts += [speed_table(document)]
         verdicts = [entry["text"] for entry in document["verdicts"]]
         if verdicts:
-            parts.append("\n".join([f"By the rule: {document['rule']}.", "", *(f"* {text}" for text in verdicts)]))
+            rule = f"Verdicts by this rule: {document['rule']}."
+            parts.append("\n".join([wrapped(rule), "", *(f"* {text}" for text in verdicts)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -186,12 +212,12 @@ def overhead(document: dict[str, Any]) -> str:
     row, host, versions = document["rows"][0], document["host"], document["versions"]
     us = {name: times["median"] for name, times in row["us"].items()}
     text = (
-        f"A pair of dispatch and combine of {row['tokens']} token takes {us['operator'] - us['direct']:.0f} µs longer "
-        f"through the operators, and deciding which way to go takes {us['choice']:.1f} µs "
-        f"({us['direct'] / 1e3:.1f} ms in all on one rank of the collective transport; {host['processor']}, "
-        f"torch {versions['torch']}, {document['date']})."
+        f"Through the operators, a pair of dispatch and combine of {row['tokens']} token takes "
+        f"{us['operator'] - us['direct']:.0f} µs more than the {us['direct'] / 1e3:.1f} ms of the direct way. To decide "
+        f"between the two takes {us['choice']:.1f} µs. Measured on one rank of the collective transport: "
+        f"{host['processor']}, torch {versions['torch']}, {document['date']}."
     )
-    return textwrap.fill(text, 120)
+    return wrapped(text)
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -206,15 +232,15 @@ def between(text: str, name: str, content: str) -> str:
 def rendered() -> dict[Path, str]:
     """Return each document as it should be."""
     root, results = repository(), gpu_results()
-    readme, guide = root / "README.md", root / "docs" / "pytorch.md"
+    readme, guide, performance = root / "README.md", root / "docs" / "pytorch.md", root / "docs" / "performance.md"
 
     def result(name: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads((results_folder() / name).read_text())
         return document
 
-    text = between(readme.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
     return {
-        readme: between(text, "speed", speed_summary([document for _, document in results])),
+        readme: between(readme.read_text(), "speed", speed_summary([document for _, document in results])),
+        performance: between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json"))),
         guide: between(guide.read_text(), "overhead", overhead(result("ops_overhead.json"))),
         root / "docs" / "results.md": page(results),
     }
