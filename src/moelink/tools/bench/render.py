@@ -213,7 +213,7 @@ def overhead(document: dict[str, Any]) -> str:
     us = {name: times["median"] for name, times in row["us"].items()}
     text = (
         f"Through the operators, a pair of dispatch and combine of {row['tokens']} token takes "
-        f"{us['operator'] - us['direct']:.0f} µs more than the {us['direct'] / 1e3:.1f} ms of the direct way. To decide "
+        f"{us['operator'] - us['direct']:.0f} µs more than the {us['direct'] / 1e3:.1f} ms of the direct way. Choosing "
         f"between the two takes {us['choice']:.1f} µs. Measured on one rank of the collective transport: "
         f"{host['processor']}, torch {versions['torch']}, {document['date']}."
     )
