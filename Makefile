@@ -8,8 +8,12 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_VENV ?= .venv-docs
+DOCS_BIN := $(DOCS_VENV)/bin
+DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: demo test test-full lint format test-newest gpu-test bench picture clean
+.PHONY: demo test test-full mutants lint format test-newest gpu-test bench picture
+.PHONY: docs docs-serve reference wheel wheel-check clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
 	$(BIN)/moelink demo --ranks 4
@@ -43,8 +47,28 @@ picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration
 	$(BIN)/moelink demo --ranks 4 --json > docs/demo.json
 	$(BIN)/python docs/picture.py
 
+docs: $(DOCS_STAMP)  ## the site, in build/site; a broken link or reference is an error
+	$(DOCS_BIN)/mkdocs build --strict
+
+docs-serve: $(DOCS_STAMP)  ## the site at http://127.0.0.1:8000, built again when a page changes
+	$(DOCS_BIN)/mkdocs serve --strict
+
+reference: $(STAMP)  ## the reference pages that are made from the command line and from moelink.env
+	$(BIN)/python docs/support/reference.py
+
+wheel: $(STAMP)  ## dist/moelink-*.whl
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+wheel-check: wheel  ## install the wheel, and nothing else, into an empty environment and run its demonstration there
+	rm -rf build/wheel-check
+	$(PYTHON) -m venv --upgrade-deps build/wheel-check
+	build/wheel-check/bin/pip install --quiet "$$(echo dist/moelink-*.whl)[cli]" -c $(CONSTRAINTS)
+	cd build/wheel-check && bin/python -c "import moelink; assert 'site-packages' in moelink.__file__, moelink.__file__"
+	cd build/wheel-check && bin/moelink demo --ranks 2
+
 clean:
-	rm -rf .venv .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .venv .venv-docs .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 INSTALL := $(BIN)/pip install --quiet -e '.[cli,plot,transformers]' --group dev
 
@@ -53,4 +77,10 @@ INSTALL := $(BIN)/pip install --quiet -e '.[cli,plot,transformers]' --group dev
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(INSTALL) -c $(CONSTRAINTS) || $(INSTALL) -c constraints-cuda.txt
+	touch $@
+
+# The site needs neither torch nor moelink: griffe reads the sources.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --upgrade-deps $(DOCS_VENV)
+	$(DOCS_BIN)/pip install --quiet --group docs -c constraints.txt
 	touch $@

@@ -1,0 +1,95 @@
+"""Writes the reference pages that are made of code: the command line's and the environment variables'.
+
+``python docs/support/reference.py`` (``make reference``) writes ``docs/reference/cli.md`` and ``environment.md``;
+``--check`` fails where they are out of date. Needs the extra ``moelink[cli]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from moelink.cli.app import app
+from moelink.env import VARIABLES
+
+REFERENCE = Path(__file__).resolve().parent.parent / "reference"
+MADE = "<!-- Made by docs/support/reference.py (make reference). -->\n"
+
+
+def cell(text: object) -> str:
+    """Text of a table's cell."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command, those of groups before those of what is in them."""
+    yield path
+    for name, child in sorted(getattr(command, "commands", {}).items()):
+        yield from paths(child, (*path, name))
+
+
+def cli_page() -> str:
+    """What ``--help`` says of every command."""
+    sections = []
+    for words in paths(typer.main.get_command(app)):
+        result = CliRunner().invoke(app, [*words, "--help"], prog_name="moelink", terminal_width=88)
+        if result.exit_code:
+            raise RuntimeError(f"moelink {' '.join(words)} --help: expected exit status 0, got {result.exit_code}")
+        text = "\n".join(line.rstrip() for line in result.output.strip().splitlines())
+        sections.append(f"## {' '.join(('moelink', *words))}\n\n```text\n{text}\n```\n")
+    return f"""{MADE}
+# Command line
+
+`moelink`, or `python -m moelink`, needs the extra `moelink[cli]`. Reports go to stdout, progress and errors to stderr.
+
+""" + "\n".join(sections)
+
+
+def environment_page() -> str:
+    """The page of the environment variables."""
+    rows = "\n".join(
+        f"| `{v.name}` | {f'`{v.default}`' if v.default else 'not set'} | {cell(v.meaning)} |" for v in VARIABLES
+    )
+    return f"""{MADE}
+# Environment variables
+
+A variable never changes results, only resources and diagnostics. `moelink env` shows what they are set to.
+
+| variable | default | meaning |
+|---|---|---|
+{rows}
+
+torchrun sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`; `moelink.init` reads them. Without
+them it makes a communicator of one rank. `TRITON_INTERPRET=1` makes Triton interpret the kernels on a CPU, with
+`transport="symmetric"` over shared memory; set it before `triton` is imported.
+"""
+
+
+PAGES = {"cli.md": cli_page, "environment.md": environment_page}
+
+
+def main() -> int:
+    """Write the pages, or compare them. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name, make in PAGES.items():
+        path, text = REFERENCE / name, make()
+        if check and (not path.exists() or path.read_text() != text):
+            stale.append(name)
+        elif not check:
+            path.write_text(text)
+    if stale:
+        print(f"docs/reference: expected what the code says, got older {', '.join(stale)}; run: make reference")
+    return bool(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
