@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,20 +333,3 @@ def test_repr_says_what_is_where() -> None:
     text = repr(model_of(Case(shared="fused")))
     assert f"16, 24, experts 0 to 5 of {EXPERTS}, shared expert in group 0" in text
     assert "topk=3, RouterConfig(scoring='softmax'" in text
-
-
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "moe-layer.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_the_documented_code_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(BLOCKS[number], f"docs/moe-layer.md, block {number}", "exec"), {})
-
-
-def test_links_of_the_page_lead_to_files() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", DOCS.read_text())
-    assert links
-    for target in links:
-        assert (DOCS.parent / target).exists(), target

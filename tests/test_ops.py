@@ -223,15 +223,6 @@ def test_every_field_of_an_output_passes_through_the_operator() -> None:
 
 
 ROOT = Path(__file__).parent.parent
-GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
-
-
-def test_the_examples_of_the_guide_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
-    assert len(blocks) >= 3
-    for code in blocks:
-        torch._dynamo.reset()
-        exec(compile(code, "docs/pytorch.md", "exec"), {})
 
 
 def test_the_guide_says_what_was_measured() -> None:
