@@ -48,24 +48,25 @@ picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration
 	$(BIN)/python docs/picture.py
 
 docs: $(DOCS_STAMP)  ## the site, in build/site; a broken link or reference is an error
-	$(DOCS_BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
 
 docs-serve: $(DOCS_STAMP)  ## the site at http://127.0.0.1:8000, built again when a page changes
-	$(DOCS_BIN)/mkdocs serve --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs serve --strict
 
 reference: $(STAMP)  ## the reference pages that are made from the command line and from moelink.env
 	$(BIN)/python docs/support/reference.py
 
-wheel: $(STAMP)  ## dist/moelink-*.whl
+wheel:  ## dist/moelink-*.whl
 	rm -rf dist
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv --upgrade-deps build/venv
+	build/venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
 
-wheel-check: wheel  ## install the wheel, and nothing else, into an empty environment and run its demonstration there
+wheel-check: wheel  ## install the wheel into an empty environment, and run the demonstration there
 	rm -rf build/wheel-check
 	$(PYTHON) -m venv --upgrade-deps build/wheel-check
 	build/wheel-check/bin/pip install --quiet "$$(echo dist/moelink-*.whl)[cli]" -c $(CONSTRAINTS)
-	cd build/wheel-check && bin/python -c "import moelink; assert 'site-packages' in moelink.__file__, moelink.__file__"
-	cd build/wheel-check && bin/moelink demo --ranks 2
+	cd build/wheel-check && env -u PYTHONPATH bin/python -c "import moelink as m; assert 'wheel-check' in m.__file__, m"
+	cd build/wheel-check && env -u PYTHONPATH bin/moelink demo --ranks 2
 
 clean:
 	rm -rf .venv .venv-docs .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
