@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_VENV ?= .venv-docs
 DOCS_BIN := $(DOCS_VENV)/bin
+MERMAID := 11.12.0
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
 .PHONY: demo test test-full mutants lint format test-newest gpu-test bench picture
@@ -80,8 +81,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) -c $(CONSTRAINTS) || $(INSTALL) -c constraints-cuda.txt
 	touch $@
 
-# The site needs neither torch nor moelink: griffe reads the sources.
+# The site needs neither torch nor moelink: griffe reads the sources. Mermaid draws its diagrams and comes with it, so that
+# no page asks another host for it; without npm, diagrams are shown as text.
 $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --upgrade-deps $(DOCS_VENV)
 	$(DOCS_BIN)/pip install --quiet --group docs -c constraints.txt
+	if command -v npm > /dev/null; then \
+	  npm pack --silent --pack-destination $(DOCS_VENV) mermaid@$(MERMAID) && \
+	  tar -xzOf $(DOCS_VENV)/mermaid-$(MERMAID).tgz package/dist/mermaid.min.js > $(DOCS_VENV)/mermaid.min.js; fi
 	touch $@

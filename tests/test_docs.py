@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "support" / "reference.py"
 START = ("README.md", "docs/index.md")
 BESIDE = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
 PAGES = [
@@ -221,9 +222,9 @@ def help_of(command: tuple[str, ...]) -> str | None:
     """What ``moelink COMMAND --help`` says; None where there is no such command."""
     from typer.testing import CliRunner
 
-    from moelink.cli.app import app
-
-    result = CliRunner().invoke(app, [*command, "--help"], prog_name="moelink")
+    result = CliRunner().invoke(
+        runpy.run_path(str(REFERENCE))["application"](), [*command, "--help"], prog_name="moelink"
+    )
     return result.output if result.exit_code == 0 else None
 
 
@@ -245,8 +246,7 @@ def test_moelink_commands_and_options_exist() -> None:
 
 @pytest.mark.skipif(not installed("typer"), reason="the extra 'cli' is not installed")
 def test_the_made_pages_are_up_to_date() -> None:
-    path = ROOT / "docs" / "support" / "reference.py"
-    made = runpy.run_path(str(path))["PAGES"]
+    made = runpy.run_path(str(REFERENCE))["PAGES"]
     assert made
     for name, make in made.items():
         assert (ROOT / "docs" / "reference" / name).read_text() == make(), f"{name} is out of date; run: make reference"

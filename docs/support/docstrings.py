@@ -1,11 +1,12 @@
 """An extension of griffe: the markup of the docstrings, which pydoc and editors show as it is, as Markdown.
 
 * roles of reStructuredText (``:class:`Format` ``) become code,
-* doctests become code blocks,
+* doctests become code blocks; "Example:" becomes griffe's "Examples:", which knows doctests,
 * ``::`` before an indented block becomes a colon,
 * ``device, dtype: text`` under Args and Attributes becomes a line for each name,
 * shapes one behind another (``[n] [2]``) lose the look of a link,
-* simple tables (columns between lines of ``=``) become tables.
+* simple tables (columns between lines of ``=``) become tables, but those without a heading, which list the files of a
+  package, are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ RULE = re.compile(r"^(=+)( +=+)+$")
 def to_markdown(text: str) -> str:
     """A docstring as Markdown."""
     text = ROLE.sub(r"`\1`", text)
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
     text = re.sub(r"\](?= ?\[)", "]\u200b", text)
     return "\n".join(_doctests(_tables(_literals(_names(text.split("\n"))))))
 
@@ -66,11 +68,12 @@ def _literals(lines: list[str]) -> list[str]:
 
 
 def _doctests(lines: list[str]) -> list[str]:
-    """Fences around ``>>>`` lines and what follows up to an empty line."""
+    """Fences around ``>>>`` lines and what follows up to an empty line, but not in a section of griffe's."""
     out: list[str] = []
-    inside = False
+    inside = section = False
     for line in lines:
-        if not inside and line.lstrip().startswith(">>> "):
+        section = line == "Examples:" or (section and line[:1] in ("", " "))
+        if not section and not inside and line.lstrip().startswith(">>> "):
             indent = line[: len(line) - len(line.lstrip())]
             out += ["", f"{indent}```pycon"]
             inside = True
@@ -92,12 +95,11 @@ def _tables(lines: list[str]) -> list[str]:
             continue
         starts = [match.start() for match in re.finditer(r"=+", lines[at])]
         spans = list(zip(starts, [*starts[1:], None], strict=True))
-        titled = len(rules) == 3
-        head = lines[rules[0] + 1 : rules[1]] if titled else [""]
-        body = lines[rules[-2] + 1 : rules[-1]]
-        rows = [[line[a:b].strip().replace("|", "\\|") for a, b in spans] for line in [*head, *body]]
-        rows.insert(1, ["---"] * len(spans))
-        out += ["", *(f"| {' | '.join(cells)} |" for cells in rows), ""]
+        if len(rules) == 3:
+            body = [*lines[rules[0] + 1 : rules[1]], *lines[rules[1] + 1 : rules[2]]]
+            rows = [[line[a:b].strip().replace("|", "\\|") for a, b in spans] for line in body]
+            rows.insert(1, ["---"] * len(spans))
+            out += ["", *(f"| {' | '.join(cells)} |" for cells in rows), ""]
         at = rules[-1] + 1
     return out
 

@@ -3,6 +3,8 @@
 * Files beside docs/ that are pages of the site (``CONTRIBUTING.md`` and so on, :data:`ROOT_PAGES`) are read from where
   they are. A page of the list that does not exist is left out of the navigation.
 * A folder in the navigation (``lab/``) stands for its pages, in the order of their names.
+* Diagrams are drawn by the Mermaid that ``make docs`` has put beside the site's packages, on pages that have some. The
+  theme would load it from another host. Where it is missing, diagrams stay text.
 * Links to files that are no pages (``../src/moelink/errors.py``) lead to the repository.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+MERMAID = Path(sys.prefix) / "mermaid.min.js"
+SCRIPT = "javascripts/mermaid.min.js"
 ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"^ *(```|~~~)")
@@ -39,12 +44,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             return expand(target) and [entry]
         return [] if entry in ROOT_PAGES and not (ROOT / entry).exists() else [entry]
 
+    if not MERMAID.exists():
+        config.mdx_configs["pymdownx.superfences"]["custom_fences"] = []
     config.nav = [page for entry in config.nav or [] for page in expand(entry)]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie beside docs/."""
+    """Add the pages that lie beside docs/, and Mermaid."""
+    if MERMAID.exists():
+        files.append(File.generated(config, SCRIPT, abs_src_path=str(MERMAID)))
     for name in ROOT_PAGES:
         if (ROOT / name).exists():
             page = File.generated(config, name, abs_src_path=str(ROOT / name))
@@ -79,3 +88,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             fenced = not fenced
         lines.append(line if fenced else LINK.sub(lead, line))
     return "\n".join(lines)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Load Mermaid where there is a diagram."""
+    if '<pre class="mermaid">' not in html:
+        return html
+    return f'{html}\n<script src="{posixpath.relpath(SCRIPT, page.url or ".")}"></script>\n'

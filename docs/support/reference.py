@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
-from moelink.cli.app import app
+import moelink.__main__
 from moelink.env import VARIABLES
 
 REFERENCE = Path(__file__).resolve().parent.parent / "reference"
 MADE = "<!-- Made by docs/support/reference.py (make reference). -->\n"
+
+
+def application() -> typer.Typer:
+    """What ``python -m moelink`` runs."""
+    app: typer.Typer = importlib.import_module(f"{moelink.__main__.main.__module__}.app").app
+    return app
 
 
 def cell(text: object) -> str:
@@ -34,7 +41,7 @@ def paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
 
 def cli_page() -> str:
     """What ``--help`` says of every command."""
-    sections = []
+    sections, app = [], application()
     for words in paths(typer.main.get_command(app)):
         result = CliRunner().invoke(app, [*words, "--help"], prog_name="moelink", terminal_width=88)
         if result.exit_code:
