@@ -48,6 +48,8 @@ picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration
 	$(BIN)/moelink demo --ranks 4 --json > docs/demo.json
 	$(BIN)/python docs/picture.py
 
+.PHONY: docs docs-serve reference wheel wheel-check
+
 docs: $(DOCS_STAMP)  ## the site, in build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
 

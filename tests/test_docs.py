@@ -199,6 +199,13 @@ def test_links_lead_to_files(page: str) -> None:
             assert ((ROOT / page).parent / target).exists(), f"{page}: expected a file, got a link to {target}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/lab/")])
+@pytest.mark.quick("a page takes a millisecond, and each names files of its own")
+def test_files_that_pages_name_exist(page: str) -> None:
+    for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]+)`", (ROOT / page).read_text()):
+        assert (ROOT / name).exists(), f"{page}: expected a file of the repository, got {name}"
+
+
 def commands_of(page: str, name: str) -> set[str]:
     """What a page tells people to type that begins with ``name``: lines of shell blocks, and code in sentences."""
     text = (ROOT / page).read_text()
