@@ -7,6 +7,7 @@ its own, started with ``python -m moelink.tools.bench.NAME``:
 * ``sweep``: launch settings of the symmetric kernels, and pairs of dispatch and combine
 * ``host``: host time of calls, and what the operator layer adds to it
 * ``ncu``: hardware counters and stall reasons of each role
+* ``roles``: the kernels of two source trees against each other, role by role, on one device
 * ``quotients``: corrections that a quotient of a bf16 element by an fp32 scale needs
 * ``render``: the tables of README.md and docs that show results
 """

@@ -1,0 +1,141 @@
+"""The comparison of two trees, role by role: what of it needs no GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import moelink
+from moelink.tools.bench import roles
+
+ROOT = Path(__file__).resolve().parent.parent
+CASE = roles.Case("roles", 2, 2, "fp8_block128", hidden=256, experts=8, topk=2)
+
+
+def answer(scale: float = 1.0, checksum: str = "same") -> dict:
+    """What a tree's process answers."""
+    times = {role: scale * (index + 1) for index, role in enumerate(roles.ROLES)}
+    return {"times": times, "bytes": {role: 1024 for role in roles.ROLES}, "checksum": checksum, "kernels": {}}
+
+
+@pytest.mark.timeout(600)
+def test_two_trees_are_compared_end_to_end(tmp_path, capsys):
+    """Both processes measure every kind of case, interpreted, and give the same bits."""
+    out = tmp_path / "roles.json"
+    arguments = ["--a", str(ROOT), "--b", str(ROOT), "--tiny", "--device", "cpu", "--rounds", "1", "--seconds", "500"]
+    arguments += ["--cache", str(tmp_path), "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roles.Comparison, "slower_cases", lambda _: [])  # times of the interpreter mean nothing
+        assert roles.main(arguments) == 0
+    document = json.loads(out.read_text())
+    assert document["errors"] == []
+    assert {row["role"] for row in document["rows"]} == {*roles.ROLES, roles.FUSED}
+    assert {row["role"] for row in document["host"]} == set(roles.HOST)
+    assert all(row["a_us"] > 0 and row["b_us"] > 0 for row in document["rows"] + document["host"])
+    ((one, two),) = document["checksums"].values()
+    assert one == two != ""
+    assert "rows slower than 2 %" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_checksum_tells_results_apart():
+    """One element of a result, one scale or one source changes it."""
+    with moelink.init_devices(["cpu"] * 2, **{**CASE.fields(), "transport": "collective"}) as ep:
+        pair = roles.Pair(ep, roles.Inputs(CASE, torch.device("cpu")))
+        pair.run()
+        before = roles.checksum(pair)
+        assert roles.checksum(pair) == before
+        for tensor in (pair.outs[1], pair.recvs[0].scales, pair.recvs[1].src_info):
+            kept = tensor.clone()
+            tensor.view(-1)[0] += 1
+            assert roles.checksum(pair) != before
+            tensor.copy_(kept)
+        assert roles.checksum(pair) == before
+
+
+def test_bytes_of_roles():
+    """Two ranks with four experts each: a message for each rank that a token goes to, a row for each expert."""
+    with moelink.init_devices(["cpu"] * 2, **{**CASE.fields(), "transport": "collective"}) as ep:
+        inputs = roles.Inputs(CASE, torch.device("cpu"))
+        inputs.ids = [torch.tensor([[0, 1], [0, 4]], dtype=torch.int32)] * 2  # three messages of each rank
+        pair = roles.Pair(ep, inputs)
+        pair.run()
+        row = 256 + 2 * 4  # elements of one byte, and a scale for each 128
+        assert roles.bytes_of(CASE, pair) == {
+            "dispatch sender": 2 * 512 + 3 * row,
+            "dispatch receiver": 3 * row + 4 * row,
+            "combine sender": 4 * 512 + 3 * 512,
+            "combine home": 3 * 512 + 2 * 512,
+            "scale layout": 2 * 4 * 8,
+        }
+
+
+def test_rows_are_medians_and_the_worst_comes_first():
+    comparison = roles.Comparison([CASE])
+    for scale in (1.0, 1.0, 50.0):
+        comparison.add(CASE, 0, answer())
+        comparison.add(CASE, 1, answer(scale))
+    assert [row["ratio"] for row in comparison.rows()] == [1.0] * 4
+    assert comparison.slower_cases() == []
+    slow = answer(1.0)
+    slow["times"]["combine home"] *= 1.03
+    comparison = roles.Comparison([CASE])
+    comparison.add(CASE, 0, answer())
+    comparison.add(CASE, 1, slow)
+    assert comparison.slower_cases() == [CASE]
+    assert comparison.rows()[0]["role"] == "combine home"
+    document = comparison.document()
+    assert document["slower"] == 1
+    assert roles.table(document).splitlines()[-1].startswith("1 of 4 rows slower than 2 %")
+
+
+def test_other_bits_failed_cases_and_changed_kernels_are_told():
+    comparison = roles.Comparison([CASE])
+    one, two = answer(), answer(checksum="other")
+    one["kernels"], two["kernels"] = {"k": {"regs": 80}}, {"k": {"regs": 96}}
+    comparison.add(CASE, 0, one)
+    comparison.add(CASE, 1, two)
+    comparison.add(CASE, 1, {"error": "OutOfMemoryError: no room"})
+    text = roles.table(comparison.document())
+    assert "A and B give other bits (same, other)" in text
+    assert "B roles W=2 tokens=2 fp8_block128: OutOfMemoryError: no room" in text
+    assert "{'regs': 80}, B {'regs': 96}" in text
+    assert text.splitlines()[-1].endswith("1 of 1 kernels changed; 2 errors")
+
+
+class FakeTree:
+    """A tree that answers at once, and notes in which order trees are asked."""
+
+    def __init__(self, name: str, asked: list[str], scale: float) -> None:
+        self.name, self.asked, self.scale = name, asked, scale
+
+    def ask(self, case, *, check, timeout):
+        self.asked.append(self.name)
+        return answer(self.scale)
+
+
+def test_trees_take_turns_and_slower_cases_get_more_rounds():
+    asked: list[str] = []
+    comparison = roles.Comparison([CASE])
+    trees = [FakeTree("A", asked, 1.0), FakeTree("B", asked, 1.5)]
+    roles.compare(comparison, trees, 2, float("inf"), lambda: None)
+    assert "".join(asked) == "ABBA" * 2
+    asked.clear()
+    roles.compare(comparison, trees, 2, 0.0, lambda: None)  # the time is over
+    assert asked == []
+
+
+def test_a_tree_without_the_package_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="expected a tree with src/moelink, got"):
+        roles.Tree(tmp_path, "cpu", tmp_path)
+
+
+def test_all_cases_fit_their_capacity():
+    """Rows of the busiest rank, on the inputs that are measured, with each group's padding."""
+    for case in roles.cases_of():
+        if case.kind != "roles" or case.format != "fp8_block128":
+            continue
+        small = roles.Inputs(roles.replace(case, hidden=1), torch.device("cpu"))
+        counts = torch.bincount(torch.cat(small.ids).flatten(), minlength=case.experts)
+        padded = (-(-counts // 4) * 4).view(case.ranks, -1).sum(1)
+        assert int(padded.max()) <= case.fields()["capacity"], case
