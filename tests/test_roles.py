@@ -1,7 +1,9 @@
 """The comparison of two trees, role by role: what of it needs no GPU."""
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,3 +141,68 @@ def test_all_cases_fit_their_capacity():
         counts = torch.bincount(torch.cat(small.ids).flatten(), minlength=case.experts)
         padded = (-(-counts // 4) * 4).view(case.ranks, -1).sum(1)
         assert int(padded.max()) <= case.fields()["capacity"], case
+
+
+class FakeDevice:
+    """What the program uses of ``torch.cuda``, on a clock that counts replays: 1 ms each, the device's wait none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.phases: list[int] = []
+        device, cuda = self, torch.cuda
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream=None):
+                self.at = device.now
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class Graph:
+            made = 0
+
+            def capture_begin(self, pool, capture_error_mode):
+                assert pool == "pool"
+                self.number, Graph.made = Graph.made, Graph.made + 1
+
+            def capture_end(self):
+                pass
+
+            def replay(self):
+                device.phases.append(self.number)
+                device.now += 1.0 + self.number
+
+            def reset(self):
+                pass
+
+        self.stream = SimpleNamespace(cuda_stream=7)
+        for name, value in {
+            "Stream": lambda *_: self.stream, "Event": Event, "CUDAGraph": Graph, "synchronize": lambda: None,
+            "stream": lambda _: contextlib.nullcontext(), "graph_pool_handle": lambda: "pool", "_sleep": lambda _: None,
+        }.items():  # fmt: skip
+            patch.setattr(cuda, name, value)
+
+
+def test_graphs_are_replayed_in_order_and_times_are_of_one_rank(monkeypatch):
+    fields = roles.Case.fields
+    monkeypatch.setattr(roles.Case, "fields", lambda case: {**fields(case), "transport": "collective"})
+    device = FakeDevice(monkeypatch)
+    found = roles.roles_on_cuda(CASE, torch.device("cpu"), check=True)
+    assert found["times"] == {role: 1e3 * (1 + index) / 2 for index, role in enumerate(roles.ROLES)}
+    assert device.phases[:8] == [0, 1, 2, 3] * 2
+    assert len(found["checksum"]) == 16
+
+
+def test_a_launch_on_another_stream_is_refused(monkeypatch):
+    """Ranks on streams of their own would run side by side."""
+    launches = roles.Launches(FakeDevice(monkeypatch).stream)
+    for phase, name, stream in ((0, "send", 7), (1, "receive", 7), (1, "lay_out", 7), (1, "receive", 7)):
+        launches.phase = phase
+        launches.enter(SimpleNamespace(get=lambda name=name, stream=stream: {"name": name, "stream": stream}))
+        launches.leave(None)
+    assert [launches.second_of(phase) for phase in (0, 1)] == [None, "lay_out"]
+    with pytest.raises(RuntimeError, match="expected all ranks' launches on stream 7, got stream 8"):
+        launches.enter(SimpleNamespace(get=lambda: {"name": "send", "stream": 8}))

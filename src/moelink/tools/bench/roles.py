@@ -634,9 +634,7 @@ class Tree:
         self.process = self._start("--serve")
         hello = self._read(timeout)
         if Path(hello["package"]) != self.root / "src" / "moelink":
-            raise SystemExit(
-                f"expected moelink of {self.root}, got {hello['package']}; start it without options that change sys.path"
-            )
+            raise SystemExit(f"expected moelink of {self.root}, got {hello['package']}; leave sys.path alone")
         return hello
 
     def ask(self, case: Case, *, check: bool, timeout: float) -> dict[str, Any]:
@@ -809,13 +807,16 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="four ranks, 1, 128 and 4096 tokens, fp8_block128 only")
     parser.add_argument("--tiny", action="store_true", help="a few bytes, to try the program itself")
     parser.add_argument("--rounds", type=int, default=3, help="of each tree; cases with a slower row get as many more")
-    parser.add_argument("--seconds", type=float, default=330.0, help="after this time no round is started")
+    parser.add_argument("--seconds", type=float, help="after this time no case is started; 330, or 165 with --quick")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu with Triton's interpreter")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "moelink-roles", help="of Triton")
     parser.add_argument("--out", type=Path, default=Path("roles.json"))
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.seconds is None:
+        options.seconds = 165.0 if options.quick else 330.0
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
