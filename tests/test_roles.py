@@ -10,15 +10,16 @@ import torch
 
 import moelink
 from moelink.tools.bench import roles
+from moelink.tools.bench import roles_worker as worker
 
 ROOT = Path(__file__).resolve().parent.parent
-CASE = roles.Case("roles", 2, 2, "fp8_block128", hidden=256, experts=8, topk=2)
+CASE = worker.Case("roles", 2, 2, "fp8_block128", hidden=256, experts=8, topk=2)
 
 
 def answer(scale: float = 1.0, checksum: str = "same") -> dict:
     """What a tree's process answers."""
-    times = {role: scale * (index + 1) for index, role in enumerate(roles.ROLES)}
-    return {"times": times, "bytes": {role: 1024 for role in roles.ROLES}, "checksum": checksum, "kernels": {}}
+    times = {role: scale * (index + 1) for index, role in enumerate(worker.ROLES)}
+    return {"times": times, "bytes": {role: 1024 for role in worker.ROLES}, "checksum": checksum, "kernels": {}}
 
 
 @pytest.mark.timeout(600)
@@ -32,8 +33,8 @@ def test_two_trees_are_compared_end_to_end(tmp_path, capsys):
         assert roles.main(arguments) == 0
     document = json.loads(out.read_text())
     assert document["errors"] == []
-    assert {row["role"] for row in document["rows"]} == {*roles.ROLES, roles.FUSED}
-    assert {row["role"] for row in document["host"]} == set(roles.HOST)
+    assert {row["role"] for row in document["rows"]} == {*worker.ROLES, worker.FUSED}
+    assert {row["role"] for row in document["host"]} == set(worker.HOST)
     assert all(row["a_us"] > 0 and row["b_us"] > 0 for row in document["rows"] + document["host"])
     ((one, two),) = document["checksums"].values()
     assert one == two != ""
@@ -43,27 +44,27 @@ def test_two_trees_are_compared_end_to_end(tmp_path, capsys):
 def test_a_checksum_tells_results_apart():
     """One element of a result, one scale or one source changes it."""
     with moelink.init_devices(["cpu"] * 2, **{**CASE.fields(), "transport": "collective"}) as ep:
-        pair = roles.Pair(ep, roles.Inputs(CASE, torch.device("cpu")))
+        pair = worker.Pair(ep, worker.Inputs(CASE, torch.device("cpu")))
         pair.run()
-        before = roles.checksum(pair)
-        assert roles.checksum(pair) == before
+        before = worker.checksum(pair)
+        assert worker.checksum(pair) == before
         for tensor in (pair.outs[1], pair.recvs[0].scales, pair.recvs[1].src_info):
             kept = tensor.clone()
             tensor.view(-1)[0] += 1
-            assert roles.checksum(pair) != before
+            assert worker.checksum(pair) != before
             tensor.copy_(kept)
-        assert roles.checksum(pair) == before
+        assert worker.checksum(pair) == before
 
 
 def test_bytes_of_roles():
     """Two ranks with four experts each: a message for each rank that a token goes to, a row for each expert."""
     with moelink.init_devices(["cpu"] * 2, **{**CASE.fields(), "transport": "collective"}) as ep:
-        inputs = roles.Inputs(CASE, torch.device("cpu"))
+        inputs = worker.Inputs(CASE, torch.device("cpu"))
         inputs.ids = [torch.tensor([[0, 1], [0, 4]], dtype=torch.int32)] * 2  # three messages of each rank
-        pair = roles.Pair(ep, inputs)
+        pair = worker.Pair(ep, inputs)
         pair.run()
         row = 256 + 2 * 4  # elements of one byte, and a scale for each 128
-        assert roles.bytes_of(CASE, pair) == {
+        assert worker.bytes_of(CASE, pair) == {
             "dispatch sender": 2 * 512 + 3 * row,
             "dispatch receiver": 3 * row + 4 * row,
             "combine sender": 4 * 512 + 3 * 512,
@@ -137,7 +138,7 @@ def test_all_cases_fit_their_capacity():
     for case in roles.cases_of():
         if case.kind != "roles" or case.format != "fp8_block128":
             continue
-        small = roles.Inputs(roles.replace(case, hidden=1), torch.device("cpu"))
+        small = worker.Inputs(worker.replace(case, hidden=1), torch.device("cpu"))
         counts = torch.bincount(torch.cat(small.ids).flatten(), minlength=case.experts)
         padded = (-(-counts // 4) * 4).view(case.ranks, -1).sum(1)
         assert int(padded.max()) <= case.fields()["capacity"], case
@@ -187,18 +188,18 @@ class FakeDevice:
 
 
 def test_graphs_are_replayed_in_order_and_times_are_of_one_rank(monkeypatch):
-    fields = roles.Case.fields
-    monkeypatch.setattr(roles.Case, "fields", lambda case: {**fields(case), "transport": "collective"})
+    fields = worker.Case.fields
+    monkeypatch.setattr(worker.Case, "fields", lambda case: {**fields(case), "transport": "collective"})
     device = FakeDevice(monkeypatch)
-    found = roles.roles_on_cuda(CASE, torch.device("cpu"), check=True)
-    assert found["times"] == {role: 1e3 * (1 + index) / 2 for index, role in enumerate(roles.ROLES)}
+    found = worker.roles_on_cuda(CASE, torch.device("cpu"), check=True)
+    assert found["times"] == {role: 1e3 * (1 + index) / 2 for index, role in enumerate(worker.ROLES)}
     assert device.phases[:8] == [0, 1, 2, 3] * 2
     assert len(found["checksum"]) == 16
 
 
 def test_a_launch_on_another_stream_is_refused(monkeypatch):
     """Ranks on streams of their own would run side by side."""
-    launches = roles.Launches(FakeDevice(monkeypatch).stream)
+    launches = worker.Launches(FakeDevice(monkeypatch).stream)
     for phase, name, stream in ((0, "send", 7), (1, "receive", 7), (1, "lay_out", 7), (1, "receive", 7)):
         launches.phase = phase
         launches.enter(SimpleNamespace(get=lambda name=name, stream=stream: {"name": name, "stream": stream}))
