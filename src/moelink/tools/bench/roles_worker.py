@@ -195,18 +195,16 @@ def on_one_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 class Launches:
-    """Launches of the phases under way, in their order: name of the kernel, and events around it if wanted."""
+    """Launches of the phases under way, in their order: name of the kernel, and events around it."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self.phase, self.timed = stream, 0, False
+        self.stream, self.phase = stream, 0
         self.noted: list[tuple[int, str, list[Any]]] = []
 
-    def _event(self) -> list[Any]:
-        if not self.timed:
-            return []
+    def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
-        return [event]
+        return event
 
     def enter(self, metadata: Any) -> None:
         """Before a launch; a hook of Triton's."""
@@ -216,15 +214,14 @@ class Launches:
                 f"{found['name']}: expected all ranks' launches on stream {self.stream.cuda_stream}, got stream "
                 f"{found['stream']}; make the ranks' streams where on_one_stream() replaces them"
             )
-        self.noted.append((self.phase, found["name"], self._event()))
+        self.noted.append((self.phase, found["name"], [self._event()]))
 
     def leave(self, _: Any) -> None:
         """After a launch; a hook of Triton's."""
-        self.noted[-1][2].extend(self._event())
+        self.noted[-1][2].append(self._event())
 
-    def run(self, pair: Pair, *, timed: bool = False) -> None:
+    def run(self, pair: Pair) -> None:
         """One pair, whose launches are noted."""
-        self.timed = timed
         knobs.runtime.launch_enter_hook.add(self.enter)
         knobs.runtime.launch_exit_hook.add(self.leave)
         try:
@@ -315,7 +312,7 @@ def roles_on_cuda(case: Case, device: Any, check: bool) -> dict[str, Any]:
             launches.noted.clear()
             for _ in range(4):
                 hold_device(2 * eager)
-                launches.run(pair, timed=True)
+                launches.run(pair)
                 torch.cuda.synchronize()
             laid_out = [a.elapsed_time(b) * 1e3 for at, name, (a, b) in launches.noted if (at, name) == (1, second)]
             times[LAYOUT] = statistics.median(laid_out)
