@@ -273,7 +273,7 @@ def test_peers_that_cannot_run_say_why() -> None:
     rows = run.run_peer(plan, "torch all_to_all_vdev_2d", bench_ranks.broken_combine_main)
     by_rank = make_plan("decode", ranks=2, device="cuda", layout="rank")
     assert run.run_peer(by_rank, "torch all_to_all_vdev_2d", bench_ranks.broken_combine_main) == rows
-    assert {row.reason for row in rows[0]} == {"is without a budget of multiprocessors and rows by rank"}
+    assert {row.reason for row in rows[0]} == {"has no SM limit and no rows by rank"}
     assert run.last_line("Traceback:\n  File x\nRuntimeError: it broke\n\n") == "RuntimeError: it broke"
 
 

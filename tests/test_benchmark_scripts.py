@@ -1,15 +1,67 @@
 """Benchmarks that are started on their own: what of them needs no GPU."""
 
+import importlib.util
+import re
+import sys
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moelink.memory.workspace import Workspace
-from moelink.tools.bench import Case, ncu, quotients, sweep
+from moelink.tools.bench import Case, collective, document, host, ncu, quotients, render, sweep
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+
+
+def test_every_result_has_a_command_that_exists() -> None:
+    """The table of benchmarks/results/README.md names every file, and only modules that are there."""
+    text = (RESULTS / "README.md").read_text()
+    presets = re.search(r"`PRESET_Nxh200.json` \(([a-z, ]+)\)", text)
+    assert presets is not None
+    names = "|".join(presets[1].split(", "))
+    for path in RESULTS.glob("*.json"):
+        assert f"`{path.name}`" in text or re.fullmatch(rf"({names})_\dxh200\.json", path.name), path.name
+    modules = set(re.findall(r"-m (moelink\.[a-z_.]+)", text))
+    assert len(modules) >= 6
+    for module in modules:
+        assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("module", [collective, host, ncu, quotients, render, sweep])
+def test_scripts_explain_themselves(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit) as done:
+        module.main()
+    assert done.value.code == 0
+    assert (module.__doc__ or "").splitlines()[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_head_of_a_result_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/there/host.py", "operators", "--out", "/there/x.json"])
+    head = document.head("ops_overhead", script="host", commit="abc1234")
+    assert head["command"] == "python -m moelink.tools.bench.host operators --out x.json"
+    assert (head["schema_version"], head["benchmark"], head["commit"], head["dirty"]) == (
+        1,
+        "ops_overhead",
+        "abc1234",
+        None,
+    )
+    assert head["versions"]["torch"] == torch.__version__
+
+
+def test_the_profiler_runs_the_module_that_called_it() -> None:
+    call = ncu.command(["--launch-skip", "4"], "bf16")
+    assert call[:5] == ["ncu", "--clock-control", "none", "--launch-skip", "4"]
+    assert call[call.index(sys.executable) :] == [
+        sys.executable, "-m", ncu.__name__, "run", "--format", "bf16",
+    ]  # fmt: skip
 
 
 def test_samples_are_condensed_to_the_hottest_instructions() -> None:

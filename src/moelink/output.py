@@ -22,7 +22,7 @@ class Blank:
     """An uninitialised, contiguous tensor, but for the device it is made on.
 
     ``torch.empty_strided`` is told the strides; to have ``torch.empty`` find them costs more (``tensors`` in the
-    results of ``benchmarks/host_time.py``).
+    results of ``moelink.tools.bench.host``).
     """
 
     shape: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Programs over the library: the command line, benchmarks, sizes on paper, a demonstration, pictures."""
+"""Tools over the library: command line (``cli``), benchmarks, plans, the demonstration, pictures (``plots``)."""

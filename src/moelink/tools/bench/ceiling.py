@@ -1,7 +1,7 @@
-"""The ceiling: how fast rows can leave all ranks at once, measured in the run that is held against it.
+"""Measure the ceiling: how fast bytes can leave all ranks at once, in the same run as the times it is compared with.
 
-On CUDA devices every multiprocessor stores to all peers over symmetric memory, the same kind of stores as moelink's
-kernels make, 64 MiB for each peer; the fastest of several grids counts. On CPUs it is the group's own all-to-all.
+On CUDA devices every SM stores 64 MiB to each peer over symmetric memory, with the same kind of stores as moelink's
+kernels; the fastest of several grids counts. On CPUs the ceiling is the group's own all-to-all.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PEER_BYTES = 64 << 20
 CPU_PEER_BYTES = 1 << 20
 LAUNCHES = 8
 GRIDS = (1, 2, 4)
-"""Programs per multiprocessor that are tried."""
+"""CTAs per SM that are tried."""
 
 METHOD = {
-    "cuda": f"plain 16-byte stores of all multiprocessors to all peers at once over symmetric memory, "
+    "cuda": f"plain 16-byte stores of all SMs to all peers at once over symmetric memory, "
     f"{PEER_BYTES >> 20} MiB for each peer, {LAUNCHES} launches a sample, the fastest of {len(GRIDS)} grids",
     "cpu": f"all_to_all_single of the process group, {CPU_PEER_BYTES >> 20} MiB for each peer, wall-clock time",
 }
@@ -62,7 +62,7 @@ class Ceiling:
 
 
 def measure_ceiling(clock: Clock, *, samples: int, timeout: float) -> CeilingSamples:
-    """This rank's part. Collective over the default group."""
+    """Measure this rank's part of the ceiling. Collective over the default group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return CeilingSamples(0, (), "one rank has no link")
     if clock.device.type == "cpu":
@@ -92,11 +92,11 @@ def _push(clock: Clock, samples: int, timeout: float) -> CeilingSamples:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         times = []
         for grid in GRIDS:
-            programs = max(1, sms * grid // (ranks - 1)) * (ranks - 1)
+            ctas = max(1, sms * grid // (ranks - 1)) * (ranks - 1)
 
-            def launch(programs: int = programs) -> None:
+            def launch(ctas: int = ctas) -> None:
                 for _ in range(LAUNCHES):
-                    ceiling_push_kernel[(programs,)](
+                    ceiling_push_kernel[(ctas,)](
                         memory.pointers, source, rank, PEER_BYTES // 4, W=ranks, BLOCK=BLOCK, num_warps=8
                     )
 
@@ -110,7 +110,7 @@ def _push(clock: Clock, samples: int, timeout: float) -> CeilingSamples:
 
 
 def ceiling_of(by_rank: Sequence[CeilingSamples], device: str) -> Ceiling:
-    """The figure of all ranks' samples: the variant whose slowest rank is fastest.
+    """Return the figure of all ranks' samples: that of the variant whose slowest rank is fastest.
 
     Example: two ranks, 3e6 bytes a sample, one variant with 10 us on both: 300 GB/s.
     """

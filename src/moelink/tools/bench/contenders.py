@@ -126,7 +126,7 @@ class MoelinkContender:
 def open_communicator(
     case: Case, *, transport: str, capacity: int | None, device: torch.device, timeout: float
 ) -> moelink.Communicator:
-    """A communicator for ``case``, over the default group where there is one. Collective."""
+    """Open a communicator for ``case``, over the default group where there is one. Collective."""
     return moelink.init(
         num_experts=case.num_experts, topk=case.topk, hidden_size=case.hidden_size, max_tokens_per_rank=case.tokens,
         dispatch_format=case.format, capacity=capacity, num_sms=case.num_sms if transport == "symmetric" else None,
@@ -136,7 +136,7 @@ def open_communicator(
 
 @contextmanager
 def compiling_only(ep: moelink.Communicator) -> Iterator[None]:
-    """Calls of ``ep`` inside compile and load their kernels, and launch nothing: no peer has to take part.
+    """Make calls of ``ep`` compile and load their kernels and launch nothing, so that no peer has to take part.
 
     For communicators on CUDA devices. (``ep.warmup()`` compiles the kernels of the split calls too, which take longer
     than all measurements.)
@@ -166,7 +166,7 @@ ROW_FIELDS = ("tokens", "src_info", "weights", "topk_ids", "topk_weights")
 
 
 def expert_factor(expert: Tensor) -> Tensor:
-    """What an expert multiplies its rows with: +-1, +-2 or +-0.5, exact in every dtype. fp32.
+    """Return what an expert multiplies its rows with: +-1, +-2 or +-0.5, exact in every dtype. fp32.
 
     Example: experts 0, 1, 2, 3 multiply with 0.5, -1, 2, -0.5.
     """
@@ -174,7 +174,7 @@ def expert_factor(expert: Tensor) -> Tensor:
 
 
 def run_experts(recv: DispatchOutput, case: Case, *, rank: int, world_size: int) -> Tensor:
-    """[rows, hidden_size] bf16: each row back to numbers, times :func:`row_factors`; zero past the last row."""
+    """Return [rows, hidden_size] bf16: the dequantised rows times :func:`row_factors`, zero past the last row."""
     total = int(recv.row_offsets[-1])
     rows = dequantize_rows(recv, format_name=case.format, hidden_size=case.hidden_size)
     y = torch.zeros(len(recv.tokens), case.hidden_size, dtype=torch.bfloat16, device=rows.device)
@@ -216,7 +216,7 @@ def difference_from_truth(out: Tensor, batch: Batch, case: Case) -> str:
 
 
 def first_difference(got: DispatchOutput, want: DispatchOutput, case: Case) -> str:
-    """The name of the first field in which two outputs differ in their defined part, or empty."""
+    """Return the name of the first field in which two outputs differ in their defined part, or ""."""
     for name in EXACT_FIELDS:
         if not _equal(getattr(got, name), getattr(want, name)):
             return name
@@ -230,7 +230,7 @@ def first_difference(got: DispatchOutput, want: DispatchOutput, case: Case) -> s
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Same bits."""
+    """Return whether two tensors have the same bits."""
     if a is None or b is None:
         return a is b
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -243,7 +243,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 def check_transports(
     communicators: Mapping[str, moelink.Communicator], batch: Batch, case: Case, *, rank: int, world_size: int
 ) -> str:
-    """What is wrong with ``communicators``, by name, the first being the one others are compared with; or empty.
+    """Return what is wrong with ``communicators``, by name, or "". The others are compared with the first one.
 
     Collective: every rank makes the same calls, whatever it finds.
     """

@@ -37,7 +37,7 @@ VARIABLES = (
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of a git command in the folder of the package; None without git, repository, or success."""
+    """Return the output of a git command in the folder of the package; None when it fails."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=Path(moelink.__file__).parent, capture_output=True, text=True, check=True
@@ -48,20 +48,20 @@ def _git(*arguments: str) -> str | None:
 
 
 def find_commit() -> str | None:
-    """The commit that the package was checked out from, None when it is not in a repository of its own."""
+    """Return the commit that the package was checked out from; None when it is not in a repository of its own."""
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None  # installed somewhere inside somebody else's repository
     return _git("rev-parse", "--verify", "--quiet", "HEAD") or None
 
 
 def is_dirty() -> bool | None:
-    """Files of the package differ from the commit; None where there is none."""
+    """Return whether files of the package differ from the commit; None without a commit."""
     changes = _git("status", "--porcelain", "--", ".")
     return None if changes is None else bool(changes)
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package by its metadata, else by its ``__version__``; None when it is not there."""
+    """Return a package's version by its metadata, else by its ``__version__``; None when it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def version_of(package: str) -> str | None:
 
 
 def nccl_version() -> str | None:
-    """NCCL's version where torch was built with it."""
+    """Return NCCL's version; None where torch was built without it."""
     try:
         return ".".join(str(part) for part in torch.cuda.nccl.version())
     except (AttributeError, RuntimeError, ImportError):
@@ -81,7 +81,7 @@ def nccl_version() -> str | None:
 
 
 def processor() -> str:
-    """Model name of the processor, or the architecture."""
+    """Return the model name of the processor, or the architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -111,7 +111,7 @@ def provenance(commit: str | None = None, environ: Mapping[str, str] = os.enviro
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """The command to record: ``program`` and what was typed after it, but for folders that only this machine has.
+    """Return the command to record: ``program`` and its arguments, of absolute paths only the file name.
 
     Example: ``bench --out /home/me/runs/decode.json`` of "moelink" is ``moelink bench --out decode.json``.
     """

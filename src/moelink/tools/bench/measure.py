@@ -1,4 +1,4 @@
-"""One contender on one rank: every phase, by every method that it allows."""
+"""Measure one contender on one rank: every phase, by every method that it allows."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def measure_contender(
 def _measure_phase(
     contender: Contender, call: Callable[[int], Any], copies: int, settings: Settings, clock: Clock
 ) -> tuple[PhaseSamples, Captured | None]:
-    """Calls that are repeated, and their graph."""
+    """Measure calls that are repeated, and return their graph."""
     calls, samples = _amount(contender, settings)
 
     def eager() -> None:
@@ -130,7 +130,7 @@ def _measure_phase(
 
 
 def _capture(contender: Contender, clock: Clock, capturing: Callable[[], T]) -> tuple[T | None, str]:
-    """What ``capturing`` returns, or None on all ranks and why."""
+    """Return what ``capturing`` returns, or None on all ranks and why."""
     if clock.device.type != "cuda":
         return None, "no CUDA graphs on a CPU"
     if not contender.capturable:
@@ -140,7 +140,7 @@ def _capture(contender: Contender, clock: Clock, capturing: Callable[[], T]) -> 
 
 
 def _pair_steps(contender: Contender, copies: int, calls: int) -> list[Callable[[], Any]]:
-    """``calls`` dispatches, each followed by its combine."""
+    """Return ``calls`` dispatches, each followed by its combine."""
     handles: list[Any] = [None] * copies
 
     def dispatch(copy: int) -> Any:
@@ -155,7 +155,7 @@ def _pair_steps(contender: Contender, copies: int, calls: int) -> list[Callable[
 
 
 def _parts(times: Sequence[Sequence[float]]) -> dict[Phase, tuple[float, ...]]:
-    """Samples of each phase alone, per call, from the times of all steps of :func:`_pair_steps`."""
+    """Return samples of each phase alone, per call, from the times of all steps of :func:`_pair_steps`."""
     return {
         phase: tuple(sum(sample[first::2]) / len(sample[first::2]) for sample in times)
         for first, phase in enumerate(PHASES[:2])
@@ -163,14 +163,14 @@ def _parts(times: Sequence[Sequence[float]]) -> dict[Phase, tuple[float, ...]]:
 
 
 def _with_reason(note: str, reason: str) -> str:
-    """``note`` of a phase, and why it has no pairs; what kept it from a graph of its own is not said again."""
+    """Return ``note`` of a phase and why it has no pairs, unless ``note`` gives that reason already."""
     if not reason or reason == note:
         return note
     return "; ".join(text for text in (note, f"no pairs: {reason}") if text)
 
 
 def _amount(contender: Contender, settings: Settings) -> tuple[int, int]:
-    """Calls per sample, and samples."""
+    """Return the calls per sample, and the number of samples."""
     if contender.capturable:
         return settings.calls, settings.samples
     return settings.host_calls, settings.host_samples
@@ -183,7 +183,7 @@ def _per_call(samples: list[float], calls: int) -> tuple[float, ...]:
 def _kernels(
     contender: Contender, actions: list[Action], calls: int, clock: Clock
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """Device time per call, and the kernels' names; nothing on CPUs or where the profiler sees no kernel.
+    """Return device time per call and the kernels' names; nothing on CPUs or where the profiler sees no kernel.
 
     The first of ``actions`` counts in which every rank's profiler sees kernels: not all see those inside graphs.
     """

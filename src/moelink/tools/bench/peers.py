@@ -40,7 +40,7 @@ FLASHINFER_LEAVES_OUT: Mapping[Layout, str] = MappingProxyType({
 
 
 def flashinfer_is_installed() -> bool:
-    """The package is there."""
+    """Return whether the package is installed."""
     return importlib.util.find_spec("flashinfer") is not None
 
 
@@ -79,7 +79,7 @@ class FlashInferContender:
     kernel_prefix = ""
 
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
-        """Collective. Raises UnsupportedError when the package is not there."""
+        """Set up FlashInfer. Collective. Raises UnsupportedError when it is not installed."""
         if not flashinfer_is_installed():
             raise UnsupportedError("flashinfer is not installed")
         comm = importlib.import_module("flashinfer.comm")
@@ -109,7 +109,7 @@ class FlashInferContender:
         return combined
 
     def check(self) -> str:
-        """Rows of ones come home as the number of ranks that a token went to."""
+        """Combine rows of ones, and expect the number of ranks that each token went to."""
         case, ids = self._case, self._ids[0]
         ready = self.dispatch(0)
         ready.fill_(1)
@@ -119,11 +119,11 @@ class FlashInferContender:
         return "" if bool((combined == ranks[:, None]).all()) else "combine does not sum one row of each rank"  # type: ignore[index]
 
     def close(self) -> None:
-        """Its workspace is released with the process."""
+        """Release nothing: the workspace goes with the process."""
 
 
 def payloads(case: Case, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> list[Tensor]:
-    """What travels for each token: quantised rows, row-major scales if there are any, ids, weights."""
+    """Return what travels for each token: quantised rows, row-major scales if there are any, ids, weights."""
     quantized = get_format(case.format).quantize(x)
     rows = [quantized.payload] if quantized.scales is None else [quantized.payload, quantized.scales]
     return [*(row.view(torch.uint8) if row.element_size() == 1 else row for row in rows), topk_ids, topk_weights]
@@ -138,7 +138,7 @@ ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_REMOTE_TRANSPORT": "none", 
 
 
 def group_of_expert(case: Case, world_size: int) -> Tensor:
-    """[num_experts] int64: which of the groups of rows, all ranks' in order, an expert's rows go to.
+    """Return [num_experts] int64: the group of rows, counted over all ranks, that an expert's rows go to.
 
     One group per expert, or :data:`MOST_GROUPS` of neighbouring experts where a rank has more.
 
@@ -158,7 +158,7 @@ def group_of_expert(case: Case, world_size: int) -> Tensor:
 
 
 def leaves_out(case: Case, world_size: int) -> str:
-    """What these rows do not pay for."""
+    """Return what this operation leaves out."""
     local = case.num_experts // world_size
     grouping = f"groups of {local // MOST_GROUPS} experts or more instead of each expert, " * (local > MOST_GROUPS)
     return (
@@ -188,7 +188,7 @@ class Sizes:
 
     @classmethod
     def of(cls, case: Case, settings: Settings, world_size: int) -> Sizes:
-        """The sizes of ``case``. Raises UnsupportedError as :func:`group_of_expert` does."""
+        """Compute the sizes of ``case``. Raises UnsupportedError as :func:`group_of_expert` does."""
         copies = num_copies(case, settings)
         groups = int(group_of_expert(case, world_size)[-1]) + 1
         needed = rows_needed(case, seed=settings.seed, copies=copies, world_size=world_size)
@@ -208,7 +208,7 @@ class Pool:
     """
 
     def __init__(self, sizes: Sequence[Sizes], device: torch.device) -> None:
-        """Room for the largest of ``sizes``. Collective."""
+        """Allocate room for the largest of ``sizes``. Collective."""
         module = symmetric_memory()
 
         def empty(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -226,7 +226,7 @@ class Pool:
 
 
 def _front(memory: Tensor, *shape: int) -> Tensor:
-    """The beginning of ``memory`` as a tensor of ``shape``."""
+    """Return the beginning of ``memory`` as a tensor of ``shape``."""
     return memory[: math.prod(shape)].view(shape)
 
 
@@ -271,7 +271,7 @@ class VdevContender:
         return self._returns
 
     def check(self) -> str:
-        """Empty when all bytes that were sent arrived, in sum over the ranks, each way. Collective."""
+        """Return "" when all bytes that were sent arrived, in sum over the ranks, each way. Collective."""
         faults = []
         self._receives.zero_()
         self._results.random_(0, 256)
@@ -290,16 +290,16 @@ class VdevContender:
         return "; ".join(faults)
 
     def close(self) -> None:
-        """Nothing to release: the pool outlives the contender."""
+        """Release nothing: the pool outlives the contender."""
 
 
 def group_name() -> str:
-    """The name by which torch's operators know the default group."""
+    """Return the name by which torch's operators know the default group."""
     return str(dist.distributed_c10d._get_default_group().group_name)
 
 
 def symmetric_memory() -> Any:
-    """Torch's module with its NVSHMEM backend chosen.
+    """Return torch's module with its NVSHMEM backend chosen.
 
     Raises:
         UnsupportedError: this torch or this machine has none.

@@ -1,4 +1,4 @@
-"""What is measured: cases, how often, and the presets of ``moelink bench``."""
+"""Define what is measured: cases, how often they run, and the presets of ``moelink bench``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Case:
         format: dispatch format; rows come home in bf16.
         distribution: how ids are drawn: "uniform", "zipf" (exponent 1 over experts), or "one-rank" (all experts of
             all tokens are on rank 0).
-        num_sms: multiprocessors that moelink may use, or None for all.
-        layout: of received rows: "expert", or "rank", one a (token, rank), whose slots the experts' side has summed
-            before combine.
+        num_sms: SMs that moelink may use, or None for all.
+        layout: of received rows: "expert", or "rank", one per (token, rank), whose slots the experts' side has
+            summed before combine.
     """
 
     tokens: int
@@ -194,7 +194,7 @@ def make_plan(
     layout: Layout | None = None,
     **sizes: int | None,
 ) -> Plan:
-    """A preset with some of its settings replaced.
+    """Return a preset with some of its settings replaced.
 
     Args:
         preset: a key of :data:`PRESETS`.

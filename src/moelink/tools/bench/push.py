@@ -1,10 +1,10 @@
-"""The kernel that measures the ceiling: plain stores of every multiprocessor to all peers at once."""
+"""Store from every SM to all peers at once: the kernel that measures the ceiling."""
 
 import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""int32 words that a program copies at a time; regions are multiples of it."""
+"""int32 words that a CTA copies at a time; regions are multiples of it."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -13,17 +13,17 @@ def ceiling_push_kernel(table, source, rank, words, W: tl.constexpr, BLOCK: tl.c
 
     A block holds W regions of ``words`` int32 words, a multiple of BLOCK, and fewer than 2**31 of them in all;
     ``table`` has the blocks' addresses.
-    Programs are dealt out over the peers, the next rank first, so that all links are in use from the start to the end
+    CTAs are dealt out over the peers, the next rank first, so that all links are in use from the start to the end
     and no peer is everybody's first.
 
-    Example: rank 1 of 3 with 4 programs: programs 0 and 2 copy the even and odd blocks for rank 2, 1 and 3 for rank 0.
+    Example: rank 1 of 3 with 4 CTAs: CTAs 0 and 2 copy the even and odd blocks for rank 2, 1 and 3 for rank 0.
     """
     pid = tl.program_id(0)
-    lanes = tl.num_programs(0) // (W - 1)
+    ctas = tl.num_programs(0) // (W - 1)
     peer = (rank + 1 + pid % (W - 1)) % W
     base = tl.load(table + peer)
     target = tl.multiple_of(base.to(tl.pointer_type(tl.int32)), 16) + tl.multiple_of(rank * words, BLOCK)
     origin = source + tl.multiple_of(peer * words, BLOCK)
     i = tl.arange(0, BLOCK)
-    for block in range(pid // (W - 1), words // BLOCK, lanes):
+    for block in range(pid // (W - 1), words // BLOCK, ctas):
         tl.store(target + block * BLOCK + i, tl.load(origin + block * BLOCK + i))

@@ -29,7 +29,7 @@ CHUNK = 1 << 15
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """fp32 ``a * b + c`` with one rounding.
+    """Return ``a * b + c`` in fp32 with one rounding.
 
     The product of two fp32 is exact in fp64. The sum is rounded to odd there, its last bit set where it is inexact, so
     that rounding it to fp32 rounds the exact one (S. Boldo and G. Melquiond, IEEE Transactions on Computers 57 (2008)
@@ -46,22 +46,22 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def corrected(x: Tensor, s: Tensor, r: Tensor, q: Tensor) -> Tensor:
-    """``q``, an approximation of ``x / s``, corrected once; ``r`` approximates ``1 / s``."""
+    """Correct ``q``, an approximation of ``x / s``, once; ``r`` approximates ``1 / s``."""
     return fma(fma(q, -s, x), r, q)
 
 
 def significands(bits: int) -> Tensor:
-    """fp32 [2**bits]: all in [1, 2) of so many bits behind the leading one."""
+    """Return fp32 [2**bits]: all significands in [1, 2) of so many bits behind the leading one."""
     return ((127 << 23) + (torch.arange(1 << bits, dtype=torch.int32) << (23 - bits))).view(torch.float32)
 
 
 def chunks(values: Tensor) -> Iterator[Tensor]:
-    """``values`` [n] as columns [CHUNK, 1]."""
+    """Split ``values`` [n] into columns [CHUNK, 1]."""
     return iter(values[:, None].split(CHUNK))
 
 
 def wrong_quotients(x: Tensor, s: Tensor, corrections: int) -> list[int]:
-    """Pairs of ``x`` [n] and ``s`` [m, 1] whose quotient is not right after 0, 1, ... corrections."""
+    """Count pairs of ``x`` [n] and ``s`` [m, 1] whose quotient is not right after 0, 1, ... corrections."""
     exact, r = x / s, 1 / s
     q, found = x * r, []
     for i in range(corrections + 1):
@@ -71,7 +71,7 @@ def wrong_quotients(x: Tensor, s: Tensor, corrections: int) -> list[int]:
 
 
 def measure(*, scale_bits: int = 23) -> dict[str, Any]:
-    """Wrong quotients of bf16 elements by scales of ``scale_bits``, and of fp32 by 448, by number of corrections."""
+    """Count wrong quotients of bf16 elements by scales of ``scale_bits``, and of fp32 by 448, by corrections."""
     x = significands(7)
     by_scale = [wrong_quotients(x, s, 2) for s in chunks(significands(scale_bits))]
     of_448 = [wrong_quotients(s, torch.full((1,), 448.0), 2) for s in chunks(significands(scale_bits))]

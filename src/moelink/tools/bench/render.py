@@ -57,14 +57,14 @@ def cpu_table(document: dict[str, Any]) -> str:
 
 
 def gpu_results() -> list[tuple[str, dict[str, Any]]]:
-    """(File, result) of ``moelink bench`` on GPUs, by number of ranks, the most first, then file name."""
+    """Return (file, result) of ``moelink bench`` on GPUs by number of ranks, the most first, then file name."""
     documents = [(path.name, json.loads(path.read_text())) for path in sorted(results_folder().glob("*.json"))]
     found = [(name, d) for name, d in documents if d["benchmark"] == BENCHMARK and d["device"] == "cuda"]
     return sorted(found, key=lambda entry: -entry[1]["ranks"])
 
 
 def cell(result: dict[str, Any] | None) -> str:
-    """Median (20th - 80th percentile) by the first method that was used, named unless it is the graph; microseconds."""
+    """Render median (20th - 80th percentile), us, by the first method that was used, named unless it is "graph"."""
     method = next((name for name in METHODS if result and result.get(name)), None)
     if not result or method is None:
         return ""
@@ -74,7 +74,7 @@ def cell(result: dict[str, Any] | None) -> str:
 
 
 def medians(row: dict[str, Any] | None) -> str:
-    """Medians of the three phases, in microseconds: by graph replay, or of eager calls where no phase has a graph.
+    """Render the phases' medians in us: of graph replays, or of eager calls where no phase has a graph.
 
     A phase alone that is in a graph of pairs only is marked with :data:`IN_PAIRS`.
     """
@@ -92,7 +92,7 @@ def medians(row: dict[str, Any] | None) -> str:
 
 
 def compact_table(documents: list[dict[str, Any]]) -> str:
-    """Medians of several results with the same contenders: a line a case, a column a contender, ours first."""
+    """Render medians of results with the same contenders: a line per case, a column per contender, ours first."""
     names = dict.fromkeys(row["contender"] for document in documents for row in document["rows"])
     order = sorted(names, key=lambda name: ("symmetric" not in name, "collective" in name))
     heads = " | ".join(f"**{name}**" if "symmetric" in name else name for name in order)
@@ -105,7 +105,7 @@ def compact_table(documents: list[dict[str, Any]]) -> str:
 
 
 def speed_summary(documents: list[dict[str, Any]]) -> str:
-    """README.md's table of the presets ``decode`` and ``prefill``, or "" when there is no result of them."""
+    """Render what README.md shows of the presets decode and prefill; "" without a result of them."""
     chosen = [document for document in documents if document["preset"] in ("decode", "prefill")]
     most = max((document["ranks"] for document in chosen), default=0)
     chosen = [document for document in chosen if document["ranks"] == most]
@@ -135,7 +135,7 @@ def wrapped(text: str) -> str:
 
 
 def leaving_out(documents: list[dict[str, Any]]) -> list[str]:
-    """What contenders do not do, and which did not run, a sentence each."""
+    """Return sentences that say what contenders leave out and which of them did not run."""
     rows = [(document["cases"][row["case"]], row) for document in documents for row in document["rows"]]
     texts = [
         f"{row['contender']} leaves out part of the work: {row['leaves_out']}." for _, row in rows if row["leaves_out"]
@@ -147,7 +147,7 @@ def leaving_out(documents: list[dict[str, Any]]) -> list[str]:
 
 
 def speed_table(document: dict[str, Any]) -> str:
-    """One result of ``moelink bench`` in Markdown, whole."""
+    """Render one result of ``moelink bench`` in Markdown, whole."""
     versions, ceiling = document["versions"], document["ceiling"]["gb_per_s"]
     limit = f"{ceiling:.0f} GB/s out of each GPU" if ceiling else "not measured"
     lines = [
@@ -186,7 +186,7 @@ LEGEND = (
 
 
 def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
-    """docs/results.md: every (file, result)."""
+    """Render docs/results.md from every (file, result)."""
     parts = [
         "# Benchmark results on GPUs",
         wrapped(
@@ -221,7 +221,7 @@ def overhead(document: dict[str, Any]) -> str:
 
 
 def between(text: str, name: str, content: str) -> str:
-    """``text`` with what stands between the markers of ``name`` replaced."""
+    """Return ``text`` with the part between the markers of ``name`` replaced."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, rest = text.split(begin)
     after = rest.split(end)[1]

@@ -78,7 +78,7 @@ class CaseResult:
     gb_per_s: float | None
 
     def wire_us(self, phase: Phase) -> float | None:
-        """Microseconds that the busiest link needs at the ceiling; None without a ceiling."""
+        """Return the microseconds that the busiest link needs at the ceiling; None without a ceiling."""
         if self.gb_per_s is None:
             return None
         parts = {"dispatch": (self.dispatch,), "combine": (self.combine,), "both": (self.dispatch, self.combine)}[phase]
@@ -119,22 +119,22 @@ class Row:
     phases: Mapping[Phase, PhaseResult]
 
     def figure(self, phase: Phase, method: Method) -> Figure | None:
-        """The figure of a phase by a method, if there is one."""
+        """Return the figure of a phase by a method, or None."""
         result = self.phases.get(phase)
         return None if result is None else getattr(result, method)
 
     def median(self, phase: Phase, method: Method) -> float | None:
-        """Its median in microseconds."""
+        """Return that figure's median in microseconds, or None."""
         figure = self.figure(phase, method)
         return None if figure is None else figure.median
 
     def best(self, phase: Phase) -> Figure | None:
-        """The figure by the first of :data:`METHODS` that was used."""
+        """Return the figure by the first of :data:`METHODS` that was used, or None."""
         return next((figure for method in METHODS if (figure := self.figure(phase, method))), None)
 
 
 def figure_of(by_rank: Sequence[Sequence[float]]) -> Figure | None:
-    """The figure of all ranks' samples; None where a rank has none.
+    """Return the figure of all ranks' samples; None where a rank has none.
 
     Ranks with different numbers of samples (a profiler saw kernels that it could not count per call) are reduced to
     their means.
@@ -147,7 +147,7 @@ def figure_of(by_rank: Sequence[Sequence[float]]) -> Figure | None:
 
 
 def phase_result(by_rank: Sequence[PhaseSamples], wire_us: float | None) -> PhaseResult:
-    """The figures of one phase."""
+    """Return the figures of one phase."""
     graph, pairs, eager, kernel = (
         figure_of([getattr(samples, name) for samples in by_rank]) for name in (*METHODS, "kernel")
     )
@@ -157,7 +157,7 @@ def phase_result(by_rank: Sequence[PhaseSamples], wire_us: float | None) -> Phas
 
 
 def case_results(plan: Plan, reports: Sequence[RankReport], ceiling: Ceiling) -> tuple[CaseResult, ...]:
-    """Bytes on the wire of all cases, from the messages that each rank counted."""
+    """Compute the bytes on the wire of all cases from the messages that each rank counted."""
     results = []
     for index, case in enumerate(plan.cases):
         messages = [report.messages[index] for report in reports]
@@ -176,7 +176,7 @@ def case_results(plan: Plan, reports: Sequence[RankReport], ceiling: Ceiling) ->
 
 
 def merged_row(by_rank: Sequence[RankRow], case: CaseResult) -> Row:
-    """One contender's row from what all ranks saw."""
+    """Merge what all ranks saw of one contender into a row."""
     first = by_rank[0]
     phases = {
         phase: phase_result([row.phases[phase] for row in by_rank], case.wire_us(phase))
@@ -206,7 +206,7 @@ class Results:
 
 
 def results_of(plan: Plan, reports: Sequence[RankReport], peers: Sequence[Sequence[RankRow]]) -> Results:
-    """The results of ``reports``, by rank, and of the peers' rows ``peers[rank]``."""
+    """Make results of ``reports``, by rank, and of the peers' rows ``peers[rank]``."""
     devices = tuple(report.device for report in reports)
     gate = next((report.gate for report in reports if report.gate), "")
     if gate:
@@ -276,7 +276,7 @@ class Verdict:
 
 
 def judge(cases: Sequence[CaseResult], rows: Sequence[Row]) -> tuple[Verdict, ...]:
-    """A verdict for each case and phase in which moelink's symmetric transport was measured."""
+    """Judge each case and phase in which moelink's symmetric transport was measured."""
     verdicts = []
     for case in cases:
         of_case = {row.contender: row for row in rows if row.case == case.index and not row.reason}
@@ -287,7 +287,7 @@ def judge(cases: Sequence[CaseResult], rows: Sequence[Row]) -> tuple[Verdict, ..
 
 
 def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, Row]) -> Verdict:
-    """The verdict of one case and phase."""
+    """Judge one case and phase."""
     duels = []
     for name, row in others.items():
         method = next(
@@ -316,6 +316,6 @@ def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, 
 
 
 def overall(flags: Sequence[bool | None]) -> bool | None:
-    """All of those that are not None; None when there is none."""
+    """Return whether all flags that are not None are true; None when there is none."""
     known = [flag for flag in flags if flag is not None]
     return all(known) if known else None

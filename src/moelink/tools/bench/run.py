@@ -52,7 +52,7 @@ CALL_TIMEOUT = 60.0
 
 @contextmanager
 def joined(rank: int, plan: Plan) -> Iterator[Clock]:
-    """This rank's device and the default group, and a clock; the group is destroyed at the end."""
+    """Set this rank's device, make the default group and a clock, and destroy the group at the end."""
     limit = timedelta(seconds=plan.timeout)
     if plan.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
@@ -71,7 +71,7 @@ def joined(rank: int, plan: Plan) -> Iterator[Clock]:
 
 
 def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:
-    """Ceiling, gate and moelink's own transports; every rank returns the reports of all.
+    """Run the ceiling, the gate and moelink's own transports; every rank returns the reports of all.
 
     The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
     """
@@ -122,7 +122,7 @@ def compile_ahead(plan: Plan, rank: int, world_size: int, device: torch.device) 
 def run_case(
     report: RankReport, index: int, case: Case, plan: Plan, rank: int, world_size: int, clock: Clock
 ) -> RankReport:
-    """``report`` with the gate and the rows of one case."""
+    """Run one case, and return ``report`` with its gate and its rows."""
     settings = plan.settings
     workload = make_workload(case, settings, rank=rank, world_size=world_size, device=clock.device)
     messages = tuple(tuple(count_messages(b.topk_ids.cpu(), case, world_size)) for b in workload.batches)
@@ -164,7 +164,7 @@ def run_case(
 
 
 def run_gate(contenders: list[MoelinkContender], workload: Workload, rank: int, world_size: int) -> str:
-    """What is wrong on any rank with the first two inputs, or empty."""
+    """Return what is wrong on any rank with the first two inputs, or ""."""
     if not contenders:
         return ""
     faults = [
@@ -179,7 +179,7 @@ def run_gate(contenders: list[MoelinkContender], workload: Workload, rank: int, 
 def time_contender(
     contender: MoelinkContender, index: int, workload: Workload, plan: Plan, clock: Clock
 ) -> tuple[RankRow, str]:
-    """The row of one of moelink's transports, and what was found wrong with its results after all that replaying."""
+    """Time one of moelink's transports; return its row, and what is wrong with its results after the replays, or ""."""
     for copy in range(workload.copies):
         contender.combine(copy, contender.dispatch(copy))
     wanted = contender.results()
@@ -196,7 +196,7 @@ def time_contender(
 
 
 def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
-    """The rows of torch's all_to_all_vdev_2d. The program of ``world_size`` processes."""
+    """Measure torch's all_to_all_vdev_2d. The program of ``world_size`` processes."""
     with joined(rank, plan) as clock:
         pool, reason = attempt(
             lambda: Pool([Sizes.of(case, plan.settings, world_size) for case in plan.cases], clock.device)
@@ -211,7 +211,7 @@ def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
 
 
 def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
-    """The rows of FlashInfer. The program of ``world_size`` processes."""
+    """Measure FlashInfer. The program of ``world_size`` processes."""
     with joined(rank, plan) as clock:
 
         def make(case: Case) -> Contender:
@@ -222,7 +222,7 @@ def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
 
 
 def peer_row(index: int, case: Case, make: Callable[[Case], Contender], plan: Plan, clock: Clock) -> RankRow:
-    """One peer's row: its samples, or the reason why there are none."""
+    """Measure one peer on one case, and return its samples or the reason why there are none."""
     contender, reason = attempt(lambda: make(case))
     if contender is None:
         return RankRow(index, "", reason=reason)
@@ -287,7 +287,7 @@ def run_bench(
 
 
 def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
-    """Every peer's rows, by rank."""
+    """Run every peer, and return its rows by rank."""
     programs = ((VDEV, vdev_main), (FLASHINFER, flashinfer_main))
     rows: list[list[RankRow]] = [[] for _ in range(plan.ranks)]
     for name, program in programs:
@@ -298,10 +298,10 @@ def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
 
 
 def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> list[list[RankRow]]:
-    """One peer's rows, by rank. Whatever goes wrong becomes the reason of its rows.
+    """Run one peer, and return its rows by rank. Whatever goes wrong becomes the reason of its rows.
 
-    Left out are cases with a budget of multiprocessors, which is moelink's alone, and those with one row a rank of
-    all_to_all_vdev_2d, which sends a row to each expert.
+    Cases with an SM limit are left out, as only moelink has one. all_to_all_vdev_2d sends a row to each expert, so its
+    cases with one row per rank are left out too.
     """
     layouts = LAYOUTS if name == FLASHINFER else ("expert",)
     chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and case.layout in layouts]
@@ -310,8 +310,8 @@ def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> li
     if name == FLASHINFER and not flashinfer_is_installed():
         return [_reason_rows(plan, "flashinfer is not installed", [name])] * plan.ranks
     if not chosen:
-        lacking = "a budget of multiprocessors" + " and rows by rank" * (name != FLASHINFER)
-        return [_reason_rows(plan, f"is without {lacking}", [name])] * plan.ranks
+        lacking = "no SM limit" + " and no rows by rank" * (name != FLASHINFER)
+        return [_reason_rows(plan, f"has {lacking}", [name])] * plan.ranks
     part = Plan(
         preset=plan.preset, cases=tuple(plan.cases[index] for index in chosen), device=plan.device, ranks=plan.ranks,
         settings=plan.settings, timeout=PEER_TIMEOUT,
@@ -324,7 +324,7 @@ def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> li
 
 
 def last_line(text: str) -> str:
-    """The last line of ``text`` that says something: the error of a traceback."""
+    """Return the last line of ``text`` that is not empty: the error of a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no reason given"
 
@@ -334,7 +334,7 @@ def _reason_rows(plan: Plan, reason: str, names: Sequence[str] = (VDEV, FLASHINF
 
 
 def make_document(plan: Plan, results: Results, *, commit: str | None, command: str) -> dict[str, Any]:
-    """The JSON document of a run. With a red gate: head and faults, no figure."""
+    """Return the JSON document of a run: without figures when the gate failed."""
     document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "benchmark": BENCHMARK,

@@ -27,20 +27,20 @@ T = TypeVar("T")
 
 
 def host_barrier() -> None:
-    """The hosts of all ranks wait for one another (a CPU tensor, so that no device takes part)."""
+    """Make the hosts of all ranks wait for one another (with a CPU tensor, so that no device takes part)."""
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))
 
 
 def everyone(value: T) -> list[T]:
-    """``value`` of every rank, by rank. Collective."""
+    """Gather ``value`` of every rank, by rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
-    """The result of ``action``, or None and the first reason on every rank when it failed on any. Collective."""
+    """Return the result of ``action``; None and the first reason on every rank when it failed on any. Collective."""
     result, reason = None, ""
     try:
         result = action()
@@ -51,7 +51,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def first_fault(fault: str) -> str:
-    """The first rank's ``fault`` that is not empty, with its rank; or empty. Collective."""
+    """Return the first rank's ``fault`` that is not "", with its rank, or "". Collective."""
     return next((f"rank {rank}: {said}" for rank, said in enumerate(everyone(fault)) if said), "")
 
 
@@ -73,7 +73,7 @@ class Figure:
 
 
 def slowest_rank(by_rank: Sequence[Sequence[float]]) -> Figure:
-    """The figure of ``by_rank[rank][sample]``, microseconds. Sample i of all ranks is one and the same event.
+    """Return the figure of ``by_rank[rank][sample]``, microseconds. Sample i is the same event on all ranks.
 
     Example: ranks [10, 20, 30] and [12, 18, 60]: the slowest took 12, 20 and 60, so the median is 20, the 20th and 80th
     percentiles (interpolated) are 15.2 and 44, and the skew, the median of 2, 2 and 30, is 2.
@@ -100,13 +100,13 @@ class Clock(Protocol):
     device: torch.device
 
     def align(self) -> None:
-        """What follows starts at the same time on all ranks."""
+        """Make what follows start at the same time on all ranks."""
 
     def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
-        """Microseconds of each of ``samples`` runs of ``action``, after ``warmup`` more."""
+        """Return the microseconds of each of ``samples`` runs of ``action``, after ``warmup`` more."""
 
     def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
-        """For each sample the microseconds of each of ``steps``, which run one after the other."""
+        """Return for each sample the microseconds of each of ``steps``, which run one after the other."""
 
 
 class WallClock:
@@ -226,7 +226,7 @@ class KernelTimes:
 
 
 def kernel_times(action: Action, *, calls: int, prefix: str, clock: Clock) -> KernelTimes | None:
-    """Device time of the kernels of ``action``, which makes ``calls`` calls; None where no profiler sees kernels.
+    """Return device time of the kernels of ``action``, which makes ``calls`` calls; None when none are seen.
 
     Args:
         prefix: only kernels whose names start with it count ("" for all but memory copies and fills; ranks are then
@@ -247,7 +247,7 @@ def kernel_times(action: Action, *, calls: int, prefix: str, clock: Clock) -> Ke
 
 
 def _is_kernel(event: Any, prefix: str) -> bool:
-    """Kernels only: ranges that users mark appear on the device too, and so do copies and fills."""
+    """Return whether an event is a kernel: marked ranges, copies and fills appear on the device too."""
     name = str(event.name)
     if prefix:
         return name.startswith(prefix)
@@ -256,7 +256,7 @@ def _is_kernel(event: Any, prefix: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without its result, template arguments and parameters, which take a page.
+    """Shorten a kernel's name: drop its result type, template arguments and parameters, which take a page.
 
     Example: "void at::native::fill<int, 4>(long, F)" is "at::native::fill".
     """
@@ -264,7 +264,7 @@ def short_name(name: str) -> str:
 
 
 def kernel_times_of(spans: Sequence[tuple[float, float, str]], *, calls: int) -> KernelTimes | None:
-    """Times per call from (start, microseconds, name) in order of start.
+    """Sum (start, microseconds, name), in order of start, to times per call.
 
     Example: 4 kernels of 1, 2, 3, 4 us in 2 calls: the calls took 3 and 7.
     """
@@ -286,7 +286,7 @@ class Marked:
     marks: tuple[Any, ...]
 
     def times(self) -> list[float]:
-        """Microseconds of each step in the last replay, which must be over."""
+        """Return the microseconds of each step in the last replay, which must be over."""
         return [1e3 * start.elapsed_time(end) for start, end in pairwise(self.marks)]
 
 
@@ -311,7 +311,7 @@ def capture_marked(steps: Sequence[Callable[[], Any]], device: torch.device) -> 
 
 
 def measure_marked(marked: Marked, *, samples: int, warmup: int, clock: Clock) -> list[list[float]]:
-    """For each sample the microseconds of each step in one replay, after ``warmup`` samples more.
+    """Return for each sample the microseconds of each step in one replay, after ``warmup`` more samples.
 
     The host waits for every sample, to read its events before the next replay records them again. A replay that
     nobody reads is queued first: while it runs, the host gets ahead of the device, so that the replay that counts is

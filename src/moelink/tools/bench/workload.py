@@ -48,7 +48,7 @@ class WireBytes:
 
 
 def count_messages(topk_ids: Tensor, case: Case, world_size: int) -> list[int]:
-    """Messages that a rank with ``topk_ids`` [tokens, topk] sends to each rank, itself included.
+    """Count the messages that a rank with ``topk_ids`` [tokens, topk] sends to each rank, itself included.
 
     Example: 4 experts on 2 ranks, ids [[0, 1], [1, 2], [3, 3]]: two tokens go to rank 0, two to rank 1: ``[2, 2]``.
     """
@@ -57,7 +57,7 @@ def count_messages(topk_ids: Tensor, case: Case, world_size: int) -> list[int]:
 
 
 def wire_bytes(messages: Sequence[Sequence[Sequence[int]]], per_message: int) -> WireBytes:
-    """Bytes of dispatch from ``messages[source][copy][destination]``, one entry per rotated input.
+    """Compute the bytes of dispatch from ``messages[source][copy][destination]``, one entry per rotated input.
 
     Combine is the same with source and destination exchanged, which leaves the busiest direction as it is: pass its
     bytes per row.
@@ -76,12 +76,12 @@ def wire_bytes(messages: Sequence[Sequence[Sequence[int]]], per_message: int) ->
 
 
 def dispatch_message_bytes(case: Case, world_size: int) -> int:
-    """m of the formula."""
+    """Return m of the formula."""
     return case.ep_config(0, world_size).dispatch_message.nbytes
 
 
 def combine_row_bytes(case: Case, world_size: int) -> int:
-    """r of the formula."""
+    """Return r of the formula."""
     return case.ep_config(0, world_size).combine_row_bytes
 
 
@@ -127,7 +127,7 @@ class Workload:
 
 
 def num_copies(case: Case, settings: Settings) -> int:
-    """Inputs to rotate: as many as calls, fewer where ``rotation_bytes`` pass sooner, at least 3 (or all calls).
+    """Return how many inputs rotate: one per call, fewer where ``rotation_bytes`` pass sooner, at least 3.
 
     Example: 20 calls and 120 MB: 1 token of 14336 bytes rotates 20 inputs, 4096 tokens (58.7 MB) rotate 3.
     """
@@ -140,7 +140,7 @@ def _generator(seed: int, rank: int, copy: int, device: torch.device) -> torch.G
 
 
 def draw_ids(case: Case, generator: torch.Generator, world_size: int) -> Tensor:
-    """[tokens, topk] int32 ids of the case's distribution, on the CPU, no expert twice in a token where that can be.
+    """Draw [tokens, topk] int32 ids of the case's distribution, on the CPU, distinct in a token if possible.
 
     With one rank's experts fewer than ``topk``, "one-rank" repeats them.
     """
@@ -159,12 +159,12 @@ def draw_ids(case: Case, generator: torch.Generator, world_size: int) -> Tensor:
 
 
 def rank_ids(case: Case, *, seed: int, rank: int, copy: int, world_size: int) -> Tensor:
-    """The ids [tokens, topk] int32, on the CPU, that ``rank`` sends in input ``copy``."""
+    """Draw the ids [tokens, topk] int32, on the CPU, of input ``copy`` of ``rank``."""
     return draw_ids(case, _generator(seed, rank, copy, torch.device("cpu")), world_size)
 
 
 def rank_batch(case: Case, *, seed: int, rank: int, copy: int, world_size: int, device: torch.device) -> Batch:
-    """Input ``copy`` of ``rank``. Activations are drawn on ``device``: equal for equal kinds of device."""
+    """Draw input ``copy`` of ``rank``. Activations are drawn on ``device``: equal for equal kinds of device."""
     ids = rank_ids(case, seed=seed, rank=rank, copy=copy, world_size=world_size)
     generator = _generator(seed, rank, copy, device)
     x = torch.randn(case.tokens, case.hidden_size, generator=generator, device=device, dtype=torch.bfloat16)
@@ -173,7 +173,7 @@ def rank_batch(case: Case, *, seed: int, rank: int, copy: int, world_size: int, 
 
 
 def rows_needed(case: Case, *, seed: int, copies: int, world_size: int) -> int:
-    """Most rows, padding of groups included, that any rank receives from any of the inputs.
+    """Return the most rows, padding of groups included, that any rank receives from any of the inputs.
 
     Example: 2 ranks, 4 experts, 3 tokens of topk 1, rank 0's tokens all on expert 0 and rank 1's on expert 2: rank 0
     receives 3 rows and rank 1 too; with groups of 4 rows (fp8_block128) each needs 4. In layout "rank" rows are
@@ -196,20 +196,20 @@ def rows_needed(case: Case, *, seed: int, copies: int, world_size: int) -> int:
 
 
 def _messages_received(case: Case, *, seed: int, copy: int, world_size: int) -> int:
-    """Most messages that any rank receives from input ``copy`` of all ranks."""
+    """Return the most messages that any rank receives from input ``copy`` of all ranks."""
     drawn = (rank_ids(case, seed=seed, rank=rank, copy=copy, world_size=world_size) for rank in range(world_size))
     sent = (count_messages(ids, case, world_size) for ids in drawn)
     return max(map(sum, zip(*sent, strict=True)))
 
 
 def output_rows(case: Case, needed: int, world_size: int) -> int:
-    """Rows to allocate where ``needed`` are: with a margin, a multiple of 16, never more than the worst case."""
+    """Return the rows to allocate for ``needed``: with a margin, a multiple of 16, at most the worst case."""
     worst = case.ep_config(0, world_size).max_rows
     return max(needed, min(worst, align_up(math.ceil(needed * CAPACITY_MARGIN), 16)))
 
 
 def make_workload(case: Case, settings: Settings, *, rank: int, world_size: int, device: torch.device) -> Workload:
-    """This rank's inputs. No communication: every rank computes the routing of all."""
+    """Draw this rank's inputs without communication: every rank computes the routing of all."""
     copies = num_copies(case, settings)
     batches = tuple(
         rank_batch(case, seed=settings.seed, rank=rank, copy=copy, world_size=world_size, device=device)

@@ -9,12 +9,12 @@ EXTRA = ("typer", "rich")
 
 
 def missing_packages() -> list[str]:
-    """Packages of the extra ``[cli]`` that are not installed."""
+    """Return the packages of the extra ``[cli]`` that are not installed."""
     return [name for name in EXTRA if importlib.util.find_spec(name) is None]
 
 
 def main() -> int:
-    """Entry point of ``moelink`` and ``python -m moelink``. Returns the exit status."""
+    """Run ``moelink`` or ``python -m moelink``. Returns the exit status."""
     missing = missing_packages()
     if missing:
         print(  # noqa: T201

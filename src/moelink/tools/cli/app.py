@@ -1,4 +1,7 @@
-"""The commands: arguments in, library calls, reports out. Data goes to stdout, progress and errors to stderr."""
+"""Define the commands: parse arguments, call the library, print reports.
+
+Data goes to stdout, progress and errors to stderr.
+"""
 
 import dataclasses
 import json
@@ -53,7 +56,7 @@ class Device(str, Enum):
 
 
 def demo_document(report: DemoReport) -> dict[str, Any]:
-    """The JSON form of a demo report: its fields, plus the verdicts."""
+    """Return the JSON form of a demo report: its fields and the verdicts."""
     document = dataclasses.asdict(report)
     for entry, result in zip(document["formats"], report.formats, strict=True):
         entry |= {"tolerance_error": result.tolerance_error, "wire_ratio": result.wire_ratio, "passed": result.passed}
@@ -111,7 +114,7 @@ def demo(
 
 
 def experts_table(console: Console, report: DemoReport) -> Table:
-    """Tokens per expert as bars, with the rank that owns each expert."""
+    """Render tokens per expert as bars, with the rank that owns each expert."""
     counts = report.tokens_per_expert
     grid = table(console, f"Tokens per expert ({report.num_tokens} bytes of text, top-{report.config.layer.topk})")
     grid.add_column("rank", justify="right")
@@ -126,7 +129,7 @@ def experts_table(console: Console, report: DemoReport) -> Table:
 
 
 def formats_table(console: Console, report: DemoReport) -> Table:
-    """Bytes and errors of every format."""
+    """Render bytes and errors of every format."""
     grid = table(console, f"Formats ({report.config.ranks} ranks, {report.formats[0].transport} transport)")
     for name in ("format", "dispatch", "combine", "one copy per expert", "ratio", "rounding", "precision", ""):
         grid.add_column(name, justify="left" if name in ("format", "") else "right")
@@ -150,7 +153,7 @@ precision             difference from the layer in one process in full precision
 
 
 def demo_view(console: Console, report: DemoReport) -> RenderableType:
-    """The whole report."""
+    """Render the whole report."""
     pairs, messages = report.remote_copies, report.remote_messages
     summary = f"{pairs} (token, expert) pairs cross ranks; moelink sends {messages} messages, one per (token, rank)."
     return Group(

@@ -38,7 +38,7 @@ LayoutName = Enum("LayoutName", {name: name for name in LAYOUTS}, type=str)  # t
 
 
 def default_ranks(device: str) -> int:
-    """A launcher's world size; else one rank a CUDA device, or two on a CPU."""
+    """Return the launcher's world size, else one rank per CUDA device, or two on a CPU."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return torch.cuda.device_count() if device == "cuda" else 2
@@ -61,7 +61,7 @@ def bench(
     topk: Annotated[int | None, typer.Option(min=1, help="Experts per token.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts over all ranks.")] = None,
     layout: Annotated[LayoutName | None, typer.Option(help="Layout of received rows instead of the preset's.")] = None,
-    num_sms: Annotated[int | None, typer.Option(min=1, help="Multiprocessors that moelink may use.")] = None,
+    num_sms: Annotated[int | None, typer.Option(min=1, help="SMs that moelink may use.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per figure.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of inputs and routing.")] = 0,
     peers: Annotated[bool, typer.Option(help="Measure libraries other than moelink too.")] = True,
@@ -131,12 +131,12 @@ METHODS = ("graph", "pairs", "eager", "kernel")
 
 
 def cell(figure: dict[str, Any] | None) -> str:
-    """``12.3 (12.1-12.9)``: median, 20th and 80th percentile; a dash without a figure."""
+    """Render ``12.3 (12.1-12.9)``: median, 20th and 80th percentile; a dash without a figure."""
     return "-" if figure is None else f"{figure['median']:.1f} ({figure['p20']:.1f}-{figure['p80']:.1f})"
 
 
 def method_rows(row: dict[str, Any]) -> list[tuple[str, list[str], str, str]]:
-    """(method, cells by phase, skew, shares) for every method that the row has.
+    """Return (method, cells by phase, skew, shares) for every method that the row has.
 
     Shares of the ceiling stand with the first method that has figures of phases alone: they are made of those.
     """
@@ -154,7 +154,7 @@ def method_rows(row: dict[str, Any]) -> list[tuple[str, list[str], str, str]]:
 
 
 def case_table(console: Console, document: dict[str, Any], index: int) -> Table:
-    """All contenders of one case."""
+    """Render all contenders of one case."""
     entry = document["cases"][index]
     wire = " + ".join(quantity(round(entry[phase]["busiest"])) for phase in PHASES[:2])
     grid = table(console, f"{entry['label']}   (busiest link {wire}, {entry['copies']} inputs)")
@@ -177,7 +177,7 @@ def case_table(console: Console, document: dict[str, Any], index: int) -> Table:
 
 
 def notes(document: dict[str, Any]) -> Text:
-    """What the numbers mean, and what contenders leave out."""
+    """Render what the numbers mean, and what contenders leave out."""
     lines = [document["method"], f"bytes: {document['bytes_formula']}"]
     left_out = dict.fromkeys((row["contender"], row["leaves_out"]) for row in document["rows"] if row["leaves_out"])
     lines += [f"{name} leaves out: {text}" for name, text in left_out]
@@ -194,7 +194,7 @@ def notes(document: dict[str, Any]) -> Text:
 
 
 def verdict_lines(document: dict[str, Any]) -> Text:
-    """One line per verdict."""
+    """Render one line per verdict."""
     text = Text()
     for verdict in document["verdicts"]:
         failed = verdict["faster"] is False or verdict["within_wire"] is False
@@ -204,7 +204,7 @@ def verdict_lines(document: dict[str, Any]) -> Text:
 
 
 def head(document: dict[str, Any]) -> str:
-    """Machine, versions, ceiling, gate."""
+    """Render machine, versions, ceiling and gate."""
     versions = document["versions"]
     ceiling = document["ceiling"]
     speed = f"{ceiling['gb_per_s']:.1f} GB/s out of each rank" if ceiling["gb_per_s"] else f"none: {ceiling['reason']}"
@@ -218,7 +218,7 @@ def head(document: dict[str, Any]) -> str:
 
 
 def bench_view(console: Console, document: dict[str, Any]) -> RenderableType:
-    """The whole report of a run whose gate is green."""
+    """Render the whole report of a run whose gate passed."""
     parts: list[RenderableType] = [head(document), ""]
     for index in range(len(document["cases"])):
         parts += [case_table(console, document, index), ""]

@@ -24,13 +24,13 @@ BAR = 40
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr. Honours NO_COLOR; without a terminal it writes plain lines of fixed width."""
+    """Make a console on stdout or stderr. Honours NO_COLOR; without a terminal it writes plain lines of fixed width."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
 
 
 def table(console: Console, title: str) -> Table:
-    """An empty table: rounded lines on a terminal, aligned columns elsewhere."""
+    """Make an empty table: rounded lines on a terminal, aligned columns elsewhere."""
     return Table(
         title=title, title_justify="left", title_style="bold", box=box.ROUNDED if console.is_terminal else None,
         pad_edge=console.is_terminal,
@@ -38,7 +38,7 @@ def table(console: Console, title: str) -> Table:
 
 
 def quantity(count: int) -> str:
-    """Bytes in decimal units. ``quantity(1_234_567) == '1.23 MB'``, ``quantity(512) == '512 B'``."""
+    """Render bytes in decimal units. ``quantity(1_234_567) == '1.23 MB'``, ``quantity(512) == '512 B'``."""
     for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if count >= size:
             return f"{count / size:.2f} {unit}"
@@ -46,13 +46,13 @@ def quantity(count: int) -> str:
 
 
 def bar(console: Console, value: int, largest: int) -> str:
-    """``value`` as a bar, ``largest`` being the longest one."""
+    """Render ``value`` as a bar, ``largest`` being the longest one."""
     columns = round(BAR * value / largest) if largest else 0
     return ("█" if console.is_terminal and console.encoding.startswith("utf") else "#") * columns
 
 
 def to_json(document: Any) -> str:
-    """A report as JSON text."""
+    """Return a report as JSON text."""
     return json.dumps(document, indent=2)
 
 
@@ -89,7 +89,7 @@ def _unwritable(path: Path, error: OSError) -> typer.Exit:
 
 @contextmanager
 def drawing(path: Path) -> Iterator[None]:
-    """A block that draws into ``path``, whose folders are made.
+    """Make the folders of ``path`` for a block that draws into it.
 
     One line and exit status 1 without matplotlib, or for what cannot be drawn (a suffix that is not known, no data).
     Errors of moelink go on as they are.
@@ -109,7 +109,7 @@ def drawing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Callable[[str], None]]:
-    """A spinner on a terminal, one line a step elsewhere; nothing on other ranks of a launcher than rank 0."""
+    """Show steps: a spinner on a terminal, one line per step elsewhere, nothing on a launcher's ranks other than 0."""
     if os.environ.get("RANK", "0") != "0":
         yield lambda message: None
         return

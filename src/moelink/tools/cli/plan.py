@@ -161,7 +161,7 @@ def fit(
 
 
 def read_constants(path: Path | None) -> Constants:
-    """The constants of ``path``, or those of the package."""
+    """Return the constants of ``path``, or those of the package."""
     return packaged_constants() if path is None else load_constants(path)
 
 
@@ -194,12 +194,12 @@ limit   the largest part of the predicted time; time = latency + slower of NVLin
 
 
 def us(value: float | None) -> str:
-    """``12.3``; a dash without a value."""
+    """Render ``12.3``; a dash without a value."""
     return "-" if value is None else f"{value:.1f}"
 
 
 def sizes_table(console: Console, document: dict[str, Any]) -> Table:
-    """Where tokens go and what memory that takes."""
+    """Render where tokens go and what memory that takes."""
     layer = document["layer"]
     title = (
         f"Sizes ({layer['tokens']} tokens a rank, top-{layer['topk']} of {layer['num_experts']} experts, hidden size "
@@ -218,7 +218,7 @@ def sizes_table(console: Console, document: dict[str, Any]) -> Table:
 
 
 def scheme_table(console: Console, document: dict[str, Any], copies: str) -> Table:
-    """Bytes and times of one scheme."""
+    """Render bytes and times of one scheme."""
     grid = table(console, f"{TITLES[copies]}: {document['copies'][copies]}")
     grid.add_column("ranks", justify="right")
     for phase in PHASES:
@@ -236,7 +236,7 @@ def scheme_table(console: Console, document: dict[str, Any], copies: str) -> Tab
 
 
 def constants_text(document: dict[str, Any]) -> Text:
-    """Every constant with its source, and what is missing."""
+    """Render every constant with its source, and what is missing."""
     entry = document["constants"]
     phases, sources = entry["phases"], entry["sources"]
     text = Text()
@@ -268,7 +268,7 @@ def constants_text(document: dict[str, Any]) -> Text:
 
 
 def plan_notes(document: dict[str, Any]) -> Text:
-    """What the reader should know about these sizes."""
+    """Render what the reader should know about these sizes."""
     lines = [LEGEND]
     sizes = document["sizes"]
     if any(size["nodes"] > 1 for size in sizes):
@@ -286,13 +286,13 @@ def plan_notes(document: dict[str, Any]) -> Text:
 
 
 def plan_view(console: Console, document: dict[str, Any]) -> RenderableType:
-    """The whole plan."""
+    """Render the whole plan."""
     schemes = [part for copies in TITLES for part in (scheme_table(console, document, copies), "")]
     return Group(sizes_table(console, document), "", *schemes, constants_text(document), plan_notes(document))
 
 
 def check_view(console: Console, document: dict[str, Any]) -> RenderableType:
-    """Measured and predicted times side by side."""
+    """Render measured and predicted times side by side."""
     grid = table(console, "Measured and predicted, us")
     for name in ("file", "ranks", "tokens", "format", "routing", "phase", "by", "measured", "predicted", "error"):
         grid.add_column(

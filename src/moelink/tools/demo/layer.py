@@ -1,4 +1,4 @@
-"""The layer that the demonstration runs: bytes of text, a router, SwiGLU experts; and the same layer in one process.
+"""Define the demonstration's layer (bytes of text, a router, SwiGLU experts), and run it in one process.
 
 Nothing here communicates and nothing here uses moelink's transports: :func:`unsharded_layer` is what the sharded run is
 judged by. Weights and embeddings are functions of (seed, expert) or (seed, byte), so every rank makes its own share.
@@ -59,7 +59,7 @@ class Expert:
     down: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows [n, H] of any float dtype to fp64 [n, H]."""
+        """Run the expert over rows [n, H] of any float dtype; returns fp64 [n, H]."""
         x = x.to(torch.float64)
         hidden: Tensor = torch.nn.functional.silu(x @ self.gate) * (x @ self.up)
         return hidden @ self.down
@@ -84,7 +84,7 @@ def _random(seed: int, stream: int, *shape: int) -> Tensor:
 
 
 def embed(text: bytes, config: LayerConfig) -> Tensor:
-    """Bytes to bf16 activations [len(text), H] of unit root mean square.
+    """Embed bytes as bf16 activations [len(text), H] of unit root mean square.
 
     A token is the embedding of its byte plus half the embedding of the byte before it, so that equal letters in
     different places are routed differently.
@@ -97,7 +97,7 @@ def embed(text: bytes, config: LayerConfig) -> Tensor:
 
 
 def route(x: Tensor, config: LayerConfig) -> Routing:
-    """Softmax over seeded logits, the best K, normalised. fp64, so that no batch shape changes a choice."""
+    """Choose the best K by a normalised softmax over seeded logits, in fp64 so that no batch shape changes a choice."""
     router = _random(config.seed, 1, config.hidden_size, config.num_experts).to(x.device)
     logits = x.to(torch.float64) @ router / math.sqrt(config.hidden_size)
     weights, ids = logits.softmax(-1).topk(config.topk, dim=-1)
@@ -105,7 +105,7 @@ def route(x: Tensor, config: LayerConfig) -> Routing:
 
 
 def make_expert(expert: int, config: LayerConfig, device: torch.device | str = "cpu") -> Expert:
-    """The weights of one expert; entries have variance 1 / fan-in."""
+    """Draw the weights of one expert; entries have variance 1 / fan-in."""
     hidden, inner = config.hidden_size, config.intermediate_size
     weights = _random(config.seed, 2 + expert, 3, hidden, inner).to(device)
     gate, up = weights[0] / math.sqrt(hidden), weights[1] / math.sqrt(hidden)
@@ -113,7 +113,7 @@ def make_expert(expert: int, config: LayerConfig, device: torch.device | str = "
 
 
 def unsharded_layer(x: Tensor, routing: Routing, config: LayerConfig) -> LayerOutput:
-    """The whole layer in one process: a plain loop over all experts, fp64 throughout, no rounding on the way."""
+    """Run the whole layer in one process: a plain loop over all experts, fp64 throughout, no rounding on the way."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     magnitude = torch.zeros_like(out)
     for expert in range(config.num_experts):
@@ -128,7 +128,7 @@ def unsharded_layer(x: Tensor, routing: Routing, config: LayerConfig) -> LayerOu
 def allowed_rounding(
     exact: LayerOutput, *, topk: int, ranks: int, combine_dtype: torch.dtype, accumulate_dtype: torch.dtype
 ) -> Tensor:
-    """The largest difference [T, H] that combine's own roundings can make, given the same dequantised rows.
+    """Return the largest difference [T, H] that combine's own roundings can make, given the same dequantised rows.
 
     An expert's row is rounded to ``combine_dtype`` (1), the sum of a token's rows on one rank is rounded again (2), and
     the sum over ranks once more (3). Each changes a term by at most the unit roundoff ``u = eps / 2`` of the dtype. In
@@ -144,7 +144,7 @@ def allowed_rounding(
 
 
 def allowed_relative_error(tolerance: float, combine_dtype: torch.dtype) -> float:
-    """The relative error, in root mean square over the layer's output, that is accepted of a format.
+    """Return the relative error, in root mean square over the layer's output, that is accepted of a format.
 
     ``tolerance`` bounds one element's error relative to the largest of its group; the same number is demanded of the
     root mean square relative to the root mean square. (A criterion, not a theorem.) A SwiGLU expert is a product of two

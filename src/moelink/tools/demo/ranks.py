@@ -33,7 +33,7 @@ class RankOutput:
 
 
 def run_experts(recv: DispatchOutput, config: DemoConfig, format_name: str, rank: int) -> Tensor:
-    """A rank's experts over what dispatch delivered: rows back to numbers, then one expert after the other."""
+    """Run a rank's experts over what dispatch delivered: dequantise rows, then one expert after the other."""
     ep_config = config.ep_config(format_name, rank)
     starts = recv.row_offsets.tolist()
     x = dequantize_rows(recv, format_name=format_name, hidden_size=config.layer.hidden_size)
@@ -46,7 +46,7 @@ def run_experts(recv: DispatchOutput, config: DemoConfig, format_name: str, rank
 
 
 def rank_main(rank: int, world_size: int, config: DemoConfig, text: bytes, progress_file: str) -> list[RankOutput]:
-    """One rank of the demonstration: every format in turn."""
+    """Run one rank of the demonstration: every format in turn."""
     torch.set_num_threads(1)
     if config.transport == "symmetric" and not config.uses_cuda:
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -77,7 +77,7 @@ _COUNTS = ("dispatch_bytes", "combine_bytes")
 
 
 def run_launched(config: DemoConfig, text: bytes, progress_file: str) -> list[list[RankOutput]] | None:
-    """This process's rank of the demonstration. Collective over the launcher's world.
+    """Run this process's rank of the demonstration. Collective over the launcher's world.
 
     Returns:
         what each rank returned, by rank, on rank 0; None on the others.
@@ -98,7 +98,7 @@ def run_launched(config: DemoConfig, text: bytes, progress_file: str) -> list[li
 
 
 def gather_outputs(outputs: list[RankOutput], config: DemoConfig, num_tokens: int) -> list[list[RankOutput]] | None:
-    """Every rank's ``outputs`` on rank 0, as tensors of sizes that all ranks know, so that nothing is unpickled."""
+    """Gather every rank's ``outputs`` on rank 0, as tensors of sizes that all ranks know: nothing is unpickled."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     by_rank: list[list[RankOutput]] = [[] for _ in range(ranks)]
     for output in outputs:

@@ -62,11 +62,11 @@ class DemoConfig:
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.device_count() >= self.ranks_here)
 
     def combine_dtype(self, format_name: str) -> torch.dtype:
-        """fp32 and fp64 for the formats of that name, else bf16."""
+        """Return fp32 and fp64 for the formats of that name, else bf16."""
         return {"fp32": torch.float32, "fp64": torch.float64}.get(format_name, torch.bfloat16)
 
     def ep_config(self, format_name: str, rank: int = 0) -> EPConfig:
-        """The communicator's configuration; also what validates the sizes before anything starts."""
+        """Return the communicator's configuration, which also validates the sizes before anything starts."""
         return EPConfig(
             num_experts=self.layer.num_experts, topk=self.layer.topk, hidden_size=self.layer.hidden_size,
             max_tokens_per_rank=self.tokens_per_rank, dispatch_format=format_name, transport=self.transport,
@@ -74,7 +74,7 @@ class DemoConfig:
         )  # fmt: skip
 
     def share(self, rank: int, available: int) -> slice:
-        """The part of ``available`` tokens that ``rank`` takes."""
+        """Return the part of ``available`` tokens that ``rank`` takes."""
         start = min(rank * self.tokens_per_rank, available)
         return slice(start, min(start + self.tokens_per_rank, available))
 

@@ -139,7 +139,7 @@ def bundled_text() -> bytes:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one thread while the block runs: its matrix products are small, and waiting threads spin."""
+    """Keep torch on one thread while the block runs: its matrix products are small, and waiting threads spin."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,7 +149,7 @@ def one_thread() -> Iterator[None]:
 
 
 def run_all_ranks(config: DemoConfig, text: bytes, progress: Progress) -> list[list[RankOutput]]:
-    """What every rank returned, by rank: ranks of a launcher, of which this is rank 0, or processes started here."""
+    """Run all ranks, a launcher's (this is rank 0) or processes started here, and return their outputs by rank."""
     steps = itertools.count(1)
 
     def finished(name: str) -> None:

@@ -88,7 +88,7 @@ class Comparison:
 
 
 def load_result(path: Path) -> dict[str, Any]:
-    """A document of ``moelink bench`` on GPUs.
+    """Read a document of ``moelink bench`` on GPUs.
 
     Raises:
         ConfigError: as :func:`read_result`, or it is not of GPUs.
@@ -100,9 +100,9 @@ def load_result(path: Path) -> dict[str, Any]:
 
 
 def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list[Point]:
-    """What a result says about ``contender``: every phase of every case the plan can describe.
+    """Return what a result says about ``contender``: every phase of every case the plan can describe.
 
-    Left out: other distributions than :data:`ROUTINGS`, cases with a budget of multiprocessors, and layout "rank".
+    Left out: other distributions than :data:`ROUTINGS`, cases with an SM limit, and layout "rank".
     """
     run = Run(
         file, document.get("commit"), document["date"], ", ".join(sorted(set(document["devices"]))), document["ranks"]
@@ -129,7 +129,7 @@ def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list
 
 
 def load_points(paths: Iterable[Path], *, contender: str) -> list[Point]:
-    """The points of several files.
+    """Read the points of several files.
 
     Raises:
         ConfigError: a file is refused, or nothing in them is about ``contender``.
@@ -151,13 +151,13 @@ def compare(points: Iterable[Point], constants: Constants) -> list[Comparison]:
 
 
 def largest_error(comparisons: Iterable[Comparison]) -> float | None:
-    """The largest absolute error; None without any prediction."""
+    """Return the largest absolute error; None without any prediction."""
     errors = [abs(comparison.error) for comparison in comparisons if comparison.error is not None]
     return max(errors, default=None)
 
 
 def to_document(comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """The JSON form: a row per point."""
+    """Return the JSON form: a row per point."""
     rows = list(comparisons)
     return {
         "schema_version": 1,
@@ -181,7 +181,7 @@ RESOLUTION = 1e-6
 
 
 def independent_columns(matrix: Floats) -> list[int]:
-    """Columns that no combination of the earlier ones gives.
+    """Return the columns that no combination of the earlier ones gives.
 
     Example: columns [1, 1], [1, 2], [2, 3]: the third is the sum of the others, ``[0, 1]``.
     """
@@ -194,7 +194,7 @@ def independent_columns(matrix: Floats) -> list[int]:
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats, *, needed: int | None = None) -> Floats:
-    """The x >= 0 with the smallest |matrix x - target|, by trying every set of columns that may be positive.
+    """Return the x >= 0 with the smallest |matrix x - target|, by trying every set of columns that may be positive.
 
     With ``needed``, only sets with that column; x is 0 where none of them gives x >= 0.
 
@@ -216,12 +216,12 @@ def nonnegative_least_squares(matrix: Floats, target: Floats, *, needed: int | N
 
 
 def distance(matrix: Floats, x: Floats, target: Floats) -> float:
-    """|matrix x - target|."""
+    """Return |matrix x - target|."""
     return float(np.linalg.norm(matrix @ x - target))
 
 
 def fit_phase(points: Sequence[Point]) -> PhaseConstants:
-    """The constants of one phase.
+    """Fit the constants of one phase.
 
     Raises:
         ConfigError: fewer than two points, or times that one constant describes as well as bytes do, so that no rate
@@ -261,7 +261,7 @@ def fit_phase(points: Sequence[Point]) -> PhaseConstants:
 
 
 def fit(points: Sequence[Point], *, contender: str) -> dict[str, Any]:
-    """A constants file (:mod:`~moelink.tools.plan.model`) that describes ``points`` best.
+    """Return the constants file (:mod:`~moelink.tools.plan.model`) that describes ``points`` best.
 
     Raises:
         ConfigError: too few points, points of different devices or by different methods, or no rate in them.
@@ -291,10 +291,10 @@ def fit(points: Sequence[Point], *, contender: str) -> dict[str, Any]:
 
 
 def _fields(constants: PhaseConstants) -> dict[str, float | None]:
-    """Six digits: more would claim more than was measured."""
+    """Round to six digits: more would claim more than was measured."""
     return {name: None if value is None else float(f"{value:.6g}") for name, value in vars(constants).items()}
 
 
 def constants_of(document: dict[str, Any]) -> Constants:
-    """The constants of a document of :func:`fit`."""
+    """Read the constants of a document of :func:`fit`."""
     return read_constants(document, "the fit")

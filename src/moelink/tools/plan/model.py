@@ -112,7 +112,7 @@ class Constants:
     description: str = ""
 
     def assume(self, given: Mapping[str, tuple[float | None, str]]) -> Constants:
-        """These constants with fields replaced, in both phases. ``given``: field to (value or None, option's name).
+        """Replace fields in both phases. ``given``: field to (value or None, option's name).
 
         A given ``floor_us`` is the whole latency of a call, so that a measured ``per_peer_us`` no longer comes on top.
         """
@@ -132,7 +132,7 @@ class Constants:
 
 
 def read_constants(document: object, name: str) -> Constants:
-    """Constants of a file's content; ``name`` stands for it in messages and sources.
+    """Read constants from a file's content; messages and sources call the file ``name``.
 
     Raises:
         ConfigError: it is no constants file of this version, or a value is not acceptable.
@@ -159,7 +159,7 @@ def read_constants(document: object, name: str) -> Constants:
 
 
 def _tells(value: float | None) -> bool:
-    """A value that says something: a hop of 0 us is what a fit to one node has for lack of data."""
+    """Return whether a value was measured: a fit to one node has a hop of 0 us for lack of data."""
     return value is not None and value != 0.0
 
 
@@ -177,7 +177,7 @@ def load_constants(path: Path) -> Constants:
 
 
 def packaged_constants() -> Constants:
-    """The measured constants that come with the package; none when it holds no file of them."""
+    """Return the measured constants that come with the package; none when it holds no file of them."""
     resource = files("moelink.tools.plan").joinpath(PACKAGED)
     if not resource.is_file():
         return Constants()
@@ -196,7 +196,7 @@ class Shape:
     nodes: int
 
     def peers(self, copies: Copies) -> int:
-        """Ranks that one rank exchanges signals with. 16 ranks on 2 nodes: 15, or 7 + 1 with one copy per node."""
+        """Count the ranks one rank exchanges signals with. 16 ranks on 2 nodes: 15, or 7 + 1 with one copy per node."""
         if copies == "rank":
             return self.ranks - 1
         return self.ranks // self.nodes - 1 + self.nodes - 1
@@ -234,7 +234,7 @@ def microseconds(nbytes: float, gb_per_s: float | None) -> float | None:
 
 
 def predict(links: LinkBytes, constants: PhaseConstants, shape: Shape, copies: Copies) -> Time:
-    """The time of one phase.
+    """Predict the time of one phase.
 
     Example: floor 10 us, 400 GB/s of NVLink and 50 of network, 4e6 and 1e6 bytes: 10 + max(10, 20) = 30 us, limited by
     the network.

@@ -1,4 +1,4 @@
-"""All sizes of a plan in one document: what the table, the JSON and the picture show."""
+"""Plan every number of ranks, in one document: what the table, the JSON and the picture show."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Memory:
 
     @classmethod
     def of(cls, config: EPConfig) -> Memory:
-        """Of this configuration's rank."""
+        """Compute the bytes of this configuration's rank."""
         report = config.memory_report()
         return cls(report.block, report.wire_send + report.wire_recv, report.outputs)
 
@@ -97,7 +97,7 @@ class Plan:
 
 
 def plan_size(layer: Layer, ranks: int, *, ranks_per_node: int, routing: Routing, constants: Constants) -> SizePlan:
-    """One number of ranks; :func:`make_plan` says what is refused."""
+    """Plan one number of ranks; :func:`make_plan` says what is refused."""
     nodes = nodes_of(ranks, ranks_per_node)
     config = layer.ep_config(ranks, ranks_per_node=ranks_per_node if nodes > 1 else None)
     statistics = Statistics.of(routing, num_experts=layer.num_experts, ranks=ranks, nodes=nodes)
@@ -139,7 +139,7 @@ def make_plan(
 
 
 def to_document(plan: Plan) -> dict[str, Any]:
-    """The JSON form. Bytes are of one call on the busiest rank, expectations; times are microseconds."""
+    """Return the JSON form. Bytes are expectations for one call on the busiest rank; times are microseconds."""
     return {
         "schema_version": SCHEMA_VERSION,
         "report": "moelink plan",

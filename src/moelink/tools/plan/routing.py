@@ -1,4 +1,4 @@
-"""How tokens choose experts: the probability that a token has an expert in a block, for each block of experts.
+"""Describe how tokens choose experts: the probability that a token has an expert in a block of experts.
 
 Legend: ``E`` experts, ``K`` = topk. A block is a range of consecutive expert ids, which is what a rank or a node owns
 (:class:`~moelink.routing.ExpertMap`). ``bounds`` [n + 1] are ascending ids: block i is [bounds[i], bounds[i + 1]),
@@ -36,10 +36,10 @@ class Routing(Protocol):
         """In tables and files."""
 
     def hits(self, bounds: Bounds) -> Floats:
-        """[n] probability that at least one of a token's experts is in each block."""
+        """Return [n] the probability that at least one of a token's experts is in each block."""
 
     def slots(self, bounds: Bounds) -> Floats:
-        """[n] expected number of a token's top-k slots whose expert is in each block."""
+        """Return [n] the expected number of a token's top-k slots whose expert is in each block."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Zipf:
 
 
 def _counts(rung: Floats, topk: int) -> Floats:
-    """[E + 1, K, T]: probability that of the first e experts exactly k < K have rung, at every time."""
+    """Return [E + 1, K, T]: the probability that of the first e experts exactly k < K have rung, at every time."""
     result = np.zeros((len(rung) + 1, topk, rung.shape[1]))
     result[0, 0] = 1
     for index, q in enumerate(rung):
@@ -185,7 +185,7 @@ class Trace:
         return self._shares(self._blocks(bounds).ravel(), bounds)
 
     def _blocks(self, bounds: Bounds) -> NDArray[np.int64]:
-        """Block of each id; -1 for ids in front of the first block, n for those behind the last."""
+        """Return the block of each id; -1 for ids before the first block, n for those after the last."""
         return np.searchsorted(np.asarray(bounds), self.topk_ids, side="right") - 1
 
     def _shares(self, blocks: NDArray[np.int64], bounds: Bounds) -> Floats:
@@ -195,7 +195,7 @@ class Trace:
 
 
 def make_routing(text: str, *, num_experts: int, topk: int) -> Routing:
-    """``"uniform"``, ``"zipf"``, or the path of a .npy file of topk_ids.
+    """Make a routing from ``"uniform"``, ``"zipf"``, or the path of a .npy file of topk_ids.
 
     Raises:
         ConfigError: neither of these.
@@ -226,7 +226,7 @@ class Statistics:
 
     @classmethod
     def of(cls, routing: Routing, *, num_experts: int, ranks: int, nodes: int) -> Statistics:
-        """``ranks`` in rank order on ``nodes`` of equal size; experts are owned as everywhere in moelink."""
+        """Compute the expectations for ``ranks`` in rank order on ``nodes`` of equal size."""
         experts = ExpertMap(num_experts, ranks)
         bounds = np.array([experts.first(rank) for rank in range(ranks + 1)])
         return cls(routing.hits(bounds), routing.hits(bounds[:: ranks // nodes]), routing.slots(bounds))

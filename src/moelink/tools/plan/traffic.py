@@ -87,7 +87,7 @@ class Layer:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks, ascending: ``"8"``, ``"8,24"``, ``"8..64"`` (doubling: 8, 16, 32, 64) or a mixture.
+    """Parse numbers of ranks: ``"8"``, ``"8,24"``, ``"8..64"`` (doubling: 8, 16, 32, 64) or a mixture; ascending.
 
     Raises:
         ConfigError: not such a text, 0 ranks, or a range whose doubling misses its end.
@@ -113,7 +113,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def nodes_of(ranks: int, ranks_per_node: int) -> int:
-    """Nodes that ``ranks`` fill: 1 for a part of a node, else only whole nodes.
+    """Return the nodes that ``ranks`` fill: 1 for a part of a node, else only whole nodes.
 
     Raises:
         ConfigError: the last node would be filled in part, so that no two nodes' links are used alike.
@@ -168,7 +168,7 @@ class Units:
 
     @classmethod
     def of(cls, layer: Layer, config: EPConfig) -> Units:
-        """As the layer's transport moves them."""
+        """Compute the units as the layer's transport moves them."""
         if layer.transport == "symmetric":
             workspace = Workspace(config)
             message, home = workspace.message_bytes, workspace.row_bytes
@@ -181,14 +181,14 @@ class Units:
 
 
 def _sums_of_nodes(values: Floats, nodes: int) -> Floats:
-    """[W] sum of ``values`` [W] over each rank's node."""
+    """Return [W]: the sum of ``values`` [W] over each rank's node."""
     per_node = len(values) // nodes
     sums: Floats = values.reshape(nodes, per_node).sum(1).repeat(per_node)
     return sums
 
 
 def link_bytes(phase: Phase, copies: Copies, units: Units, statistics: Statistics, tokens: int) -> LinkBytes:
-    """The expected bytes of ``tokens`` tokens a rank.
+    """Return the expected bytes of ``tokens`` tokens per rank.
 
     Example: 2 ranks of one node, each hit by every token, 10 tokens, messages of 100 bytes: 1000 bytes over each link
     and direction, 2000 in total.

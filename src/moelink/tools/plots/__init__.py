@@ -18,7 +18,7 @@ OTHERS = "#c9ced8"
 
 
 def new_figure(height: float) -> Any:
-    """An empty white figure of ``height`` inches, as wide as all pictures of moelink."""
+    """Make an empty white figure of ``height`` inches, as wide as all pictures of moelink."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -28,21 +28,21 @@ def new_figure(height: float) -> Any:
 
 
 def bare(axes: Any) -> None:
-    """No box, quiet ticks."""
+    """Remove the box and the tick marks."""
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(length=0, colors=INK, labelsize=9)
 
 
 def blues() -> Any:
-    """Colours of heat maps, from none to most."""
+    """Return the colours of heat maps, from none to most."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("moelink", ("#f4f8fc", "#9cc7e8", "#1f77b4", "#0b2e59"))
 
 
 def frame(axes: Any, title: str, across: str, up: str) -> None:
-    """Title and labels, a faint grid, no box but the two axes."""
+    """Set title and labels, a faint grid, and no box but the two axes."""
     axes.set_title(title, loc="left", size=11, color=INK, pad=8)
     axes.set_xlabel(across, color=INK, size=9.5)
     axes.set_ylabel(up, color=INK, size=9.5)
@@ -53,7 +53,7 @@ def frame(axes: Any, title: str, across: str, up: str) -> None:
 
 
 def log_axis(axes: Any, values: Sequence[int], labels: Sequence[str]) -> None:
-    """A horizontal axis whose steps double, with a tick at each of ``values``."""
+    """Make the horizontal axis double with each step, with a tick at each of ``values``."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, labels)
     axes.minorticks_off()

@@ -40,7 +40,7 @@ class Point:
 
 
 def points_of(document: dict[str, Any]) -> list[Point]:
-    """The figures of uniform routing without a budget of multiprocessors, rows by expert."""
+    """Return the figures of uniform routing without an SM limit, rows by expert."""
     points = []
     for row in document["rows"]:
         entry = document["cases"][row["case"]]
@@ -89,7 +89,7 @@ def draw_bench(documents: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def commits(documents: Sequence[dict[str, Any]]) -> str:
-    """Which code each number of ranks ran, where it is not the same: ``"2: 929aa69, 4: 9abbd53"``; or empty."""
+    """Return which commit each number of ranks ran, ``"2: 929aa69, 4: 9abbd53"``; "" when all ran the same."""
     by_ranks: dict[int, list[str]] = {}
     for document in sorted(documents, key=lambda document: document["ranks"]):
         by_ranks.setdefault(document["ranks"], []).append((document["commit"] or "unknown")[:7])
@@ -99,7 +99,7 @@ def commits(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def main_formats(points: Sequence[Point]) -> list[Point]:
-    """Points of the formats that make a line: more than one number of tokens; all points where none does."""
+    """Return points of the formats with more than one number of tokens, which make a line; all where none has."""
     tokens: dict[str, set[int]] = {}
     for point in points:
         tokens.setdefault(point.format, set()).add(point.tokens)
@@ -108,7 +108,7 @@ def main_formats(points: Sequence[Point]) -> list[Point]:
 
 
 def subtitle(document: dict[str, Any]) -> str:
-    """Hardware, shape, versions and date in a line."""
+    """Return hardware, shape, versions and date in a line."""
     case = document["cases"][0]["case"]
     versions = document["versions"]
     ceiling = document["ceiling"]["gb_per_s"]
@@ -126,7 +126,7 @@ def _token_axis(axes: Any, points: Sequence[Point]) -> None:
 
 
 def short(count: int) -> str:
-    """1024 as "1k", so that neighbours fit."""
+    """Write 1024 as "1k", so that neighbours fit."""
     return f"{count // 1024}k" if count % 1024 == 0 and count else str(count)
 
 
@@ -136,7 +136,7 @@ def _color(contender: str, contenders: Sequence[str]) -> str:
 
 
 def _key(axes: Any, panels: Sequence[Any]) -> None:
-    """One legend for all latency panels, in a place of its own."""
+    """Draw one legend for all latency panels, in a panel of its own."""
     axes.set_axis_off()
     entries = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
@@ -148,7 +148,7 @@ def _key(axes: Any, panels: Sequence[Any]) -> None:
 
 
 def _series(points: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
-    """Points by (contender, format), by tokens."""
+    """Group points by (contender, format), in order of tokens."""
     series: dict[tuple[str, str], list[Point]] = {}
     for point in sorted(points, key=lambda point: point.tokens):
         series.setdefault((point.contender, point.format), []).append(point)
@@ -267,7 +267,7 @@ def _plan_frame(axes: Any, document: dict[str, Any], title: str, up: str) -> Non
 
 
 def _line(axes: Any, document: dict[str, Any], values: list[float | None], style: str, color: str, label: str) -> None:
-    """A series, where there are values; none at all when nothing is above 0, which no logarithmic axis shows."""
+    """Draw a series, or nothing when no value is above 0: a logarithmic axis does not show 0."""
     points = [(size["ranks"], value) for size, value in zip(document["sizes"], values, strict=True) if value]
     if points:
         axes.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=color, label=label)

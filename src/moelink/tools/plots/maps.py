@@ -180,7 +180,7 @@ def _sum(columns: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _with(stats: LoadStats, tokens_per_expert: tuple[int, ...]) -> LoadStats:
-    """``stats`` with other totals."""
+    """Return ``stats`` with other totals."""
     return LoadStats(stats.rank, stats.world_size, stats.replicated, tokens_per_expert, (), 0)
 
 
