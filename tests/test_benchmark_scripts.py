@@ -108,14 +108,14 @@ def test_a_sweep_s_settings_are_in_force_while_it_says_so() -> None:
         )  # fmt: skip
 
     usual = spec()
-    fields = dict(map(sweep.field, ["BATCH=3", "LATER=0"]))
+    fields = dict(map(sweep.field, ["TOKENS_PER_BATCH=3", "SCALES_LATER=0"]))
     with sweep.in_force(sweep.setting("3,5,4,80,8"), "dispatch", fields):
-        assert spec().BATCH == 3
-        assert spec().BLOCK == 8
+        assert spec().TOKENS_PER_BATCH == 3
+        assert spec().BLOCK_SIZE == 8
         assert sweep.dispatching.dispatch_launch() == sweep.Launch(3, 5, num_warps=4, maxnreg=80)
     assert spec() == usual
     with sweep.in_force(sweep.setting("3,5,4,80,8"), "combine", fields):
-        assert spec().BATCH == usual.BATCH
+        assert spec().TOKENS_PER_BATCH == usual.TOKENS_PER_BATCH
 
 
 def test_multiplications_with_additions_round_once() -> None:

@@ -4,8 +4,8 @@ With settings, one phase is timed with each of them: CTAs of each role, warps, r
 
     torchrun --nproc-per-node 4 -m moelink.tools.bench.sweep --tokens 512 4096 --format bf16 -- 80,316,8,80 132,264,8,80
 
-``--spec BATCH=2 LATER=0`` replaces fields of what the phase's kernel is compiled for. Communicators for all numbers of
-tokens are of ``--most`` tokens: one compiled kernel.
+``--spec TOKENS_PER_BATCH=2 SCALES_LATER=0`` replaces fields of what the phase's kernel is compiled for. Communicators
+for all numbers of tokens are of ``--most`` tokens: one compiled kernel.
 
 Without settings, dispatch, combine and both in turn are timed as they are:
 
