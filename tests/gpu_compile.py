@@ -141,7 +141,7 @@ def compile_kernel(kernel: Kernel) -> None:
     """Compile ``kernel`` as its calls launch it, on the current device; nothing is launched."""
     try:
         dispatch, combine = calls_of(kernel, torch.device("cuda", torch.cuda.current_device()))
-        with dispatch.rank.preparing():
+        with dispatch.rank.launcher.preparing():
             PARTS[kernel.part](dispatch, combine)
         dispatch.rank.close()
     except Exception as error:

@@ -142,7 +142,7 @@ def compiling_only(ep: moelink.Communicator) -> Iterator[None]:
     than all measurements.)
     """
     (rank,) = ep._session.transport.ranks  # type: ignore[attr-defined]
-    with rank.preparing():
+    with rank.launcher.preparing():
         yield
 
 
