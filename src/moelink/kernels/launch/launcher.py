@@ -44,11 +44,10 @@ class CompiledKernel:
 
 def addresses_of(record: Any) -> Any:
     """A tensor's address, an address as it is, and the addresses in a tuple."""
-    if isinstance(record, Tensor):
-        return record.data_ptr()
     if isinstance(record, tuple):
-        return tuple([t if type(t) is int else t.data_ptr() if type(t) is Tensor else addresses_of(t) for t in record])
-    return record
+        # The order of the questions is that of the answers' frequency; subclasses of Tensor are asked again.
+        return tuple([t.data_ptr() if type(t) is Tensor else t if type(t) is int else addresses_of(t) for t in record])
+    return record.data_ptr() if isinstance(record, Tensor) else record
 
 
 def _of_any_value(numbers: Any) -> Any:
@@ -146,10 +145,8 @@ class Launcher:
             loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), _of_any_value(numbers)), key)
         if self._preparing:
             return
-        args = (
-            (peers.table.data_ptr(), peers.record, peers.control.data_ptr()),
-            *[addresses_of(record) for record in records(False)], numbers, kernel.S,
-        )  # fmt: skip
+        table, record, control = peers
+        args = ((table.data_ptr(), record, control.data_ptr()), *map(addresses_of, records(False)), numbers, kernel.S)
         stream, hooks = self.current_stream(), knobs.runtime
         # Chains of hooks; what is none is left to Triton, too.
         if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):

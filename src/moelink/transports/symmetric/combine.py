@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class LaunchPlan:
             y and the first slot of a pass.
         passes: first slot of each launch. travels: rows move, so the expert role has something to do.
         out: the result, where the caller gives none.
+        known: numbers by programs, rows of y and first slot, made once.
     """
 
     send: CompiledKernel
@@ -44,6 +45,7 @@ class LaunchPlan:
     passes: tuple[int, ...]
     travels: bool
     out: Blank
+    known: dict[tuple[int, int, int], CombineNumbers] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -116,32 +118,38 @@ class Combine:
         mine = (request.y, recv.weights, weights, handle.topk_ids, shared, bias, self.out, *self._hooked)
         self._given = [t for t in mine if t is not None]
 
-    def _inputs(self) -> CombineInputs:
+    def _inputs(self, typed: bool) -> tuple[Any, ...]:
         """Rows, and what they are multiplied with and added to."""
         request, nothing = self.request, self.rank.table
         row_weights, weights, shared, bias = request.recv.weights, self._weights, request.shared, self._bias
-        return CombineInputs(
+        fields = (
             request.y, nothing if row_weights is None else row_weights, nothing if weights is None else weights,
             request.recv.handle.topk_ids, nothing if shared is None else shared, nothing if bias is None else bias,
         )  # fmt: skip
+        return CombineInputs._make(fields) if typed else fields
 
-    def _outputs(self) -> CombineOutputs:
-        return CombineOutputs(self.out, self._hooked or (self.rank.table,))
+    def _outputs(self, typed: bool) -> tuple[Any, ...]:
+        fields = (self.out, self._hooked or (self.rank.table,))
+        return CombineOutputs._make(fields) if typed else fields
 
     def _notes(self, typed: bool) -> RoutingNotes:
         notes: SymmetricNotes = self.request.recv.handle.plan
         return notes.given(typed)
 
     def _sent(self, typed: bool) -> tuple[Any, ...]:
-        return self._inputs(), self._notes(typed)
+        return self._inputs(typed), self._notes(typed)
 
     def _both(self, typed: bool) -> tuple[Any, ...]:
         """Records of the home role, and of both roles."""
-        return self._inputs(), self._outputs(), self._notes(typed)
+        return self._inputs(typed), self._outputs(typed), self._notes(typed)
 
     def _numbers(self, numbers: CombineNumbers, slot_begin: int) -> CombineNumbers:
         """``numbers`` for the rows at hand and a pass."""
-        return numbers._replace(y_rows=self.request.y.shape[0], slot_begin=slot_begin)
+        key = (numbers.programs, self.request.y.shape[0], slot_begin)
+        known = self.launch_plan.known
+        if key not in known:
+            known[key] = numbers._replace(y_rows=key[1], slot_begin=slot_begin)
+        return known[key]
 
     @property
     def passes(self) -> tuple[int, ...]:

@@ -141,45 +141,49 @@ class Dispatch:
         self._x, self._input_scale, self._weights = x, input_scale, weights
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
-    def _inputs(self, typed: bool) -> DispatchInputs:
+    def _inputs(self, typed: bool) -> tuple[Any, ...]:
         """What the sender role reads."""
         request, nothing = self.request, self.rank.table
         x, scales, input_scale, weights = self._x, request.scales, self._input_scale, self._weights
         if typed and self.launch_plan.copies:
             x = x.view(torch.uint8)
-        return DispatchInputs(
+        fields = (
             x, nothing if scales is None else _bytes(scales, typed), nothing if input_scale is None else input_scale,
             request.topk_ids, nothing if weights is None else weights,
         )  # fmt: skip
+        return DispatchInputs._make(fields) if typed else fields
 
-    def _outputs(self, typed: bool) -> DispatchOutputs:
+    def _outputs(self, typed: bool) -> tuple[Any, ...]:
         """What the receiver role writes."""
         out, nothing = self.output, self.rank.table
         weights = out.weights if out.topk_ids is None else out.topk_weights
         scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
-        return DispatchOutputs(
+        fields = (
             _bytes(out.tokens, typed), nothing if scales is None else _bytes(scales, typed), out.row_offsets,
             nothing if out.expert_ids is None else out.expert_ids, out.src_info,
             nothing if out.scales_offsets is None else out.scales_offsets, nothing if weights is None else weights,
             nothing if out.topk_ids is None else out.topk_ids, out.num_recv_tokens, out.overflow, out.handle.counts,
         )  # fmt: skip
+        return DispatchOutputs._make(fields) if typed else fields
 
-    def _cached(self, typed: bool) -> CachedRouting:
-        """What the call that made the routing received and counted; this call's own where it makes one, unread."""
-        routing = self.request.routing
+    def _routing(self, typed: bool) -> tuple[Any, Any]:
+        """What this call notes, and what the call that made the routing received and counted; this call's own where it
+        makes one, unread."""
+        notes, routing = self.notes.given(typed), self.request.routing
         if routing is None:
-            return CachedRouting(self.notes.given(typed).received, self.output.handle.counts)
-        notes: SymmetricNotes = routing.handle.plan
-        return CachedRouting(notes.given(typed).received, routing.handle.counts)
+            cached = (notes.received, self.output.handle.counts)
+        else:
+            cached = (routing.handle.plan.given(typed).received, routing.handle.counts)
+        return notes, CachedRouting._make(cached) if typed else cached
 
     def _sent(self, typed: bool) -> tuple[Any, ...]:
-        return self._inputs(typed), self.notes.given(typed), self._cached(typed)
+        return (self._inputs(typed), *self._routing(typed))
 
     def _received(self, typed: bool) -> tuple[Any, ...]:
-        return self._outputs(typed), self.notes.given(typed), self._cached(typed)
+        return (self._outputs(typed), *self._routing(typed))
 
     def _both(self, typed: bool) -> tuple[Any, ...]:
-        return self._inputs(typed), self._outputs(typed), self.notes.given(typed), self._cached(typed)
+        return (self._inputs(typed), self._outputs(typed), *self._routing(typed))
 
     def _numbers(self, numbers: DispatchNumbers) -> DispatchNumbers:
         """``numbers`` for the output at hand, which may be the caller's."""

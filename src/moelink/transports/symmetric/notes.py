@@ -57,8 +57,9 @@ class SymmetricNotes:
     def addresses(self) -> RoutingNotes:
         """Those of the parts."""
         start = self.notes.data_ptr()
-        parts = RoutingNotes._make([start + 4 * begin for begin in self._layout.begins])
-        return parts if self.own is None else parts._replace(received=self.own.data_ptr())
+        rows, token, received, sent, slot = self._layout.begins
+        own = start + 4 * received if self.own is None else self.own.data_ptr()
+        return RoutingNotes(start + 4 * rows, start + 4 * token, own, start + 4 * sent, start + 4 * slot)
 
     def given(self, typed: bool) -> RoutingNotes:
         """The parts as a launch asks for them (:meth:`Launcher.launch`): as tensors, or their addresses."""
