@@ -334,7 +334,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
     contract.ep_dispatch_async(
         second, second.atomic_counters[0], data.x, data.topk_ids, second.pointers[0], other.routing
     )
-    with pytest.raises(PeerTimeoutError, match="told by rank 0"):
+    with pytest.raises(PeerTimeoutError, match="reported by rank 0"):
         second.raise_error()
 
 

@@ -61,14 +61,15 @@ def test_the_guard_passes_legal_accesses_and_leaves_no_trace(bounds, memories):
 @pytest.mark.parametrize(
     "offset, n, says",
     [
-        (0, 5, "store by program (0, 0, 0) of store_at: 1 of 5 addresses outside every known range, the first, {4} "
+        (0, 5, "store by program (0, 0, 0) of store_at: expected addresses in known ranges, got 1 of 5 addresses "
+               "outside every known range, the first, {4} "
                "(4 bytes), 0 bytes after the end of 'counts' of rank 1 [{0}, {4})"),
         (16, 2, "2 of 2 addresses outside"),
         (120, 1, "{30} (4 bytes), 8 bytes before the start of 'rows' of rank 1"),
         (126, 1, "1 of 1 addresses outside"),
         (228, 1, "0 bytes after the end of 'rows' of rank 1"),
         (226, 1, "2 bytes of it past the end of 'rows' of rank 1"),
-        (130, 1, "is no multiple of the element's 4 bytes"),
+        (130, 1, "expected addresses that are multiples of the element's 4 bytes, got"),
     ],
     ids=["one-past", "padding", "before", "straddling", "end", "partly", "misaligned"],
 )  # fmt: skip

@@ -124,7 +124,7 @@ def test_processes_write_to_each_other(backend):
 def test_ranks_that_share_a_device_are_refused():
     for result in run_ranks(2, share_a_device, free_port()):
         assert result[:2] == ("error", "UnsupportedError")
-        assert result[2].startswith("ranks 0 and 1 use the same device ")
+        assert result[2].startswith("expected a device of its own for each rank, got ")
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["each-device", "each-device-twice"])

@@ -217,12 +217,12 @@ def test_other_ranks_than_the_whole_world(job, ranks, size):
 
 def test_no_nvshmem(job):
     job.available = False
-    assert all("this torch has no NVSHMEM" in text for text in refused(job))
+    assert all("expected a torch that loads NVSHMEM" in text for text in refused(job))
 
 
 def test_rocm(job, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert all("this torch is for ROCm" in text for text in refused(job))
+    assert all("a torch that is for ROCm" in text for text in refused(job))
 
 
 def test_no_device_library(job, monkeypatch):
@@ -233,7 +233,7 @@ def test_no_device_library(job, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"not found. Searched: \[\]; install nvidia-nvshmem-cu13 \(or -cu12\)"):
         nvshmem.device_library()
     monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    with pytest.raises(UnsupportedError, match="does not know NVSHMEM's device library"):
+    with pytest.raises(UnsupportedError, match="expected a torch that finds NVSHMEM's device library"):
         nvshmem.device_library()
 
 
@@ -246,38 +246,39 @@ def raiser(error):
 
 def test_another_backend_in_use(job):
     job.in_use = True
-    assert all("is in use here with backend 'CUDA'" in text for text in refused(job))
+    assert all("expected backend 'NVSHMEM'" in text and "got 'CUDA' in use" in text for text in refused(job))
 
 
 def test_too_little_memory_on_one_rank(job):
     job.free[1] = NBYTES - 1
     texts = refused(job)
-    assert texts[1] == f"no {NBYTES} bytes of symmetric memory on cuda:1: {NBYTES - 1} are free"
+    expected = f"expected {NBYTES} free bytes on cuda:1 for symmetric memory, got {NBYTES - 1}; lower"
+    assert texts[1].startswith(expected)
     assert texts[3] == f"rank 1 could not set up its memory: {texts[1]}"
 
 
 def test_a_node_on_two_machines(job):
     job.machines[3] = "f" * 36
     assert all(
-        "ranks 2 and 3 are on different machines, but ranks_per_node=2 puts them on one node" in text
+        "ranks_per_node=2: expected ranks 2 and 3 on one machine, got ranks on different machines" in text
         for text in refused(job)
     )
 
 
 def test_two_ranks_with_one_device(job):
     job.devices[3] = "gpu-0"
-    assert all(text.startswith("ranks 0 and 3 use the same device gpu-0") for text in refused(job))
+    assert all("got gpu-0 on ranks 0 and 3" in text for text in refused(job))
 
 
 def test_a_node_without_peer_access(job):
     job.apart = {(0, 2), (3, 2)}
     texts = refused(job)
-    assert all("ranks 2 and 3 cannot access each other's memory" in text for text in texts)
+    assert all("expected ranks 2 and 3 to have devices that access each other's memory" in text for text in texts)
 
 
 def test_devices_that_need_a_flush_after_what_a_network_card_writes(job):
     job.orderings[2] = 0
-    assert all("the device of rank 2 may see a network's signal before the data" in text for text in refused(job))
+    assert all("expected a device that sees a network's writes in order" in text for text in refused(job))
 
 
 def test_sizes(job):
@@ -305,7 +306,7 @@ def test_no_address_of_a_block_of_the_own_node(job):
     job.hidden = {3}
     results = [error for error, _ in create(job)]
     assert all(isinstance(error, UnsupportedError) for error in results)
-    assert "NVSHMEM gives rank 2 no address of the block of rank 3" in str(results[2])
+    assert "expected an address of rank 3's block on rank 2" in str(results[2])
     assert str(results[0]) == f"rank 2 could not set up its memory: {results[2]}"
 
 
@@ -344,7 +345,7 @@ def test_one_node_needs_no_network():
 def test_rocm_has_no_network_between_nodes(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     config = moelink.EPConfig(**SHAPE, ranks_per_node=NODE, transport="symmetric")
-    with pytest.raises(UnsupportedError, match="this torch is for ROCm"):
+    with pytest.raises(UnsupportedError, match="a torch that is for ROCm"):
         network.connect(cuda_memory(), Workspace(config), rank=1)
     with pytest.raises(
         UnsupportedError, match=r"is for ROCm; leave out ranks_per_node=2, or use transport='collective'"

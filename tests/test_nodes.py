@@ -292,9 +292,9 @@ def test_which_transport() -> None:
     assert choose_transport(config(ranks_per_node=4, transport="symmetric"), [cuda], machines=2) == "symmetric"
     assert choose_transport(config(ranks_per_node=4, transport="symmetric"), [CPU]) == "symmetric"
     for fields, devices, machines, told in (
-        ({}, [cuda], 2, "needs ranks_per_node"),
-        ({"ranks_per_node": 4}, [CPU], 2, "on CPUs needs all 8 ranks on one machine"),
-        ({"ranks_per_node": 4}, [torch.device("cuda", i) for i in range(8)], 1, "8 devices in one node"),
+        ({}, [cuda], 2, "expected ranks_per_node"),
+        ({"ranks_per_node": 4}, [CPU], 2, "expected all 8 ranks on one machine for CPUs"),
+        ({"ranks_per_node": 4}, [torch.device("cuda", i) for i in range(8)], 1, "8 devices are in one node"),
     ):
         with pytest.raises(UnsupportedError, match=told):
             choose_transport(config(transport="symmetric", **fields), devices, machines=machines)

@@ -115,7 +115,7 @@ def test_missing_peer_times_out_names_it_and_poisons_everyone():
     with pytest.raises(moelink.PeerTimeoutError) as told:
         other.dispatch(dispatch_requests(Case(BF16, "uniform"), [1])).wait()
     assert (told.value.rank, told.value.peer) == (1, 1)
-    assert "told by rank 0" in str(told.value)
+    assert "reported by rank 0" in str(told.value)
     alone.close()
     other.close()
 

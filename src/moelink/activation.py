@@ -223,13 +223,13 @@ def _run_kernel(
 
     if not x.is_cuda and not spec.is_interpreted():
         raise UnsupportedError(
-            "the kernel runs on CUDA tensors, or in Triton's interpreter (TRITON_INTERPRET=1, set before triton is "
-            f"imported); on {x.device} use implementation='torch'"
+            "implementation: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
+            f"before triton is imported), got tensors on {x.device}; use implementation='torch'"
         )
     if fmt.scale_layout is not None and fmt.scale_layout.name not in activation.LAYOUTS:
         raise UnsupportedError(
-            f"the kernel knows the scale layouts {', '.join(activation.LAYOUTS)}, not {fmt.scale_layout.name!r} of "
-            f"format {fmt.name!r}; use implementation='torch'"
+            f"implementation: expected one of the scale layouts {', '.join(activation.LAYOUTS)} for the kernel, got "
+            f"{fmt.scale_layout.name!r} of format {fmt.name!r}; use implementation='torch'"
         )
     pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))
     activation.launch(x.detach(), row_offsets, tokens, scales, scales_offsets, input_scales, fmt, pair)

@@ -19,7 +19,9 @@
         +-- PeerTimeoutError                   a peer did not arrive in time; the communicator is poisoned
             +-- PeerLostError                  ... because its process is gone
 
-Each class says when it is raised and how to recover.
+Each class says when it is raised and how to recover. Every message says what was expected, what moelink got, and what
+to do: ``<where>: expected <what>, got <what>; <what to do>``. For a refused argument or field, "expected" says what to
+pass.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class MoelinkError(Exception):
 
 
 class ConfigError(MoelinkError, ValueError):
-    """A configuration field has an unacceptable value. Recover: pass a value that the message's expectation allows."""
+    """A configuration field has an unacceptable value. Recover: pass a value that the message expects."""
 
     def __init__(self, field: str, expected: str, got: object) -> None:
         super().__init__(f"{field}: expected {expected}, got {got!r}")
@@ -72,7 +74,7 @@ class ClosedError(StateError):
     """A call on a closed communicator. Recover: make a new one with ``moelink.init``."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}: the communicator is closed")
+        super().__init__(f"{what}: the communicator is closed; make another one with moelink.init")
 
 
 class ForeignHandleError(StateError):
@@ -84,7 +86,7 @@ class PendingError(StateError):
 
 
 class UnsupportedError(MoelinkError, RuntimeError):
-    """This transport, device or installation cannot do what was asked; the message names what can."""
+    """This transport, device or installation cannot do what was asked. Recover: as the message says."""
 
 
 class CapacityError(MoelinkError, RuntimeError):
@@ -94,15 +96,24 @@ class CapacityError(MoelinkError, RuntimeError):
     """
 
     def __init__(self, rank: int, dropped: int, capacity: int) -> None:
-        super().__init__(f"rank {rank}: {dropped} rows did not fit capacity {capacity} and were dropped")
+        super().__init__(
+            f"rank {rank}: {dropped} rows did not fit capacity {capacity}: expected no dropped rows, got {dropped} "
+            "since the last check; raise capacity (None never drops rows) or balance the routing"
+        )
         self.rank, self.dropped, self.capacity = rank, dropped, capacity
 
 
 class RoutingError(MoelinkError, RuntimeError):
-    """Expert ids outside [-1, num_experts) were met on a device, where they act as -1. Raised by ``check()``."""
+    """Expert ids on a device were outside [-1, num_experts) and acted as -1.
+
+    Raised by ``check()``. Recover: correct the ids.
+    """
 
     def __init__(self, rank: int, count: int, num_experts: int) -> None:
-        super().__init__(f"rank {rank}: {count} expert ids outside [-1, {num_experts}) were treated as -1")
+        super().__init__(
+            f"rank {rank}: {count} expert ids acted as -1: expected ids in [-1, {num_experts}), got {count} outside "
+            "since the last check; correct topk_ids"
+        )
         self.rank, self.count = rank, count
 
 
@@ -115,11 +126,16 @@ class PeerError(MoelinkError, RuntimeError):
 
 
 class PeerAbortedError(PeerError):
-    """A peer refused its own arguments and said so. No data moved; the next call works."""
+    """A peer refused its own arguments and said so. No data moved.
+
+    Recover: correct the arguments on that peer, where the cause is raised, and repeat the call on every rank.
+    """
 
     def __init__(self, *, rank: int, peer: int, phase: str, call: int) -> None:
         super().__init__(
-            f"rank {rank}: rank {peer} refused its arguments in {phase} (call {call}); the error is raised there",
+            f"rank {rank}: rank {peer} refused its arguments in {phase} (call {call}): expected valid arguments on "
+            f"every rank, got a refusal; correct them as the error on rank {peer} says, and repeat the call on every "
+            "rank",
             rank=rank,
             peer=peer,
             phase=phase,
@@ -128,9 +144,9 @@ class PeerAbortedError(PeerError):
 
 
 class ProtocolError(PeerError):
-    """Peers are not making the same call (a skipped call, another phase, other options), or sent nonsense.
+    """Peers do not make the same call (a skipped call, another phase, other options), or sent malformed data.
 
-    No data moved. The communicator is poisoned: make every rank issue the same sequence of calls, and init again.
+    No data moved. Recover: make every rank issue the same sequence of calls, then ``close()`` and ``init`` again.
     """
 
 
@@ -145,11 +161,14 @@ class PeerTimeoutError(PeerError):
     def __init__(
         self, *, rank: int, peer: int, phase: str, call: int, expected: int, got: int | None, detail: str = ""
     ) -> None:
-        reached = "it does not answer" if got is None else f"it has reached call {got}"
         who = f"rank {peer}" if peer >= 0 else "a rank"
+        where = f"{phase} (call {call})" if call > 0 else phase
+        wanted = f"call {expected}" if call > 0 else "it within the timeout"
+        reached = f"call {got}" if got is not None else "no answer" if call > 0 else "nothing"
+        because = f" ({detail})" if detail else ""
         super().__init__(
-            f"rank {rank}: {who} did not arrive in {phase} (call {call}): expected call {expected}, {reached}"
-            + (f" ({detail})" if detail else ""),
+            f"rank {rank}: {who} did not arrive in {where}: expected {wanted}, got {reached}{because}; "
+            + self._advice(rank, peer, phase),
             rank=rank,
             peer=peer,
             phase=phase,
@@ -157,6 +176,17 @@ class PeerTimeoutError(PeerError):
         )
         self.expected, self.got = expected, got
 
+    @staticmethod
+    def _advice(rank: int, peer: int, phase: str) -> str:
+        """What to do, by the phase in which ``peer`` did not arrive."""
+        if phase == "init":
+            return "start every rank, check that each reaches the others, and init again"
+        if phase == "recover":
+            return "call recover with the same ranks on all of them, or leave out the rank that is missing"
+        if peer < 0 or peer == rank:
+            return "close and init again"
+        return f"close and init again, or recover without rank {peer}"
+
 
 class PeerLostError(PeerTimeoutError):
-    """A peer's process is gone: nothing listens where it answered before."""
+    """A peer's process is gone: it refuses connections to its probe server. Recover as from PeerTimeoutError."""

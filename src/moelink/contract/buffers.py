@@ -106,7 +106,7 @@ class EPBuffers:
         words = self.record.tolist()
         if words[0]:
             rank, peer, phase, call, expected, got = words[1:7]
-            detail = "" if rank == self.my_rank else f"told by rank {rank}"
+            detail = "" if rank == self.my_rank else f"reported by rank {rank}"
             raise PeerTimeoutError(
                 rank=rank, peer=peer, phase=PHASES[phase], call=call, expected=expected, got=got, detail=detail
             )
@@ -158,7 +158,8 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         raise ArgumentError("memory", f"blocks of at least {params.nbytes} bytes", f"{memory.nbytes} bytes")
     if device.type == "cpu" and not is_interpreted():
         raise UnsupportedError(
-            "on a CPU kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before importing it"
+            "memory: expected Triton's interpreter for a CPU, got compiled kernels; set TRITON_INTERPRET=1 before "
+            "anything imports triton"
         )
     workspace = params.workspace
     blocks = memory.pointers[memory.rank : memory.rank + 1] if params.skip_a2a else memory.pointers
@@ -166,8 +167,8 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
     for peer, address in enumerate(blocks.tolist()):
         if address == 0 and (params.skip_a2a or peer // size == rank // size):
             raise UnsupportedError(
-                f"rank {rank} cannot address the memory of rank {peer}: P2P is not supported between their devices; "
-                "use moelink.init(transport='collective')"
+                f"rank {rank} cannot address the memory of rank {peer}: P2P is not supported between their devices: "
+                f"expected an address, got 0; use moelink.init(transport='collective')"
             )
     network = connect(memory, workspace, rank)
     pointers = pointer_table(workspace, blocks if params.skip_a2a else network.table)

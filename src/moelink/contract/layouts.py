@@ -74,8 +74,9 @@ class _LaunchFacts:
     def __post_init__(self) -> None:
         if not self.use_shmem and self.inter_node_ranks:
             raise UnsupportedError(
-                f"p2p_world_size={self.p2p_world_size}, use_shmem=False: without puts all {self.n_ranks} ranks must "
-                "address each other's memory"
+                f"p2p_world_size={self.p2p_world_size}, use_shmem=False: expected all {self.n_ranks} ranks to address "
+                f"each other's memory, got {self.p2p_world_size} that do; pass use_shmem=True, or "
+                f"p2p_world_size={self.n_ranks}"
             )
 
     @property
@@ -127,7 +128,10 @@ class EPDispatchKernel(_LaunchFacts):
         Raises UnsupportedError inside a node: a row is stored from registers into every destination's messages there.
         """
         if not self.inter_node_ranks:
-            raise UnsupportedError("dispatch has no send buffer inside a node; its pointer is 0")
+            raise UnsupportedError(
+                "send_buf_layout: expected ranks of several nodes, got one node, where dispatch has no send buffer "
+                "(its pointer is 0); write no sends there"
+            )
         at = _inside("far", far, self.inter_node_ranks) * self._tokens + _inside("slot", slot, self._tokens)
         return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 

@@ -74,8 +74,8 @@ class EPParams:
             raise ConfigError("allreduce_world_size", "1 without skip_a2a", self.allreduce_world_size)
         if self.use_shmem is False and self.n_nodes > 1 and not self.skip_a2a:
             raise UnsupportedError(
-                f"n_nodes={self.n_nodes}, use_shmem=False: ranks of another node are reached by puts only; leave "
-                "use_shmem out, or use moelink.init(transport='collective')"
+                f"n_nodes={self.n_nodes}, use_shmem=False: expected puts (use_shmem) to reach ranks of other nodes, "
+                "got none; leave use_shmem out, or use moelink.init(transport='collective')"
             )
         self.config(0)
 

@@ -94,7 +94,10 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
     ranks = dist.get_process_group_ranks(group)
     rank, world_size = dist.get_rank(group), len(ranks)
     if rank < 0:
-        raise UnsupportedError("this process is not a member of the group passed to init")
+        raise UnsupportedError(
+            "group: expected a group with this process in it, got one without; call init on the members of the group "
+            "only"
+        )
     if world_size == 1:
         return World(rank=0, world_size=1)
     return meet(_room(ranks, rank), rank, world_size, timeout, group=group or dist.group.WORLD)

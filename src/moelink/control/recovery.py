@@ -65,7 +65,7 @@ _PAUSE_SECONDS = 0.02
 NOTHING = 0
 """In place of a proposal: the rank answers and has none."""
 
-_REASONS = ("it does not answer", "it has not called recover", "it is still in an earlier attempt")
+_REASONS = ("it is stopped or unreachable", "it has not called recover", "it is still in an earlier attempt")
 """Why a rank is missing, in the order in which missing ranks are named."""
 
 

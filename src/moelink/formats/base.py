@@ -133,4 +133,6 @@ class Format(ABC):
         """The Triton device functions of the same arithmetic, bit for bit; imported on first use (needs triton)."""
         from moelink.errors import UnsupportedError
 
-        raise UnsupportedError(f"format {self.name!r} has no Triton device functions; use transport='collective'")
+        raise UnsupportedError(
+            f"format {self.name!r}: expected Triton device functions, got none; use transport='collective'"
+        )

@@ -81,11 +81,15 @@ def guard_accesses(ranges: Iterable[AccessRange]) -> Iterator[None]:
         MoelinkError: from the launch; names kernel, program, kind of access, address and the nearest range.
 
     Example: with one range ``AccessRange("counts", 1, 0x1000, 16)``, a store of int32 at 0x1010 by program (2, 0, 0) of
-    kernel ``send`` raises "store by program (2, 0, 0) of send: 1 of 1 addresses outside every known range, the first,
-    0x1010 (4 bytes), 0 bytes after the end of 'counts' of rank 1 [0x1000, 0x1010)".
+    kernel ``send`` raises "store by program (2, 0, 0) of send: expected addresses in known ranges, got 1 of 1 addresses
+    outside every known range, the first, 0x1010 (4 bytes), 0 bytes after the end of 'counts' of rank 1 [0x1000,
+    0x1010); correct the kernel's offset or mask".
     """
     if not isinstance(tl.sum, interpreter.InterpretedFunction):  # so are this process's kernels, then
-        raise UnsupportedError("accesses of compiled kernels cannot be checked; set TRITON_INTERPRET=1 beforehand")
+        raise UnsupportedError(
+            "guard_accesses: expected interpreted kernels, got compiled ones, whose accesses cannot be checked; set "
+            "TRITON_INTERPRET=1 before anything imports triton"
+        )
     token = object()
     _known[token] = tuple(r for r in ranges if r.nbytes)
     _install()
@@ -167,12 +171,16 @@ def _check(kind: str, builder: Any, pointers: Any, mask: Any) -> None:
     if not legal.all():
         first = int(addresses[~legal][0])
         raise MoelinkError(
-            f"{who}: {int((~legal).sum())} of {addresses.size} addresses outside every known range, the first, "
-            f"{first:#x} ({size} bytes), {_nearest(first, size, known)}"
+            f"{who}: expected addresses in known ranges, got {int((~legal).sum())} of {addresses.size} addresses "
+            f"outside every known range, the first, {first:#x} ({size} bytes), {_nearest(first, size, known)}; "
+            "correct the kernel's offset or mask"
         )
     crooked = addresses[addresses % np.uint64(size) != 0]
     if crooked.size:
-        raise MoelinkError(f"{who}: address {int(crooked[0]):#x} is no multiple of the element's {size} bytes")
+        raise MoelinkError(
+            f"{who}: expected addresses that are multiples of the element's {size} bytes, got {int(crooked[0]):#x}; "
+            "correct the kernel's offset"
+        )
 
 
 def _nearest(address: int, size: int, known: list[AccessRange]) -> str:

@@ -54,7 +54,10 @@ class Region:
         """The region as a typed view of ``memory`` (one-dimensional uint8)."""
         if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < self.end:
             size = f"{memory.numel()} {memory.dtype}"
-            raise MoelinkError(f"region {self.name!r} [{self.offset}, {self.end}) does not fit memory of {size}")
+            raise MoelinkError(
+                f"region {self.name!r} [{self.offset}, {self.end}) does not fit memory of {size}: expected a flat "
+                f"uint8 tensor of at least {self.end} bytes, got {size}; allocate the block for this configuration"
+            )
         return memory[self.offset : self.end].view(self.dtype).view(self.shape)
 
 

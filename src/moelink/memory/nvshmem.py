@@ -107,7 +107,10 @@ class NvshmemMemory(Blocks):
             device_library()
             free = torch.cuda.mem_get_info(device)[0]
             if nbytes > free:
-                raise UnsupportedError(f"no {nbytes} bytes of symmetric memory on {device}: {free} are free")
+                raise UnsupportedError(
+                    f"expected {nbytes} free bytes on {device} for symmetric memory, got {free}; lower "
+                    "max_tokens_per_rank, or free memory"
+                )
             before.append(_set_backend(device))
             fields = (nbytes, machine_id(), device_uuid(device), _writes_ordering(device))
             return dict(zip(_SCHEMA, map(str, fields), strict=True))
@@ -130,13 +133,17 @@ class NvshmemMemory(Blocks):
 
         def view() -> dict[str, str]:
             if not made:
-                raise UnsupportedError(f"NVSHMEM could not make a block of {nbytes} bytes on {device}: {failure}")
+                raise UnsupportedError(
+                    f"NVSHMEM could not make a block of {nbytes} bytes on {device}: expected memory, got this error: "
+                    f"{failure}; set NVSHMEM_SYMMETRIC_SIZE higher, lower max_tokens_per_rank, or use "
+                    "transport='collective'"
+                )
             for peer, address in enumerate(made[0][1].buffer_ptrs):
                 if peer // ranks_per_node == rank // ranks_per_node and not address:
                     raise UnsupportedError(
-                        f"NVSHMEM gives rank {rank} no address of the block of rank {peer}, of the same node "
-                        f"(ranks_per_node={ranks_per_node}; no peer access, or NVSHMEM_DISABLE_P2P is set); use "
-                        "transport='collective'"
+                        f"ranks_per_node={ranks_per_node}: expected an address of rank {peer}'s block on rank {rank}, "
+                        "of the same node, got none from NVSHMEM (no peer access, or NVSHMEM_DISABLE_P2P is set); "
+                        "use transport='collective'"
                     )
             return {}
 
@@ -177,15 +184,17 @@ def device_library() -> str:
     """
     advice = (
         "; install nvidia-nvshmem-cu13 (or -cu12), the version that this torch names, or set NVSHMEM_LIB_DIR to the "
-        "folder with libnvshmem_device.bc; or use transport='collective'"
+        "folder with libnvshmem_device.bc, or use transport='collective'"
     )
     try:
         module = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
         return str(module.NvshmemLibFinder.find_device_library())
     except (ImportError, AttributeError) as error:
-        raise UnsupportedError(f"this torch does not know NVSHMEM's device library ({error}){advice}") from error
+        raise UnsupportedError(
+            f"expected a torch that finds NVSHMEM's device library, got one that does not ({error}){advice}"
+        ) from error
     except RuntimeError as error:
-        raise UnsupportedError(f"{error}{advice}") from error
+        raise UnsupportedError(f"expected NVSHMEM's device library, got this error: {error}{advice}") from error
 
 
 def initialize_module(module: int) -> None:
@@ -197,14 +206,14 @@ def _refuse_part_of_the_world(group: ProcessGroup | Members) -> None:
     """Raise UnsupportedError unless the ranks of ``group`` are all ranks of the default world, in its order."""
     if isinstance(group, Members):
         raise UnsupportedError(
-            "NVSHMEM numbers the processes of the whole job, so survivors of one cannot go on between nodes; start the "
-            "job again, or make a communicator with transport='collective'"
+            "transport='symmetric' between nodes: expected all processes of the job, which NVSHMEM numbers, got "
+            "survivors of one; start the job again, or use transport='collective'"
         )
     ranks, size = dist.get_process_group_ranks(group), dist.get_world_size()
     if ranks != list(range(size)):
         raise UnsupportedError(
-            "transport='symmetric' between nodes needs all ranks of the default group in their order, as NVSHMEM "
-            f"numbers the processes of the whole job; got ranks {ranks} of {size}; use transport='collective'"
+            "transport='symmetric' between nodes: expected all ranks of the default group in their order, because "
+            f"NVSHMEM numbers the processes of the job, got ranks {ranks} of {size}; use transport='collective'"
         )
 
 
@@ -212,7 +221,7 @@ def refuse_rocm(ranks_per_node: int) -> None:
     """Raise UnsupportedError where torch is for ROCm, which NVSHMEM does not know."""
     if torch.version.hip:
         raise UnsupportedError(
-            "transport='symmetric' between nodes needs NVSHMEM and CUDA, and this torch is for ROCm; leave out "
+            "transport='symmetric' between nodes: expected NVSHMEM and CUDA, got a torch that is for ROCm; leave out "
             f"ranks_per_node={ranks_per_node}, or use transport='collective'"
         )
 
@@ -220,8 +229,8 @@ def refuse_rocm(ranks_per_node: int) -> None:
 def _refuse_without_nvshmem() -> None:
     if not symmetric_memory_module().is_nvshmem_available():
         raise UnsupportedError(
-            "this torch has no NVSHMEM, or cannot load it (CUDA builds from 2.10 on bring nvidia-nvshmem); use "
-            "transport='collective'"
+            "transport='symmetric' between nodes: expected a torch that loads NVSHMEM (CUDA builds from 2.10 on bring "
+            "nvidia-nvshmem), got one that does not; install such a build, or use transport='collective'"
         )
 
 
@@ -235,8 +244,9 @@ def _set_backend(device: torch.device) -> Any:
         module.set_backend(BACKEND)
     except RuntimeError as error:
         raise UnsupportedError(
-            f"torch's symmetric memory is in use here with backend {backend!r}, and a process has one; make the "
-            f"communicator with ranks_per_node first and no other of one node, or use transport='collective' ({error})"
+            f"expected backend {BACKEND!r} for torch's symmetric memory, of which a process has one, got {backend!r} "
+            f"in use ({error}); make the communicator with ranks_per_node first and no other of one node, or use "
+            "transport='collective'"
         ) from error
     return backend or "CUDA"
 
@@ -249,7 +259,9 @@ def _writes_ordering(device: torch.device) -> int:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise UnsupportedError(f"the CUDA driver's library cannot be loaded: {error}") from error
+        raise UnsupportedError(
+            f"expected the CUDA driver's library libcuda.so.1, got this error: {error}; install the driver"
+        ) from error
     failed = driver.cuDeviceGet(ctypes.byref(handle), index)
     failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), _WRITES_ORDERING, handle)
     return 0 if failed else value.value
@@ -264,15 +276,15 @@ def _refuse_places(peers: list[dict[str, str]], size: int) -> None:
         for rank in range(first, first + size):
             if machines[rank] != machines[first]:
                 raise UnsupportedError(
-                    f"ranks {first} and {rank} are on different machines, but ranks_per_node={size} puts them on one "
-                    "node; number ranks node by node, or use transport='collective'"
+                    f"ranks_per_node={size}: expected ranks {first} and {rank} on one machine, got ranks on different "
+                    "machines; number ranks node by node, or use transport='collective'"
                 )
         refuse_unreachable(uuids[first : first + size], first)
     for rank, fields in enumerate(peers):
         if len(set(machines)) > 1 and int(fields["ordering"]) < _ORDERED_FOR_OWNER:
             raise UnsupportedError(
-                f"the device of rank {rank} may see a network's signal before the data ahead of it (CUDA's GPUDirect "
-                f"RDMA writes ordering is {fields['ordering']}); use transport='collective'"
+                "expected a device that sees a network's writes in order (CUDA's GPUDirect RDMA writes ordering of "
+                f"at least {_ORDERED_FOR_OWNER}), got {fields['ordering']} on rank {rank}; use transport='collective'"
             )
 
 

@@ -134,10 +134,12 @@ def _allocate(nbytes: int) -> int:
             os.close(fd)
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
             raise UnsupportedError(
-                f"shared memory: a block of {nbytes} bytes does not fit {DIRECTORY} ({_free_bytes()} bytes free); "
-                "enlarge it (containers: --shm-size), lower max_tokens_per_rank, or use transport='collective'"
+                f"shared memory: expected {size} free bytes in {DIRECTORY} for a block, got {_free_bytes()}; enlarge "
+                "it (containers: --shm-size), lower max_tokens_per_rank, or use transport='collective'"
             ) from error
-        raise UnsupportedError(f"shared memory: no file in {DIRECTORY}: {error}; use transport='collective'") from error
+        raise UnsupportedError(
+            f"shared memory: expected a new file in {DIRECTORY}, got this error: {error}; use transport='collective'"
+        ) from error
     return fd
 
 
@@ -159,8 +161,8 @@ def _map(peer: int, fields: Mapping[str, str]) -> Tensor:
     """Open, check and map the file that rank ``peer`` described: [nbytes] uint8."""
     if fields["namespace"] != str(_pid_namespace()):
         raise UnsupportedError(
-            f"rank {peer} runs in another container (PID namespace); start all ranks in one, or use "
-            "transport='collective'"
+            f"rank {peer} runs in another container: expected one PID namespace, got {fields['namespace']} on rank "
+            f"{peer} and {_pid_namespace()} here; start all ranks in one container, or use transport='collective'"
         )
     path = f"/proc/{fields['pid']}/fd/{fields['fd']}"
     try:
@@ -169,20 +171,26 @@ def _map(peer: int, fields: Mapping[str, str]) -> Tensor:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise UnsupportedError(
-            f"the shared memory of rank {peer} (process {fields['pid']}) cannot be opened: {error.strerror}; its "
-            "process has ended, is another user's or is undumpable (file capabilities on the interpreter, prctl)"
+            f"the shared memory of rank {peer} (process {fields['pid']}) cannot be opened: expected a live process of "
+            f"this user, got {error.strerror}; start all ranks as one user, with an interpreter without file "
+            "capabilities"
         ) from error
     try:
         _check(peer, os.fstat(fd), fields)
         nbytes = int(fields["nbytes"])
         if os.pread(fd, 16, _file_bytes(nbytes) - _PAGE).hex() != fields["token"]:
-            raise UnsupportedError(f"the shared memory of rank {peer} is refused: it holds another token")
+            raise UnsupportedError(
+                f"the shared memory of rank {peer} is refused: expected the token of its record, got another one; "
+                "start the ranks again"
+            )
         # torch maps by path and silently grows a file that is too short: the size was checked just above.
         return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         if isinstance(error, UnsupportedError):
             raise
-        raise UnsupportedError(f"the shared memory of rank {peer} cannot be mapped: {error}") from error
+        raise UnsupportedError(
+            f"expected to map the shared memory of rank {peer}, got this error: {error}; use transport='collective'"
+        ) from error
     finally:
         os.close(fd)
 
@@ -200,4 +208,7 @@ def _check(peer: int, status: os.stat_result, fields: Mapping[str, str]) -> None
     }
     for name, (got, expected) in checks.items():
         if got != expected:
-            raise UnsupportedError(f"the shared memory of rank {peer} is refused: {name} is {got}, expected {expected}")
+            raise UnsupportedError(
+                f"the shared memory of rank {peer} is refused: expected {name} {expected}, got {got}; start the ranks "
+                "again"
+            )

@@ -94,21 +94,21 @@ def encode(kind: str, fields: Mapping[str, str]) -> bytes:
 def decode(record: object, kind: str, schema: Schema) -> dict[str, str]:
     """The fields of a record, or ValueError saying what is wrong with it. The inverse of :func:`encode`."""
     if not isinstance(record, bytes):
-        raise ValueError(f"{type(record).__name__} instead of bytes")
+        raise ValueError(f"expected bytes, got {type(record).__name__}")
     if len(record) > MAX_RECORD_BYTES:
-        raise ValueError(f"{len(record)} bytes, at most {MAX_RECORD_BYTES} are allowed")
+        raise ValueError(f"expected at most {MAX_RECORD_BYTES} bytes, got {len(record)}")
     if not record.isascii():
-        raise ValueError("it is not ASCII")
+        raise ValueError("expected ASCII, got other bytes")
     head, *lines, rest = record.decode("ascii").split("\n") if b"\n" in record else ["", ""]
     if head != f"moelink-memory 1 {kind}" or rest:
-        raise ValueError(f"it is no {kind!r} record of this version")
+        raise ValueError(f"expected a {kind!r} record of this version, got {head!r}")
     if len(lines) != len(schema):
-        raise ValueError(f"{len(lines)} fields instead of {len(schema)}")
+        raise ValueError(f"expected {len(schema)} fields, got {len(lines)}")
     fields = {}
     for line, (name, pattern) in zip(lines, schema.items(), strict=True):
         key, equals, value = line.partition("=")
         if key != name or not equals or not pattern.fullmatch(value):
-            raise ValueError(f"field {name!r} is malformed")
+            raise ValueError(f"expected field {name!r} to match {pattern.pattern!r}, got {line[:80]!r}")
         fields[name] = value
     return fields
 
@@ -119,7 +119,8 @@ def machine_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
         raise UnsupportedError(
-            f"memory between processes needs Linux with /proc ({error}); use transport='collective'"
+            f"expected Linux with /proc for memory between processes, got this error: {error}; use "
+            "transport='collective'"
         ) from error
 
 
@@ -132,8 +133,8 @@ def refuse_other_machines(peers: Sequence[Mapping[str, str]]) -> None:
     for peer, fields in enumerate(peers):
         if fields["machine"] != peers[0]["machine"]:
             raise UnsupportedError(
-                f"rank {peer} is not on the machine of rank 0, and memory is shared within one machine only; "
-                "use transport='collective'"
+                f"rank {peer} is not on the machine of rank 0: expected one machine, within which memory is shared, "
+                "got several; use transport='collective'"
             )
 
 
@@ -153,7 +154,10 @@ def _decode_all(replies: object, *, kind: str, rank: int, world_size: int, schem
     """Every rank's fields, by rank. Raises for the first rank whose record is malformed or says that it failed."""
     if not isinstance(replies, list) or len(replies) != world_size:
         got = f"{len(replies)} records" if isinstance(replies, list) else type(replies).__name__
-        raise MoelinkError(f"memory setup: the exchange returned {got}, expected a list of {world_size} records")
+        raise MoelinkError(
+            f"{_PHASE}: expected a list of {world_size} records from the exchange, got {got}; correct the exchange "
+            "function"
+        )
     peers = []
     for peer, reply in enumerate(replies):
         try:
@@ -163,10 +167,11 @@ def _decode_all(replies: object, *, kind: str, rank: int, world_size: int, schem
         try:
             fields = said or decode(reply, kind, schema)
             if fields["rank"] != str(peer):
-                raise ValueError(f"it says rank {fields['rank']}")
+                raise ValueError(f"expected rank {peer}, got {fields['rank']}")
         except ValueError as error:
             raise ProtocolError(
-                f"rank {rank}: the record of rank {peer} in {_PHASE} is refused: {error}",
+                f"rank {rank}: the record of rank {peer} in {_PHASE} is refused: {error}; run one moelink version on "
+                "every rank",
                 rank=rank,
                 peer=peer,
                 phase=_PHASE,

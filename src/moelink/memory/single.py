@@ -57,7 +57,9 @@ def _enable_peer_access(devices: Sequence[torch.device]) -> None:
     pairs = [(a, b) for a in devices for b in devices if a != b]
     for a, b in pairs:
         if not torch.cuda.can_device_access_peer(a, b):
-            raise UnsupportedError(f"{a} cannot access the memory of {b}; use transport='collective'")
+            raise UnsupportedError(
+                f"expected peer access between all devices, got none from {a} to {b}; use transport='collective'"
+            )
     bytes_of = {device: torch.zeros(1, dtype=torch.uint8, device=device) for device in devices}
     for a, b in pairs:
         bytes_of[a].copy_(bytes_of[b])

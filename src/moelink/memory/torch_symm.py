@@ -118,7 +118,10 @@ class TorchMemory(Blocks):
             with torch.cuda.device(device), without_multicast():
                 return cls(block[0], _rendezvous(block[0], group))
         except RuntimeError as error:
-            raise UnsupportedError(f"torch could not share memory between the devices of the group: {error}") from error
+            raise UnsupportedError(
+                f"expected torch to share memory between the devices of the group, got this error: {error}; use "
+                "transport='collective'"
+            ) from error
 
     def close(self) -> None:
         """Unmap all blocks and free this rank's; waits for this device's kernels, for no peer. Safe to call twice.
@@ -136,7 +139,9 @@ def symmetric_memory_module() -> Any:
     try:
         return importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
-        raise UnsupportedError(f"this torch has no symmetric memory ({error}); use transport='collective'") from error
+        raise UnsupportedError(
+            f"expected a torch with symmetric memory, got one without ({error}); use transport='collective'"
+        ) from error
 
 
 def _rendezvous(block: Tensor, group: ProcessGroup | Members) -> Any:
@@ -154,8 +159,9 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
     backend = module.get_backend(device)
     if backend != "CUDA":
         raise UnsupportedError(
-            f"torch's symmetric memory on {device} has backend {backend!r}; ranks of one node need 'CUDA' (a process "
-            "has one backend, and a communicator with ranks_per_node sets 'NVSHMEM'); use transport='collective'"
+            f"torch's symmetric memory on {device}: expected backend 'CUDA' for ranks of one node, got {backend!r} (a "
+            "process has one backend, and a communicator with ranks_per_node sets 'NVSHMEM'); use "
+            "transport='collective'"
         )
     try:
         with torch.cuda.device(device), without_multicast():
@@ -163,7 +169,10 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
         block.zero_()
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        raise UnsupportedError(f"no {nbytes} bytes of symmetric memory on {device}: {error}") from error
+        raise UnsupportedError(
+            f"expected {nbytes} bytes of symmetric memory on {device}, got this error: {error}; lower "
+            "max_tokens_per_rank, free memory, or use transport='collective'"
+        ) from error
     return block
 
 
@@ -177,7 +186,9 @@ def refuse_shared_devices(uuids: Sequence[str]) -> None:
     for b, uuid in enumerate(uuids):
         a = uuids.index(uuid)
         if a != b:
-            raise UnsupportedError(f"ranks {a} and {b} use the same device {uuid}; give each rank its own")
+            raise UnsupportedError(
+                f"expected a device of its own for each rank, got {uuid} on ranks {a} and {b}; give each rank its own"
+            )
 
 
 def refuse_unreachable(uuids: Sequence[str], first: int = 0) -> None:
@@ -194,8 +205,8 @@ def refuse_unreachable(uuids: Sequence[str], first: int = 0) -> None:
         for source, target in ((ours, theirs), (theirs, ours)):
             if not torch.cuda.can_device_access_peer(source, target):
                 raise UnsupportedError(
-                    f"the devices of ranks {first + a} and {first + b} cannot access each other's memory (no NVLink or "
-                    "PCIe peer access); use transport='collective'"
+                    f"expected ranks {first + a} and {first + b} to have devices that access each other's memory, got "
+                    "no peer access (NVLink or PCIe); use transport='collective'"
                 )
 
 

@@ -168,8 +168,9 @@ def _bounds(row_offsets: Tensor) -> list[tuple[int, int]]:
     """(start, end) of each group, on the host."""
     if row_offsets.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "a CUDA graph cannot capture experts whose group sizes are read on the host; use bf16 weights with "
-            "hidden_size and intermediate_size multiples of 8, on compute capability 9.0 or 10.x"
+            "experts: expected a grouped matmul that a CUDA graph can capture, got one whose group sizes are read on "
+            "the host; use bf16 weights with hidden_size and intermediate_size multiples of 8, on compute capability "
+            "9.0 or 10.x"
         )
     offsets = row_offsets.tolist()
     return list(zip(offsets[:-1], offsets[1:], strict=True))

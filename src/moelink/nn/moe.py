@@ -232,7 +232,10 @@ class MoE(torch.nn.Module):
             StateError: the layer was made with ``load_steps=0``.
         """
         if self.load is None:
-            raise StateError("stats: expected a layer that counts, got one made with load_steps=0")
+            raise StateError(
+                "stats: expected a layer that counts its load, got one made with load_steps=0; make it with "
+                "load_steps >= 1"
+            )
         return self.load.stats()
 
     def close(self) -> None:

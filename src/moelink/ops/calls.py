@@ -135,15 +135,18 @@ def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> Dis
         _no_out(request.out)
         if request.host_counts and torch.compiler.is_compiling():
             raise UnsupportedError(
-                "host_counts: a compiler needs sizes that are known beforehand: leave it False in what is compiled"
+                "host_counts: expected False under a compiler, which needs sizes in advance, got True; leave it "
+                "False in compiled code"
             )
         if torch.is_grad_enabled():
             if request.scales is not None and _requires_grad(request.x):
-                raise UnsupportedError("x: rows that are already quantised (scales=) have no gradient; detach them")
+                raise UnsupportedError(
+                    "x: expected no gradient for rows that are already quantised (scales=), got one; detach them"
+                )
             for name, value in (("scales", request.scales), ("input_scale", request.input_scale)):
                 if _requires_grad(value):
                     raise UnsupportedError(
-                        f"{name}: no gradient flows to it (quantisation is straight-through); detach it"
+                        f"{name}: expected no gradient (quantisation is straight-through), got one; detach it"
                     )
         weights = _weights(context, request.topk_weights, request.x.shape[0], request.x.device)
         scale = request.input_scale
@@ -158,8 +161,8 @@ def _checked_combine(context: OperatorContext, request: CombineRequest) -> Combi
         _no_out(request.out)
         if isinstance(request.epilogue, Hook):
             raise UnsupportedError(
-                "epilogue: a Hook stores for itself, which no gradient follows and no compiler traces: pass a bias or "
-                "a residual, or apply it to combine's result"
+                "epilogue: expected a tensor for a call with gradients or under a tracer, got a Hook, which stores its "
+                "result itself; pass a bias or a residual, or apply it to combine's result"
             )
         weights = _weights(context, request.topk_weights, request.recv.handle.num_tokens, request.y.device)
     return dataclasses.replace(request, topk_weights=weights)
@@ -192,7 +195,10 @@ def _weights(
 
 def _no_out(out: object) -> None:
     if out is not None:
-        raise UnsupportedError("out: results that carry gradients, or are traced, are new tensors; leave it out")
+        raise UnsupportedError(
+            "out: expected None for a call with gradients or under a tracer, whose results are new tensors, got a "
+            "tensor; leave it out"
+        )
 
 
 def _requires_grad(value: Tensor | Hook | None) -> bool:

@@ -68,8 +68,10 @@ def _dispatch(
     host_counts: bool,
     communicator: str,
 ) -> tuple[Tensor, ...]:
-    """Return the fields of a DispatchOutput, flattened. With ``routing``, counts are left out, and all parts of
-    the plan but this call's own."""
+    """Return the fields of a DispatchOutput, flattened.
+
+    With ``routing``, counts are left out, and the parts of the plan that are not this call's own.
+    """
     context = REGISTRY.find(communicator, "dispatch")
     operation = context.started("dispatch")
     if operation is None:

@@ -44,8 +44,8 @@ def pack(plan: Any, config: EPConfig) -> tuple[Tensor, ...]:
         return plan.notes, plan.notes.new_empty(0) if plan.own is None else plan.own
     if torch.compiler.is_compiling():
         raise UnsupportedError(
-            "recv: expected one that was dispatched inside the compiled region, as it has sizes of its own on the "
-            "collective transport"
+            "recv: expected one that was dispatched inside the compiled region, because the collective transport's "
+            "have sizes of their own, got one from outside; move its dispatch into the region"
         )
     return (_pack_collective(plan, config),)
 

@@ -96,13 +96,19 @@ def _check(config: EPConfig, rows: Sequence[ReferenceRows], home_weights: object
     """Refuse what moelink refuses, so that a test cannot ask the oracle for something undefined."""
     if home_weights is not None:
         if config.pre_reduce:
-            raise ValueError("weights may be given to combine only with pre_reduce=False")
+            raise ValueError("home_weights: expected None with pre_reduce=True, got weights; pass them to dispatch")
         if any(r.weights is not None for r in rows):
-            raise ValueError("weights were given to dispatch and to combine")
+            raise ValueError("home_weights: expected None, as dispatch had weights, got weights; pass them once")
     if not reduce and (config.layout == "rank" or config.fused_shared_expert or home_weights is not None):
-        raise ValueError("reduce=False needs layout='expert', no fused shared expert and no weights given to combine")
+        raise ValueError(
+            "reduce=False: expected layout='expert', no fused shared expert and no home_weights, got others; pass "
+            "reduce=True"
+        )
     if shared is not None and (config.fused_shared_expert or config.mode == "allreduce" or not reduce):
-        raise ValueError("shared= is refused when fused, in allreduce mode and with reduce=False")
+        raise ValueError(
+            "shared: expected None with a fused shared expert, mode='allreduce' or reduce=False, got a value; leave "
+            "it out"
+        )
 
 
 def reference_combine(

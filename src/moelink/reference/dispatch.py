@@ -220,7 +220,9 @@ def _encode(
     if scales is None:
         return reference_quantize(config.dispatch_format, x, input_scale)
     if facts.scale_dtype is None:
-        raise ValueError(f"format {config.dispatch_format!r} has no scales")
+        raise ValueError(
+            f"scales: expected None for format {config.dispatch_format!r}, which has none, got scales; leave them out"
+        )
     return x.view(facts.payload_dtype), scales.view(facts.scale_dtype)
 
 

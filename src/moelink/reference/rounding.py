@@ -61,7 +61,7 @@ _FACTS = {
 def format_facts(name: str) -> FormatFacts:
     """The facts of a built-in format. Raises ValueError for one that the oracle does not know."""
     if name not in _FACTS:
-        raise ValueError(f"the reference knows the formats {', '.join(_FACTS)}, not {name!r}")
+        raise ValueError(f"format: expected one of {', '.join(_FACTS)}, got {name!r}; pass one of them")
     return _FACTS[name]
 
 

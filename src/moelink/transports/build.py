@@ -113,7 +113,7 @@ def _symmetric(
         for memory in memories:
             memory.close()
         raise UnsupportedError(
-            "transport='symmetric' on a CPU runs its kernels in Triton's interpreter: set TRITON_INTERPRET=1 before "
-            "anything imports triton, or use transport='collective'"
+            "transport='symmetric': expected Triton's interpreter for a CPU, got compiled kernels; set "
+            "TRITON_INTERPRET=1 before anything imports triton, or use transport='collective'"
         )
     return SymmetricTransport(configs, memories, identity, detector)

@@ -24,20 +24,21 @@ def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines
     if config.transport == "symmetric" and config.mode == "alltoall":
         if machines > 1 and nodes == 1:
             raise UnsupportedError(
-                f"transport='symmetric' across {machines} machines needs ranks_per_node, the number of ranks that can "
-                f"address each other's memory (got {config.ranks_per_node}); or use transport='collective'"
+                f"transport='symmetric': expected ranks_per_node for ranks on {machines} machines, got "
+                f"{config.ranks_per_node}; pass the number of ranks that can address each other's memory, or use "
+                "transport='collective'"
             )
         if machines > 1 and any(device.type != "cuda" for device in devices):
             raise UnsupportedError(
-                f"transport='symmetric' on CPUs needs all {config.world_size} ranks on one machine, there are "
-                f"{machines}; use transport='collective'"
+                f"transport='symmetric': expected all {config.world_size} ranks on one machine for CPUs, got "
+                f"{machines} machines; use transport='collective'"
             )
         if nodes > 1 and devices[0].type == "cuda":
             refuse_rocm(config.node_size)
         if nodes > 1 and len(devices) > 1 and devices[0].type == "cuda":
             raise UnsupportedError(
-                f"one process has its {len(devices)} devices in one node; leave out ranks_per_node="
-                f"{config.ranks_per_node}, or use transport='collective'"
+                f"ranks_per_node: expected None for one process, whose {len(devices)} devices are in one node, got "
+                f"{config.ranks_per_node}; leave it out, or use transport='collective'"
             )
     if config.transport != "auto":
         return config.transport

@@ -147,7 +147,7 @@ class Session:
         if self.closed:
             raise ClosedError(phase)
         if phase in self._pending:
-            raise PendingError(f"{phase}: expected no pending {phase}, got one that has not been waited for")
+            raise PendingError(f"{phase}: expected no pending {phase}, got one without wait(); call its wait() first")
 
     def _refuse(self, phase: Phase, over: object) -> None:
         mine = isinstance(over, DispatchOutput) and over.handle.owner == self.identity
@@ -236,6 +236,6 @@ def _refuse_gradients(*values: object) -> None:
     """What requires grad goes through :mod:`moelink.ops`; a graph that ended here silently would train wrongly."""
     if any(isinstance(value, Tensor) and value.requires_grad for value in values):
         raise UnsupportedError(
-            "gradients do not flow through init_devices, whose ranks share a process: use moelink.init in one process "
-            "per rank, or pass detached tensors"
+            "init_devices: expected tensors without gradients, got one that requires grad; use moelink.init in one "
+            "process per rank, or pass detached tensors"
         )

@@ -49,10 +49,14 @@ def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutp
         raise ArgumentError("recv", "a DispatchOutput", type(recv).__name__)
     if recv.handle.owner != identity:
         raise ForeignHandleError(
-            f"recv: expected an output of this communicator, got one of communicator {recv.handle.owner}"
+            f"recv: expected an output of this communicator, got one of communicator {recv.handle.owner}; pass what "
+            "its own dispatch returned"
         )
     if recv.handle.rank != config.rank:
-        raise ForeignHandleError(f"recv: expected an output of rank {config.rank}, got one of rank {recv.handle.rank}")
+        raise ForeignHandleError(
+            f"recv: expected an output of rank {config.rank}, got one of rank {recv.handle.rank}; pass what dispatch "
+            "returned on this rank"
+        )
     return recv
 
 
@@ -125,9 +129,11 @@ def _check_input_scale(config: EPConfig, request: DispatchRequest, device: torch
     if request.input_scale is None:
         return
     if not config.format.uses_input_scale:
-        raise ArgumentError("input_scale", f"None (format {config.format.name!r} has no global scale)", "a value")
+        given = type(request.input_scale).__name__
+        raise ArgumentError("input_scale", f"None (format {config.format.name!r} has no global scale)", f"a {given}")
     if request.scales is not None:
-        raise ArgumentError("input_scale", "None with scales= (the rows are already quantised)", "a value")
+        given = type(request.input_scale).__name__
+        raise ArgumentError("input_scale", "None with scales= (the rows are already quantised)", f"a {given}")
     if not isinstance(request.input_scale, Hook):
         if not isinstance(request.input_scale, Tensor) or request.input_scale.numel() != 1:
             raise ArgumentError("input_scale", "a tensor of one element", request.input_scale)
@@ -143,7 +149,8 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
     carried = out.weights if config.layout == "expert" else out.topk_weights
     weighted = request.topk_weights is not None
     if weighted != (carried is not None):
-        raise ArgumentError("out", "router weights in out exactly when topk_weights is given", f"{carried is not None}")
+        held = "weights in out without topk_weights" if carried is not None else "topk_weights without weights in out"
+        raise ArgumentError("out", "router weights in out exactly when topk_weights is given", held)
     wanted = _shape_of_outputs(config, weighted)
     reads = (request.x, request.scales, request.topk_ids, request.topk_weights, request.input_scale)
     for name, blank in wanted.present:
@@ -153,7 +160,7 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
         if tensor.data_ptr() % ALIGNMENT:  # rows are stored in words of so many bytes
             raise ArgumentError(
                 f"out.{name}", f"memory that begins at a multiple of {ALIGNMENT} bytes, as torch allocates it",
-                f"{tensor.data_ptr() % ALIGNMENT} bytes past one",
+                f"an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple",
             )  # fmt: skip
         _refuse_overlap(f"out.{name}", tensor, reads)
     for name in wanted.absent:
@@ -176,11 +183,12 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         if config.pre_reduce:
             raise ArgumentError(
                 "topk_weights",
-                "None with pre_reduce=True (weights go into dispatch, which carries them to the experts)",
-                "a value",
+                "None with pre_reduce=True (pass the weights to dispatch, which carries them to the experts)",
+                f"a {type(request.topk_weights).__name__}",
             )
         if recv.handle.topk_weights is not None:
-            raise ArgumentError("topk_weights", "None, as they went into dispatch already", "a value")
+            given = type(request.topk_weights).__name__
+            raise ArgumentError("topk_weights", "None, as they went into dispatch already", f"a {given}")
         _check_weights(config, request.topk_weights, num_tokens, device)
     if not request.reduce:
         _check_unreduced(config, request)
@@ -224,7 +232,7 @@ def _refuse_overlap(name: str, out: Tensor, reads: Iterable[object]) -> None:
 def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> None:
     """What combine returns for ``hook`` has a row per token: on a device nothing would stop a store past its end."""
     if request.out is None and not hook.tensors:
-        raise ArgumentError("out", "a tensor, as the epilogue's hook has none to return", "None")
+        raise ArgumentError("out", "a tensor, because the epilogue's hook has no tensors to return", None)
     name, out = ("epilogue.tensors[0]", hook.tensors[0]) if request.out is None else ("out", request.out)
     if not isinstance(out, Tensor) or out.dim() == 0 or len(out) < num_tokens:
         got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
@@ -239,4 +247,5 @@ def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:
         raise ArgumentError("reduce", "True with fused_shared_expert (its rows have no slot)", "False")
     for name in ("topk_weights", "epilogue", "shared"):
         if getattr(request, name) is not None:
-            raise ArgumentError(name, "None with reduce=False (rows are returned as they are)", "a value")
+            given = type(getattr(request, name)).__name__
+            raise ArgumentError(name, "None with reduce=False (rows are returned as they are)", f"a {given}")

@@ -64,8 +64,8 @@ class Checkpoint:
         if (self.folder / SINGLE).is_file():
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         raise CheckpointError(
-            f"checkpoint: expected a folder with {SINGLE} or {INDEX}, got {self.folder} "
-            "(download a model of the hub first, for instance with huggingface_hub.snapshot_download)"
+            f"checkpoint: expected a folder with {SINGLE} or {INDEX}, got {self.folder}; download the model first, for "
+            "instance with huggingface_hub.snapshot_download"
         )
 
     def __contains__(self, name: str) -> bool:
@@ -80,12 +80,18 @@ class Checkpoint:
         names = list(names)
         unlisted = [name for name in names if name not in self._files]
         if unlisted:
-            raise CheckpointError(f"checkpoint {self.folder}: missing {_some(unlisted, 'tensor')}")
+            raise CheckpointError(
+                f"checkpoint {self.folder}: missing {_some(unlisted, 'tensor')}: expected all tensors of the model, "
+                f"got {len(names) - len(unlisted)} of {len(names)}; complete the checkpoint"
+            )
         missing = sorted({self._files[name] for name in names if not (self.folder / self._files[name]).is_file()})
         if missing:
             wanted = [name for name in names if self._files[name] in missing]
             lacking = f"{_some(missing, 'file')}, which should hold {_some(wanted, 'tensor')}"
-            raise CheckpointError(f"checkpoint {self.folder}: missing {lacking}")
+            raise CheckpointError(
+                f"checkpoint {self.folder}: missing {lacking}: expected all files that the index lists, got others "
+                "only; complete the checkpoint"
+            )
 
     def read(self, name: str, shape: Sequence[int], rows: slice | None = None) -> Tensor:
         """The tensor ``name``, or ``rows`` of its first dimension, as stored.
@@ -98,11 +104,14 @@ class Checkpoint:
         try:
             stored = handle.get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"checkpoint {self.folder / self._files[name]}: {name}: {error}") from error
+            raise CheckpointError(
+                f"checkpoint {self.folder / self._files[name]}: {name}: expected a tensor, got this error: {error}; "
+                "download the file again"
+            ) from error
         if list(stored.get_shape()) != list(shape):
             raise CheckpointError(
                 f"checkpoint {self.folder / self._files[name]}: {name}: expected shape {list(shape)}, "
-                f"got {stored.get_shape()}"
+                f"got {stored.get_shape()}; load the checkpoint of this model"
             )
         value: Tensor = handle.get_tensor(name) if rows is None else stored[rows]
         self._read[name] = value.nbytes
@@ -113,7 +122,10 @@ class Checkpoint:
             try:
                 opened = safe_open(self.folder / name, "pt", device=str(self._device))
             except SafetensorError as error:
-                raise CheckpointError(f"checkpoint {self.folder / name}: {error}") from error
+                raise CheckpointError(
+                    f"checkpoint {self.folder / name}: expected a safetensors file, got this error: {error}; download "
+                    "the file again"
+                ) from error
             self._open_files[name] = self._stack.enter_context(opened)
         return self._open_files[name]
 

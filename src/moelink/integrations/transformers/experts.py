@@ -23,9 +23,15 @@ def check_experts(module: nn.Module) -> None:
     }
     for name, value in expected.items():
         if getattr(module, name, value) != value:
-            raise UnsupportedError(f"{type(module).__name__}: experts with {name}={not value} are not supported")
+            raise UnsupportedError(
+                f"{type(module).__name__}: expected experts with {name}={value}, got {name}={not value}; use a model "
+                "of a supported family"
+            )
     if any(not hasattr(module, name) for name in ("gate_up_proj", "down_proj", "act_fn")):
-        raise UnsupportedError(f"{type(module).__name__}: experts without gate_up_proj, down_proj and act_fn")
+        raise UnsupportedError(
+            f"{type(module).__name__}: expected experts with gate_up_proj, down_proj and act_fn, got others; use a "
+            "model of a supported family"
+        )
 
 
 def run_experts(

@@ -39,8 +39,8 @@ def empty_model(
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
-            f"checkpoint {folder}: its weights are quantised (quantization_config); only checkpoints of plain bf16, "
-            "fp16 or fp32 weights can be loaded by expert"
+            f"checkpoint {folder}: expected bf16, fp16 or fp32 weights, got quantised ones (quantization_config); "
+            "load a checkpoint of plain weights"
         )
     with init_empty_weights():  # buffers that no file has, of rotary embeddings, keep their values
         model: PreTrainedModel = (auto_class or AutoModelForCausalLM).from_config(
@@ -155,7 +155,10 @@ def fill(
     model.tie_weights()
     empty = [name for name, tensor in _replicated(model, experts) if tensor.is_meta]
     if empty:
-        raise CheckpointError(f"checkpoint {checkpoint.folder}: no values for {', '.join(empty)}")
+        raise CheckpointError(
+            f"checkpoint {checkpoint.folder}: expected values for all parameters and buffers, got none for "
+            f"{', '.join(empty)}; load the checkpoint of this model"
+        )
     everyone = [
         tensor
         for name, local in experts.items()

@@ -221,7 +221,10 @@ def _shape_of(model: PreTrainedModel, layers: dict[str, Any]) -> Shape:
     if not shapes:
         raise ArgumentError("model", "layers with experts not yet parallelised", f"{type(model).__name__} without any")
     if len(shapes) > 1:
-        raise UnsupportedError(f"{type(model).__name__}: layers with experts of different shapes: {shapes}")
+        raise UnsupportedError(
+            f"{type(model).__name__}: expected experts of one shape in all layers, got {shapes}; use a model of a "
+            "supported family"
+        )
     return shapes.pop()
 
 
@@ -285,6 +288,6 @@ def _take_place(
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
-        "model.save_pretrained would write this rank's experts only: call save_pretrained of the ParallelModel that "
-        "parallelize returned, on every rank"
+        "save_pretrained: expected the ParallelModel that parallelize returned, got its model, which holds this rank's "
+        "experts only; call save_pretrained of the ParallelModel on every rank"
     )

@@ -89,8 +89,8 @@ def register(
         import transformers
 
         raise UnsupportedError(
-            f"transformers {transformers.__version__} has no registry of expert-parallel implementations (5.23 has); "
-            "use moelink.integrations.transformers.parallelize, which needs none"
+            "transformers: no registry of expert-parallel implementations: expected 5.23 or newer, got "
+            f"{transformers.__version__}; use moelink.integrations.transformers.parallelize, which needs none"
         ) from error
 
     settings = Settings(
@@ -112,8 +112,9 @@ def register(
             check_experts(experts)
             if tp_mesh.size() > 1 and not self.shares_batch:
                 raise UnsupportedError(
-                    f"ep_implementation={name!r} with tp_size={tp_mesh.size()} and ep_size={ep_mesh.size()}: the ranks "
-                    "of the expert group must hold the same batch (ep_size == tp_size) or one each (tp_size == 1)"
+                    f"ep_implementation={name!r}: expected ranks of the expert group with the same batch (ep_size == "
+                    f"tp_size) or one each (tp_size == 1), got tp_size={tp_mesh.size()} and ep_size={ep_mesh.size()}; "
+                    "change one of them"
                 )
             self.experts, self.group = experts, ep_mesh.get_group()
             shape = Shape(

@@ -147,7 +147,9 @@ class _HomeRows:
         bad = (got < 0) | (got >= limit)
         if bool(bad.any()):
             sources = torch.repeat_interleave(torch.tensor(recv_counts, device="cpu")).to(got.device)
-            raise BadMessageError(int(sources[bad][0]), "returned a row to a token that does not exist")
+            raise BadMessageError(
+                int(sources[bad][0]), f"rows for places in [0, {limit})", f"one for {int(got[bad][0])}"
+            )
         return self._rows(received), got
 
 

@@ -134,7 +134,12 @@ def _read(
     bad = (tokens < 0) | (tokens >= config.max_tokens_per_rank)
     bad |= ((local_ids < -1) | (local_ids >= config.num_local_experts)).any(1)
     if bool(bad.any()):
-        raise BadMessageError(int(sources[bad][0]), "sent a token or expert that does not exist")
+        first = int(bad.nonzero()[0])
+        raise BadMessageError(
+            int(sources[first]),
+            f"tokens in [0, {config.max_tokens_per_rank}) and local experts in [-1, {config.num_local_experts})",
+            f"token {int(tokens[first])} with experts {local_ids[first].tolist()}",
+        )
     return Messages(send_tokens, send_counts, recv_counts, tokens, sources, local_ids, invalid)
 
 
@@ -142,7 +147,7 @@ def _check_counts(got: list[int], expected: list[int]) -> None:
     """A routing that is used again must bring as many messages as it did."""
     for source, (announced, before) in enumerate(zip(got, expected, strict=True)):
         if announced != before:
-            raise BadMessageError(source, f"announced {announced} messages where the reused routing has {before}")
+            raise BadMessageError(source, f"the {before} messages of the reused routing", f"{announced}")
 
 
 def _keep_own(config: EPConfig, ids: Tensor, invalid: Tensor) -> Messages:

@@ -172,15 +172,7 @@ class GroupWire:
             try:
                 result = self._drive(call, phase, steps, deadline)
             except BadMessageError as error:
-                raise self._poison(
-                    ProtocolError(
-                        f"rank {self._world.rank}: rank {error.source} {error} in {phase} (call {call})",
-                        rank=self._world.rank,
-                        peer=error.source,
-                        phase=phase,
-                        call=call,
-                    )
-                ) from error
+                raise self._poison(error.protocol_error(rank=self._world.rank, phase=phase, call=call)) from error
             if self._stream is not None and finished is not None:
                 finished.record(self._stream)
         return result
@@ -242,7 +234,7 @@ class GroupWire:
         got = [row["count"] for row in rows]
         for source, count in enumerate(got):
             if announce is not None and not 0 <= count <= announce.limit:
-                raise BadMessageError(source, f"announced {count} rows, at most {announce.limit} are possible")
+                raise BadMessageError(source, f"an announcement of at most {announce.limit} rows", f"{count}")
         return got
 
     def _verdict(self, call: int, phase: Phase, headers: list[dict[str, int]], *, refused: bool) -> None:
@@ -254,8 +246,8 @@ class GroupWire:
             for peer, value in enumerate(values):
                 if value != usual:
                     raise ProtocolError(
-                        f"rank {rank}: rank {peer} makes another call in {phase} (call {call}): its {name} is {value}, "
-                        f"most ranks have {usual}",
+                        f"rank {rank}: rank {peer} makes another call in {phase} (call {call}): expected {name} "
+                        f"{usual} as on most ranks, got {value}; issue the same calls on every rank",
                         rank=rank,
                         peer=peer,
                         phase=phase,
@@ -269,8 +261,9 @@ class GroupWire:
             usual = max(set(values), key=lambda value: (values.count(value), value)) if values else 0
             if header["status"] == _OK and header["options"] != usual:
                 raise ProtocolError(
-                    f"rank {rank}: rank {peer} calls {phase} (call {call}) with other options than most ranks "
-                    "(weights, routing or reduce passed on some ranks only)",
+                    f"rank {rank}: rank {peer} calls {phase} (call {call}) with other options than most ranks: "
+                    "expected weights, routing and reduce alike on all ranks, got other ones; pass the same on every "
+                    "rank",
                     rank=rank,
                     peer=peer,
                     phase=phase,

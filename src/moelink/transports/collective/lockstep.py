@@ -36,13 +36,7 @@ class LockstepWire:
                 except StopIteration as stop:
                     results.append(stop.value)
                 except BadMessageError as error:
-                    raise ProtocolError(
-                        f"rank {rank}: rank {error.source} {error} in {phase}",
-                        rank=rank,
-                        peer=error.source,
-                        phase=phase,
-                        call=0,
-                    ) from error
+                    raise error.protocol_error(rank=rank, phase=phase, call=0) from error
             if not requests:
                 return Finished(results)
             self._agree(phase, requests, len(calls))
@@ -72,7 +66,8 @@ class LockstepWire:
                 same = request.options == first.options
             if not same or len(requests) != world_size:
                 raise ProtocolError(
-                    f"rank {rank} makes another call in {phase} than rank 0: {request} against {first}",
+                    f"rank 0: rank {rank} makes another call in {phase}: expected {_what(first)}, got "
+                    f"{_what(request)}; pass the same options on every rank",
                     rank=0,
                     peer=rank,
                     phase=phase,
@@ -90,3 +85,8 @@ class LockstepWire:
                 self.sent[phase] += 0 if source == rank else sent[rank].numel()
             replies.append(request.into)
         return replies
+
+
+def _what(request: Announce | Learn | Transfer) -> str:
+    """A request in a message: options say what the call is."""
+    return repr(request.options) if isinstance(request, Announce) else type(request).__name__

@@ -13,6 +13,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from moelink.errors import ProtocolError
+from moelink.transports.base import Phase
+
 R = TypeVar("R")
 
 
@@ -57,8 +60,23 @@ Steps = Generator["Announce | Learn | Transfer", "list[int] | Tensor | None", R]
 
 
 class BadMessageError(Exception):
-    """Rows from ``source`` name tokens or experts that do not exist. The wire turns it into a ProtocolError."""
+    """Rank ``source`` sent data that cannot be right. The wire turns it into a ProtocolError.
 
-    def __init__(self, source: int, what: str) -> None:
-        super().__init__(what)
+    ``expected`` and ``got`` describe the data, for the message.
+    """
+
+    def __init__(self, source: int, expected: str, got: str) -> None:
+        super().__init__(f"expected {expected}, got {got}")
         self.source = source
+
+    def protocol_error(self, *, rank: int, phase: Phase, call: int) -> ProtocolError:
+        """The error that ``rank`` raises for it; ``call`` is 0 where calls have no number."""
+        where = f"{phase} (call {call})" if call else phase
+        return ProtocolError(
+            f"rank {rank}: rank {self.source} sent malformed data in {where}: {self}; run one moelink version on every "
+            "rank, then close and init again",
+            rank=rank,
+            peer=self.source,
+            phase=phase,
+            call=call,
+        )

@@ -79,11 +79,17 @@ class CollectiveTransport:
 
     def dev_ptrs(self) -> list[Tensor]:
         """There are none."""
-        raise UnsupportedError("dev_ptrs: the collective transport has no device buffers; use transport='symmetric'")
+        raise UnsupportedError(
+            "dev_ptrs: the collective transport has no device buffers: expected transport='symmetric', got "
+            "'collective'; use moelink.init(transport='symmetric')"
+        )
 
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
         """There are none."""
-        raise UnsupportedError("atomic_counters: the collective transport has none; use transport='symmetric'")
+        raise UnsupportedError(
+            "atomic_counters: the collective transport has no counters: expected transport='symmetric', got "
+            "'collective'; use moelink.init(transport='symmetric')"
+        )
 
     def close(self) -> None:
         """Release the wire."""

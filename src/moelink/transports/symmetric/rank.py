@@ -208,13 +208,14 @@ class Rank:
             self.record[ABORT_RECORD:] = 0
             _, peer, phase, call = words[ABORT_RECORD + 1 : ABORT_RECORD + 5]
             differences = {
-                CODE_OPTIONS: "with other options than most ranks (weights, routing, reduce: on some ranks only)",
-                CODE_ROUTING: "over the routing of another call than most ranks",
+                CODE_OPTIONS: "with other options",
+                CODE_ROUTING: "over the routing of another call",
             }
             if words[ABORT_RECORD] in differences:
                 return ProtocolError(
                     f"rank {self.config.rank}: rank {peer} calls {PHASES[phase]} (call {call}) "
-                    f"{differences[words[ABORT_RECORD]]}",
+                    f"{differences[words[ABORT_RECORD]]} than most ranks: expected the same weights, routing and "
+                    "reduce on all ranks, got different ones; pass the same on every rank",
                     rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call,
                 )  # fmt: skip
             return PeerAbortedError(rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call)
@@ -228,8 +229,9 @@ class Rank:
         peer = (bits & -bits).bit_length() - 1
         call = max(int(self.control[DISPATCH_RECEIVED]) >> CALL_SHIFT, 0)
         return ProtocolError(
-            f"rank {self.config.rank}: rank {peer} sent counts or indices that cannot be, by call {call} of dispatch; "
-            "they were ignored, and so were their rows",
+            f"rank {self.config.rank}: rank {peer} sent malformed data in dispatch, up to call {call}: expected counts "
+            "and indices in range, got others, whose rows were dropped; run one moelink version on every rank, then "
+            "close and init again",
             rank=self.config.rank, peer=peer, phase="dispatch", call=call,
         )  # fmt: skip
 
@@ -242,7 +244,7 @@ class Rank:
             peer if peer in ranks else told_by if told_by in ranks else self.me,
             PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), max(got, 0),
         )  # fmt: skip
-        detail = "" if told_by == self.config.rank else f"told by rank {told_by}"
+        detail = "" if told_by == self.config.rank else f"reported by rank {told_by}"
         if self._detector is not None:
             suspicion = self._detector.confirm(suspicion)
         return suspicion.error(self.config.rank, detail)
