@@ -1,4 +1,4 @@
-"""EPConfig: every setting of a communicator, validated once, with the sizes that follow from it."""
+"""Hold every setting of a communicator, validated once, and the sizes that follow from them: EPConfig."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class EPConfig:
         mode: "alltoall", or "allreduce" (replicated activations, nothing travels).
         transport: "auto", "collective" or "symmetric".
         ranks_per_node: ranks that can address each other's memory, or None for all of them.
-        num_sms: multiprocessors that one kernel may occupy, or None for all of them.
+        num_sms: SMs that one kernel may occupy, or None for all of them.
         timeout: seconds after which a call gives up on a peer.
         rank, world_size: this rank, and their number.
     """

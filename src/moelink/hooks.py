@@ -1,6 +1,6 @@
-"""Hooks: a user's own arithmetic inside dispatch and combine, written twice, in Triton and in torch.
+"""Run a user's own arithmetic inside dispatch and combine: hooks, written twice, in Triton and in torch.
 
-Three places take one: the input scale, the router weight, and the epilogue of combine. Each also takes a plain tensor.
+Three arguments take a hook or a plain tensor: the input scale, the router weights, and the epilogue of combine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Hook:
             * epilogue: ``torch_fn(tensors, token, columns, block, mask) -> None``: ``token`` [n, 1] and ``columns``
               [1, c] int64, ``block`` [n, c] the sums before rounding (fp32; fp64 when combine_dtype is), ``mask``
               [n, c] bool. It is called instead of the store and stores for itself.
-        tensors: the tensors, passed through unchanged. For an epilogue the first one is, by convention, the output:
+        tensors: the tensors, passed to both functions unchanged. The first tensor of an epilogue is its output:
             combine returns it when no ``out`` is given.
         check: called with combine's ``(num_tokens, hidden_size, device)`` before any data moves; raises ArgumentError
-            where ``tensors`` do not fit. A kernel that got them would read and store past their ends.
+            where ``tensors`` do not fit, because a kernel would read and store past their ends.
     """
 
     triton_fn: Any
@@ -43,9 +43,12 @@ class Hook:
 
 
 def evaluate_input_scale(scale: Tensor | Hook | None, *, device: torch.device | None = None) -> Tensor | None:
-    """The global input scale as an fp32 tensor of one element, or None. ArgumentError for what is none of a hook.
+    """Evaluate the global input scale: an fp32 tensor of one element, or None.
 
-    ``device``: where a hook's is brought to, which may return a number.
+    ``device``: device of the result for a hook, which may return a number.
+
+    Raises:
+        ArgumentError: a hook returned other than one element.
     """
     if isinstance(scale, Hook):
         scale = torch.as_tensor(scale.torch_fn(scale.tensors), dtype=torch.float32, device=device)
@@ -57,7 +60,11 @@ def evaluate_input_scale(scale: Tensor | Hook | None, *, device: torch.device | 
 def evaluate_weights(
     weights: Tensor | Hook | None, *, num_tokens: int, topk: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    """Router weights [num_tokens, topk] of ``dtype``, or None. ArgumentError for what is none of a hook."""
+    """Evaluate router weights: [num_tokens, topk] of ``dtype``, or None.
+
+    Raises:
+        ArgumentError: a hook returned a tensor on another device, or one that does not broadcast to that shape.
+    """
     if isinstance(weights, Hook):
         token = torch.arange(num_tokens, device=device)[:, None]
         slot = torch.arange(topk, device=device)[None, :]

@@ -1,8 +1,8 @@
-"""Arithmetic of routing, without communication: who owns which expert, who gets which token, and in which row.
+"""Compute routing without communication: which rank owns an expert, which ranks get a token, and in which row.
 
 Legend: ``T`` tokens of a rank, ``K`` = topk, ``W`` = world_size, ``L`` = local experts, ``G`` = groups of the output,
 ``M`` received messages (one per token and source), ``R`` routed rows (one per token and local slot).
-Expert ids are int32 or int64; -1 means not routed. Everything here is vectorised torch and runs on any device.
+Expert ids are int32 or int64; -1 means not routed. All functions are vectorised torch and run on any device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The one table of who owns which expert: contiguous blocks, the first ranks own one more where it does not divide.
+    """The owner of each expert: contiguous blocks; the first ranks own one expert more where it does not divide.
 
     Example: 7 experts on 3 ranks: rank 0 owns 0-2, rank 1 owns 3-4, rank 2 owns 5-6.
     """
@@ -70,7 +70,7 @@ class SendPlan:
 
 
 def plan_sends(topk_ids: Tensor, experts: ExpertMap) -> SendPlan:
-    """The messages of a rank with ``topk_ids`` [T, K]."""
+    """Plan the messages of a rank with ``topk_ids`` [T, K]."""
     ranks = torch.arange(experts.world_size, device=topk_ids.device)
     present = (experts.owner(topk_ids)[:, None, :] == ranks[None, :, None]).any(-1)
     destinations, tokens = present.t().nonzero(as_tuple=True)
@@ -120,7 +120,7 @@ def plan_rows(
     alignment: int = 1,
     shared_rows: int | None = None,
 ) -> RowPlan:
-    """Rows of the "expert" layout.
+    """Plan the rows of the "expert" layout.
 
     Args:
         local_ids: [M, K] local expert of each slot, -1 elsewhere. Messages come by source rank, then source token.

@@ -1,7 +1,7 @@
-"""Byte layouts: regions that compute their own offsets, and the message that carries one token.
+"""Lay out bytes: regions with computed offsets, and the message that carries one token.
 
-Nobody else multiplies sizes. Offsets and sizes are bytes; every part of a message starts on a multiple of 16, so that
-rows can be moved in 16-byte pieces.
+No other module multiplies sizes. Offsets and sizes are bytes; every part of a message starts on a multiple of 16, so
+that rows can be moved in 16-byte pieces.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RegionTable:
 
 @dataclass(frozen=True)
 class DispatchMessage:
-    """One token on the wire, identical for every destination but for the ids it names.
+    """One token on the wire; messages to different ranks differ in the expert ids only.
 
     Parts, in order, each padded to 16 bytes: ``payload``, ``scales``, ``token`` (source token, int32), ``ids`` (topk
     int32 expert ids local to the destination, -1 elsewhere), ``weights`` (topk router weights, when they travel).

@@ -1,4 +1,4 @@
-"""Symmetric memory of ranks on several nodes, one CUDA device each, by NVSHMEM: torch's backend of that name.
+"""Allocate symmetric memory of ranks on several nodes, one CUDA device each, by torch's NVSHMEM backend.
 
 Ranks of a node address one another's blocks; to the others NVSHMEM's device functions carry bytes
 (``kernels.sync.internode``). What is asked of ``torch.distributed._symmetric_memory`` here, and why:
@@ -8,7 +8,7 @@ Ranks of a node address one another's blocks; to the others NVSHMEM's device fun
 * Allocation is collective over the job (``nvshmem_malloc``), and so is the release: torch 2.11 calls ``nvshmem_free``
   when the last reference to the tensor goes, and every process waits there for all others. A rank that closes, is
   collected or ends while a peer does not would wait for ever. So **a block is never released**: one reference to it is
-  given away on purpose, and its memory returns when the process ends. ``close`` waits for nobody, as everywhere.
+  leaked on purpose, and its memory returns when the process ends. ``close`` waits for no peer, as everywhere.
 * One backend a process: "NVSHMEM" is set before the block is made, and communicators of one node (``torch_symm``)
   cannot be made in that process afterwards.
 * NVSHMEM's own use of NVLink multicast is off while it starts, unless its variable says something already.

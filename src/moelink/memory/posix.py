@@ -1,15 +1,15 @@
-"""Symmetric memory between processes of one machine, on CPUs: one shared mapping per rank.
+"""Allocate symmetric memory between processes of one machine, on CPUs: one shared mapping per rank.
 
-Each rank's block is a file of the shared-memory file system that **never has a name that lasts**: it is made with
-``O_TMPFILE`` (where a kernel lacks that: ``O_EXCL``, mode 0600, a random name, unlinked by the very next call), and
-peers open it as ``/proc/<pid>/fd/<n>``. So nothing can be left behind, at whatever moment whichever rank is killed, and
-nobody can find a block by guessing. Two alternatives were rejected. Names that are unlinked once everybody has mapped
-the block stay behind when a rank is killed before that. Blocks of ``memfd_create`` count against no file system's
-limit, so that a size beyond memory ends in the kernel's out-of-memory killer, where this file gets ENOSPC and says so.
+Each rank's block is a file of the shared-memory file system **without a lasting name**: it is made with ``O_TMPFILE``
+(or, on kernels without that, with ``O_EXCL``, mode 0600 and a random name that the next call unlinks), and peers open
+it as ``/proc/<pid>/fd/<n>``. So no file is left behind whenever a rank is killed, and no process finds a block by
+guessing a name. Two alternatives were rejected. A name that is unlinked when all ranks have mapped the block stays
+behind when a rank is killed before that. Blocks of ``memfd_create`` count against no file system's limit, so a size
+beyond memory would end in the kernel's out-of-memory killer instead of ENOSPC.
 
 Opening ``/proc/<pid>/fd/<n>`` needs the same user and the same PID namespace. Yama's ``ptrace_scope`` does not matter
 (it restricts attaching, not reading); a process that made itself undumpable (``prctl``, file capabilities) is refused
-by the kernel, and then by us in plain words.
+by the kernel, and the error here says so.
 
 A file has the block, zeros up to the next page, and one page with a random token. A peer maps a file only if owner,
 mode, link count, size, device, inode and token are those that the owner described: a forged record cannot make it map

@@ -1,11 +1,11 @@
-"""How ranks agree on a block of memory: two bounded exchanges of small records, after which all succeed or all raise.
+"""Agree on a block of memory: two bounded exchanges of small records, after which all ranks succeed or all raise.
 
-What travels is a few lines of ASCII, ``moelink-memory 1 <kind>`` and one ``name=value`` line per field. Records come
-from other processes, so nothing in them is believed: the length is bounded, every field must be there, in order, and
-match its own pattern in full, and nothing is unpickled or evaluated.
+A record is a few lines of ASCII, ``moelink-memory 1 <kind>`` and one ``name=value`` line per field. Records come from
+other processes, so they are checked: the length is bounded, every field must be there, in order, and match its own
+pattern in full, and nothing is unpickled or evaluated.
 
-A rank that cannot go on still takes part in both exchanges and says why; otherwise its peers would wait for it until
-their time ran out, and would not know the cause.
+A rank that failed still takes part in both exchanges and sends the reason. Otherwise its peers would wait until their
+time-out, and would not know the cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Symmetric memory inside one process: the blocks of all ranks, on CPUs or on CUDA devices that reach each other.
+"""Allocate symmetric memory inside one process: the blocks of all ranks, on CPUs or CUDA devices with peer access.
 
 On CUDA devices a kernel may follow a peer's pointer only after peer access has been enabled from its device to the
 other. Torch enables it, once per ordered pair and for all memory of its allocator (expandable segments and
@@ -22,7 +22,7 @@ class SingleProcessMemory(Blocks):
 
 
 def create_all(devices: Sequence[torch.device | str], nbytes: int) -> list[SymmetricMemory]:
-    """Blocks for ``len(devices)`` ranks, rank r's on ``devices[r]``, zeroed, and each rank's view of them.
+    """Allocate zeroed blocks for ``len(devices)`` ranks, rank r's on ``devices[r]``; return each rank's view of them.
 
     Args:
         devices: all CPU (as many as wanted) or all CUDA; a device may be there more than once.

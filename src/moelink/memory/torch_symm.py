@@ -1,4 +1,4 @@
-"""Symmetric memory between processes, one CUDA device each, by ``torch.distributed._symmetric_memory``.
+"""Allocate symmetric memory between processes with a CUDA device each, by ``torch.distributed._symmetric_memory``.
 
 This file and ``memory.nvshmem`` alone touch that module, which torch calls alpha. What it is asked for, and why:
 
@@ -45,7 +45,7 @@ _SCHEMA: Schema = {"nbytes": NUMBER, "machine": MACHINE, "device": re.compile(r"
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks that no ProcessGroup known to torch holds: those that are left of one.
+    """Ranks that form no ProcessGroup of torch's: the survivors of one.
 
     Attributes:
         rank, world_size: this rank among them, and their number.
@@ -212,7 +212,7 @@ def refuse_unreachable(uuids: Sequence[str], first: int = 0) -> None:
 
 @contextmanager
 def without_multicast(switch: str = _MULTICAST_OFF) -> Iterator[None]:
-    """Set a switch against NVLink multicast, an environment variable, and put back what was there."""
+    """Set the environment variable ``switch``, which turns NVLink multicast off, and restore it afterwards."""
     before = os.environ.get(switch)
     os.environ[switch] = "1"
     try:

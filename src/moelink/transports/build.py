@@ -1,4 +1,4 @@
-"""From a configuration to a running transport: which one, and what it needs made first."""
+"""Build a running transport from a configuration: choose it, agree with the peers, allocate memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Built:
     Attributes:
         transport: what moves its rows.
         identity: name of the communicator, the same on every rank.
-        detector: where its peers can be asked whether they live, None for one rank. The transport does not close it.
+        detector: finds the rank at fault when a call fails; None for one rank. The transport does not close it.
     """
 
     transport: Transport
@@ -75,7 +75,7 @@ def _transport(
 
 
 def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device], identity: str) -> Transport:
-    """The transport of ranks that all live in this process, rank i on ``devices[i]``."""
+    """Build the transport of ranks that all live in this process, rank i on ``devices[i]``."""
     if choose_transport(configs[0], devices, machines=1) == "collective":
         return CollectiveTransport(configs, LockstepWire(), identity=identity)
     return _symmetric(configs, create_all(devices, Workspace(configs[0]).nbytes), identity)

@@ -1,4 +1,4 @@
-"""Which transport a communicator gets: a function of configuration and machines alone. It never changes afterwards."""
+"""Choose a communicator's transport from its configuration, devices and machines. The choice never changes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moelink.memory.nvshmem import refuse_rocm
 
 
 def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines: int = 1) -> TransportName:
-    """The transport that ``config.transport`` means for ranks on ``devices``, spread over ``machines`` machines.
+    """Choose the transport for ``config.transport`` and ranks on ``devices``, spread over ``machines`` machines.
 
     ``"auto"`` is symmetric on CUDA devices of one machine and collective everywhere else.
 
     Raises:
-        UnsupportedError: ``"symmetric"`` was asked for across nodes without a network that reaches them.
+        UnsupportedError: ``"symmetric"`` was asked for, and no memory or network reaches all ranks.
     """
     nodes = config.world_size // config.node_size
     spread = machines > 1 or nodes > 1

@@ -1,7 +1,17 @@
-"""Dispatch and combine over ``torch.distributed`` (gloo, NCCL) or, for ranks of one process, plain copies.
+"""Dispatch and combine over ``torch.distributed`` (gloo, NCCL) or, for ranks of one process, by plain copies.
 
-One rank's call is a generator that yields what it must tell its peers and receives what they told it (``steps``);
-a wire runs it: ``group`` over process groups, ``lockstep`` for all ranks of one process.
+One rank's call is a generator (``steps``): it yields what its peers must know, and receives what they announced and
+sent. A *wire* runs the generator: ``group_wire`` over process groups, ``lockstep`` for all ranks of one process.
+
+=============  =================================================================================
+``transport``  the transport: starts calls on a wire, and counts lost rows and ids out of range
+``dispatch``   the generator of one rank's dispatch
+``combine``    the generator of one rank's combine
+``plan``       what a dispatch learns about the routing, for combine and for ``routing=``
+``outputs``    lays received messages out as a DispatchOutput
+``sums``       the sums of a combine, in a fixed order
+``scratch``    staging memory that a rank keeps between calls
+=============  =================================================================================
 """
 
 from moelink.transports.collective.transport import CollectiveTransport

@@ -1,6 +1,6 @@
-"""One rank's combine: weigh and sum (or not) on the expert's rank, send rows home, sum there.
+"""Combine on one rank: weight and sum rows on the expert's rank (or not), return them, sum them on the home rank.
 
-Sums start at +0 and are never fused with the product before them, so that every transport gives the same bits.
+Sums start at +0, and a product is rounded before it is added, so every transport gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moelink.transports.collective.sums import partial_sums, sum_rows
 
 
 def combine_steps(config: EPConfig, request: CombineRequest, scratch: Scratch) -> Steps[Tensor]:
-    """The combine of one rank. Nothing is yielded, so nothing travels, in allreduce mode."""
+    """Combine on one rank. In allreduce mode nothing is yielded, so nothing travels."""
     plan: CollectivePlan = request.recv.handle.plan
     if request.reduce and config.pre_reduce:
         total = yield from _sum_of_ranks(config, request, plan, scratch)
@@ -33,7 +33,7 @@ def combine_steps(config: EPConfig, request: CombineRequest, scratch: Scratch) -
 
 
 def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePlan, scratch: Scratch) -> Steps[Tensor]:
-    """fp32 sums [T, hidden] at home of one row per (token, rank), ranks ascending."""
+    """Sum one row per (token, rank) on the home rank, ranks ascending: [T, hidden] fp32."""
     num_tokens, y = request.recv.handle.num_tokens, request.y
     messages = plan.num_messages if plan.rows is not None else min(plan.num_messages, len(y))
     tokens, sources = plan.messages.tokens[:messages], plan.messages.sources[:messages]
@@ -51,7 +51,7 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
 
 
 def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePlan, out: Tensor) -> None:
-    """This rank's sums of each message, slots ascending, into ``out`` [messages, hidden]."""
+    """Sum this rank's rows of each message, slots ascending, into ``out`` [messages, hidden]."""
     if plan.rows is None:
         out.copy_(request.y[: len(out)])
         return
@@ -66,14 +66,14 @@ def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePla
 
 
 def _kept(rows: RowPlan, request: CombineRequest) -> int:
-    """Routed rows within the capacity: a prefix, since rows ascend."""
+    """Count the routed rows within the capacity. They come first, because rows ascend."""
     return int((rows.row < request.recv.src_info.shape[0]).sum())
 
 
 def _slots(
     config: EPConfig, request: CombineRequest, plan: CollectivePlan, scratch: Scratch
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Every row at home: [T, topk, hidden] of combine_dtype, zero where nothing came, and [T, topk] bool arrivals."""
+    """Return every row to its home rank: [T, topk, hidden] of combine_dtype, and [T, topk] bool, which slots have one."""
     assert plan.rows is not None
     routed = _kept(plan.rows, request)
     row, message, slot = plan.rows.row[:routed], plan.rows.message[:routed], plan.rows.slot[:routed]
@@ -97,7 +97,7 @@ def _slots(
 
 
 def _sum_of_slots(config: EPConfig, request: CombineRequest, slots: Tensor, arrived: Tensor) -> Tensor:
-    """fp32 weighted sums [T, hidden], slots ascending; what did not arrive contributes nothing, whatever its weight."""
+    """Weight and sum slots, ascending: [T, hidden] fp32. A slot without a row adds nothing, whatever its weight."""
     handle = request.recv.handle
     weights = handle.topk_weights
     if request.topk_weights is not None:
@@ -118,7 +118,7 @@ def _sum_of_slots(config: EPConfig, request: CombineRequest, slots: Tensor, arri
 
 
 class _HomeRows:
-    """Rows on their way home: fill ``rows`` [n, hidden] of combine_dtype, then ``send``."""
+    """Buffer of rows to return: fill ``rows`` [n, hidden] of combine_dtype, then ``send``."""
 
     def __init__(self, config: EPConfig, scratch: Scratch, count: int, device: torch.device) -> None:
         self._config, self._scratch = config, scratch
@@ -133,9 +133,9 @@ class _HomeRows:
         return buffer[:, self._row_bytes : self._row_bytes + 4].view(torch.int32)[:, 0]
 
     def send(self, keys: Tensor, counts: list[int], *, limit: int) -> Steps[tuple[Tensor, Tensor]]:
-        """Move the rows with the ``keys`` [n] of their places at home, of which there are ``limit``.
+        """Send the rows with the ``keys`` [n] of their places on the home ranks, keys in [0, ``limit``).
 
-        Returns the rows that came, ranks ascending, and their keys.
+        Returns the rows that arrived, ranks ascending, and their keys.
         """
         self._keys(self._buffer).copy_(keys)
         recv_counts = yield Learn()
@@ -154,7 +154,7 @@ class _HomeRows:
 
 
 def _finish(config: EPConfig, request: CombineRequest, plan: CollectivePlan, total: Tensor) -> Tensor:
-    """Add what belongs before the single final rounding, and store."""
+    """Add the shared rows and the epilogue, round once, and store."""
     if plan.shared is not None:
         kept = min(len(plan.shared), len(request.y))
         total[plan.shared.start : plan.shared.start + kept] += request.y[:kept].to(total.dtype)

@@ -1,4 +1,4 @@
-"""One rank's dispatch: quantise, one message per (token, destination rank), then rows grouped for the experts."""
+"""Dispatch on one rank: quantise, send one message per (token, destination rank), group received rows by expert."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moelink.transports.collective.sums import gather_rows
 def dispatch_steps(
     config: EPConfig, request: DispatchRequest, scratch: Scratch, *, identity: str
 ) -> Steps[DispatchOutput]:
-    """The dispatch of one rank. Nothing is yielded, so nothing travels, in allreduce mode."""
+    """Dispatch on one rank. In allreduce mode nothing is yielded, so nothing travels."""
     num_tokens = len(request.x)
     weights = evaluate_weights(
         request.topk_weights,
@@ -101,7 +101,7 @@ def _messages(
     weights: Tensor | None,
     scratch: Scratch,
 ) -> Tensor:
-    """[T, message bytes] uint8: one message per own token, carrying global expert ids."""
+    """Build one message per own token, with global expert ids: [T, message bytes] uint8."""
     if request.scales is not None:
         rows = Quantized(request.x, request.scales)
     else:
@@ -127,7 +127,7 @@ def _read(
     recv_counts: list[int],
     invalid: Tensor,
 ) -> Messages:
-    """What the received messages say. Every index off the wire is checked before anything uses it."""
+    """Read the received messages. Every index from the wire is checked before it is used."""
     tokens = message.field(received, "token")[: sum(recv_counts), 0].long()
     local_ids = message.field(received, "ids")[: sum(recv_counts)].clone()
     sources = torch.repeat_interleave(torch.tensor(recv_counts, device="cpu")).to(received.device)

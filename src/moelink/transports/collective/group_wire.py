@@ -1,21 +1,21 @@
-"""Rows over process groups: one rank per process, gloo on CPU, NCCL on CUDA.
+"""Move rows over process groups: one rank per process, gloo on CPU, NCCL on CUDA.
 
 Protocol of one call (call numbers count dispatches and combines together, from 1):
 
-1. As soon as it knows its row counts, every rank sends every rank a header of fixed size over the gloo control group,
-   and prepares its rows while headers travel: magic, call number, phase, status,
-   configuration digest, options digest, and the number of rows that will follow. A rank that refuses its arguments
-   sends status REFUSED, so peers learn it in the same exchange.
+1. When a rank knows its row counts it sends every rank a header of fixed size over the gloo control group: magic, call
+   number, phase, status, configuration digest, options digest, and the number of rows that will follow. It prepares its
+   rows while headers travel. A rank that refuses its arguments sends status REFUSED, so peers learn it in the same
+   exchange.
 2. All headers are checked before any row moves. Headers differ between receivers only in the row count, so every rank
-   reaches the same verdict: all go on, or all raise and the next call starts clean. A gloo receiver that
-   expects fewer bytes than come is aborted by gloo; therefore no count that was not checked ever sizes a transfer.
+   reaches the same verdict: all go on, or all raise and the next call starts clean. Gloo aborts a receiver that
+   expects fewer bytes than arrive, so only checked counts size a transfer.
 3. Rows move in one all-to-all of uint8.
 
-One deadline covers the whole call, from the moment it was issued. When it passes, or a connection breaks, the rank at
-fault is found by asking (:mod:`moelink.control.probe`), the communicator is poisoned and peers are told.
+One deadline covers the whole call, from the moment it was issued. When it passes, or a connection breaks, this rank
+probes its peers for the one at fault (:mod:`moelink.control.probe`), poisons the communicator and reports the failure.
 
-Calls run on one background thread in the order they were issued, so that an asynchronous call returns at once even
-while a peer is late; on CUDA they run on a stream of their own, forked from the caller's.
+Calls run on one background thread in the order in which they were issued, so an asynchronous call returns at once even
+while a peer is late. On CUDA they run on a stream of their own, forked from the caller's.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class GroupWire:
         self._lent = ()
 
     def _await_tensors(self) -> None:
-        """Wait until gloo's threads have let go of the last exchange's tensors, which is a moment after it is over.
+        """Wait until gloo's threads have released the last exchange's tensors, a moment after it is over.
 
-        A thread of theirs that frees a tensor while the interpreter ends aborts the process: a user who closes and
-        exits would now and then see "terminate called without an active exception" (pytorch/pytorch#179291).
+        A gloo thread that frees a tensor while the interpreter exits aborts the process: a user who closes and exits
+        would sometimes see "terminate called without an active exception" (pytorch/pytorch#179291).
         """
         deadline = time.monotonic() + _LETTING_GO_SECONDS
         while any(tensor._use_count() > 1 for tensor in self._lent) and time.monotonic() < deadline:  # type: ignore[attr-defined]
@@ -178,10 +178,11 @@ class GroupWire:
         return result
 
     def _drive(self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float) -> list[R]:
-        """Advance one call. A failure before its first exchange is told to peers as a refusal.
+        """Run one call to its end.
 
-        After it they wait for this rank's rows, which would be those of its next call: there is none. Once rows have
-        moved, which is the last exchange, a failure is this rank's alone.
+        A failure before the first exchange is reported to the peers as a refusal. After it the peers wait for this
+        rank's rows, so a failure poisons the communicator. Rows move in the last exchange: a failure after that is this
+        rank's alone.
         """
         if steps is None:
             self._learn(self._announce(call, phase, None), deadline)
@@ -214,7 +215,7 @@ class GroupWire:
                 raise
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
-        """Start swapping headers with every rank; None refuses the call."""
+        """Start the exchange of headers with every rank; ``announce`` None refuses the call."""
         status = _REFUSED if announce is None else _OK
         options = 0 if announce is None else digest(announce.options)
         counts = [0] * self._world.world_size if announce is None else announce.counts
@@ -238,7 +239,7 @@ class GroupWire:
         return got
 
     def _verdict(self, call: int, phase: Phase, headers: list[dict[str, int]], *, refused: bool) -> None:
-        """Compare all headers; every rank sees the same ones and so raises, or goes on, together."""
+        """Compare all headers. Every rank sees the same ones, so all ranks raise together, or all go on."""
         rank = self._world.rank
         for name in ("magic", "config", "call", "phase"):
             values = [header[name] for header in headers]
@@ -281,7 +282,7 @@ class GroupWire:
         return transfer.into
 
     def _finish(self, work: Any, call: int, phase: Phase, deadline: float, *, on_device: bool) -> None:
-        """Wait for ``work`` until the deadline; turn its failure into the error that names the rank at fault."""
+        """Wait for ``work`` until the deadline; raise the error that names the rank at fault if it fails."""
         try:
             left = max(deadline - time.monotonic(), 1e-3)
             if self._stream is None or not on_device:
@@ -298,7 +299,7 @@ class GroupWire:
             raise self._blame(call, phase) from error
 
     def _blame(self, call: int, phase: Phase) -> PeerError:
-        """Find the rank at fault, poison this communicator and tell the peers."""
+        """Find the rank at fault, report it to the peers and poison this communicator."""
         return self._poison(self._detector.blame(phase, call).error(self._world.rank))
 
     def _poison(self, error: PeerError) -> PeerError:

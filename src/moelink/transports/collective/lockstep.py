@@ -1,4 +1,4 @@
-"""All ranks in one process: their calls advance together, and rows are copied from one to the other."""
+"""Run all ranks in one process: their calls advance together, and rows are copied from rank to rank."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class LockstepWire:
                 replies = list(self._move(phase, [r for r in requests if isinstance(r, Transfer)]))
 
     def refuse(self, phase: Phase) -> None:
-        """Nobody waits: the refused call raised in the process that drives every rank."""
+        """Do nothing: the refused call has raised in this process, which runs every rank."""
 
     def check(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no call is ever under way."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     @staticmethod
     def _agree(phase: Phase, requests: Sequence[Announce | Learn | Transfer], world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""From received messages to a DispatchOutput: the one place of this transport that lays rows out."""
+"""Lay received messages out as a DispatchOutput; no other module of this transport computes rows' places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dispatch learns about the routing of one call; combine and ``routing=`` reuse it."""
+"""Plan a call: the messages it sent and received, and the rows they fill. Combine and ``routing=`` reuse the plan."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CollectivePlan:
 
 
 def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int) -> CollectivePlan:
-    """The rows that ``messages`` fill on this rank, which itself has ``num_tokens`` tokens."""
+    """Plan the rows that ``messages`` fill on this rank, which has ``num_tokens`` tokens of its own."""
     if config.layout == "rank":
         sizes = torch.tensor(messages.recv_counts, device=messages.tokens.device)
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
@@ -85,7 +85,7 @@ def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int) -> C
 
 
 def expert_counts(config: EPConfig, plan: CollectivePlan) -> Tensor:
-    """[num_local_experts, world_size] int32: routed rows per (local expert, source rank), before capacity."""
+    """Count routed rows per (local expert, source rank), before capacity: [num_local_experts, world_size] int32."""
     if plan.rows is not None:
         return plan.rows.counts
     ids, sources = plan.messages.local_ids, plan.messages.sources

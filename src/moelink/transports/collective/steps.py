@@ -1,6 +1,6 @@
-"""What one rank's call asks of a wire: announce counts, learn the peers', move rows. No input or output happens here.
+"""Define what one rank's call asks of a wire: announce counts, learn the peers', move rows. This module does no I/O.
 
-A call is a generator: it yields :class:`Announce` as soon as it knows its counts, works on while headers travel, yields
+A call is a generator. It yields :class:`Announce` when it knows its counts, prepares rows while headers travel, yields
 :class:`Learn` for the peers' counts and :class:`Transfer` for the rows, and returns the result. So the same code runs
 over process groups and for all ranks of one process.
 """
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell every rank how many rows will come. There is no reply: it does not wait.
+    """Announce to every rank how many rows will follow. It does not wait; the reply is None.
 
     Attributes:
         options: everything peers must agree on for this call, as text.
@@ -36,12 +36,12 @@ class Announce:
 
 @dataclass(frozen=True)
 class Learn:
-    """Wait for what peers announced. The reply is a list: rows that each rank will send here."""
+    """Wait for the peers' announcements. The reply is a list: rows that each rank will send here."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Move rows. The reply is ``into``, whose first sum(recv_counts) rows are what came, sources ascending.
+    """Move rows. The reply is ``into``, whose first sum(recv_counts) rows have arrived, sources ascending.
 
     Attributes:
         rows: [sum(send_counts), row bytes] uint8, contiguous, by destination.

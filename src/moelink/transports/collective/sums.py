@@ -1,8 +1,8 @@
-"""The sums of a pre-reduced combine: of each message's rows on the expert's rank, of the ranks' rows at home.
+"""Sum rows in a fixed order: each message's rows on the expert's rank, and the ranks' rows on the home rank.
 
-Sums start at +0, slots (or ranks) ascend, and a product is rounded before it is added. On a CPU rows are worked on in
-blocks of few targets that stay in cache, where ``index_add_`` adds one row after the other. On CUDA it would add in any
-order, so there the j-th rows of all targets are added together.
+Sums start at +0, slots (or ranks) ascend, and a product is rounded before it is added. On a CPU ``index_add_`` adds row
+after row, in blocks of few targets that stay in the cache. On CUDA it would add in any order, so there the j-th rows of
+all targets are added in one step, j ascending.
 """
 
 from __future__ import annotations

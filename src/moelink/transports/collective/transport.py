@@ -1,4 +1,4 @@
-"""The collective transport: runs everywhere torch.distributed does, and is the baseline of every benchmark."""
+"""Run dispatch and combine wherever torch.distributed runs: the default on CPUs, and every benchmark's baseline."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class CollectiveTransport:
         return output
 
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
-        """Tell peers that this rank refused its arguments. A call that brings nothing has no output here."""
+        """Report to the peers that this rank refused its arguments. ``over`` is not needed here."""
         self._wire.refuse(phase)
 
     def warmup(self) -> None:
-        """Nothing to compile."""
+        """Do nothing: there are no kernels to compile."""
 
     def check(self) -> None:
         """Raise the first error since the last check: a peer's, rows lost to ``capacity``, ids out of range."""
@@ -78,14 +78,14 @@ class CollectiveTransport:
         return Traffic(**self._wire.sent)
 
     def dev_ptrs(self) -> list[Tensor]:
-        """There are none."""
+        """Raise UnsupportedError: this transport has none."""
         raise UnsupportedError(
             "dev_ptrs: the collective transport has no device buffers: expected transport='symmetric', got "
             "'collective'; use moelink.init(transport='symmetric')"
         )
 
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
-        """There are none."""
+        """Raise UnsupportedError: this transport has none."""
         raise UnsupportedError(
             "atomic_counters: the collective transport has no counters: expected transport='symmetric', got "
             "'collective'; use moelink.init(transport='symmetric')"

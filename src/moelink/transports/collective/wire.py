@@ -1,4 +1,4 @@
-"""What the collective transport needs of a wire: run calls to their end, here or in the background."""
+"""Declare what the collective transport needs of a wire: run calls to their end, here or in the background."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Wire(Protocol):
         """Run one call per local rank; may return before they end."""
 
     def refuse(self, phase: Phase) -> None:
-        """Tell peers that this rank refuses its call. Returns at once."""
+        """Report to the peers that this rank refuses its call. Returns at once."""
 
     def check(self) -> None:
         """Wait for what is under way and raise the first error."""
