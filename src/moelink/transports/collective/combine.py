@@ -73,7 +73,7 @@ def _kept(rows: RowPlan, request: CombineRequest) -> int:
 def _slots(
     config: EPConfig, request: CombineRequest, plan: CollectivePlan, scratch: Scratch
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Return every row to its home rank: [T, topk, hidden] of combine_dtype, and [T, topk] bool, which slots have one."""
+    """Return every row to its home rank: [T, topk, hidden] of combine_dtype, and [T, topk] bool: slots with a row."""
     assert plan.rows is not None
     routed = _kept(plan.rows, request)
     row, message, slot = plan.rows.row[:routed], plan.rows.message[:routed], plan.rows.slot[:routed]
