@@ -92,7 +92,7 @@ def test_experts_of_another_form() -> None:
     model = GptOssForCausalLM(
         GptOssConfig(**COMMON, num_hidden_layers=1, num_local_experts=4, num_key_value_heads=2, head_dim=8)
     )
-    with pytest.raises(moelink.UnsupportedError, match="GptOssExperts: experts with"):
+    with pytest.raises(moelink.UnsupportedError, match="GptOssExperts: expected experts with"):
         parallelize(model, family=PerExpertFiles("gpt_oss", "GptOssExperts"), **ONE)
 
 

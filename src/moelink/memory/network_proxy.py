@@ -148,8 +148,7 @@ class NetworkProxy:
                 pass
         except Exception as error:  # noqa: BLE001 - a thread has no caller: the rank raises it
             self.failure = MoelinkError(
-                f"the network proxy of rank {self._rank} stopped: expected puts that it can carry, got this error: "
-                f"{error}; close and init again"
+                f"the network proxy of rank {self._rank} stopped: {error}; close and init again"
             )
             self.failure.__cause__ = error
 
@@ -162,7 +161,7 @@ class NetworkProxy:
                 return
             self._taken += 1
             if not 0 <= peer < len(self._blocks):
-                raise MoelinkError(f"put: expected a peer in [0, {len(self._blocks)}), got {peer}; correct the kernel")
+                raise ValueError(f"expected a put to a peer in [0, {len(self._blocks)}), got {peer}")
             due = self._now() + self._hold()
             target, signal = self._offset(to, nbytes), self._offset(word, 8)
             pieces = self._cut(nbytes)
@@ -179,8 +178,5 @@ class NetworkProxy:
         """Convert ``address`` in this rank's block to an offset; ``nbytes`` bytes from there must lie in the block."""
         offset = address - self._begin
         if nbytes < 1 or not 0 <= offset <= self._nbytes - nbytes:
-            raise MoelinkError(
-                f"put: expected 1 or more bytes in a block of {self._nbytes}, got {nbytes} at {offset}; correct the "
-                "kernel"
-            )
+            raise ValueError(f"expected a put of bytes in a block of {self._nbytes}, got {nbytes} at {offset}")
         return offset
