@@ -11,6 +11,8 @@ import moelink
 from cases import FIELDS, SCENARIOS, Case, Result, Setup, by_setup, check_case, check_rows, features
 from moelink import reference
 from moelink.testing import assert_bitwise_equal, rank_data
+from moelink.transports.collective.dispatch import _check_counts
+from moelink.transports.collective.steps import BadMessageError
 
 
 def run_devices(ep, case, world_size):
@@ -116,6 +118,14 @@ def test_routing_is_reused_without_ids():
         ep.dispatch([x[:1] for x in xs], None, routing=first)
     with pytest.raises(moelink.ArgumentError, match="topk_ids: expected None with routing="):
         ep.dispatch(others, [i.clone() for i in ids], routing=first)
+
+
+def test_a_reused_routing_brings_as_many_messages_as_before():
+    _check_counts([2, 0, 3], [2, 0, 3])
+    for announced in (1, 3):
+        with pytest.raises(BadMessageError, match=f"announced {announced} messages where .* has 2") as caught:
+            _check_counts([0, announced, 3], [0, 2, 3])
+        assert caught.value.source == 1
 
 
 def test_host_counts_give_exact_sizes():

@@ -12,6 +12,7 @@ import torch
 
 import moelink
 from moelink import ArgumentError, Hook, epilogues, get_format
+from moelink.hooks import evaluate_weights
 from moelink.testing import rank_data
 
 pytest.importorskip("triton")
@@ -190,6 +191,16 @@ def test_router_weights_and_input_scale_take_a_hook():
         )
     assert torch.equal(recv.weights, plain.weights)
     assert torch.equal(recv.tokens, plain.tokens)
+
+
+def test_weights_have_the_dtype_that_is_asked_for():
+    weights = torch.tensor([[0.1, 0.2], [0.3, 0.4]], dtype=torch.float64)
+    hook = Hook(None, lambda tensors, token, slot: tensors[0][token, slot], (weights,))
+    for given in (weights, hook):
+        for dtype in (torch.float32, torch.float64):
+            got = evaluate_weights(given, num_tokens=2, topk=2, device=torch.device("cpu"), dtype=dtype)
+            assert got.dtype == dtype
+            assert torch.equal(got, weights.to(dtype))
 
 
 class TestRefusals:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.probe import GONE, Address, Failure, ProbeServer, probe
+from moelink.control.probe import GONE, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe
 
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
 
@@ -39,3 +40,28 @@ def test_a_report_that_waits_to_be_read_comes_before_a_refused_connection(report
     if reported:
         reporter.join()
     detector.close()
+
+
+def test_whom_to_blame():
+    """Who is gone before who does not answer, that one before who is behind; of equals the first."""
+    seen = {
+        0: ProbeResult(call=5),
+        1: ProbeResult(call=4),
+        2: ProbeResult(call=None),
+        3: ProbeResult(call=None, lost=True),
+    }
+    assert furthest_behind(seen) == (3, seen[3])
+    del seen[3]
+    assert furthest_behind(seen) == (2, seen[2])
+    del seen[2]
+    assert furthest_behind(seen) == (1, seen[1])
+    seen[1] = seen[0]
+    assert furthest_behind(seen) == (0, seen[0])
+
+
+def test_the_first_report_stays():
+    server = ProbeServer()
+    for peer in (1, 2):
+        probe(server.address, replace(REPORT, peer=peer))
+    assert server.failure == REPORT
+    server.close()
