@@ -25,6 +25,11 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full tier: all parameter sets of every test")
 
 
+def pytest_configure(config):
+    """Warnings are errors in the processes that tests start as well, with the same filters (``pyproject.toml``)."""
+    os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("full"):

@@ -25,7 +25,6 @@ DEVICE = "cuda" if CUDA else "cpu"
 UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 SCALE_DTYPES = {4: torch.float32, 1: torch.uint8, 0: torch.uint8}
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def bits(x):

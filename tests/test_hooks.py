@@ -24,7 +24,6 @@ DEVICE = "cuda" if CUDA else "cpu"
 FORMATS = ("fp8_block128", "mxfp8", "mxfp4", "nvfp4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 needs_interpreter = pytest.mark.skipif(CUDA, reason="kernels on CPU tensors need the interpreter")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def raw(tensor):

@@ -86,7 +86,9 @@ def answers(rank: int, world_size: int, folders: Folders) -> Answers:
         for name in ("alltoall", "recomputed"):
             model.zero_grad()
             if name == "recomputed":
-                model.gradient_checkpointing_enable()
+                # The second name is the older one, of transformers before 5.23.
+                newer = getattr(model, "activation_checkpointing_enable", None)
+                (newer or model.gradient_checkpointing_enable)()
             losses[name] = train(model, own)
             parallel.sum_gradients()
             grads[name], norms[name] = gradients(parallel), parallel.grad_norm().cpu()
