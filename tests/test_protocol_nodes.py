@@ -217,13 +217,13 @@ def test_counts_that_are_taken_to_arrive_in_one_piece_are_caught(monkeypatch):
     monkeypatch.setattr(plan, "wait_for_inter_node", here_at_once)
     # Couriers are slow, so that programs look at counts of which a part is here.
     fast = {"speed": lambda name: 1.0 if "kernel" in name else 0.1}
-    assert caught([*TWO, *ONE], combine=False, **fast) is not None
+    assert caught([*TWO, *ONE], first=6, combine=False, **fast) is not None
 
 
 @PLANTED
 def test_firsts_that_are_taken_to_arrive_before_counts_are_caught(monkeypatch):
     monkeypatch.setattr(receive, "wait_for_inter_node", here_at_once)
-    assert caught([*TWO, *ONE], combine=False) is not None
+    assert caught([*TWO, *ONE], first=7, combine=False) is not None
 
 
 @PLANTED
