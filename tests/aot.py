@@ -1,7 +1,7 @@
 """Compile the kernels for a GPU that is not there, and say what memory instructions came out.
 
 Run in a process of its own without TRITON_INTERPRET: ``python aot.py sm_90 kernels`` prints one JSON object per kernel.
-The last word is one of PARTS.
+The second word is one of PARTS. A third one selects kernels by how their names begin.
 """
 
 from __future__ import annotations
@@ -161,8 +161,10 @@ def kernels(part):
         yield "without_flags_combine_wait", combine.ep_combine_wait_kernel, spec, "*bf16"
 
 
-def main(target, part):
+def main(target, part, prefix=""):
     for name, kernel, spec, x in kernels(part):
+        if not name.startswith(prefix):
+            continue
         binary = compile_kernel(kernel, spec, target, x)
         ptx = binary.asm.get("ptx")
         text = ptx or binary.asm["amdgcn"]

@@ -1,15 +1,16 @@
 """Compile the kernels that go between nodes for a GPU that is not there, linked with NVSHMEM's device library.
 
-Run in a process of its own without TRITON_INTERPRET: ``python aot_nodes.py`` prints one JSON object per kernel, or one
-line that begins with "no library" where NVSHMEM is not installed.
+Run in a process of its own without TRITON_INTERPRET: ``python aot_nodes.py NAME...`` prints one JSON object for each of
+these kernels, or one line that begins with "no library" where NVSHMEM is not installed.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,8 +77,8 @@ def bodies(ptx: str) -> list[str]:
     return [text for text in functions if re.search(r"\.(entry|func) [^{]*(_kernel|write_error)", text)]
 
 
-def main() -> None:
-    """Compile and describe all of them."""
+def main(names: Sequence[str]) -> None:
+    """Compile and describe those called ``names``."""
     near = SimpleNamespace(pointers=torch.arange(WORLD))
     try:
         network = NvshmemNetwork(near, Workspace(moelink.EPConfig(**SHAPE)), rank=0)
@@ -85,6 +86,8 @@ def main() -> None:
         print(f"no library: {error}")
         return
     for name, kernel, spec in kernels():
+        if name not in names:
+            continue
         binary = compile_kernel(kernel, spec, "sm_90", "*bf16", **network.options)
         ptx = binary.asm["ptx"]
         ours = [op for body in bodies(ptx) for op in MEMORY.findall(body)]
@@ -101,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -102,7 +102,8 @@ def transports(
 ) -> list[SymmetricTransport]:
     """One transport per rank, all in this process, over memory that is garbage where nobody promised zeros, as if after
     ``calls`` calls of each phase."""
-    configs = [setup.config(world, rank) for rank in range(world)]
+    # Schedules take as long as they take; a wait that nobody satisfies is a Deadlock, long before a time-out.
+    configs = [dataclasses.replace(setup.config(world, rank), timeout=600.0) for rank in range(world)]
     workspace = Workspace(configs[0])
     memories = create_all(["cpu"] * world, workspace.nbytes)
     for memory in memories:

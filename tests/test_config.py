@@ -10,7 +10,7 @@ from moelink import EPConfig
 from moelink.memory.layout import DispatchMessage, Region, RegionTable
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap, aligned_offsets, plan_rows, plan_sends, shared_slice
-from moelink.transports.symmetric.notes import NotesLayout, SymmetricPlan
+from moelink.transports.symmetric.notes import NotesLayout, SymmetricNotes
 
 BASE = {"num_experts": 8, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4}
 
@@ -98,7 +98,7 @@ def test_memory_report_counts_before_anything_is_allocated():
     assert report.symmetric_total == report.block + report.notes + report.outputs
     workspace = Workspace(config)
     notes = torch.empty(workspace.note_words(4), dtype=torch.int32)
-    parts = SymmetricPlan(NotesLayout.of(workspace), notes).parts
+    parts = SymmetricNotes(NotesLayout.of(workspace), notes).parts
     assert [tuple(part.shape) for part in parts] == list(workspace.note_shapes(4))
     assert all(part.data_ptr() % 128 == notes.data_ptr() % 128 for part in parts)
     assert report.block == workspace.nbytes

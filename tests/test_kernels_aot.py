@@ -28,9 +28,9 @@ def output_of(script, *args):
     return done.stdout.splitlines()
 
 
-def compiled(target, part="kernels"):
-    """What ``aot.py`` says of the kernels of one of its parts."""
-    return [json.loads(line) for line in output_of("aot.py", target, part) if line.startswith("{")]
+def compiled(target, part="kernels", prefix=""):
+    """What ``aot.py`` says of the kernels of one of its parts whose names begin with ``prefix``."""
+    return [json.loads(line) for line in output_of("aot.py", target, part, prefix) if line.startswith("{")]
 
 
 @pytest.mark.parametrize("target, part, count", [
@@ -83,20 +83,24 @@ def test_what_all_warps_agree_on_passes_a_barrier():
     assert all(int(count) >= 1 for count in output_of("aot_agree.py"))
 
 
-def test_compiles_for_amd():
-    kernels = compiled("gfx942")
-    assert len(kernels) == 6
+@pytest.mark.parametrize("prefix, count", [("combine_async", 1), ("", 6)], ids=["one", "all"])
+def test_compiles_for_amd(prefix, count):
+    kernels = compiled("gfx942", "kernels", prefix)
+    assert len(kernels) == count
     for kernel in kernels:
         assert kernel["local"] == 0, f"{kernel['name']} spills"
         assert any("store_dwordx4" in op for op in kernel["ops"]), kernel["name"]
 
 
-def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence():
-    lines = output_of("aot_nodes.py")
+@pytest.mark.parametrize("names", [
+    ("dispatch_async", "fused_combine-True"), ("dispatch_wait", "dispatch_async_cached", "fused_combine-False")
+], ids=str)  # fmt: skip
+def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence(names):
+    lines = output_of("aot_nodes.py", *names)
     if lines[0].startswith("no library"):
         pytest.skip(lines[0])  # pyproject.toml asks for the library on Linux x86-64 alone, where its wheels are
     kernels = [json.loads(line) for line in lines]
-    assert len(kernels) == 5
+    assert [kernel["name"] for kernel in kernels] == list(names)
     for kernel in kernels:
         name, ops = kernel["name"], kernel["ops"]
         assert kernel["puts"] > 0, f"{name} puts nothing"
