@@ -137,6 +137,7 @@ class TestArithmetic:
                 Clamp(limit=bad)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("name", FORMATS)
 def test_twin_is_the_format_of_z(name):
     """Payload and scales of every group are those that the format gives for z, scattered by its layout."""
@@ -161,6 +162,7 @@ def test_twin_is_the_format_of_z(name):
         assert torch.equal(got.scales_offsets, fmt.scale_layout.scales_offsets(row_offsets))
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("clamp", CLAMPS, ids=["silu", "oai", "e"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", FORMATS)
@@ -173,6 +175,7 @@ def test_kernel_equals_the_twin(name, dtype, clamp):
     assert (raw(got.tokens[int(row_offsets[-1]) :]) == POISON).all(), "rows past the last offset are not touched"
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 0), (1,), (128, 256), (127, 129, 0), (5,) * 33])
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4"])
 def test_group_shapes(name, sizes):

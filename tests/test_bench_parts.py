@@ -37,6 +37,8 @@ from moelink.tools.bench.workload import (
     wire_bytes,
 )
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
 

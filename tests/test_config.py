@@ -12,6 +12,8 @@ from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap, aligned_offsets, plan_rows, plan_sends, shared_slice
 from moelink.transports.symmetric.notes import NotesLayout, SymmetricNotes
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 BASE = {"num_experts": 8, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4}
 
 

@@ -10,6 +10,8 @@ from format_inputs import CORNERS, E2M1_VALUES, fp32_inputs, ml_dtypes, rows
 from moelink.errors import ArgumentError, ConfigError
 from moelink.formats import casts, get_format
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 
 @pytest.fixture(autouse=True)
 def quiet_numpy():

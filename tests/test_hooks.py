@@ -59,6 +59,7 @@ def check_twins(make, sums, block=None):
     return first
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden,block", [(37, None), (384, 128), (1001, None)])
 @pytest.mark.parametrize("accumulate", [torch.float32, torch.float64])
@@ -79,6 +80,7 @@ def test_sums_with_terms(dtype, hidden, block, accumulate):
     check_twins(in_place, sums, block)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("name,hidden,block", [
     ("fp8_block128", 384, None), ("fp8_block128", 384, 128), ("mxfp8", 96, None), ("mxfp8", 2144, None),
     ("mxfp4", 96, 32), ("nvfp4", 48, None), ("nvfp4", 2080, None),

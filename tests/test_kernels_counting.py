@@ -13,6 +13,8 @@ from moelink.kernels.dispatch import route as routes
 from moelink.kernels.records import DispatchNumbers
 from moelink.routing import ExpertMap
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 
 @triton.jit
 def _route(ids, owner, first, S: tl.constexpr):

@@ -10,6 +10,8 @@ import pytest
 
 import moelink
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 ROOT = Path(moelink.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 MAX_LINES = 500

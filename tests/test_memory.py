@@ -164,6 +164,7 @@ def block_file(monkeypatch, deny_tmpfile=False):
     return seen[0], names, seen[1]
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("deny_tmpfile", [False, True], ids=["nameless", "unlinked"])
 def test_a_block_is_private_and_has_no_name(monkeypatch, deny_tmpfile):
     old = os.umask(0)
@@ -184,12 +185,14 @@ def test_a_block_is_private_and_has_no_name(monkeypatch, deny_tmpfile):
     assert leftovers() == []
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_sizes_below_one_are_refused(nbytes):
     with pytest.raises(ArgumentError, match=f"nbytes: expected at least 1, got {nbytes}"):
         PosixMemory.create(nbytes, **ALONE)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097])
 def test_every_byte_is_there(nbytes):
     memory = PosixMemory.create(nbytes, **ALONE)
@@ -268,6 +271,7 @@ def test_any_other_verdict_is_refused(tamper):
         create_with(lambda good: good, lambda ready: tamper(ready) if tamper(ready) != ready else b"")
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     "field, other, says",
     [
@@ -287,6 +291,7 @@ def test_what_a_refusal_says(field, other, says):
         create_with(lambda good: re.sub(rb"\n%s=.*" % field.encode(), f"\n{field}={other}".encode(), good))
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     "spoil, says",
     [
@@ -317,6 +322,7 @@ def test_a_peers_failure_is_raised_with_its_words():
         create_with(lambda good: good, lambda ready: failed)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("answer", [None, [], [b"", b"", b""], (b"", b"")])
 def test_an_exchange_of_the_wrong_shape_is_refused(answer):
     with pytest.raises(MoelinkError, match="expected a list of 2 records from the exchange, got "):
@@ -365,6 +371,7 @@ def test_one_process_holds_all_blocks():
         memories[0].peer(1)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("devices, got", [([], "none"), (["cpu", "meta"], "cpu, meta"), (["meta"], "meta")])
 def test_one_process_refuses_other_devices(devices, got):
     with pytest.raises(ArgumentError, match=f"devices: expected CPU devices only or CUDA devices only, got {got}"):

@@ -12,6 +12,8 @@ from moelink.errors import MoelinkError
 from moelink.memory import create_all
 from moelink.memory.layout import RegionTable
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 
 @triton.jit
 def store_at(address, values, n, B: tl.constexpr):

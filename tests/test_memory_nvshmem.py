@@ -22,6 +22,8 @@ from moelink.memory import Members, NvshmemMemory, network, nvshmem, torch_symm
 from moelink.memory.workspace import Workspace
 from moelink.transports.select import choose_transport
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 WORLD, NODE, NBYTES = 4, 2, 1000
 SECONDS = 20.0
 

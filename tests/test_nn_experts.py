@@ -44,6 +44,7 @@ def gradients(call: Any, leaves: list[Tensor]) -> list[Tensor]:
     return [out.detach(), rows[: OFFSETS[-1]], *rest]
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("loop", [False, True], ids=["grouped_mm", "loop"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_results_and_gradients_are_those_of_single_experts(
@@ -102,6 +103,7 @@ def test_operators_keep_torchs_rules() -> None:
     assert torch.autograd.gradcheck(lambda a, b: grouped_matmul(a, OFFSETS, b), small)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -121,6 +123,7 @@ def test_what_does_not_fit_is_named(name: str, change: dict[str, Tensor]) -> Non
         grouped_experts(**arguments, activation=F.silu)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("name", moelink.format_names())
 def test_rows_of_every_format_become_numbers(name: str) -> None:
     torch.manual_seed(1)

@@ -12,6 +12,8 @@ from torch import Tensor
 import moelink
 from moelink.nn import Router, RouterConfig, route
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 EXPERTS, TOPK, TOKENS = 12, 3, 40
 
 CONFIGS = {

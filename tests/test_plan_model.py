@@ -68,6 +68,7 @@ def test_the_sum_by_hand() -> None:
     assert microseconds(1e6, 100) == 10
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     ("bytes_", "limit", "busiest"),
     [
@@ -93,6 +94,7 @@ def test_a_missing_constant_leaves_no_time_and_is_named() -> None:
     assert (half.total_us, half.busiest_link, half.missing) == (None, "network", ("floor_us",))
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     ("name", "value"),
     [("floor_us", -1.0), ("floor_us", float("nan")), ("hop_us", float("inf")), ("nvlink_gb_per_s", 0.0),
@@ -279,6 +281,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     assert fitting.largest_error(unknown) is None
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     ("document", "words"),
     [

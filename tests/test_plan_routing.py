@@ -15,6 +15,8 @@ from moelink.tools.bench.presets import Case
 from moelink.tools.bench.workload import draw_ids
 from moelink.tools.plan.routing import Routing, Statistics, Trace, Uniform, Zipf, make_routing
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 DRAWS = 40_000
 
 

@@ -12,6 +12,8 @@ import pytest
 
 import moelink
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 # Importing these needs a GPU toolchain, or they are interpreted and tested elsewhere.
 NOT_IMPORTED = ("moelink.kernels", "moelink.formats.device", "moelink.__main__")
 

@@ -19,6 +19,8 @@ from moelink.reference import (
     reference_quantize,
 )
 
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
 QUANTISED = ["fp8_block128", "mxfp8", "nvfp4", "mxfp4"]
 
 
