@@ -23,7 +23,9 @@ def _address(block, out, S: tl.constexpr):
 def test_rows_of_small_calls_lie_side_by_side():
     """The example of ``kernels.sync.lamport_slots``, in a region at offset 640 of a block at address 1024."""
     out = torch.zeros(1, dtype=torch.int64)
-    _address[(1,)](torch.tensor([1024, 2]), out, S=SimpleNamespace(OFFSET_SMALL=640, LAMPORT_TOKENS=4, ROW_BYTES=32))
+    _address[(1,)](
+        torch.tensor([1024, 2]), out, S=SimpleNamespace(OFFSET_LAMPORT_SLOTS=640, LAMPORT_TOKENS=4, ROW_BYTES=32)
+    )
     assert out.item() - 1024 - 640 == 32 * (2 * 4 + 1)
 
 

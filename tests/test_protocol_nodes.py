@@ -18,7 +18,7 @@ from cases import Result, Setup
 from interleaving import Deadlock, Scheduler
 from moelink.kernels.combine import reduce
 from moelink.kernels.combine import send as send_back
-from moelink.kernels.dispatch import counts, message, receive, send
+from moelink.kernels.dispatch import counts, receive, send
 from moelink.kernels.dispatch import row_offsets as plan
 from protocol_runs import Small, SpitefulProxy, caught, check, one_call, play, run, scenarios, transports, two_calls
 from symmetric_ranks import combine_requests, dispatch_requests
@@ -204,7 +204,7 @@ def quiesce_no_rows(ctx, S: tl.constexpr):
 
 
 @PLANTED
-@pytest.mark.parametrize("modules", [(counts, message), (send_back,)], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("modules", [(counts, send), (send_back,)], ids=["dispatch", "combine"])
 def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, modules):
     for module in modules:
         monkeypatch.setattr(module, "fence", no_fence)

@@ -7,8 +7,7 @@ records                what kernels are given: peers, inputs, outputs, notes, nu
 dispatch/kernel        both roles in one launch, or in two
 dispatch/route         who owns an expert; what comes before a token; what CTAs count for one another
 dispatch/counts        the CTA that tells every rank how much comes
-dispatch/send          the sender role: one token a CTA, or a run of them; send_cached: over a cached routing
-dispatch/message       a message: its place, what is small in it, its row
+dispatch/send          the sender role: messages, and the CTAs that store them; send_cached: over a cached routing
 dispatch/receive       the receiver role: wait for counts and messages; row_offsets: where rows go
 dispatch/unpack        messages to their rows, and the zeros behind each group
 dispatch/scales        scales of many tokens, in a launch of their own

@@ -13,35 +13,28 @@ import triton.language as tl
 
 from moelink.kernels.combine.reduce import gather_home
 from moelink.kernels.combine.send import send_tokens_back
-from moelink.kernels.launch.sm_limit import within_sm_limit
+from moelink.kernels.launch.sm_limit import run_role, run_roles
 from moelink.memory.protocol import COMBINE_RECEIVED, COMBINE_SENT
 
 _SENT, _RECEIVED = tl.constexpr(COMBINE_SENT), tl.constexpr(COMBINE_RECEIVED)
 
 
 @triton.jit
-def _both(program, programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
-    if program < numbers.senders:
-        send_tokens_back(program, numbers.senders, peers, inputs, notes, numbers, S)
-    else:
-        gather_home(program - numbers.senders, programs - numbers.senders, peers, inputs, outputs, notes, numbers, S)
-
-
-@triton.jit
 def ep_fused_combine_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
-    """Programs [0, numbers.senders) send rows back, the others, of ``numbers.programs``, gather them."""
-    arguments = (peers, inputs, outputs, notes, numbers)
-    within_sm_limit(_both, peers.control, _SENT, numbers.programs, arguments, S)
+    """CTAs [0, numbers.senders) send rows back, the others, of ``numbers.programs``, gather them."""
+    sending = (peers, inputs, notes, numbers)
+    gathering = (peers, inputs, outputs, notes, numbers)
+    run_roles(send_tokens_back, sending, gather_home, gathering, peers.control, _SENT, numbers, S)
 
 
 @triton.jit
 def ep_combine_async_kernel(peers, inputs, notes, numbers, S: tl.constexpr):
     """The expert role alone."""
-    within_sm_limit(send_tokens_back, peers.control, _SENT, numbers.programs, (peers, inputs, notes, numbers), S)
+    run_role(send_tokens_back, (peers, inputs, notes, numbers), peers.control, _SENT, numbers.programs, S)
 
 
 @triton.jit
 def ep_combine_wait_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """The home role alone."""
     arguments = (peers, inputs, outputs, notes, numbers)
-    within_sm_limit(gather_home, peers.control, _RECEIVED, numbers.programs, arguments, S)
+    run_role(gather_home, arguments, peers.control, _RECEIVED, numbers.programs, S)

@@ -98,7 +98,7 @@ def wait_until_sent(ctx, received, home, S: tl.constexpr):
     The senders are lower programs of this launch or of an earlier one, and wait only until peers begin this call.
     """
     mine = own_block(ctx.control, S)
-    flags = (tl.load(ctx.table + home) + S.OFFSET_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
+    flags = (tl.load(ctx.table + home) + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
     count = tl.load(received + home * 2) * S.PARTS_PER_ROW
     if S.LAMPORT_TOKENS > 0:  # small rows need no wait: nobody but this rank stores there, and home clears them
         count = tl.where(is_small(ctx.control, tl.load(received + home * 2 + 1), ctx.call, S), 0, count)
@@ -135,7 +135,7 @@ def end_other_waits(ctx, slot_of, refused, other, num_tokens, S: tl.constexpr):
         for rank in range(S.WORLD_SIZE):
             sends_sums = tl.max((other & (r == rank)).to(tl.int32), 0) > 0
             for c0 in range(0, S.MAX_TOKENS * S.PARTS_PER_ROW, _FLAGS):
-                flags = (mine + S.OFFSET_FLAG).to(I64) + rank * S.MAX_TOKENS * S.PARTS_PER_ROW + c0 + i
+                flags = (mine + S.OFFSET_COMBINE_FLAG).to(I64) + rank * S.MAX_TOKENS * S.PARTS_PER_ROW + c0 + i
                 tl.store(flags, ctx.call + i * 0, mask=only(sends_sums, c0 + i < S.MAX_TOKENS * S.PARTS_PER_ROW))
     tl.debug_barrier()
     return ok
@@ -148,11 +148,11 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     mask = r < S.WORLD_SIZE
     mine = own_block(ctx.control, S)
     ok, peer, got = wait_all(
-        (mine + S.OFFSET_HEAD).to(I64) + r, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
+        (mine + S.OFFSET_COMBINE_HEAD).to(I64) + r, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
     )
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     if ok > 0:
-        status = tl.load((mine + S.OFFSET_STATUS).to(I64) + r, mask=mask, other=0)
+        status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
         above = (status >> 32).to(tl.int32)  # the dispatch's number; across nodes messages, for ``quiesce_combine``
         status = status & 0xFFFFFFFF
         refused = tl.where((status & 1) != 0, r, S.WORLD_SIZE)
@@ -192,7 +192,7 @@ def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mine = own_block(ctx.control, S)
     poison = (mine + S.OFFSET_POISON).to(I64)
-    flags = (mine + S.OFFSET_FLAG).to(I64) + (
+    flags = (mine + S.OFFSET_COMBINE_FLAG).to(I64) + (
         r * S.MAX_TOKENS + tl.minimum(tl.maximum(slots, 0), S.MAX_TOKENS - 1)
     ) * S.PARTS_PER_ROW
     begin = tl.where(parts == S.PARTS_PER_ROW, part, 0)
@@ -215,7 +215,7 @@ def inter_node_slots(mine, ids, slots, token, me, first, num_local, S: tl.conste
     slot = tl.max(tl.where(owner[:, None] == r[None, :], slots[None, :], -1), 1)
     far = (slot >= 0) & (intra_node_only(owner >= 0, owner, me, S) == 0)
     message = tl.where(far, owner * S.MAX_TOKENS + slot, 0)
-    comes = tl.load((mine + S.OFFSET_FAR_KEPT).to(U8) + message * S.KEPT_BYTES + k, mask=far, other=0)
+    comes = tl.load((mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + message * S.KEPT_BYTES + k, mask=far, other=0)
     return tl.where(far, owner, -1), message, comes != 0
 
 
@@ -248,7 +248,7 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
         owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
         here = tl.sum(((owner[:, None] == r[None, :]) & (slots >= 0)[None, :]).to(tl.int32), 1) > 0
         if not S.ALLREDUCE:
-            here = here & (tl.load((mine + S.OFFSET_KEPT).to(U8) + token * S.TOPK + k, mask=here, other=0) != 0)
+            here = here & (tl.load((mine + S.OFFSET_COMBINE_KEPT).to(U8) + token * S.TOPK + k, mask=here, other=0) != 0)
         if S.NODE_SIZE < S.WORLD_SIZE:
             far, _, comes = inter_node_slots(
                 mine, inputs.topk_ids, slots, token, ctx.me, numbers.first_expert, numbers.num_local_experts, S

@@ -93,10 +93,10 @@ def put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
     fence(ctx.control)
     put(
         ctx.table,
-        mine + S.OFFSET_FAR_KEPT + at * S.KEPT_BYTES,
+        mine + S.OFFSET_INTER_NODE_KEPT + at * S.KEPT_BYTES,
         source,
         S.KEPT_BYTES,
-        mine + S.OFFSET_FLAG + at * 8,
+        mine + S.OFFSET_COMBINE_FLAG + at * 8,
         ctx.call,
         peer,
         S,
@@ -158,13 +158,13 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
                 send_columns(to, flip, part, valid, y, y_rows, inputs.row_weights, rows, S)
         if S.NODE_SIZE < S.WORLD_SIZE:
             if (is_intra_node(peer, ctx.me, S) == 0) & valid:
-                word = mine + S.OFFSET_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
+                word = mine + S.OFFSET_COMBINE_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
                 put_row(ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, S)
     else:
         q = tl.arange(0, S.TOPK_POW2)
         here = tl.where(valid, tl.load(rows + q, mask=q < S.TOPK, other=_ABSENT), _ABSENT)
         kept = (here >= 0) & (here < y_rows)
-        kept_at = (home + S.OFFSET_KEPT).to(U8) + token * S.TOPK
+        kept_at = (home + S.OFFSET_COMBINE_KEPT).to(U8) + token * S.TOPK
         if S.NODE_SIZE < S.WORLD_SIZE:
             tl.store(kept_at + q, kept.to(tl.uint8), mask=intra_node_only(here != _ABSENT, peer, ctx.me, S))
             if (is_intra_node(peer, ctx.me, S) == 0) & valid:
@@ -215,10 +215,10 @@ def dispatch_of(received, S: tl.constexpr):
 def status_at(base, table, rank, me, S: tl.constexpr):
     """Where to store this rank's ``combine_status`` for ``rank``, whose block is at ``base``."""
     if S.NODE_SIZE < S.WORLD_SIZE:
-        at = base + S.OFFSET_STATUS + tl.cast(me, tl.int64) * 8
+        at = base + S.OFFSET_COMBINE_STATUS + tl.cast(me, tl.int64) * 8
         return direct_or_staged(at, tl.load(table + me), rank, me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S).to(I64)
     else:
-        return (base + S.OFFSET_STATUS).to(I64) + me
+        return (base + S.OFFSET_COMBINE_STATUS).to(I64) + me
 
 
 @triton.jit
@@ -230,7 +230,16 @@ def put_heads(ctx, S: tl.constexpr):
     for d in range(S.WORLD_SIZE):
         if is_intra_node(d, ctx.me, S) == 0:
             source = staged_at(mine, d, ctx.me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S)
-            put(ctx.table, mine + S.OFFSET_STATUS + at, source, 8, mine + S.OFFSET_HEAD + at, ctx.call, d, S)
+            put(
+                ctx.table,
+                mine + S.OFFSET_COMBINE_STATUS + at,
+                source,
+                8,
+                mine + S.OFFSET_COMBINE_HEAD + at,
+                ctx.call,
+                d,
+                S,
+            )
 
 
 @triton.jit
@@ -240,7 +249,7 @@ def raise_all_flags(ctx, S: tl.constexpr):
     for d in range(S.WORLD_SIZE):
         home = tl.load(ctx.table + d)
         for c0 in range(0, S.MAX_TOKENS * S.PARTS_PER_ROW, S.BLOCK_SIZE):
-            flags = (home + S.OFFSET_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW + c0 + i
+            flags = (home + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW + c0 + i
             publish(
                 flags,
                 intra_node_only(c0 + i < S.MAX_TOKENS * S.PARTS_PER_ROW, d, ctx.me, S),
@@ -264,7 +273,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
     mine = own_block(ctx.control, S)
     moved = tl.full([], 0, tl.int32)
     p = tl.arange(0, S.PARTS_POW2)
-    flags = (block + S.OFFSET_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
+    flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
     small = is_small(ctx.control, tl.load(notes.received + home * 2 + 1), ctx.call, S)
     if S.PARTS_PER_ROW == 1:
         for slot in range(lane, tl.load(notes.received + home * 2), lanes):
@@ -343,7 +352,9 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
                 tl.store(status_at(base, peers.table, r, numbers.me, S), word, mask=mask)
                 near = intra_node_only(mask, r, numbers.me, S)
                 publish(
-                    (base + S.OFFSET_HEAD).to(I64) + numbers.me, near, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call
+                    (base + S.OFFSET_COMBINE_HEAD).to(I64) + numbers.me,
+                    near,
+                    tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call,
                 )
                 if S.NODE_SIZE < S.WORLD_SIZE:
                     put_heads(ctx, S)

@@ -26,34 +26,35 @@ import triton.language as tl
 
 from moelink.kernels.dispatch.receive import receive
 from moelink.kernels.dispatch.send import send
-from moelink.kernels.launch.sm_limit import within_sm_limit
+from moelink.kernels.dispatch.send_cached import send_cached
+from moelink.kernels.launch.sm_limit import run_role, run_roles
 from moelink.memory.protocol import DISPATCH_RECEIVED, DISPATCH_SENT
 
 _SENT, _RECEIVED = tl.constexpr(DISPATCH_SENT), tl.constexpr(DISPATCH_RECEIVED)
 
 
 @triton.jit
-def _both(program, programs, peers, inputs, outputs, notes, cached, numbers, S: tl.constexpr):
-    if program < numbers.senders:
-        send(program, numbers.senders, peers, inputs, notes, cached, numbers, S)
-    else:
-        receive(program - numbers.senders, programs - numbers.senders, peers, outputs, notes, cached, numbers, S)
-
-
-@triton.jit
 def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: tl.constexpr):
-    """Programs [0, numbers.senders) send, the others, of ``numbers.programs``, receive."""
-    arguments = (peers, inputs, outputs, notes, cached, numbers)
-    within_sm_limit(_both, peers.control, _SENT, numbers.programs, arguments, S)
+    """CTAs [0, numbers.senders) send, the others, of ``numbers.programs``, receive."""
+    sending = (peers, inputs, notes, cached, numbers)
+    receiving = (peers, outputs, notes, cached, numbers)
+    if S.CACHED_ROUTING:
+        run_roles(send_cached, sending, receive, receiving, peers.control, _SENT, numbers, S)
+    else:
+        run_roles(send, sending, receive, receiving, peers.control, _SENT, numbers, S)
 
 
 @triton.jit
 def ep_dispatch_async_kernel(peers, inputs, notes, cached, numbers, S: tl.constexpr):
     """The sender role alone."""
-    within_sm_limit(send, peers.control, _SENT, numbers.programs, (peers, inputs, notes, cached, numbers), S)
+    arguments = (peers, inputs, notes, cached, numbers)
+    if S.CACHED_ROUTING:
+        run_role(send_cached, arguments, peers.control, _SENT, numbers.programs, S)
+    else:
+        run_role(send, arguments, peers.control, _SENT, numbers.programs, S)
 
 
 @triton.jit
 def ep_dispatch_wait_kernel(peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """The receiver role alone."""
-    within_sm_limit(receive, peers.control, _RECEIVED, numbers.programs, (peers, outputs, notes, cached, numbers), S)
+    run_role(receive, (peers, outputs, notes, cached, numbers), peers.control, _RECEIVED, numbers.programs, S)

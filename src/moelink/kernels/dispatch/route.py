@@ -226,11 +226,11 @@ _INVALID = tl.constexpr(INVALID_IDS)
 @triton.jit
 def publish_block_counts(mine, program, pairs, messages, call, S: tl.constexpr):
     """Store what this program counted, for the programs after it."""
-    row = (mine + S.OFFSET_TALLIES).to(I32) + program * S.BLOCK_COUNT_WORDS
+    row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + program * S.BLOCK_COUNT_WORDS
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     tl.store(row + tl.arange(0, S.NUM_EXPERTS_POW2), pairs)
     tl.store(row + S.NUM_EXPERTS_POW2 + r, messages)
-    flag = (mine + S.OFFSET_TALLY_FLAG).to(I64) + program + r * 0
+    flag = (mine + S.OFFSET_BLOCK_COUNTS_FLAG).to(I64) + program + r * 0
     publish(flag, r == 0, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call)
 
 
@@ -248,7 +248,7 @@ def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
     """Pairs [experts] and messages [ranks] of programs [0, programs). Returns 1, or 0 or -1 after an error, before
     them."""
     p = tl.arange(0, S.MAX_SENDERS)
-    flags = (mine + S.OFFSET_TALLY_FLAG).to(I64) + p
+    flags = (mine + S.OFFSET_BLOCK_COUNTS_FLAG).to(I64) + p
     ok, _, got = wait_all(flags, p < programs, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
     report_failure(ok, ctx, ctx.me, _PHASE, ctx.call, got, S)
     e = tl.arange(0, S.NUM_EXPERTS_POW2)
@@ -258,7 +258,7 @@ def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
     if ok > 0:
         for p0 in range(0, programs, S.SENDERS_PER_STEP):
             q = p0 + tl.arange(0, S.SENDERS_PER_STEP)
-            row = (mine + S.OFFSET_TALLIES).to(I32) + q * S.BLOCK_COUNT_WORDS
+            row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + q * S.BLOCK_COUNT_WORDS
             mask = (q < programs)[:, None]
             pairs += tl.load(row[:, None] + e[None, :], mask=mask & (e >= 0)[None, :], other=0)
             messages += tl.load(
@@ -278,7 +278,7 @@ def send_firsts(table, mine, me, programs, S: tl.constexpr):
         to = direct_or_staged(to.to(tl.int64), mine, r, me, S.OFFSET_STAGED_FIRSTS, 1, 0, row, S).to(I32)
     p = tl.arange(0, S.MAX_SENDERS)
     mask = (p < programs)[:, None] & (r < S.WORLD_SIZE)[None, :]
-    row = (mine + S.OFFSET_TALLIES).to(I32) + p * S.BLOCK_COUNT_WORDS + S.NUM_EXPERTS_POW2
+    row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + p * S.BLOCK_COUNT_WORDS + S.NUM_EXPERTS_POW2
     count = tl.load(row[:, None] + r[None, :], mask=mask, other=0)
     tl.store(to[None, :] + p[:, None], tl.cumsum(count, 0) - count, mask=mask)
     tl.store(to + programs, tl.sum(count, 0), mask=r < S.WORLD_SIZE)

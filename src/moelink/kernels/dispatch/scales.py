@@ -19,7 +19,7 @@ word of row 33 of the first tile and scale columns 4 to 7 is word 128 * 1 + 4 * 
 import triton
 import triton.language as tl
 
-from moelink.kernels.launch.sm_limit import within_sm_limit
+from moelink.kernels.launch.sm_limit import run_role
 from moelink.kernels.sync.signals import I32, own_block
 from moelink.memory.protocol import DISPATCH_RECEIVED
 
@@ -85,4 +85,4 @@ def lay_out(
 def ep_lay_out_scales_kernel(peers, row_offsets, message_of_row, scales_out, numbers, S: tl.constexpr):
     """Scales of all rows [0, row_offsets[num_groups]), of which row r came with message ``message_of_row[r]``."""
     pieces = (peers.control, row_offsets, message_of_row, scales_out, numbers.num_groups, numbers.scale_rows)
-    within_sm_limit(lay_out, peers.control, _KIND, numbers.programs, pieces, S)
+    run_role(lay_out, pieces, peers.control, _KIND, numbers.programs, S)

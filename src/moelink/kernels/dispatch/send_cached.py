@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
-from moelink.kernels.dispatch.message import (
+from moelink.kernels.dispatch.route import experts_at, owner_of
+from moelink.kernels.dispatch.send import (
     flags_of,
     load_piece,
     load_weights,
@@ -40,7 +41,6 @@ from moelink.kernels.dispatch.message import (
     store_headers,
     store_piece,
 )
-from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import intra_node_only
@@ -141,7 +141,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, drained, N: 
 
 
 @triton.jit
-def send_cached(peers, inputs, notes, cached, numbers, program, num_programs, S: tl.constexpr):
+def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
     """Program ``program`` of the sender role. ``routed``: ``received`` of the call whose routing it is."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)

@@ -141,8 +141,8 @@ class CommonSpec:
     OFFSET_POISON: int
     OFFSET_POISONS: int
     OFFSET_CONTROL: int
-    OFFSET_DRAINED: int
-    OFFSET_TURNS: int
+    OFFSET_CREDIT: int
+    OFFSET_SM_LIMIT: int
     NODE_SIZE: int
     NETWORK: str
     OFFSET_IDLE: int
@@ -188,9 +188,9 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         NATIVE_CASTS=has_native_casts(device), MAX_THREADS=threads_of(device), CLOCK=clock_of(device),
         NUM_SMS=budget_of(cfg, device), SM_ID="ptx", OFFSET_POISON=regions["poison"].offset,
         OFFSET_POISONS=regions["poisons"].offset, OFFSET_CONTROL=regions["control"].offset,
-        OFFSET_DRAINED=regions["credit"].offset, OFFSET_TURNS=regions["sm_limit"].offset, NODE_SIZE=workspace.node_size,
-        NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu" else "nvshmem",
-        OFFSET_IDLE=inter_node_offset(workspace, "idle"),
+        OFFSET_CREDIT=regions["credit"].offset, OFFSET_SM_LIMIT=regions["sm_limit"].offset,
+        NODE_SIZE=workspace.node_size, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
+        else "nvshmem", OFFSET_IDLE=inter_node_offset(workspace, "idle"),
     )  # fmt: skip
 
 
@@ -273,8 +273,8 @@ class DispatchSpec(CommonSpec):
     COUNT_WORDS: int
     COUNT_WORDS_POW2: int
     POLL_WIDTH: int
-    OFFSET_TALLY_FLAG: int
-    OFFSET_TALLIES: int
+    OFFSET_BLOCK_COUNTS_FLAG: int
+    OFFSET_BLOCK_COUNTS: int
     OFFSET_MESSAGE_FLAG: int
     OFFSET_COUNTS: int
     OFFSET_FIRSTS: int
@@ -360,10 +360,11 @@ def dispatch_spec(
         MESSAGE_TOKEN=message["token"].offset, MESSAGE_IDS=message["ids"].offset,
         MESSAGE_POSITIONS=message["positions"].offset, MESSAGE_WEIGHTS=message["weights"].offset,
         COUNT_WORDS=regions["counts"].shape[1], COUNT_WORDS_POW2=power(regions["counts"].shape[1]),
-        OFFSET_TALLY_FLAG=regions["block_counts_flag"].offset, OFFSET_TALLIES=regions["block_counts"].offset,
-        OFFSET_MESSAGE_FLAG=regions["message_flag"].offset, OFFSET_COUNTS=regions["counts"].offset,
-        OFFSET_FIRSTS=regions["firsts"].offset, OFFSET_MESSAGES=regions["messages"].offset,
-        OFFSET_COUNTS_FLAG=inter_node_offset(workspace, "counts_flag"), OFFSET_FIRSTS_FLAG=inter_node_offset(workspace,
+        OFFSET_BLOCK_COUNTS_FLAG=regions["block_counts_flag"].offset,
+        OFFSET_BLOCK_COUNTS=regions["block_counts"].offset, OFFSET_MESSAGE_FLAG=regions["message_flag"].offset,
+        OFFSET_COUNTS=regions["counts"].offset, OFFSET_FIRSTS=regions["firsts"].offset,
+        OFFSET_MESSAGES=regions["messages"].offset, OFFSET_COUNTS_FLAG=inter_node_offset(workspace, "counts_flag"),
+        OFFSET_FIRSTS_FLAG=inter_node_offset(workspace,
         "firsts_flag"), OFFSET_STAGED_COUNTS=inter_node_offset(workspace, "staged_counts"),
         OFFSET_STAGED_FIRSTS=inter_node_offset(workspace, "staged_firsts"),
         OFFSET_STAGED_MESSAGES=inter_node_offset(workspace,
@@ -413,18 +414,18 @@ class CombineSpec(CommonSpec):
     EPILOGUE: str
     HOOK: Any
     ROW_BYTES: int
-    OFFSET_HEAD: int
-    OFFSET_FLAG: int
-    OFFSET_STATUS: int
-    OFFSET_KEPT: int
+    OFFSET_COMBINE_HEAD: int
+    OFFSET_COMBINE_FLAG: int
+    OFFSET_COMBINE_STATUS: int
+    OFFSET_COMBINE_KEPT: int
     OFFSET_ROWS: int
     LAMPORT_TOKENS: int
-    OFFSET_SMALL: int
+    OFFSET_LAMPORT_SLOTS: int
     EVICTION: str
     KEPT_BYTES: int
     STAGED_BY_ROW: bool
     OFFSET_ROW_FLAG: int
-    OFFSET_FAR_KEPT: int
+    OFFSET_INTER_NODE_KEPT: int
     OFFSET_STAGED_STATUS: int
     OFFSET_STAGED_KEPT: int
     OFFSET_STAGED_ROWS: int
@@ -466,14 +467,14 @@ def combine_spec(
         ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk, ROW_DTYPE=dtype,
         ROW_POINTER=tl.pointer_type(dtype), SUM_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype],
         OUT_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
-        ROW_BYTES=workspace.row_bytes, OFFSET_HEAD=regions["combine_head"].offset,
-        OFFSET_FLAG=regions["combine_flag"].offset, OFFSET_STATUS=regions["combine_status"].offset,
-        OFFSET_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
-        LAMPORT_TOKENS=most_small, OFFSET_SMALL=regions["lamport_slots"].offset if most_small else 0,
+        ROW_BYTES=workspace.row_bytes, OFFSET_COMBINE_HEAD=regions["combine_head"].offset,
+        OFFSET_COMBINE_FLAG=regions["combine_flag"].offset, OFFSET_COMBINE_STATUS=regions["combine_status"].offset,
+        OFFSET_COMBINE_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
+        LAMPORT_TOKENS=most_small, OFFSET_LAMPORT_SLOTS=regions["lamport_slots"].offset if most_small else 0,
         EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
         KEPT_BYTES=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0, STAGED_BY_ROW=not
         cfg.pre_reduce, OFFSET_ROW_FLAG=inter_node_offset(workspace, "row_flag"),
-        OFFSET_FAR_KEPT=inter_node_offset(workspace,
+        OFFSET_INTER_NODE_KEPT=inter_node_offset(workspace,
         "inter_node_kept"), OFFSET_STAGED_STATUS=inter_node_offset(workspace, "staged_status"),
         OFFSET_STAGED_KEPT=inter_node_offset(workspace, "staged_kept"), OFFSET_STAGED_ROWS=inter_node_offset(workspace,
         "staged_rows"),

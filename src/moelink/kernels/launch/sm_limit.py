@@ -76,15 +76,41 @@ def take_number(words, programs, S: tl.constexpr):
 
 
 @triton.jit
-def within_sm_limit(work, control, kind, programs, args, S: tl.constexpr):
-    """Do the ``work`` of all numbers [0, ``programs``): ``work(number, programs, *args, S)`` by a program each.
+def number_of_cta(control, kind, programs, S: tl.constexpr):
+    """With an SM limit: the number whose work this CTA does, of [0, ``programs``); another one if it does nothing.
 
-    ``kind``: which words of this rank are for this launch, [0, TURN_KINDS).
+    ``kind``: which words of this rank are for this launch, [0, SM_LIMIT_KINDS).
     """
+    words = (own_block(control, S) + S.OFFSET_SM_LIMIT).to(I32) + kind * _WORDS
+    return take_number(words, programs, S)
+
+
+@triton.jit
+def run_role(work, arguments, control, kind, programs, S: tl.constexpr):
+    """Do the work of all numbers [0, ``programs``): ``work(number, programs, *arguments, S)`` by a CTA each."""
     if S.NUM_SMS == 0:
-        work(tl.program_id(0), programs, *args, S)
+        work(tl.program_id(0), programs, *arguments, S)
     else:
-        words = (own_block(control, S) + S.OFFSET_TURNS).to(I32) + kind * _WORDS
-        number = take_number(words, programs, S)
+        number = number_of_cta(control, kind, programs, S)
         if number < programs:
-            work(number, programs, *args, S)
+            work(number, programs, *arguments, S)
+
+
+@triton.jit
+def run_roles(sends, sending, receives, receiving, control, kind, numbers, S: tl.constexpr):
+    """Both roles in one launch: numbers [0, ``numbers.senders``) do ``sends(number, senders, *sending, S)``, the others
+    of ``numbers.programs`` ``receives``."""
+    if S.NUM_SMS == 0:
+        _run_either(tl.program_id(0), sends, sending, receives, receiving, numbers, S)
+    else:
+        number = number_of_cta(control, kind, numbers.programs, S)
+        if number < numbers.programs:
+            _run_either(number, sends, sending, receives, receiving, numbers, S)
+
+
+@triton.jit
+def _run_either(number, sends, sending, receives, receiving, numbers, S: tl.constexpr):
+    if number < numbers.senders:
+        sends(number, numbers.senders, *sending, S)
+    else:
+        receives(number - numbers.senders, numbers.programs - numbers.senders, *receiving, S)

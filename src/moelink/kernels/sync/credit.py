@@ -48,7 +48,7 @@ _NEXT = tl.constexpr((COMBINE_RECEIVED - DISPATCH_RECEIVED) // (PHASE_COMBINE - 
 @triton.jit
 def credit_at(block, phase, rank, S: tl.constexpr):
     """The word of ``block`` that says how many calls of ``phase`` ``rank`` has drained."""
-    return (block + S.OFFSET_DRAINED).to(I64) + (phase * S.WORLD_SIZE + rank)
+    return (block + S.OFFSET_CREDIT).to(I64) + (phase * S.WORLD_SIZE + rank)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def count_read(ctx, phase, program, num_programs, S: tl.constexpr, sem: tl.const
         if arrive(ctx.control + _DONE + role, num_programs) > 0:
             tl.atomic_xchg(ctx.control + role, ctx.call << _SHIFT, sem="relaxed", scope="gpu")
             fence(ctx.control)
-            tell_inter_node(ctx.table, ctx.me, S.OFFSET_DRAINED + phase * S.WORLD_SIZE * 8, ctx.call, S)
+            tell_inter_node(ctx.table, ctx.me, S.OFFSET_CREDIT + phase * S.WORLD_SIZE * 8, ctx.call, S)
     else:
         count_arrival(ctx.control, role, program, num_programs, sem)
 

@@ -72,7 +72,7 @@ def is_small(control, num_tokens, call, S: tl.constexpr):
 @triton.jit
 def row_at(block, rank, number, S: tl.constexpr):
     """Address of row (``rank``, ``number``) in the block at address ``block``."""
-    return block + S.OFFSET_SMALL + tl.cast(rank * S.LAMPORT_TOKENS + number, tl.int64) * S.ROW_BYTES
+    return block + S.OFFSET_LAMPORT_SLOTS + tl.cast(rank * S.LAMPORT_TOKENS + number, tl.int64) * S.ROW_BYTES
 
 
 @triton.jit

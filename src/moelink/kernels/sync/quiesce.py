@@ -73,13 +73,13 @@ def quiesce_combine(ctx, S: tl.constexpr):
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     ok, source, got = wait_all(
-        (mine + S.OFFSET_HEAD).to(I64) + r, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
+        (mine + S.OFFSET_COMBINE_HEAD).to(I64) + r, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
     )
     report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
     if ok > 0:
-        status = tl.load((mine + S.OFFSET_STATUS).to(I64) + r, mask=mask, other=0)
+        status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
         messages = tl.minimum(tl.maximum(status >> 32, 0), S.MAX_TOKENS).to(tl.int32)
-        ok = _wait_for_flags(ctx, S.OFFSET_FLAG, messages, _COMBINE, S)
+        ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages, _COMBINE, S)
         q = tl.arange(0, S.TOPK_POW2)
         far = intra_node_only(mask, r, ctx.me, S) == 0
         by_row = tl.where(far & ((status & 0xFFFFFFFF) == 2 * _BY_ROW), messages, 0)
@@ -88,7 +88,7 @@ def quiesce_combine(ctx, S: tl.constexpr):
                 if ok > 0:
                     message = source * S.MAX_TOKENS + slot
                     kept = tl.load(
-                        (mine + S.OFFSET_FAR_KEPT).to(U8) + message * S.KEPT_BYTES + q, mask=q < S.TOPK, other=0
+                        (mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + message * S.KEPT_BYTES + q, mask=q < S.TOPK, other=0
                     )
                     flags = (mine + S.OFFSET_ROW_FLAG).to(I64) + message * S.TOPK + q
                     poison = (mine + S.OFFSET_POISON).to(I64)
@@ -103,7 +103,7 @@ def wait_for_choices(ctx, S: tl.constexpr):
     them whose rows do not come, as they send sums or refused the call)."""
     mine = tl.load(ctx.table + ctx.me)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    ok, source, got = wait_for_inter_node(mine, S.OFFSET_HEAD, r < S.WORLD_SIZE, ctx, S)
+    ok, source, got = wait_for_inter_node(mine, S.OFFSET_COMBINE_HEAD, r < S.WORLD_SIZE, ctx, S)
     report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
-    status = tl.load((mine + S.OFFSET_STATUS).to(I64) + r, mask=r < S.WORLD_SIZE, other=0)
+    status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=r < S.WORLD_SIZE, other=0)
     return ok, intra_node_only(r < S.WORLD_SIZE, r, ctx.me, S) | ((status & 0xFFFFFFFF) == 2 * _BY_ROW)
