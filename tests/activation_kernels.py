@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moelink.formats import get_format
-from moelink.kernels.activation import group_elements, silu_and_quantize_kernel
+from moelink.kernels.activation import ActivationConstants, group_elements, silu_and_quantize_kernel
 
 FORMATS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
 MEMORY = re.compile(r"^\s*(?:@!?%\w+ )?((?:ld|st)\.global\S*)", re.MULTILINE)
@@ -22,21 +22,20 @@ def compile_for(target, name, native, *, clamp=False, hidden=2048, block=2048, g
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     fmt = get_format(name)
     codec, group = fmt.codec(), group_elements(fmt, hidden)
-    constants = {
-        "H": hidden, "GS": group, "NG": triton.next_power_of_2(block // group),
-        "PE": group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
-        "G": groups, "HALVINGS": (groups - 1).bit_length(), "ENCODE": codec.encode,
-        "LAYOUT": "" if fmt.scale_layout is None else fmt.scale_layout.name, "INPUT_SCALES": name == "nvfp4",
-        "CLAMP": clamp, "ALPHA": 1.702, "LIMIT": 7.0, "NATIVE": native, "TAIL": 16,
-    }  # fmt: skip
+    constants = ActivationConstants(
+        HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=triton.next_power_of_2(block // group),
+        GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
+        NUM_GROUPS=groups, HALVINGS=(groups - 1).bit_length(), ENCODE_FN=codec.encode,
+        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name, HAS_INPUT_SCALES=name == "nvfp4",
+        CLAMP=clamp, ALPHA=1.702, LIMIT=7.0, NATIVE_CASTS=native, TAIL_TILES=16,
+    )  # fmt: skip
     signature = {
         "x": f"*{rows}", "row_offsets": "*i32", "input_scales": "*fp32", "scales_offsets": "*i32",
         "tokens": f"*u{8 * codec.ELEMENT_BYTES}", "scales": "*fp32" if codec.SCALE_BYTES == 4 else "*u8", "rows": "i32",
-    } | dict.fromkeys(constants, "constexpr")  # fmt: skip
-    names = list(silu_and_quantize_kernel.arg_names)
-    aligned = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(names) if signature[key].startswith("*")}
-    constants = {(names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(silu_and_quantize_kernel, {key: signature[key] for key in names}, constants, aligned)
+        "S": "constexpr",
+    }  # fmt: skip
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(silu_and_quantize_kernel, signature, {"S": constants}, aligned)
     return triton.compile(source, target=gpu, options={"enable_fp_fusion": False})
 
 

@@ -78,7 +78,10 @@ def test_opcheck(setup: dict[str, Any]) -> None:
         if recv.scales_offsets is None:
             checks += ("test_aot_dispatch_dynamic",)
         for op, args in calls:
-            torch.library.opcheck(op, (order, *args, name), test_utils=checks)
+            given, named = ((*args, name), {}) if op is not library.combine else (args[:-1], {})
+            if op is library.combine:
+                named = {"reduce": args[-1], "communicator": name}
+            torch.library.opcheck(op, (order, *given), named, test_utils=checks)
 
 
 # --- when operators are bypassed, and what passes between both worlds -------------------------------------------------

@@ -70,8 +70,8 @@ def ep_fused_combine(
         ArgumentError: a tensor does not fit; nothing was launched.
     """
     given = _Given(
-        ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights, row_weights,
-        shared, epilogue_fn,
+        ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
+        row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
     )  # fmt: skip
     numbers = given.numbers._replace(programs=given.numbers.senders + ep.combine_kernel.n_reduce_sms)
     launch(
@@ -124,8 +124,8 @@ def ep_combine_wait(
     ``input_tokens`` are read again with ``skip_a2a`` and for the fused shared expert.
     """
     given = _Given(
-        ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights, row_weights,
-        shared, epilogue_fn,
+        ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
+        row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
     )  # fmt: skip
     numbers = given.numbers._replace(programs=ep.combine_kernel.n_reduce_sms)
     launch(
@@ -182,6 +182,7 @@ class _Given:
         routing: EPRouting,
         pointers: Tensor,
         topk_ids: Tensor,
+        *,
         router_weights: Tensor | None,
         row_weights: Tensor | None,
         shared: Tensor | None,

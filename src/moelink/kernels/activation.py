@@ -25,6 +25,9 @@ row    gate             up              out
 With GS = 4, so W = 1, and NG = 1, the 3 rows are 3 steps: program 0 of 2 does rows 0 and 2, program 1 row 1.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +35,7 @@ import triton.language as tl
 from moelink.formats.base import Format
 from moelink.formats.device.casts import as_float, as_int
 from moelink.kernels.launch.cache_keys import settle_cache_key
-from moelink.kernels.launch.constants import is_interpreted
+from moelink.kernels.launch.constants import Constants, is_interpreted
 
 TILES = "tiles_128x4"
 LAYOUTS = ("row_major", "transposed", TILES)
@@ -107,43 +110,71 @@ def clear_tails(
             tl.store(to + tile * 128 + word % 128, word * 0, mask=(inner >= size % 128) & (tile < TILES_PER_ROW))
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class ActivationConstants(Constants):
+    """What the kernel is compiled for.
+
+    Attributes:
+        HIDDEN_SIZE: columns of an output row. GROUP_SIZE: elements of a group. GROUPS_PER_STEP: groups at a time.
+        GROUP_ELEMENTS: payload elements of a group. NUM_GROUPS: groups of rows; HALVINGS: to find a row's by bisection.
+        ENCODE_FN: the format's device function. SCALE_LAYOUT: its layout of scales, "" for formats without them.
+        HAS_INPUT_SCALES: there is a global scale for each group of rows.
+        CLAMP, ALPHA, LIMIT: the clamped form, and its two numbers. NATIVE_CASTS: the device's narrow conversions.
+        TAIL_TILES: 128x4 tiles that are cleared at a time.
+    """
+
+    HIDDEN_SIZE: int
+    GROUP_SIZE: int
+    GROUPS_PER_STEP: int
+    GROUP_ELEMENTS: int
+    NUM_GROUPS: int
+    HALVINGS: int
+    ENCODE_FN: Any
+    SCALE_LAYOUT: str
+    HAS_INPUT_SCALES: bool
+    CLAMP: bool
+    ALPHA: float
+    LIMIT: float
+    NATIVE_CASTS: bool
+    TAIL_TILES: int
+
+
 @triton.jit(do_not_specialize=["rows"])
-def silu_and_quantize_kernel(
-    x, row_offsets, input_scales, scales_offsets, tokens, scales, rows,
-    H: tl.constexpr, GS: tl.constexpr, NG: tl.constexpr, PE: tl.constexpr, G: tl.constexpr, HALVINGS: tl.constexpr,
-    ENCODE: tl.constexpr, LAYOUT: tl.constexpr, INPUT_SCALES: tl.constexpr, CLAMP: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, NATIVE: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """See the module. LAYOUT "" is for formats without scales; PE payload elements a group; TAIL tiles at a time."""
-    W: tl.constexpr = H // GS
+def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, tokens, scales, rows, S: tl.constexpr):
+    """See the module."""
+    W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    total = tl.minimum(tl.load(row_offsets + G), rows)
-    for step in range(program, tl.cdiv(total.to(tl.int64) * W, NG).to(tl.int32), num_programs):
-        first = tl.cast(step, tl.int64) * NG
-        ahead = (first % W).to(tl.int32) + tl.arange(0, NG)
+    total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
+    for step in range(program, tl.cdiv(total.to(tl.int64) * W, S.GROUPS_PER_STEP).to(tl.int32), num_programs):
+        first = tl.cast(step, tl.int64) * S.GROUPS_PER_STEP
+        ahead = (first % W).to(tl.int32) + tl.arange(0, S.GROUPS_PER_STEP)
         row = first // W + ahead // W
         group = ahead % W
         here = row < total
-        source = x + (row * (2 * H) + group * GS)[:, None] + tl.arange(0, GS)[None, :]
+        source = x + (row * (2 * S.HIDDEN_SIZE) + group * S.GROUP_SIZE)[:, None] + tl.arange(0, S.GROUP_SIZE)[None, :]
         gate = tl.load(source, mask=here[:, None], other=0.0).to(tl.float32)
-        up = tl.load(source + H, mask=here[:, None], other=0.0).to(tl.float32)
-        z = gated(gate, up, CLAMP, ALPHA, LIMIT)
-        if LAYOUT == "tiles_128x4" or INPUT_SCALES:
-            expert = group_of(row, row_offsets, G, HALVINGS)
-        if INPUT_SCALES:
+        up = tl.load(source + S.HIDDEN_SIZE, mask=here[:, None], other=0.0).to(tl.float32)
+        z = gated(gate, up, S.CLAMP, S.ALPHA, S.LIMIT)
+        if S.SCALE_LAYOUT == "tiles_128x4" or S.HAS_INPUT_SCALES:
+            expert = group_of(row, row_offsets, S.NUM_GROUPS, S.HALVINGS)
+        if S.HAS_INPUT_SCALES:
             factor = tl.load(input_scales + expert)
         else:
             factor = 1.0
-        payload, scale = ENCODE(z, factor, NATIVE)
-        left = total.to(tl.int64) * (W * PE) - first * PE
-        element = tl.arange(0, NG * PE)
-        tl.store(tokens + first * PE + element, tl.reshape(payload, (NG * PE,)), mask=element < left)
-        if LAYOUT == "row_major":
-            tl.store(scales + first + tl.arange(0, NG), scale, mask=here)
-        elif LAYOUT == "transposed":
+        payload, scale = S.ENCODE_FN(z, factor, S.NATIVE_CASTS)
+        left = total.to(tl.int64) * (W * S.GROUP_ELEMENTS) - first * S.GROUP_ELEMENTS
+        element = tl.arange(0, S.GROUPS_PER_STEP * S.GROUP_ELEMENTS)
+        tl.store(
+            tokens + first * S.GROUP_ELEMENTS + element,
+            tl.reshape(payload, (S.GROUPS_PER_STEP * S.GROUP_ELEMENTS,)),
+            mask=element < left,
+        )
+        if S.SCALE_LAYOUT == "row_major":
+            tl.store(scales + first + tl.arange(0, S.GROUPS_PER_STEP), scale, mask=here)
+        elif S.SCALE_LAYOUT == "transposed":
             tl.store(scales + group.to(tl.int64) * rows + row, scale, mask=here)
-        elif LAYOUT == "tiles_128x4":
+        elif S.SCALE_LAYOUT == "tiles_128x4":
             start = tl.load(row_offsets + expert)
             inner = (row - start).to(tl.int32)
             block = start // 128 + tl.load(scales_offsets + expert, mask=here, other=0) + inner // 128
@@ -152,9 +183,11 @@ def silu_and_quantize_kernel(
             tl.store(to + group % 4, scale, mask=here)
             # Columns past the row's end, in its last tile.
             for j in tl.static_range(W % 4, 4 if W % 4 > 0 else 0):
-                tl.store(to + j, tl.zeros([NG], tl.uint8), mask=here & (group == W - 1))
-    if LAYOUT == "tiles_128x4":
-        clear_tails(row_offsets, scales_offsets, scales, rows, program, num_programs, G, (W + 3) // 4, TAIL)
+                tl.store(to + j, tl.zeros([S.GROUPS_PER_STEP], tl.uint8), mask=here & (group == W - 1))
+    if S.SCALE_LAYOUT == "tiles_128x4":
+        clear_tails(
+            row_offsets, scales_offsets, scales, rows, program, num_programs, S.NUM_GROUPS, (W + 3) // 4, S.TAIL_TILES
+        )
 
 
 def group_elements(fmt: Format, hidden: int) -> int:
@@ -198,16 +231,25 @@ def launch(
         most = 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if cuda else 2
         num_programs = max(1, min(most, triton.cdiv(x.shape[0] * (hidden // group), per_step)))
     alpha, limit = clamp or (1.0, 1.0)
-    settle_cache_key(codec.encode)
+    constants = ActivationConstants(
+        HIDDEN_SIZE=hidden,
+        GROUP_SIZE=group,
+        GROUPS_PER_STEP=per_step,
+        GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
+        NUM_GROUPS=num_groups,
+        HALVINGS=(num_groups - 1).bit_length(),
+        ENCODE_FN=codec.encode,
+        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name,
+        HAS_INPUT_SCALES=input_scales is not None,
+        CLAMP=clamp is not None,
+        ALPHA=alpha,
+        LIMIT=limit,
+        NATIVE_CASTS=native_conversions(x.device) if native is None else native,
+        TAIL_TILES=_TAIL_TILES if cuda else 64,
+    )
     settle_cache_key(silu_and_quantize_kernel)[(num_programs,)](
         x, row_offsets, row_offsets if input_scales is None else input_scales,
         row_offsets if scales_offsets is None else scales_offsets, tokens.view(_UNSIGNED[codec.ELEMENT_BYTES]),
         row_offsets if scales is None else scales if codec.SCALE_BYTES == 4 else scales.view(torch.uint8), x.shape[0],
-        H=hidden, GS=group, NG=per_step,
-        PE=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES, G=num_groups,
-        HALVINGS=(num_groups - 1).bit_length(), ENCODE=codec.encode,
-        LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name, INPUT_SCALES=input_scales is not None,
-        CLAMP=clamp is not None, ALPHA=alpha, LIMIT=limit,
-        NATIVE=native_conversions(x.device) if native is None else native, TAIL=_TAIL_TILES if cuda else 64,
-        enable_fp_fusion=False,
+        S=constants, enable_fp_fusion=False,
     )  # fmt: skip

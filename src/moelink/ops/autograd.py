@@ -126,15 +126,14 @@ class Combine(torch.autograd.Function):
         epilogue: Tensor | None,
         carrier: Tensor | None,
         topk_ids: Tensor,
-        home_weights: Tensor | None,
-        reduce: bool,
-        communicator: str,
+        settings: tuple[bool, str, Tensor | None],
         *record: Tensor,
     ) -> Tensor:
+        reduce, communicator, home_weights = settings
         with torch._C._AutoDispatchBelowAutograd():
             out: Tensor = library.combine(
                 order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, list(record),
-                reduce, communicator,
+                reduce=reduce, communicator=communicator,
             )  # fmt: skip
         ctx.order, ctx.communicator, ctx.reduce, ctx.y_dtype = order, communicator, reduce, y.dtype
         ctx.added = [None if term is None else (term.dim(), term.dtype) for term in (shared, epilogue)]
@@ -257,18 +256,19 @@ def _combine(
     topk_ids: Tensor,
     home_weights: Tensor | None,
     record: list[Tensor],
+    *,
     reduce: bool,
     communicator: str,
 ) -> Tensor:
     if _requires_grad(y, weights, topk_weights, shared, epilogue, carrier):
         return Combine.apply(  # type: ignore[no-any-return, no-untyped-call]
-            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, reduce, communicator,
+            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, (reduce, communicator, home_weights),
             *record,
         )  # fmt: skip
     with torch._C._AutoDispatchBelowAutograd():
         return library.combine(  # type: ignore[no-any-return]
-            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, record, reduce,
-            communicator,
+            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, record, reduce=reduce,
+            communicator=communicator,
         )  # fmt: skip
 
 

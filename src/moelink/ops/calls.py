@@ -120,8 +120,8 @@ def _finish_combine(context: OperatorContext, request: CombineRequest, operation
             recv.handle.topk_ids,
             recv.handle.topk_weights,
             context.record(recv),
-            request.reduce,
-            context.name,
+            reduce=request.reduce,
+            communicator=context.name,
         )
     return out
 

@@ -42,7 +42,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "combine(Tensor(a!) order, Tensor y, Tensor? weights, Tensor? topk_weights, Tensor? shared, Tensor? epilogue, "
-    "Tensor? carrier, Tensor topk_ids, Tensor? home_weights, Tensor[] record, bool reduce, str communicator) -> Tensor",
+    "Tensor? carrier, Tensor topk_ids, Tensor? home_weights, Tensor[] record, *, bool reduce, str communicator) "
+    "-> Tensor",
     tags=_TAGS,
 )
 LIBRARY.define(
@@ -124,6 +125,7 @@ def _combine(
     topk_ids: Tensor,
     home_weights: Tensor | None,
     record: list[Tensor],
+    *,
     reduce: bool,
     communicator: str,
 ) -> Tensor:
@@ -155,6 +157,7 @@ def _combine_fake(
     topk_ids: Tensor,
     home_weights: Tensor | None,
     record: list[Tensor],
+    *,
     reduce: bool,
     communicator: str,
 ) -> Tensor:

@@ -99,8 +99,39 @@ def word_of(nbytes: int) -> Any:
     return _WORDS[4 if nbytes % 4 == 0 else 2 if nbytes % 2 == 0 else 1]
 
 
+class Constants:
+    """What a kernel is compiled for, in one object: the base of frozen dataclasses whose fields are the constants.
+
+    Two objects with equal fields are equal, and have one short name, which becomes part of cache keys.
+    """
+
+    def __post_init__(self) -> None:
+        # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
+        # device functions in it. It is also what equality and hashing mean (pointer types have no hash).
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
+        keys = {name: getattr(settle_cache_key(value), "cache_key", value) for name, value in values.items()}
+        text = ",".join(f"{name}={key}" for name, key in keys.items())
+        name = f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}"
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_hash", hash(name))
+        # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
+        if not is_interpreted():
+            for name, value in values.items():
+                object.__setattr__(self, name, tl.constexpr(value))
+
+    def __repr__(self) -> str:
+        return str(self.__dict__["_name"])
+
+    def __hash__(self) -> int:
+        return int(self.__dict__["_hash"])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and repr(other) == repr(self))
+
+
 @dataclass(frozen=True, repr=False, eq=False)
-class CommonSpec:
+class CommonSpec(Constants):
     """Sizes and offsets that both phases use. ``X_POW2`` is the next power of two of ``X``, the size of a block.
 
     Attributes:
@@ -146,30 +177,6 @@ class CommonSpec:
     NODE_SIZE: int
     NETWORK: str
     OFFSET_IDLE: int
-
-    def __post_init__(self) -> None:
-        # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
-        # device functions in it. It is also what equality and hashing mean (pointer types have no hash).
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
-        keys = {name: getattr(settle_cache_key(value), "cache_key", value) for name, value in values.items()}
-        text = ",".join(f"{name}={key}" for name, key in keys.items())
-        name = f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}"
-        object.__setattr__(self, "_name", name)
-        object.__setattr__(self, "_hash", hash(name))
-        # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
-        if not is_interpreted():
-            for name, value in values.items():
-                object.__setattr__(self, name, tl.constexpr(value))
-
-    def __repr__(self) -> str:
-        return str(self.__dict__["_name"])
-
-    def __hash__(self) -> int:
-        return int(self.__dict__["_hash"])
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is type(self) and repr(other) == repr(self))
 
 
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
