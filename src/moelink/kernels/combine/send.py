@@ -224,22 +224,23 @@ def status_at(base, table, rank, me, S: tl.constexpr):
 @triton.jit
 def put_heads(ctx, S: tl.constexpr):
     """Put ``combine_status``, which is stored, at the ranks of other nodes, and then its head."""
-    mine = own_block(ctx.control, S)
-    at = tl.cast(ctx.me, tl.int64) * 8
-    fence(ctx.control)
-    for d in range(S.WORLD_SIZE):
-        if is_intra_node(d, ctx.me, S) == 0:
-            source = staged_at(mine, d, ctx.me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S)
-            put(
-                ctx.table,
-                mine + S.OFFSET_COMBINE_STATUS + at,
-                source,
-                8,
-                mine + S.OFFSET_COMBINE_HEAD + at,
-                ctx.call,
-                d,
-                S,
-            )
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        mine = own_block(ctx.control, S)
+        at = tl.cast(ctx.me, tl.int64) * 8
+        fence(ctx.control)
+        for d in range(S.WORLD_SIZE):
+            if is_intra_node(d, ctx.me, S) == 0:
+                source = staged_at(mine, d, ctx.me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S)
+                put(
+                    ctx.table,
+                    mine + S.OFFSET_COMBINE_STATUS + at,
+                    source,
+                    8,
+                    mine + S.OFFSET_COMBINE_HEAD + at,
+                    ctx.call,
+                    d,
+                    S,
+                )
 
 
 @triton.jit
@@ -356,8 +357,7 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
                     near,
                     tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call,
                 )
-                if S.NODE_SIZE < S.WORLD_SIZE:
-                    put_heads(ctx, S)
+                put_heads(ctx, S)
                 if numbers.status != 0:
                     raise_all_flags(ctx, S)
             # Of few tokens all but the first send rows, as what it publishes has to arrive before it goes on.

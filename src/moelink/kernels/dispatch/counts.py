@@ -52,32 +52,33 @@ def store_expert_counts(ctx, mine, first, num_local, pairs, S: tl.constexpr):
 @triton.jit
 def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
     """Put the counts, and ``firsts`` where there are any, at the ranks of other nodes."""
-    fence(ctx.control)
-    at = tl.cast(ctx.me, tl.int64)
-    firsts: tl.constexpr = (S.MAX_SENDERS + 1) * 4
-    for d in range(S.WORLD_SIZE):
-        if is_intra_node(d, ctx.me, S) == 0:
-            if not alone:
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        fence(ctx.control)
+        at = tl.cast(ctx.me, tl.int64)
+        firsts: tl.constexpr = (S.MAX_SENDERS + 1) * 4
+        for d in range(S.WORLD_SIZE):
+            if is_intra_node(d, ctx.me, S) == 0:
+                if not alone:
+                    put(
+                        ctx.table,
+                        mine + S.OFFSET_FIRSTS + at * firsts,
+                        staged_at(mine, d, ctx.me, S.OFFSET_STAGED_FIRSTS, 1, 0, firsts, S),
+                        (movers + 1) * 4,
+                        mine + S.OFFSET_FIRSTS_FLAG + at * 8,
+                        ctx.call,
+                        d,
+                        S,
+                    )
                 put(
                     ctx.table,
-                    mine + S.OFFSET_FIRSTS + at * firsts,
-                    staged_at(mine, d, ctx.me, S.OFFSET_STAGED_FIRSTS, 1, 0, firsts, S),
-                    (movers + 1) * 4,
-                    mine + S.OFFSET_FIRSTS_FLAG + at * 8,
+                    mine + S.OFFSET_COUNTS + at * (S.COUNT_WORDS * 8),
+                    staged_at(mine, d, ctx.me, S.OFFSET_STAGED_COUNTS, 1, 0, S.COUNT_WORDS * 8, S),
+                    S.COUNT_WORDS * 8,
+                    mine + S.OFFSET_COUNTS_FLAG + at * 8,
                     ctx.call,
                     d,
                     S,
                 )
-            put(
-                ctx.table,
-                mine + S.OFFSET_COUNTS + at * (S.COUNT_WORDS * 8),
-                staged_at(mine, d, ctx.me, S.OFFSET_STAGED_COUNTS, 1, 0, S.COUNT_WORDS * 8, S),
-                S.COUNT_WORDS * 8,
-                mine + S.OFFSET_COUNTS_FLAG + at * 8,
-                ctx.call,
-                d,
-                S,
-            )
 
 
 @triton.jit
@@ -124,8 +125,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, drained, S: tl.constexpr
             row[:, None] + h, ll_word(ctx.call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
         )
         store_expert_counts(ctx, mine, numbers.first_expert, numbers.num_local_experts, pairs, S)
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            put_counts(ctx, mine, alone, movers, S)
+        put_counts(ctx, mine, alone, movers, S)
         tl.store(sent + r, messages, mask=only(numbers.status == 0, mask))
         tl.store(sent + S.WORLD_SIZE, (ctx.call & 0x7FFFFFFF).to(tl.int32), mask=numbers.status == 0)
     return ok

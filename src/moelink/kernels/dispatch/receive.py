@@ -138,6 +138,17 @@ def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S
 
 
 @triton.jit
+def quiesce(ok, program, ctx, S: tl.constexpr):
+    """Between nodes: program 0 waits for all messages of a call that this rank reads nothing of. Returns as a wait."""
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        if (ok > 0) & (program == 0):
+            r = tl.arange(0, S.WORLD_SIZE_POW2)
+            messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
+            ok = quiesce_dispatch(ctx, messages, header_word(ctx.control, r, 3, 0, S.MAX_SENDERS, S), S)
+    return ok
+
+
+@triton.jit
 def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Program ``program`` of the receiver role. Over a ``cached`` routing ``notes`` are those of the call it is of."""
     call = calls_made(peers.control, _ROLE) + 1
@@ -171,14 +182,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
             ok += 1
     if numbers.status != 0:
         ok += 0
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            if (ok > 0) & (program == 0):
-                ok = quiesce_dispatch(
-                    ctx,
-                    header_word(peers.control, r, 1, 0, S.MAX_TOKENS, S),
-                    header_word(peers.control, r, 3, 0, S.MAX_SENDERS, S),
-                    S,
-                )
+        ok = quiesce(ok, program, ctx, S)
     elif ok <= 0:
         if program == 0:
             write_nothing(outputs, notes.received, numbers, S)
@@ -209,13 +213,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
                 else:
                     odd = odd_one_out(options, mask, S.OPTIONS, S.WORLD_SIZE)
                     note_refusal(ctx, odd, _PHASE, _OPTIONS)
-                if S.NODE_SIZE < S.WORLD_SIZE:
-                    ok = quiesce_dispatch(
-                        ctx,
-                        header_word(peers.control, r, 1, 0, S.MAX_TOKENS, S),
-                        header_word(peers.control, r, 3, 0, S.MAX_SENDERS, S),
-                        S,
-                    )
+                ok = quiesce(ok, program, ctx, S)
         else:
             bases = starts
             if S.SCALE_LAYOUT == 2:

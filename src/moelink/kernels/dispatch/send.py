@@ -156,26 +156,27 @@ def store_headers(ids_of, position, owner, token, places, w, first, N: tl.conste
 def put_messages(ctx, mine, own, slot, N: tl.constexpr, S: tl.constexpr):
     """Put messages at the ranks of other nodes: of each of N tokens, at those where ``own`` [N, ranks], in ``slot``
     [N, ranks]."""
-    fence(ctx.control)
-    t = tl.arange(0, N)[:, None]
-    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
-    for i in range(N * S.WORLD_SIZE):
-        d = i % S.WORLD_SIZE
-        one = (t == i // S.WORLD_SIZE) & (r == d)
-        goes = tl.max(tl.max((one & own).to(tl.int32), 1), 0)
-        if (goes > 0) & (is_intra_node(d, ctx.me, S) == 0):
-            place = tl.max(tl.max(tl.where(one, slot, 0), 1), 0)
-            there = tl.cast(ctx.me * S.MAX_TOKENS + place, tl.int64)
-            put(
-                ctx.table,
-                mine + S.OFFSET_MESSAGES + there * S.MESSAGE_BYTES,
-                staged_at(mine, d, ctx.me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, place, S.MESSAGE_BYTES, S),
-                S.MESSAGE_BYTES,
-                mine + S.OFFSET_MESSAGE_FLAG + there * 8,
-                ctx.call,
-                d,
-                S,
-            )
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        fence(ctx.control)
+        t = tl.arange(0, N)[:, None]
+        r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+        for i in range(N * S.WORLD_SIZE):
+            d = i % S.WORLD_SIZE
+            one = (t == i // S.WORLD_SIZE) & (r == d)
+            goes = tl.max(tl.max((one & own).to(tl.int32), 1), 0)
+            if (goes > 0) & (is_intra_node(d, ctx.me, S) == 0):
+                place = tl.max(tl.max(tl.where(one, slot, 0), 1), 0)
+                there = tl.cast(ctx.me * S.MAX_TOKENS + place, tl.int64)
+                put(
+                    ctx.table,
+                    mine + S.OFFSET_MESSAGES + there * S.MESSAGE_BYTES,
+                    staged_at(mine, d, ctx.me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, place, S.MESSAGE_BYTES, S),
+                    S.MESSAGE_BYTES,
+                    mine + S.OFFSET_MESSAGE_FLAG + there * 8,
+                    ctx.call,
+                    d,
+                    S,
+                )
 
 
 @triton.jit
@@ -328,8 +329,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
         publish(
             flags, intra_node_only(own, r[None, :], ctx.me, S), tl.zeros([1, S.WORLD_SIZE_POW2], tl.int64) + ctx.call
         )
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            put_messages(ctx, mine, own, slot, 1, S)
+        put_messages(ctx, mine, own, slot, 1, S)
     return ok
 
 
@@ -389,8 +389,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
                 intra_node_only(own, r[None, :], ctx.me, S),
                 tl.zeros([S.TOKENS_PER_BATCH, S.WORLD_SIZE_POW2], tl.int64) + ctx.call,
             )
-            if S.NODE_SIZE < S.WORLD_SIZE:
-                put_messages(ctx, mine, own, slot, S.TOKENS_PER_BATCH, S)
+            put_messages(ctx, mine, own, slot, S.TOKENS_PER_BATCH, S)
             if t0 + S.TOKENS_PER_BATCH < end:
                 sent += tl.sum(goes, 0)
                 pairs += count_pairs(expert, owner, S.TOKENS_PER_BATCH * S.TOPK_POW2, S)

@@ -75,8 +75,7 @@ def send_heads(ctx, sent, numbers, drained, S: tl.constexpr):
         store_expert_counts(
             ctx, mine, numbers.first_expert, numbers.num_local_experts, tl.zeros([S.NUM_EXPERTS_POW2], tl.int32), S
         )
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            put_counts(ctx, mine, True, 0, S)
+        put_counts(ctx, mine, True, 0, S)
         away = tl.sum(tl.where(r == ctx.me, 0, messages), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
     return ok
@@ -134,8 +133,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, drained, N: 
                 intra_node_only(own, r[None, :], ctx.me, S),
                 tl.zeros([N, S.WORLD_SIZE_POW2], tl.int64) + ctx.call,
             )
-            if S.NODE_SIZE < S.WORLD_SIZE:
-                put_messages(ctx, mine, own, slot, N, S)
+            put_messages(ctx, mine, own, slot, N, S)
             slot = following_slot
     return ok
 
