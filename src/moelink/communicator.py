@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -174,15 +174,8 @@ class Communicator:
             PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
             PendingError, ClosedError: the communicator's state does not allow the call.
         """
-        request = make_dispatch_request(
-            x,
-            topk_ids,
-            topk_weights,
-            scales=scales,
-            input_scale=input_scale,
-            routing=routing,
-            host_counts=host_counts,
-            out=out,
+        request = DispatchRequest(
+            x, ids_of(topk_ids, routing), topk_weights, scales, input_scale, routing, host_counts, out
         )
         if ops.needs_operator(request):
             return ops.dispatch(self._context, request)
@@ -201,15 +194,8 @@ class Communicator:
         out: DispatchOutput | None = None,
     ) -> PendingSingle[DispatchOutput]:
         """Start a dispatch and return at once; ``.wait()`` gives what :meth:`dispatch` returns."""
-        request = make_dispatch_request(
-            x,
-            topk_ids,
-            topk_weights,
-            scales=scales,
-            input_scale=input_scale,
-            routing=routing,
-            host_counts=host_counts,
-            out=out,
+        request = DispatchRequest(
+            x, ids_of(topk_ids, routing), topk_weights, scales, input_scale, routing, host_counts, out
         )
         if ops.needs_operator(request):
             return PendingSingle(ops.start_dispatch(self._context, request))
@@ -371,11 +357,8 @@ class PendingSingle(Generic[T]):
         return self._result[0]
 
 
-def make_dispatch_request(
-    x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | Hook | None = None, **options: Any
-) -> DispatchRequest:
-    """A request whose ids come from ``routing`` when ``topk_ids`` is None."""
-    routing = options.get("routing")
+def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:
+    """Return ``topk_ids``, or those of ``routing`` where they are None. What is neither is refused later."""
     if topk_ids is None and isinstance(routing, DispatchOutput):
-        topk_ids = routing.handle.topk_ids
-    return DispatchRequest(x, topk_ids, topk_weights, **options)  # type: ignore[arg-type]
+        return routing.handle.topk_ids
+    return topk_ids  # type: ignore[return-value]

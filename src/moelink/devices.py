@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moelink.communicator import make_dispatch_request
+from moelink.communicator import ids_of
 from moelink.config import EPConfig
 from moelink.control.group import plain_device
 from moelink.errors import ArgumentError, ConfigError
@@ -148,16 +148,7 @@ class DeviceCommunicator:
         out: Sequence[DispatchOutput] | None,
     ) -> list[DispatchRequest]:
         return [
-            make_dispatch_request(
-                x_i,
-                ids_i,
-                weights_i,
-                scales=scales_i,
-                input_scale=scale_i,
-                routing=routing_i,
-                host_counts=host_counts,
-                out=out_i,
-            )
+            DispatchRequest(x_i, ids_of(ids_i, routing_i), weights_i, scales_i, scale_i, routing_i, host_counts, out_i)
             for x_i, ids_i, weights_i, scales_i, scale_i, routing_i, out_i in zip(
                 self._spread("x", x),
                 self._spread("topk_ids", topk_ids),

@@ -50,6 +50,11 @@ def addresses_of(record: Any) -> Any:
     return record.data_ptr() if isinstance(record, Tensor) else record
 
 
+def _peer_arguments(peers: Peers) -> tuple[int, Tensor, int]:
+    """``peers`` as the driver's launcher takes them: it must ask about the record, which is host memory."""
+    return peers.table.data_ptr(), peers.record, peers.control.data_ptr()
+
+
 def _of_any_value(numbers: Any) -> Any:
     """``numbers`` as a kernel is compiled for them: Triton 3.6 specialises the integers of a tuple for their values,
     whatever ``do_not_specialize`` says, and a call with other values would compile again."""
@@ -78,6 +83,7 @@ class Launcher:
         self.peers, self._device, self._network = peers, device, network
         self._num_sms, self._available, self._guard = num_sms, available, guard
         self._interpreted = device.type == "cpu"
+        self._own = _peer_arguments(peers)
         self._loaded: dict[Any, Any] = {}
         self._preparing = False
 
@@ -145,8 +151,8 @@ class Launcher:
             loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), _of_any_value(numbers)), key)
         if self._preparing:
             return
-        table, record, control = peers
-        args = ((table.data_ptr(), record, control.data_ptr()), *map(addresses_of, records(False)), numbers, kernel.S)
+        where = self._own if peers is self.peers else _peer_arguments(peers)
+        args = (where, *map(addresses_of, records(False)), numbers, kernel.S)
         stream, hooks = self.current_stream(), knobs.runtime
         # Chains of hooks; what is none is left to Triton, too.
         if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
@@ -170,4 +176,4 @@ class Launcher:
 
     def forget(self) -> None:
         """Let go of all kernels, and of the memory that they were given."""
-        self._loaded, self.peers = {}, Peers(None, None, None)
+        self._loaded, self.peers, self._own = {}, Peers(None, None, None), (0, torch.empty(0), 0)
