@@ -93,7 +93,7 @@ def test_compiles_for_amd(prefix, count):
 
 
 @pytest.mark.parametrize("names", [
-    ("dispatch_async", "fused_combine-True"), ("dispatch_wait", "dispatch_async_cached", "fused_combine-False")
+    ("fused_combine-True",), ("dispatch_async", "dispatch_wait", "dispatch_async_cached", "fused_combine-False")
 ], ids=str)  # fmt: skip
 def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence(names):
     lines = output_of("aot_nodes.py", *names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch
 import moelink
 import moelink.memory.workspace as workspaces
 from cases import Case, Result, Setup, check_case
-from moelink.kernels.combine import kernel as combine
-from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch import grid as cut
 from moelink.kernels.launch.grid import Launch
 from moelink.transports.symmetric import combine as combining
@@ -129,25 +126,6 @@ def test_other_token_counts_need_no_other_kernels(monkeypatch, most, fields):
         assert len({str(cut.dispatch_launch(config, device, n, encodes=encodes).options) for n in counts}) == 1
     workspace = workspaces.Workspace(config)
     assert len({str(cut.combine_launch(workspace, device, n, sums=True).options) for n in counts}) == 1
-
-
-@pytest.mark.parametrize("kernel", [
-    dispatch.ep_fused_dispatch_kernel, dispatch.ep_dispatch_async_kernel, dispatch.ep_dispatch_wait_kernel,
-    combine.ep_fused_combine_kernel, combine.ep_combine_async_kernel, combine.ep_combine_wait_kernel,
-], ids=lambda kernel: kernel.__name__)  # fmt: skip
-def test_numbers_that_change_are_not_specialised_on(kernel):
-    """Triton compiles anew for a number that is 1 or a multiple of 16, unless told not to."""
-    source = inspect.getsource(inspect.getmodule(kernel.fn))
-    assert "do_not_specialize=_CHANGING" in source
-    changing = set(inspect.getmodule(kernel.fn)._CHANGING)
-    pointers = {
-        "table", "record", "control", "x", "scales", "input_scale", "ids", "weights", "slot_of", "tokens_out",
-        "scales_out", "row_offsets", "expert_ids", "src_info", "scales_offsets", "weights_out", "topk_ids_out",
-        "num_recv", "overflow", "counts_out", "received", "rows_of_message", "message_token", "sent", "routed",
-        "routed_counts", "y", "row_weights", "home_weights", "out", "shared", "epilogue", "epilogue_tensors",
-    }  # fmt: skip
-    numbers = set(inspect.signature(kernel.fn).parameters) - pointers - {"S"}
-    assert numbers <= changing
 
 
 @pytest.mark.parametrize("world_size, most, small, programs", [

@@ -128,4 +128,4 @@ def test_a_slow_link_is_waited_for_and_one_that_is_too_slow_is_an_error_in_time(
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()  # which closes its pipes

@@ -123,9 +123,9 @@ def test_a_frame_is_a_kernels_if_its_file_is_in_the_package(tmp_path: Path, monk
         return scope[name]
 
     support = function(tmp_path / "moelink" / "tests" / "interleaving.py", "pause", "stop()")
-    patient = function(package / "kernels" / "signals.py", "patience", "inner()")
+    checking = function(package / "kernels" / "signals.py", "check_timeout", "inner()")
     waiting = function(package / "kernels" / "signals.py", "wait_all", "inner()")
-    waiting(lambda: patient(support))
+    waiting(lambda: checking(support))
     support()
     assert [place_of(frame) for frame in frames] == ["wait_all:1", ""]
 

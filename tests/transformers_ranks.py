@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -132,7 +133,9 @@ def same_batch(family: str, world_size: int) -> Any:
     from transformers.distributed import DistributedConfig
 
     if family == "qwen3_moe":
-        return DistributedConfig(tp_plan="auto", enable_expert_parallel=True, ep_implementation="moelink")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and still there
+            return DistributedConfig(tp_plan="auto", enable_expert_parallel=True, ep_implementation="moelink")
     return DistributedConfig(tp_size=world_size, ep_size=world_size, ep_implementation="moelink")
 
 

@@ -14,8 +14,8 @@ from moelink.kernels.launch import sm_limit as turns
 class Budget:
     """What ``kernels.launch.sm_limit`` reads of a spec."""
 
-    SMS: object
-    SMID: object
+    NUM_SMS: object
+    SM_ID: object
 
 
 @triton.jit
