@@ -1,1 +1,2 @@
-"""The kernels of dispatch, in the order in which a token meets them: kernel, route, send, receive, unpack, scales."""
+"""The kernels of dispatch, in the order in which a token meets them: kernel, route, counts, send, receive, unpack,
+scales."""

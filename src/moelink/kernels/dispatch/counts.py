@@ -1,10 +1,12 @@
-"""Dispatch, sender role: the program that counts, and tells every rank what comes.
+"""Tell every rank how many messages and rows come: the counting CTA of dispatch's sender role.
 
-Where programs count alone (one token each, or up to S.MAX_TOKENS_ALONE tokens in all) it counts all tokens by itself;
-it is the first program, as nothing can be placed without what it says. Of more tokens it is the last, sums what the
-others counted (``kernels.dispatch.route``) and sends ``firsts``, the first message of each of them, and after a
-fence the counts. These are words that are their own signal (``kernels.sync.ll_words``): status, totals, rows per local
-expert.
+Where CTAs count alone (one token per CTA, or at most S.MAX_TOKENS_ALONE tokens in the call) the counting CTA counts all
+tokens itself. It is then the first CTA, because receivers can unpack nothing before they have its counts. With more
+tokens it is the last CTA. It sums the block counts of the others (``kernels.dispatch.route``), sends ``firsts`` (the
+first message slot of each CTA), and after a fence the counts.
+
+Counts travel as LL words (``kernels.sync.ll_words``): a header with the status, the totals and the options, then the
+rows per local expert.
 
 Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Rank 0 is told 2 messages and rows [2, 1], rank 1
 2 messages and rows [1, 1].
@@ -29,7 +31,7 @@ _BYTES = tl.constexpr(DISPATCH_BYTES)
 
 @triton.jit
 def counts_at(base, mine, rank, me, word, S: tl.constexpr):
-    """Where to store word ``word`` of this rank's counts for ``rank``, whose block is at ``base``."""
+    """Return where to store word ``word`` of this rank's counts for ``rank``, whose block is at ``base``."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         row = base + S.OFFSET_COUNTS + tl.cast(me, tl.int64) * (S.COUNT_WORDS * 8)
         return direct_or_staged(row, mine, rank, me, S.OFFSET_STAGED_COUNTS, 1, 0, S.COUNT_WORDS * 8, S).to(I64) + word
@@ -39,7 +41,7 @@ def counts_at(base, mine, rank, me, word, S: tl.constexpr):
 
 @triton.jit
 def store_expert_counts(ctx, mine, first, num_local, pairs, S: tl.constexpr):
-    """Store ``pairs`` [experts], each expert's at its owner. Experts that get nothing are told so, too."""
+    """Store ``pairs`` [experts] at the ranks that own the experts. An expert without rows gets a zero."""
     e = tl.arange(0, S.NUM_EXPERTS_POW2)
     owner = owner_of(tl.where(e < S.NUM_EXPERTS, e, -1), first, num_local, S)
     known = owner >= 0
@@ -51,7 +53,8 @@ def store_expert_counts(ctx, mine, first, num_local, pairs, S: tl.constexpr):
 
 @triton.jit
 def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
-    """Put the counts, and ``firsts`` where there are any, at the ranks of other nodes."""
+    """Put the counts, and ``firsts`` unless CTAs count ``alone``, at the ranks of other nodes; on one node do
+    nothing."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         fence(ctx.control)
         at = tl.cast(ctx.me, tl.int64)
@@ -83,8 +86,11 @@ def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
 
 @triton.jit
 def send_counts(ctx, ids, sent, numbers, alone, movers, drained, S: tl.constexpr):
-    """The counting program: tell every rank how many rows and messages come, and that they do. ``sent`` notes it for
-    dispatches over the same routing (``kernels.dispatch.send_cached``). ``alone``: the others count each for itself."""
+    """Tell every rank how many messages and rows come, as the counting CTA.
+
+    Also note in ``sent`` what later dispatches over this routing need (``kernels.dispatch.send_cached``). ``alone``:
+    the other CTAs count for themselves. ``movers``: how many of them there are. Returns 1, or 0 or -1 after an error.
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     mine = own_block(ctx.control, S)
@@ -108,7 +114,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, drained, S: tl.constexpr
             most = send_firsts(ctx.table, mine, ctx.me, movers, S)
         away = tl.sum(tl.where(r == ctx.me, 0, messages), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
-        # What precedes the counts must be seen by who sees them; without it nothing has to be waited for.
+        # Whoever sees the counts must also see ``firsts``. Without ``firsts`` there is nothing to wait for.
         if not alone:
             fence(ctx.control)
         base = tl.load(ctx.table + r, mask=mask, other=0)

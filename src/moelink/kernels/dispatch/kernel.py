@@ -1,22 +1,23 @@
-"""Dispatch as one launch (``ep_fused_dispatch_kernel``) or two (``..._async_kernel``, ``..._wait_kernel``).
+"""Run dispatch as one launch (``ep_fused_dispatch_kernel``) or as two (``..._async_kernel``, ``..._wait_kernel``).
 
-Roles go by program id: the low ids send (``kernels.dispatch.send``), the high ids receive
-(``kernels.dispatch.receive``). A program waits only for other ranks' signals and for lower ids. Senders wait for
-nothing that other ranks *receive* in this call, only for what their senders tell first thing, so they finish on every
-rank, whatever order programs of a launch run in as long as lower ids start first: so the same kernel runs on a GPU,
-where ids start in order as multiprocessors become free, and in the interpreter, where they run one after the other.
+The number of a CTA decides its role. Low numbers send (``kernels.dispatch.send``), high numbers receive
+(``kernels.dispatch.receive``). A CTA waits only for signals of other ranks and for CTAs with lower numbers. Senders
+never wait for what other ranks *receive* in this call, only for the credits that peers grant as they begin to send. So
+senders finish on every rank in whatever order the CTAs of a launch run, as long as lower numbers start first. The same
+kernel therefore runs on a GPU, where CTAs start in ascending order as SMs become free, and in the interpreter, where
+they run one after the other.
 
-A dispatch over the routing of an earlier one (``S.CACHED_ROUTING``) is the same launches with other roles: ``notes``
-and ``cached`` (its ``received`` and ``counts``) say what would be counted
-(``kernels.dispatch.send_cached``). Otherwise ``notes`` are filled in, and ``cached`` is not read.
+A dispatch over cached routing (``S.CACHED_ROUTING``) uses the same launches with another sender role
+(``kernels.dispatch.send_cached``). It reads ``notes`` and ``cached`` (``received`` and ``counts`` of the earlier call)
+where another dispatch would count. Otherwise the kernels fill in ``notes`` and do not read ``cached``.
 
-Where another launch lays scales out (``S.SCALES_LATER``, ``kernels.dispatch.scales``), ``scales_out`` gets the number
-of the message that each row came with.
+Where a later launch writes the scales (``S.SCALES_LATER``, ``kernels.dispatch.scales``), the receiver stores in
+``outputs.scales`` the number of the message that each row came with.
 
-Why the next call cannot overtake: a sender's first store of call n + 1 comes after every destination has told that it
-drained call n, which it does in its next launch, so after all programs of its receiver had read call n
-(``kernels.sync.credit``). Why it needs no host: call numbers are counted in device memory by the programs of each role,
-and a launch's arguments hold nothing that changes between two replays of a graph.
+Why the next call cannot overtake this one: a sender stores for call n + 1 only after every destination has granted
+credit for call n. A destination grants it in its next launch, after all CTAs of its receiver role have read call n
+(``kernels.sync.credit``). Why the host takes no part: the CTAs of each role count calls in device memory, and the
+arguments of a launch hold nothing that changes between two replays of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SENT, _RECEIVED = tl.constexpr(DISPATCH_SENT), tl.constexpr(DISPATCH_RECEIVED)
 
 @triton.jit
 def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: tl.constexpr):
-    """CTAs [0, numbers.senders) send, the others, of ``numbers.programs``, receive."""
+    """Send with CTAs [0, ``numbers.senders``) and receive with the others of ``numbers.programs``."""
     sending = (peers, inputs, notes, cached, numbers)
     receiving = (peers, outputs, notes, cached, numbers)
     if S.CACHED_ROUTING:
@@ -46,7 +47,7 @@ def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: 
 
 @triton.jit
 def ep_dispatch_async_kernel(peers, inputs, notes, cached, numbers, S: tl.constexpr):
-    """The sender role alone."""
+    """Run the sender role alone."""
     arguments = (peers, inputs, notes, cached, numbers)
     if S.CACHED_ROUTING:
         run_role(send_cached, arguments, peers.control, _SENT, numbers.programs, S)
@@ -56,5 +57,5 @@ def ep_dispatch_async_kernel(peers, inputs, notes, cached, numbers, S: tl.conste
 
 @triton.jit
 def ep_dispatch_wait_kernel(peers, outputs, notes, cached, numbers, S: tl.constexpr):
-    """The receiver role alone."""
+    """Run the receiver role alone."""
     run_role(receive, (peers, outputs, notes, cached, numbers), peers.control, _RECEIVED, numbers.programs, S)

@@ -1,18 +1,18 @@
-"""Routing on the device: who owns an expert, and what the tokens before a given one need.
+"""Route tokens on the device: find who owns an expert, and count what precedes a token.
 
-The device twin of :class:`moelink.routing.ExpertMap`; one table there, one here, compared by a test.
+The map of experts is the device twin of :class:`moelink.routing.ExpertMap`; a test compares the two.
 
-Example: 7 experts on 3 ranks (PER 2, EXTRA 1). Ids 0, 3, 6, -1, 9 belong to ranks 0, 1, 2, -1, -1.
+Example: 7 experts on 3 ranks (S.EXPERTS_PER_RANK 2, S.EXTRA_EXPERTS 1). Ids 0, 3, 6, -1, 9 belong to ranks 0, 1, 2, -1,
+-1.
 
-Dispatch, sender role: how the programs of one rank share their counting when tokens are many.
+With many tokens the CTAs of one rank share what they count, as *block counts*. CTA p counts its own tokens, stores the
+result in row p of ``block_counts`` and publishes ``block_counts_flag[p] = call``. A CTA that needs the sum of the first
+n CTAs waits for their flags. CTAs wait only for lower ones, which start earlier and publish before they wait for
+anything, so every wait ends, on a GPU as in the interpreter. The next call cannot overtake: the next launch stores its
+rows in stream order.
 
-Program p counts its own tokens, stores the result in row p of ``tallies`` and publishes ``tally_flag[p] = call``. Who
-needs the sum of the first n programs waits for their flags. Programs wait only for lower ones, which start earlier and
-publish before they wait for anything, so nobody waits in vain on a GPU or in the interpreter. The next call's rows are
-stored by the next launch, in stream order.
-
-Example: 3 programs with messages [2, 1], [0, 3], [1, 1] for two ranks: program 2 starts at slots [2, 4], and the firsts
-sent are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
+Example: 3 CTAs with messages [2, 1], [0, 3], [1, 1] for two ranks: CTA 2 starts at slots [2, 4], and the firsts sent
+are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
 """
 
 import triton
@@ -25,7 +25,7 @@ from moelink.memory.protocol import INVALID_IDS, PHASE_DISPATCH
 
 @triton.jit
 def owner_of(expert, first, num_local, S: tl.constexpr):
-    """Rank that owns each expert id, -1 for -1. In allreduce mode: 0 for this rank's experts, -1 for all others."""
+    """Return the rank that owns each expert id, -1 for -1. In allreduce mode: 0 for this rank's experts, else -1."""
     if S.ALLREDUCE:
         mine = (expert >= first) & (expert < first + num_local)
         return tl.where(mine, 0, -1)
@@ -39,7 +39,7 @@ def owner_of(expert, first, num_local, S: tl.constexpr):
 
 @triton.jit
 def first_of(rank, first, S: tl.constexpr):
-    """First expert of each rank. In allreduce mode: of this one."""
+    """Return the first expert of each rank; in allreduce mode that of this rank."""
     if S.ALLREDUCE:
         return rank * 0 + first
     else:
@@ -48,14 +48,16 @@ def first_of(rank, first, S: tl.constexpr):
 
 @triton.jit
 def experts_at(ids, offsets, mask, S: tl.constexpr):
-    """Expert ids (int32 or int64 in memory) as int32: -1 where masked or outside [0, E)."""
+    """Load expert ids (int32 or int64 in memory) as int32; -1 where masked or outside [0, E)."""
     raw = tl.load(ids + offsets, mask=mask, other=-1).to(tl.int64)
     return tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
 
 
 @triton.jit
 def ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
-    """Ranks [N, ranks] that tokens ``t`` [N] with these ``owner`` [N, slots] go to, as 0 or 1; ``t`` < ``end`` only.
+    """Return the ranks [N, ranks] that tokens ``t`` [N] go to, as 0 or 1, by the ``owner`` [N, slots] of their experts.
+
+    Only tokens ``t`` < ``end`` count.
 
     Example: owners [[0, 1], [0, 0], [-1, -1]] of two ranks: [[1, 1], [1, 0], [0, 0]].
     """
@@ -69,8 +71,10 @@ def ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
 
 @triton.jit
 def sums_before(counts, SCAN: tl.constexpr):
-    """For each row of ``counts`` [N, M] the sum of the rows before it. With SCAN by a scan, which is faster; but for
-    some layouts that it chooses for so few rows Triton 3.6 has none.
+    """Return for each row of ``counts`` [N, M] the sum of the rows before it.
+
+    With SCAN it uses a scan, which is faster. Triton 3.6 cannot compile the scan for some of the layouts that it
+    chooses for very few rows.
 
     Example: [[1, 0], [1, 1], [0, 1]]: [[0, 0], [1, 0], [2, 1]].
     """
@@ -92,8 +96,10 @@ def _either(a, b):
 
 @triton.jit
 def _many_ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
-    """:func:`ranks_of` for many tokens: a bit for each rank, as long as an integer has so many, which takes the same
-    time for two ranks and for eight."""
+    """Do the same as :func:`ranks_of` for many tokens, with a bit for each rank.
+
+    Up to 32 ranks it takes the same time for two ranks as for eight; beyond, the bits do not fit an integer.
+    """
     if S.WORLD_SIZE <= 32:
         bits = tl.reduce(tl.where(owner >= 0, 1 << owner, 0), 1, _either)
         if S.FUSED_SHARED_EXPERT:
@@ -106,9 +112,10 @@ def _many_ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr)
 
 @triton.jit
 def count_pairs(expert, owner, N: tl.constexpr, S: tl.constexpr):
-    """Pairs per expert [experts] among N slots: ``expert`` and ``owner`` of any shape; an owner of -1 counts nowhere.
+    """Count the pairs per expert [experts] among N slots, of ``expert`` and ``owner`` of any shape. A pair whose owner
+    is -1 is not counted.
 
-    Without a mask: Triton 3.6 reorders what is reshaped for a histogram, and not the mask with it.
+    The histogram gets no mask: Triton 3.6 reorders what is reshaped for a histogram, but not the mask with it.
     """
     bins = tl.reshape(tl.where(owner >= 0, expert, 0), (N,))
     nowhere = tl.sum(tl.reshape((owner < 0).to(tl.int32), (N,)), 0)
@@ -117,7 +124,7 @@ def count_pairs(expert, owner, N: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _ids_at(ids, t, end, S: tl.constexpr):
-    """Ids [N, slots] of tokens ``t`` [N] as they are, int64; -1 from ``end`` on."""
+    """Load ids [N, slots] of tokens ``t`` [N] unchanged, as int64; -1 from ``end`` on."""
     k = tl.arange(0, S.TOPK_POW2)
     mask = (t < end)[:, None] & (k < S.TOPK)[None, :]
     return tl.load(ids + t[:, None] * S.TOPK + k[None, :], mask=mask, other=-1).to(tl.int64)
@@ -125,8 +132,10 @@ def _ids_at(ids, t, end, S: tl.constexpr):
 
 @triton.jit
 def count_block(ids, begin, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
-    """What tokens [begin, end) need: pairs per expert [experts], messages per rank [ranks], and ids outside [-1, E).
-    ``BLOCK`` tokens are counted at a time.
+    """Count what tokens [begin, end) need: pairs per expert [experts], messages per rank [ranks], and ids outside [-1,
+    E).
+
+    It counts ``BLOCK`` tokens at a time.
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
     """
@@ -148,8 +157,10 @@ def count_block(ids, begin, end, me, numbers, BLOCK: tl.constexpr, S: tl.constex
 
 @triton.jit
 def count_all(ids, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
-    """:func:`count_block` of all the tokens [0, end), for programs that count others' tokens: ids are taken in one row,
-    as rearranging them takes longer than counting, but in the loop of a sender its own count_block's form is faster.
+    """Count all tokens [0, end) as :func:`count_block` does, for a CTA that counts tokens of other CTAs.
+
+    It takes ids in one row, because rearranging them takes longer than counting. In a sender, which counts only its own
+    tokens, the form of :func:`count_block` is faster.
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
     """
@@ -171,15 +182,17 @@ def count_all(ids, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
             tl.reshape(owner, (BLOCK, S.TOPK_POW2)), t0 + t, end, me, numbers.shared_begin, numbers.shared_end, S
         )
         messages += goes
-    # A histogram has no mask (see count_pairs): what is nowhere was counted as expert 0.
+    # The histogram has no mask (see count_pairs): pairs without an owner were counted as expert 0.
     pairs -= tl.where(tl.arange(0, S.NUM_EXPERTS_POW2) == 0, tl.sum(nowhere, 0), 0)
     return pairs, tl.sum(messages, 0), tl.sum(invalid, 0)
 
 
 @triton.jit
 def count_before(ids, token, expert, me, numbers, S: tl.constexpr):
-    """What is before each slot of ``token``, whose ids are ``expert`` [slots]: earlier pairs (token, then slot) of the
-    same expert [slots], and messages of earlier tokens to each rank [ranks].
+    """Count what precedes each slot of ``token``, whose ids are ``expert`` [slots].
+
+    Returns the earlier pairs (token, then slot) of the same expert [slots], and the messages of earlier tokens to each
+    rank [ranks].
 
     Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]], token 1: pairs [0, 1], messages [1, 1].
     """
@@ -201,8 +214,11 @@ def count_before(ids, token, expert, me, numbers, S: tl.constexpr):
 
 @triton.jit
 def routes_of(ids, token, k, end, me, numbers, S: tl.constexpr):
-    """Of tokens ``token`` [BATCH], those below ``end``: experts and their owners [BATCH, slots], and to which ranks
-    they go [BATCH, ranks]. ``k`` [slots]: slots."""
+    """Return experts [batch, slots], their owners [batch, slots], and the ranks [batch, ranks] that tokens ``token``
+    [batch] go to.
+
+    Only tokens below ``end`` count. ``k`` [slots] numbers the slots. A batch has S.TOKENS_PER_BATCH tokens.
+    """
     inside = (token < end)[:, None] & (k < S.TOPK)[None, :]
     expert = experts_at(ids, token[:, None] * S.TOPK + k[None, :], inside, S)
     owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
@@ -211,8 +227,10 @@ def routes_of(ids, token, k, end, me, numbers, S: tl.constexpr):
 
 @triton.jit
 def positions_of(pairs, expert, owner, i, S: tl.constexpr):
-    """Positions [BATCH, slots] of a batch's pairs, which are numbered ``i`` [BATCH x slots], with ``pairs`` [experts]
-    of each expert before it; 0 for pairs that are none."""
+    """Return the positions [batch, slots] of a batch's pairs; 0 where a slot has no expert.
+
+    ``i`` [batch x slots] numbers the pairs. ``pairs`` [experts]: pairs of each expert before the batch.
+    """
     flat = tl.reshape(tl.where(owner >= 0, expert, -1), (S.TOKENS_PER_BATCH * S.TOPK_POW2,))
     earlier = (flat[None, :] == flat[:, None]) & (i[None, :] < i[:, None])
     position = tl.gather(pairs, tl.maximum(flat, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
@@ -225,7 +243,7 @@ _INVALID = tl.constexpr(INVALID_IDS)
 
 @triton.jit
 def publish_block_counts(mine, program, pairs, messages, call, S: tl.constexpr):
-    """Store what this program counted, for the programs after it."""
+    """Publish the block counts of CTA ``program`` for the CTAs after it."""
     row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + program * S.BLOCK_COUNT_WORDS
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     tl.store(row + tl.arange(0, S.NUM_EXPERTS_POW2), pairs)
@@ -236,7 +254,7 @@ def publish_block_counts(mine, program, pairs, messages, call, S: tl.constexpr):
 
 @triton.jit
 def count_own_block(ctx, mine, ids, begin, end, numbers, program, S: tl.constexpr):
-    """Tell what tokens [begin, end) of ``program`` need."""
+    """Count tokens [begin, end) of CTA ``program`` and publish its block counts."""
     pairs, sent, invalid = count_block(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S)
     publish_block_counts(mine, program, pairs, sent, ctx.call, S)
     if invalid > 0:
@@ -245,8 +263,10 @@ def count_own_block(ctx, mine, ids, begin, end, numbers, program, S: tl.constexp
 
 @triton.jit
 def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
-    """Pairs [experts] and messages [ranks] of programs [0, programs). Returns 1, or 0 or -1 after an error, before
-    them."""
+    """Sum the block counts of CTAs [0, ``programs``).
+
+    Returns 1, or 0 or -1 after an error; then pairs [experts] and messages [ranks].
+    """
     p = tl.arange(0, S.MAX_SENDERS)
     flags = (mine + S.OFFSET_BLOCK_COUNTS_FLAG).to(I64) + p
     ok, _, got = wait_all(flags, p < programs, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
@@ -269,7 +289,8 @@ def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
 
 @triton.jit
 def send_firsts(table, mine, me, programs, S: tl.constexpr):
-    """Tell every rank where each program's messages to it begin. Returns the most that one program has, per rank."""
+    """Tell every rank where the messages of each CTA begin. Returns per rank the most messages that one CTA sends
+    there."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     base = tl.load(table + r, mask=r < S.WORLD_SIZE, other=0)
     to = (base + S.OFFSET_FIRSTS).to(I32) + me * (S.MAX_SENDERS + 1)

@@ -1,12 +1,14 @@
-"""Dispatch, receiver role: where rows go, from the counts of all sources, and the outputs that say so.
+"""Compute where rows go from the counts of all sources, and write the outputs that say so: part of dispatch's receiver
+role.
 
-Every program adds up what it looked at itself, so between the counts' arrival and the first row there is no second way
-to memory for them.
+Every CTA sums the very counts that it polled. So between the arrival of the counts and the first row nothing is loaded
+from memory a second time.
 
-CACHED: from what the call whose routing it is found out: ``noted`` is a column of its counts, ``routed`` its
-``received``. Of what comes over the wire only the header is waited for, and compared with that.
+Over cached routing (S.CACHED_ROUTING) the offsets come from the earlier call: ``noted`` is a column of its counts,
+``routed`` its ``received``. The receiver then waits only for the headers, and compares them with what the earlier call
+received.
 
-Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], ALIGN 4: group sizes [3, 1], row_offsets
+Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIGNMENT 4: group sizes [3, 1], row_offsets
 [0, 4, 8], handle.counts [[2, 1], [1, 0]].
 """
 
@@ -25,10 +27,11 @@ _OVERFLOW = tl.constexpr(OVERFLOW)
 
 @triton.jit
 def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
-    """Wait until all sources' counts belong to ``call``, if they are ``awaited``, and sum what was looked at.
+    """Poll the counts until all sources' words belong to ``call``, if they are ``awaited``, and sum them.
 
-    Returns as :func:`wait_for_counts`; of several sources that are missing the first. Each of S.POLL_WIDTH lanes looks
-    at a word of the headers, and at one local expert's of each source, several of these under way at a time.
+    Returns the same as :func:`wait_for_counts`; if several sources are missing, the first of them. Each of S.POLL_WIDTH
+    elements reads a word of the headers, and the count of one local expert from each source, several of them in flight
+    at a time.
     """
     looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
     step: tl.constexpr = S.WORLD_SIZE_POW2 if S.WORLD_SIZE_POW2 < 8 else 8
@@ -72,7 +75,8 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
 
 @triton.jit
 def _sum_noted(noted, stride, num_local, S: tl.constexpr):
-    """CACHED: rows of all sources for each local expert [lanes], out of a column of an earlier call's counts."""
+    """Sum a column of an earlier call's counts: rows of all sources for each local expert [S.POLL_WIDTH], over cached
+    routing."""
     step: tl.constexpr = S.WORLD_SIZE_POW2 if S.WORLD_SIZE_POW2 < 8 else 8
     e = tl.arange(0, S.POLL_WIDTH)
     sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
@@ -86,16 +90,20 @@ def _sum_noted(noted, stride, num_local, S: tl.constexpr):
 
 @triton.jit
 def wait_for_counts(ctx, noted, stride, source, num_local, S: tl.constexpr):
-    """Wait for the counts of every source, and sum them; CACHED: wait for their headers, and sum what is ``noted``.
+    """Wait for the counts of every source and sum them; over cached routing wait for the headers and sum what is
+    ``noted``.
 
-    Returns (arrived, source that is missing, and per local expert [lanes] rows of all sources, of those before
-    ``source``, and of ``source``; CACHED: of all, none, of all). A second look at the same call waits for nothing.
+    Returns (arrived, source that is missing, and per local expert [S.POLL_WIDTH] the rows of all sources, of those
+    before ``source``, and of ``source``). Over cached routing the three are: of all, none, of all. A second look at the
+    same call does not wait.
     """
     mine = own_block(ctx.control, S)
-    near = tl.full([], 1, tl.int32)
+    arrived_inter_node = tl.full([], 1, tl.int32)
     if S.NODE_SIZE < S.WORLD_SIZE:
-        # Of what a network carries, a word alone says nothing, not even about its own bytes.
-        near, far, _ = wait_for_inter_node(mine, S.OFFSET_COUNTS_FLAG, tl.arange(0, S.WORLD_SIZE_POW2) >= 0, ctx, S)
+        # A word that a network carries announces nothing, not even its own bytes: wait for the put's signal.
+        arrived_inter_node, missing_inter_node, _ = wait_for_inter_node(
+            mine, S.OFFSET_COUNTS_FLAG, tl.arange(0, S.WORLD_SIZE_POW2) >= 0, ctx, S
+        )
     if S.CACHED_ROUTING:
         sizes = _sum_noted(noted, stride, num_local, S)
         before = tl.zeros([S.POLL_WIDTH], tl.int32)
@@ -103,28 +111,30 @@ def wait_for_counts(ctx, noted, stride, source, num_local, S: tl.constexpr):
         r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
         c = tl.arange(0, _HEADER)[None, :]
         words = (mine + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
-        mask = only(near > 0, (r < S.WORLD_SIZE) & (c < _HEADER))
+        mask = only(arrived_inter_node > 0, (r < S.WORLD_SIZE) & (c < _HEADER))
         arrived, missing = wait_ll_words(words, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
     else:
-        arrived, missing, sizes, before, own = _look_at_counts(ctx, source, near > 0, num_local, S)
+        arrived, missing, sizes, before, own = _look_at_counts(ctx, source, arrived_inter_node > 0, num_local, S)
     if S.NODE_SIZE < S.WORLD_SIZE:
-        missing = tl.where(near > 0, missing, far)
-        arrived = tl.minimum(arrived, near)
+        missing = tl.where(arrived_inter_node > 0, missing, missing_inter_node)
+        arrived = tl.minimum(arrived, arrived_inter_node)
     return arrived, missing, sizes, before, own
 
 
 @triton.jit
 def header_word(control, source, i, low, high, S: tl.constexpr):
-    """Word ``i`` of the header of ``source`` (a rank, or a block of them; 0 from W on), within [low, high] whatever
-    came over the wire."""
+    """Return word ``i`` of the header of ``source`` (a rank, or a block of them; 0 from W on), limited to [low, high].
+
+    The limits make the word safe to use, whatever the peer sent.
+    """
     words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + source * S.COUNT_WORDS + i
     return tl.minimum(tl.maximum(value_at(words, source < S.WORLD_SIZE), low), high)
 
 
 @triton.jit
 def all_rows(control, noted, stride, num_local, S: tl.constexpr):
-    """Rows of every source for each local expert [ranks, local experts], within [0, T x K] whatever came over the
-    wire."""
+    """Return rows of every source for each local expert [ranks, local experts], limited to [0, T x K] whatever the
+    peers sent."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
     e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)[None, :]
     if S.CACHED_ROUTING:
@@ -137,7 +147,7 @@ def all_rows(control, noted, stride, num_local, S: tl.constexpr):
 
 @triton.jit
 def columns_of(control, routed, source, S: tl.constexpr):
-    """Of ``source``: messages, sending programs (0: messages come in any order), and the most messages of one of
+    """Return of ``source``: messages, sending CTAs (0: messages come in any order), and the most messages of one of
     these."""
     count = header_word(control, source, 1, 0, S.MAX_TOKENS, S)
     if S.CACHED_ROUTING:
@@ -151,7 +161,7 @@ def columns_of(control, routed, source, S: tl.constexpr):
 
 @triton.jit
 def malformed(control, routed, num_local, S: tl.constexpr):
-    """[ranks]: sources whose header or rows cannot be."""
+    """Return [ranks]: which sources sent a header or rows that are out of range."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
     c = tl.arange(0, _HEADER if S.CACHED_ROUTING else S.COUNT_WORDS_POW2)[None, :]
     words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
@@ -168,7 +178,8 @@ def malformed(control, routed, num_local, S: tl.constexpr):
 
 @triton.jit
 def group_starts(sizes, shared, S: tl.constexpr):
-    """Starts of the routed groups, and rows of the shared group, each group rounded up to ALIGN rows."""
+    """Return the starts of the routed groups and the rows of the shared group, each group rounded up to S.ROW_ALIGNMENT
+    rows."""
     aligned = tl.cdiv(sizes, S.ROW_ALIGNMENT) * S.ROW_ALIGNMENT
     shared_rows = tl.cdiv(shared, S.ROW_ALIGNMENT) * S.ROW_ALIGNMENT
     return tl.cumsum(aligned, 0) - aligned + shared_rows, aligned, shared_rows
@@ -176,7 +187,8 @@ def group_starts(sizes, shared, S: tl.constexpr):
 
 @triton.jit
 def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
-    """First 128-row block of each routed group in the 128x4 scale layout, and blocks of the shared group."""
+    """Return the first 128-row block of each routed group in the 128x4 scale layout, and the blocks of the shared
+    group."""
     rows = tl.minimum(starts + aligned, capacity) - tl.minimum(starts, capacity)
     blocks = tl.cdiv(rows, 128)
     shared_blocks = tl.cdiv(tl.minimum(shared_rows, capacity), 128)
@@ -185,7 +197,8 @@ def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
 
 @triton.jit
 def write_nothing(outputs, received, numbers, S: tl.constexpr):
-    """Outputs of a dispatch that brought nothing: poisoned, or refused by a peer."""
+    """Write the outputs of a dispatch that brought no rows, because the communicator is poisoned or a rank refused the
+    call."""
     g = tl.arange(0, S.NUM_GROUPS_POW2)
     if not S.RANK_LAYOUT:
         tl.store(outputs.expert_ids + g, g, mask=g < numbers.num_groups)
@@ -209,7 +222,7 @@ def write_nothing(outputs, received, numbers, S: tl.constexpr):
 
 @triton.jit
 def write_row_offsets(ctx, outputs, received, noted, routed, numbers, shared, S: tl.constexpr):
-    """Program 0: offsets, totals, and what combine needs to know of this call, its number among it."""
+    """Write offsets, totals, and what combine needs to know of this call, its number included, as CTA 0."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)
     rows = all_rows(ctx.control, noted, numbers.counts_stride, numbers.num_local_experts, S)

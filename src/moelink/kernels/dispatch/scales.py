@@ -1,16 +1,16 @@
-"""Dispatch of many tokens: scales are brought into their layout by a launch of their own, behind the receiver's.
+"""Write the scales of a large dispatch in their layout, in a launch after the receiver's.
 
-Grouped matmuls want the scales of a row far apart: fp8_block128's are in columns of all rows, those of the MX formats
-and nvfp4 in tiles of 128 rows. A receiver that stores them row by row writes 4 bytes here and there, 56 times a row,
-and with 32768 rows that took a quarter of a call. So it only notes for each row the number of the message that the row
-came with (-1 for padding), in place of ``scales_out``, and this kernel, which knows all rows, writes whole lines.
+Grouped matmuls expect the scales of a row far apart: those of fp8_block128 in columns over all rows, those of the MX
+formats and nvfp4 in tiles of 128 rows. A receiver that stored them row by row would write 4 bytes at a time to
+scattered addresses, 56 times per row; with 32768 rows that took a quarter of a call. So the receiver only stores, in
+place of the scales, the number of the message that each row came with (-1 for padding). This kernel knows all rows and
+writes whole cache lines.
 
-A program takes 32 columns of 4 bytes of a tile of up to 128 rows of one group, reads them where they still lie, in the
-messages, row by row, and stores them column by column. Why messages cannot be overwritten meanwhile: a rank tells peers
-that it drained a call in its next launch of a phase (``kernels.sync.credit``), which follows this one in stream order.
-A number out of range (a peer's nonsense left a row without a message) counts as padding.
-
-After a call that brought nothing there are no rows, so nothing is done.
+A CTA takes 32 columns of 4 bytes of a tile of up to 128 rows of one group. It reads them row by row from the messages,
+where they still are, and stores them column by column. Why no call overwrites the messages meanwhile: a rank grants
+credit for a call in its next launch of a phase (``kernels.sync.credit``), which follows this one in stream order. A
+message number out of range (a peer sent malformed data, which left a row without a message) counts as padding. After a
+call that brought nothing there are no rows, so the kernel does nothing.
 
 Example: 2 groups whose rows are [0, 130) and [130, 134): three tiles, of 128, 2 and 4 rows. In the layout of tiles the
 word of row 33 of the first tile and scale columns 4 to 7 is word 128 * 1 + 4 * (33 % 32) + 33 // 32 = 133.
@@ -30,7 +30,7 @@ _COLUMNS = tl.constexpr(32)
 
 @triton.jit
 def groups_of(row_offsets, num_groups, S: tl.constexpr):
-    """Of each group: first row, rows, and number of the first tile behind it."""
+    """Return for each group: first row, rows, and number of the first tile after it."""
     g = tl.arange(0, S.NUM_GROUPS_POW2)
     begins = tl.load(row_offsets + g, mask=g < num_groups, other=0)
     rows = tl.load(row_offsets + 1 + g, mask=g < num_groups, other=0) - begins
@@ -39,7 +39,7 @@ def groups_of(row_offsets, num_groups, S: tl.constexpr):
 
 @triton.jit
 def tile_of(begins, rows, ends, i):
-    """Of tile ``i`` over all groups: its group's first row and rows, and its number in the group."""
+    """Return for tile ``i`` over all groups: its group's first row and rows, and its number in the group."""
     here = tl.arange(0, ends.shape[0]) == tl.sum((ends <= i).to(tl.int32), 0)
     begin = tl.sum(tl.where(here, begins, 0), 0)
     tile = i - tl.sum(tl.where(here, ends - tl.cdiv(rows, _ROWS), 0), 0)
@@ -50,7 +50,7 @@ def tile_of(begins, rows, ends, i):
 def lay_out(
     program, programs, control, row_offsets, message_of_row, scales_out, num_groups, scale_rows, S: tl.constexpr
 ):
-    """Program ``program``: every ``programs``-th piece."""
+    """Write every ``programs``-th piece of the scales, as CTA ``program``."""
     mine = own_block(control, S)
     out = scales_out.to(I32, bitcast=True)
     words: tl.constexpr = (S.SCALE_WIDTH * S.SCALE_DTYPE.primitive_bitwidth // 8 + 3) // 4
@@ -61,7 +61,7 @@ def lay_out(
     i = program
     while i < tl.max(ends, 0) * blocks:
         begin, rows, tile = tile_of(begins, sizes, ends, i // blocks)
-        # Along j addresses ascend, in either layout.
+        # Addresses ascend along j in either layout.
         inner = tile * _ROWS + (j % 4 * 32 + j // 4 if S.SCALE_LAYOUT == 2 else j)
         row = begin + inner
         at = tl.load(message_of_row + row, mask=inner < rows, other=-1)
@@ -83,6 +83,7 @@ def lay_out(
 
 @triton.jit
 def ep_lay_out_scales_kernel(peers, row_offsets, message_of_row, scales_out, numbers, S: tl.constexpr):
-    """Scales of all rows [0, row_offsets[num_groups]), of which row r came with message ``message_of_row[r]``."""
+    """Write the scales of all rows [0, row_offsets[num_groups]), of which row r came with message
+    ``message_of_row[r]``."""
     pieces = (peers.control, row_offsets, message_of_row, scales_out, numbers.num_groups, numbers.scale_rows)
     run_role(lay_out, pieces, peers.control, _KIND, numbers.programs, S)

@@ -1,73 +1,61 @@
-"""Dispatch, sender role: what each program of the sending half does.
+"""Send tokens: the sender role of dispatch.
 
-One program counts (``kernels.dispatch.counts``), the others move rows. None of them waits for anything of this call
-from another rank: they wait only until every destination has *drained the previous call* (``kernels.sync.credit``),
-after which its staging may be overwritten, and for lower programs. That is why any sequence of calls is safe with one
-buffer.
+One CTA counts (``kernels.dispatch.counts``), the others store rows. A CTA waits for CTAs with lower numbers, and until
+every destination has granted *credit for the previous call* (``kernels.sync.credit``); then it may overwrite that
+call's messages. It waits for nothing else of this call from another rank. This is why any sequence of calls is safe
+with one buffer. A dispatch over cached routing counts nothing: ``kernels.dispatch.send_cached``.
 
-Tokens are cut in one of two ways. Few of them: one token a program (``kernels.dispatch.send``), or several programs
-a token, each of which serves every ``split``-th rank. Many: ``tokens_per_program`` consecutive tokens each
-(``kernels.dispatch.send``). Where each counts what is before its tokens the counting program is the first one;
-where they share what they counted it is the last one, as a program waits for lower ones only.
+How CTAs share the tokens (``kernels.launch.grid``):
 
-Who writes what, at destination d, in row ``me`` of each region:
+* Few tokens (:func:`send_one`): a CTA sends one token, or several CTAs share a token and each serves every ``split``-th
+  rank. Each CTA counts what precedes its token, and only what it needs: the pairs of the token's own experts and the
+  messages to each rank. With one token, the time of a dispatch is a chain of latencies, and this is most of it. So a
+  CTA first reads all that can be read early, and at the same time polls the credits once.
+* Many tokens (:func:`send_run`): a CTA sends ``tokens_per_program`` consecutive ones. It needs the number of its first
+  message to each rank and of its first pair for each expert. Up to S.MAX_TOKENS_ALONE tokens in the call it counts all
+  that precede its own. Beyond that it is faster to share block counts (``kernels.dispatch.route``) and to wait for
+  those of the lower CTAs. Rows travel one by one; the CTA reads each while it stores the one before. It publishes
+  S.TOKENS_PER_BATCH messages at a time, because a release waits until all stores before it have arrived.
 
-* a row program, for every token that goes to d: the message in the token's slot, then ``message_flag[slot] = call``,
-  a few tokens at a time.
-* the counting program: if counts were shared ``firsts`` and a fence; then ``counts``, words that are their own signal
+The counting CTA is the first one where each CTA counts alone. Where CTAs share block counts it is the last one, because
+a CTA waits for lower ones only.
+
+What is written at destination d, in row ``me`` of each region:
+
+* A row CTA writes, for every token that goes to d, the message in the token's slot, then ``message_flag[slot] = call``,
+  a few tokens at a time. The flag is a release after the stores that it announces (``signals.publish``).
+* The counting CTA writes, where block counts were shared, ``firsts``, then a fence; then ``counts`` as LL words
   (``kernels.sync.ll_words``): status, totals, rows per local expert of d.
 
-``message_flag`` is a release after the stores it speaks for (``signals.publish``). All programs together
-count the call as sent; a later call of this rank starts after it in stream order.
+All CTAs together count the call as sent. A later call of this rank starts after it in stream order.
 
-A dispatch over an earlier one's routing counts nothing: ``kernels.dispatch.send_cached``.
+The order of messages needs no sort. A message's slot at d is the number of earlier tokens of this rank with any id on
+d. A pair's *position* is the number of earlier pairs (token, then slot) of this rank with the same expert.
 
-Order without a sort: a message's slot at d is the number of earlier tokens of this rank with any id on d, and a pair's
-*position* the number of earlier pairs (token, then slot) of this rank with the same expert.
+A row is read one piece of columns at a time, encoded once, and stored to every destination from registers. The CTA
+takes the destinations one after the other, each with all threads, so a piece is quantised once however many ranks it
+goes to. Whether it goes to a rank is in the mask of the store, not in a branch: in a branch Triton 3.6 rearranges the
+piece into the store's layout again for each rank, through shared memory and five barriers. The CTA reads a piece before
+it stores the one before, so that reading hides behind storing. For that, nothing may touch a piece between its load and
+its use. Hence masked loads have no ``other`` value (it would be moved in behind the load), and elements of 16 bits are
+loaded as words of two and taken apart where they are encoded.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
-destination 1 gets tokens 0, 2 in slots 0, 1 with local ids [-1, 1], [-1, 0]. Counts: [2, 1] for rank 0, [1, 1] for
-rank 1.
+destination 1 gets tokens 0, 2 in slots 0, 1 with local ids [-1, 1], [-1, 0]. Counts: [2, 1] for rank 0, [1, 1] for rank
+1.
 
-Dispatch, sender role, few tokens: a program sends one token, or serves some of its ranks.
+Example of few tokens: the same ids. Before token 1 there are a message to each rank, no pair of expert 1 and one of
+expert 0: token 1 has slot 1 at rank 0 and positions [0, 1].
 
-What is before its token a program counts by itself, and only what it needs: the pairs of the token's own experts, and
-the messages to each rank. All that can be read early is read first, and the look at what peers have drained is begun
-there, too: with one token the time of a dispatch is a chain of latencies, and this is most of it.
+Example of many tokens: the second CTA's two tokens have ids [[0, 3], [1, 0]], 4 experts on 2 ranks, and the first CTA
+has sent [1, 2] messages and [1, 0, 0, 2] pairs: slots are [1, 2] and [2, -], positions [1, 2] and [0, 2].
 
-Example: 4 experts on 2 ranks, ids [[0, 3], [1, 0], [-1, 2]]. Before token 1 there are a message to each rank, no pair
-of expert 1 and one of expert 0: it has slot 1 at rank 0 and positions [0, 1].
+Example of places: token 5 goes to ranks 0 and 2 of 3, in slots 4 and 0 there. Its places are the addresses of message
+(me, 4) of rank 0, 0 for rank 1, and the address of message (me, 0) of rank 2; local ids there are [1, -1] and [-1, 0]
+if its experts are theirs.
 
-Dispatch, sender role, many tokens: a program sends ``tokens_per_program`` consecutive ones.
-
-A program needs the number of its first message to each rank, and of its first pair for each expert. Of up to
-S.MAX_TOKENS_ALONE tokens it counts all that are before its own; of more, that would take longer than to share what
-programs count (``kernels.dispatch.route``) and to wait for the sums of the lower ones. Rows travel one by one,
-each read while the one before is stored; BATCH messages are published at a time, as the release waits until all stores
-before it have arrived.
-
-Example: the second program's two tokens have ids [[0, 3], [1, 0]], 4 experts on 2 ranks, and the first program has sent
-[1, 2] messages and [1, 0, 0, 2] pairs: slots are [1, 2] and [2, -], positions [1, 2] and [0, 2].
-
-Dispatch, sender role: a message's place at each rank, what is small in it, and how it gets to other nodes.
-
-What is large in it, the row, is in ``kernels.dispatch.message``.
-
-Example: token 5 goes to ranks 0 and 2 of 3, in slots 4 and 0 there: its places are the addresses of message (me, 4) of
-rank 0, 0, and of message (me, 0) of rank 2; local ids there are [1, -1] and [-1, 0] if its experts are theirs.
-
-Dispatch, sender role: rows, a piece of columns at a time: read once, brought into the format once, stored to every
-destination.
-
-Destinations are taken one after the other, each with all threads of the program, from registers: a piece is quantised
-once however many ranks it goes to. Whether it goes to one is in the mask of the store and not a branch: in a branch
-Triton 3.6 brings the piece into the store's layout again, through shared memory and five barriers, for each rank. The
-caller reads a piece before it stores the one before, so that reading hides behind storing. For that nothing may touch
-what was read before it is used: what masked loads leave out is left undefined (a value of its own would be moved in,
-behind the load), and elements of 16 bits are read as words of two, and taken apart where they are encoded.
-
-Example: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) are read as the word 0x40003f80.
+Example of a piece: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) are read as the word 0x40003f80.
 """
 
 import triton
@@ -98,7 +86,7 @@ from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
 
 @triton.jit
 def places_of(base, own, slot, me, mine, S: tl.constexpr):
-    """Addresses [N, ranks] of the messages in ``slot`` [N, ranks] of the ranks whose blocks are at ``base`` [ranks]; 0
+    """Return the addresses [N, ranks] of the messages in ``slot`` [N, ranks], in the blocks at ``base`` [ranks]; 0
     unless ``own``."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
     places = base[None, :] + S.OFFSET_MESSAGES + (me * S.MAX_TOKENS + slot).to(tl.int64) * S.MESSAGE_BYTES
@@ -108,13 +96,14 @@ def places_of(base, own, slot, me, mine, S: tl.constexpr):
 
 @triton.jit
 def flags_of(base, slot, me, S: tl.constexpr):
-    """Words [N, ranks] that say that those messages are stored."""
+    """Return the addresses [N, ranks] of those messages' flags."""
     return (base + S.OFFSET_MESSAGE_FLAG).to(I64)[None, :] + (me * S.MAX_TOKENS + slot)
 
 
 @triton.jit
 def load_weights(weights, token, num_tokens, S: tl.constexpr):
-    """Router weights [N, slots] of tokens ``token`` [N], anything behind the last; zeros where they do not travel."""
+    """Load router weights [N, slots] of tokens ``token`` [N]; zeros where none travel. Values past the last token are
+    undefined."""
     k = tl.arange(0, S.TOPK_POW2)
     if S.HAS_WEIGHTS:
         inside = (token < num_tokens)[:, None] & (k < S.TOPK)[None, :]
@@ -125,10 +114,11 @@ def load_weights(weights, token, num_tokens, S: tl.constexpr):
 
 @triton.jit
 def store_headers(ids_of, position, owner, token, places, w, first, N: tl.constexpr, S: tl.constexpr):
-    """What is small in a message: token, local ids, positions and weights, of a block of tokens at once.
+    """Store the header of the messages of N tokens: token, local ids, positions and weights.
 
     ``ids_of``, ``position``, ``owner``, ``w``: [N, slots]; ``token`` [N]; ``places`` [N, ranks] addresses, 0 for none.
-    CACHED: no positions, and local ids only where they are an output (layout "rank"), as receivers know the rows.
+    Over cached routing no positions travel, and local ids travel only where they are an output (layout "rank"), because
+    receivers know the rows.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
@@ -154,8 +144,10 @@ def store_headers(ids_of, position, owner, token, places, w, first, N: tl.conste
 
 @triton.jit
 def put_messages(ctx, mine, own, slot, N: tl.constexpr, S: tl.constexpr):
-    """Put messages at the ranks of other nodes: of each of N tokens, at those where ``own`` [N, ranks], in ``slot``
-    [N, ranks]."""
+    """Put messages at the ranks of other nodes; on one node do nothing.
+
+    They are those of N tokens where ``own`` [N, ranks], in ``slot`` [N, ranks].
+    """
     if S.NODE_SIZE < S.WORLD_SIZE:
         fence(ctx.control)
         t = tl.arange(0, N)[:, None]
@@ -181,7 +173,10 @@ def put_messages(ctx, mine, own, slot, N: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def load_piece(x, token, piece, end, S: tl.constexpr):
-    """Columns of piece ``piece`` of row ``token`` as in memory; from ``end`` on, and behind the row, anything."""
+    """Load the columns of piece ``piece`` of row ``token`` as they are in memory.
+
+    Values of a token from ``end`` on, and past the end of the row, are undefined.
+    """
     if S.SOURCE == 2:
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
         if S.INPUT_DTYPE.primitive_bitwidth == 16:
@@ -204,7 +199,8 @@ def load_piece(x, token, piece, end, S: tl.constexpr):
 
 @triton.jit
 def columns_of(row, S: tl.constexpr):
-    """Columns [GB, GROUP], fp32, of a piece that is to be encoded, as :func:`load_piece` gives it."""
+    """Return the columns [groups, elements of a group], fp32, of a piece from :func:`load_piece` that is to be
+    encoded."""
     if S.INPUT_DTYPE.primitive_bitwidth == 16:
         if S.INPUT_DTYPE == tl.bfloat16:  # the upper half of an fp32
             even = (row << 16).to(tl.float32, bitcast=True)
@@ -219,8 +215,11 @@ def columns_of(row, S: tl.constexpr):
 
 @triton.jit
 def in_format(row, input_scale, S: tl.constexpr):
-    """A piece, as :func:`load_piece` gives it, in the message's format, flat; and the scales of its groups, as integers
-    of their size (whatever comes ready, or has none: the piece again)."""
+    """Return a piece from :func:`load_piece` in the message's format, flat, and the scales of its groups.
+
+    Scales are integers of their size. A piece that is already encoded, or whose format has no scales, stands in their
+    place.
+    """
     if S.SOURCE == 2:
         factor = tl.load(input_scale) if S.HAS_INPUT_SCALE else 1.0
         payload, scale = S.ENCODE_FN(columns_of(row, S), factor, S.NATIVE_CASTS)
@@ -234,13 +233,13 @@ def in_format(row, input_scale, S: tl.constexpr):
 
 @triton.jit
 def place_at(places, d):
-    """Element d of ``places`` [ranks], as a scalar."""
+    """Return element d of ``places`` [ranks] as a scalar."""
     return tl.sum(tl.where(tl.arange(0, places.shape[0]) == d, places, 0), 0)
 
 
 @triton.jit
 def ready_scales(scales, token, S: tl.constexpr):
-    """Scales [scales] of a row that came quantised."""
+    """Load the scales [scales] of a row that came quantised."""
     c = tl.arange(0, S.SCALE_WIDTH_POW2)
     return tl.load(
         scales.to(S.SCALE_POINTER, bitcast=True) + tl.cast(token, tl.int64) * S.SCALE_WIDTH + c,
@@ -251,8 +250,8 @@ def ready_scales(scales, token, S: tl.constexpr):
 
 @triton.jit
 def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr):
-    """Piece ``piece`` of row ``token`` to the messages at ``places`` [ranks] (int64 addresses, 0 where it does not
-    go)."""
+    """Store piece ``piece`` of row ``token`` in the messages at ``places`` [ranks] (int64 addresses, 0 where it does
+    not go)."""
     payload, scale = in_format(row, input_scale, S)
     if S.SOURCE == 2:
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
@@ -292,7 +291,7 @@ _PHASE = tl.constexpr(PHASE_DISPATCH)
 
 @triton.jit
 def send_one(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
-    """Row program ``program``: send token ``program // split`` to every ``split``-th rank from ``program % split``."""
+    """Send token ``program // split`` to every ``split``-th rank from ``program % split``, as row CTA ``program``."""
     t = program // numbers.split
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
@@ -335,14 +334,14 @@ def send_one(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
 
 @triton.jit
 def share_block_counts(ctx, mine, ids, begin, end, numbers, program, S: tl.constexpr):
-    """Tell what tokens [begin, end) of ``program`` need, and wait for what those of the lower programs do."""
+    """Publish the block counts of tokens [begin, end) of CTA ``program``, and sum those of the lower CTAs."""
     count_own_block(ctx, mine, ids, begin, end, numbers, program, S)
     return sum_block_counts(ctx, mine, program, S)
 
 
 @triton.jit
 def send_run(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
-    """Row program ``program``: send its tokens."""
+    """Send ``tokens_per_program`` consecutive tokens, as row CTA ``program``."""
     begin = program * numbers.tokens_per_program
     end = tl.minimum(begin + numbers.tokens_per_program, numbers.num_tokens)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -401,21 +400,21 @@ _ROLE = tl.constexpr(DISPATCH_SENT)
 
 @triton.jit
 def send(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
-    """Program ``program`` of the sender role, which counts what it sends; ``cached`` is not read."""
+    """Run CTA ``program`` of the sender role, which counts what it sends. ``cached`` is not read."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
-    drained = poll_once(peers.control, _PHASE, call, S)
+    credits = poll_once(peers.control, _PHASE, call, S)
     few = numbers.tokens_per_program <= 1
-    # Each program counts for itself; then the counting program is the first one, as it waits for nobody.
+    # Where each CTA counts alone, the counting CTA is the first one, because it waits for nobody.
     alone = few | (numbers.num_tokens <= S.MAX_TOKENS_ALONE)
     counting = tl.where(alone, 0, num_programs - 1)
     if program == 0:
         grant_credits(peers.table, peers.control, numbers.me, S)
     if program == counting:
-        ok = send_counts(ctx, inputs.topk_ids, notes.sent, numbers, alone, num_programs - 1, drained, S)
+        ok = send_counts(ctx, inputs.topk_ids, notes.sent, numbers, alone, num_programs - 1, credits, S)
     elif few:
-        ok = send_one(ctx, inputs, notes.slot_of, numbers, program - 1, drained, S)
+        ok = send_one(ctx, inputs, notes.slot_of, numbers, program - 1, credits, S)
     else:
-        ok = send_run(ctx, inputs, notes.slot_of, numbers, program - alone.to(tl.int32), drained, S)
+        ok = send_run(ctx, inputs, notes.slot_of, numbers, program - alone.to(tl.int32), credits, S)
     if ok > 0:
         count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")

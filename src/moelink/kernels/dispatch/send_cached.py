@@ -1,30 +1,30 @@
-"""Dispatch, sender role, over the routing of an earlier dispatch: nothing is counted, and no positions travel.
+"""Send tokens over the routing of an earlier dispatch (cached routing): nothing is counted, and no positions travel.
 
-What the earlier call found out is still there: ``slot_of`` says where a token's messages go, ``sent`` how many there
-are, and receivers know the rows of each. So program 0 tells every rank at once what comes, and the other programs wait
-for nobody of this rank, not even for one another's counts. They take the tokens in turn, BATCH at a time, so that
-messages come about in the order of their slots, which ascend with the tokens; receivers take them as with few tokens,
-one by one (programs = 0). With few tokens a program sends one, or serves ``split``-th of its ranks, as ever.
+What the earlier call computed is still there: ``slot_of`` says where a token's messages go, ``sent`` how many there
+are, and receivers know the rows of each. So CTA 0 tells every rank at once what comes, and the other CTAs wait for no
+CTA of this rank. They take batches of S.TOKENS_PER_BATCH tokens in turn. Slots ascend with the tokens, so messages are
+stored about in the order of their slots, and receivers take them one by one, as with few tokens (``programs`` = 0 in
+the header). With few tokens a CTA sends one token, or serves every ``split``-th rank of one.
 
-The header's words are those of ``kernels.dispatch.counts``, and beside them the number of the call that made the
-routing: ranks that use the routings of different calls again all see it, and refuse the call alike
-(``kernels.dispatch.receive``). The options are others than those of a call that counts, so a mix of the two is refused,
-too. Behind the header, and not waited for, go the words of rows per expert, empty: ranks that do count wait for them
-before they can look at the options, and every word bears every call's number (``kernels.sync.ll_words``).
+The header has the words of ``kernels.dispatch.counts``, and also the number of the call that made the routing. If ranks
+use routings of different calls, all ranks see it and refuse the call alike (``kernels.dispatch.receive``). The options
+differ from those of a call that counts, so ranks also refuse a mix of the two. After the header go the words for rows
+per expert, empty; a rank over cached routing does not wait for them. A rank that does count waits for them before it
+can look at the options, and every word carries every call's number (``kernels.sync.ll_words``).
 
-Why no call overtakes another is no different from ``kernels.dispatch.send``: every program waits until every
-destination has drained the previous call before its first store there, tells what it drained itself before it waits,
-and counts its arrival at the end. ``slot_of`` and ``sent`` were written by an earlier launch in stream order and are
-never written again. Slots that are none (the earlier call failed half way) are left out.
+Why no call overtakes another: as in ``kernels.dispatch.send``, every CTA waits for every destination's credit for the
+previous call before its first store there, this rank grants its own credits before it waits, and every CTA counts its
+arrival at the end. An earlier launch wrote ``slot_of`` and ``sent`` in stream order, and nothing writes them again.
+Slots out of range (the earlier call failed half way) are left out.
 
-Of a routing whose own dispatch brought nothing, because a rank refused it or a wait expired, no call is made, as with a
-combine of such rows (``kernels.combine.send``): every rank that has a handle of it sees that in its ``received``, and a
-rank that has none, because it refused the call itself, makes none either. Ids out of range count once, in the call that
-read them. Rows that do not fit are lost again, and counted again.
+If the dispatch that made the routing brought nothing, because a rank refused it or a wait expired, then no rank makes
+this call, as with a combine of such rows (``kernels.combine.send``). Every rank that has a handle of that dispatch sees
+it in its ``received``. A rank that has no handle, because it refused that dispatch itself, makes no call either. Ids
+out of range are counted once, in the call that read them. Rows that do not fit are dropped again, and counted again.
 
 Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]], call 7: ``slot_of`` [[0, 0], [1, -1], [-1, 1]],
-``sent`` [2, 2, 7]. Call 9 over it tells both ranks "2 messages, of call 7". Two programs with BATCH 1 send tokens 0 and
-2, and token 1.
+``sent`` [2, 2, 7]. Call 9 over it tells both ranks "2 messages, of call 7". Two CTAs with S.TOKENS_PER_BATCH 1 send
+tokens 0 and 2, and token 1.
 """
 
 import triton
@@ -56,7 +56,7 @@ _BYTES = tl.constexpr(DISPATCH_BYTES)
 
 @triton.jit
 def send_heads(ctx, sent, numbers, drained, S: tl.constexpr):
-    """Program 0: tell every rank how many messages come, and of which call's routing."""
+    """Tell every rank how many messages come, and of which call's routing, as CTA 0."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     mine = own_block(ctx.control, S)
@@ -83,7 +83,7 @@ def send_heads(ctx, sent, numbers, drained, S: tl.constexpr):
 
 @triton.jit
 def _slots_at(slot_of, token, served, num_tokens, S: tl.constexpr):
-    """Slots [N, ranks] of tokens ``token`` [N] at the ranks ``served`` [ranks]; -1 for none."""
+    """Return the slots [N, ranks] of tokens ``token`` [N] at the ranks ``served`` [ranks]; -1 for none."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = (token < num_tokens)[:, None] & served[None, :]
     return tl.load(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], mask=mask, other=-1)
@@ -140,10 +140,11 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, drained, N: 
 
 @triton.jit
 def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
-    """Program ``program`` of the sender role. ``routed``: ``received`` of the call whose routing it is."""
+    """Run CTA ``program`` of the sender role over cached routing. ``cached.received`` is that of the call that made the
+    routing."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
-    drained = poll_once(peers.control, _PHASE, call, S)
+    credits = poll_once(peers.control, _PHASE, call, S)
     nothing = tl.load(cached.received + 2 * S.WORLD_SIZE)
     if nothing == 0:
         lane = (program - 1) // numbers.split
@@ -151,10 +152,10 @@ def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S:
         part = (program - 1) % numbers.split
         if program == 0:
             grant_credits(peers.table, peers.control, numbers.me, S)
-            ok = send_heads(ctx, notes.sent, numbers, drained, S)
+            ok = send_heads(ctx, notes.sent, numbers, credits, S)
         elif (numbers.tokens_per_program > 1) & (S.TOKENS_PER_BATCH > 1):
-            ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, drained, S.TOKENS_PER_BATCH, S)
+            ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, credits, S.TOKENS_PER_BATCH, S)
         else:
-            ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, drained, 1, S)
+            ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, credits, 1, S)
         if ok > 0:
             count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")

@@ -1,14 +1,15 @@
-"""Dispatch, receiver role: messages that have arrived, copied to their rows.
+"""Unpack messages that have arrived, on the receiver side of dispatch: copy rows and scales to the output, and zero the
+padding.
 
-Which row that is follows from the counts and a position that came with the message; CACHED: it is the one that the call
-whose routing this is noted in ``rows_of_message``, and only the token must be the same.
+The row of a pair follows from the counts and from the position that came with the message. The receiver notes it in
+``rows_of_message`` for combine. Over cached routing (S.CACHED_ROUTING) the row is the one that the earlier call noted
+there; of the message only the token is checked, which must be the same.
 
 Example: 2 local experts, whose groups begin at rows 0 and 4, and rank 1's rows in them at 2 and 4. Its message in slot
-0 names expert 0, position 0: row 2, which is noted; in a later call over this routing the message in slot 0 goes there.
+0 names expert 0, position 0: row 2, which is noted. In a later call over this routing the message in slot 0 goes there.
 
-Dispatch, receiver role: where scales go, and the zeros behind each group's real rows.
-
-Example: ALIGN 4 and group sizes [3, 1]: rows 3, 5, 6, 7 are padding: zero tokens, scales and weights, src_info -1.
+Example of padding: S.ROW_ALIGNMENT 4 and group sizes [3, 1]: rows 3, 5, 6, 7 are padding: zero tokens, scales and
+weights, src_info -1.
 """
 
 import triton
@@ -22,7 +23,8 @@ from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
 
 @triton.jit
 def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
-    """Element offsets of the scales of a row at scale columns c [m], or of rows [n, 1] at c [1, m]."""
+    """Return the offsets of a row's scales, in elements, at scale columns c [m]; or of rows [n, 1] at columns c [1,
+    m]."""
     if S.SCALE_LAYOUT == 1:
         return c.to(tl.int64) * scale_rows + row
     elif S.SCALE_LAYOUT == 2:
@@ -34,15 +36,18 @@ def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
 
 @triton.jit
 def tile_words(inner, block, w, S: tl.constexpr):
-    """Layout of 128x4 tiles: offsets of the words (four scales of a row each) of rows (columns) at words w ([1, m])."""
+    """Return the offsets of words of four scales in 128x4 tiles, for rows (a column) at words w ([1, m])."""
     tile = (block + inner // 128).to(tl.int64) * ((S.SCALE_WIDTH + 3) // 4) + w
     return (tile * 32 + inner % 32) * 4 + inner % 128 // 32
 
 
 @triton.jit
 def load_scales(mine, at, S: tl.constexpr):
-    """Scales of the message numbered ``at``; anything for -1, and behind the last. In tiles as words of four, zeros
-    behind the last in its word."""
+    """Load the scales of the message numbered ``at``.
+
+    For ``at`` -1, and past the last scale, values are undefined. For tiles they are words of four scales, with zeros
+    after the last scale in its word.
+    """
     message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES + S.MESSAGE_SCALES
     if S.SCALE_LAYOUT == 2:
         w = tl.arange(0, S.SCALE_WIDTH_POW2 // 4)
@@ -57,7 +62,7 @@ def load_scales(mine, at, S: tl.constexpr):
 
 @triton.jit
 def store_scales(scales, row, inner, block, scales_out, scale_rows, S: tl.constexpr):
-    """A message's ``scales``, as :func:`load_scales` gives them, to the rows ``row`` [rows], -1 for none."""
+    """Store a message's ``scales``, from :func:`load_scales`, at the rows ``row`` [rows], -1 for none."""
     c = tl.arange(0, scales.shape[0])
     if S.SCALE_LAYOUT == 2:
         to = scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block[:, None], c[None, :], S)
@@ -75,14 +80,16 @@ def store_scales(scales, row, inner, block, scales_out, scale_rows, S: tl.conste
 
 @triton.jit
 def note_messages(message_of_row, row, at, S: tl.constexpr):
-    """LATER: rows ``row`` [N, rows], -1 for none, came with messages ``at`` [N] (``kernels.dispatch.scales``)."""
+    """Note that rows ``row`` [N, rows], -1 for none, came with messages ``at`` [N], for ``kernels.dispatch.scales``
+    (S.SCALES_LATER)."""
     number = tl.broadcast_to(at[:, None], row.shape)
     tl.store(message_of_row.to(I32, bitcast=True) + row, number, mask=row >= 0)
 
 
 @triton.jit
 def group_at(g, groups, capacity, S: tl.constexpr):
-    """Start, real rows, rows and first scale block of routed group ``g`` (-1: the shared one), within capacity."""
+    """Return start, real rows, rows and first scale block of routed group ``g`` (-1: the shared one), within
+    ``capacity``."""
     pick = tl.arange(0, S.POLL_WIDTH) == g
     size = tl.sum(tl.where(pick, groups.sizes, 0), 0)
     start = tl.sum(tl.where(pick, groups.starts, 0), 0)
@@ -97,10 +104,12 @@ def group_at(g, groups, capacity, S: tl.constexpr):
 
 @triton.jit
 def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
-    """Which of how many programs that write padding ``program`` is, -1 for none of them: those that have no message to
-    place, as no source has more than ``most`` of them, or all where these are less than half as many as groups.
+    """Return which one CTA ``program`` is of the CTAs that write padding (-1: none of them), and how many these are.
 
-    Example: 133 programs, 2 ranks with up to 32 messages, 128 groups: programs 65 to 132, 68 of them.
+    They are the CTAs that have no message to unpack, because no source has more than ``most`` messages. If these CTAs
+    are less than half as many as the groups, all CTAs write padding.
+
+    Example: 133 CTAs, 2 ranks with up to 32 messages, 128 groups: CTAs 65 to 132, 68 of them.
     """
     busy = 1 + S.WORLD_SIZE * most
     idle = num_programs - busy
@@ -111,10 +120,9 @@ def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
 
 @triton.jit
 def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
-    """Zero the padding rows of all groups: at most ALIGN - 1 behind each group's real rows.
+    """Zero the padding rows of all groups: at most S.ROW_ALIGNMENT - 1 after each group's real rows.
 
-    A group for each program, or several programs for a group. Nothing is waited for: it is done while messages are on
-    their way.
+    Each CTA takes a group, or several CTAs share one. It waits for nothing, and works while messages are on their way.
     """
     num_groups = numbers.num_local_experts + S.FUSED_SHARED_EXPERT
     shares = tl.maximum(num_programs // num_groups, 1)
@@ -144,9 +152,10 @@ def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
 
 @triton.jit
 def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexpr):
-    """Zero the scales behind each group's real rows up to the end of its last 128-row tile.
+    """Zero the scales after each group's real rows, up to the end of its last tile of 128 rows.
 
-    Example: ALIGN 24 and 121 real rows: 144 rows in 2 tiles, so 135 rows of scales are zeroed, in two rounds of 128.
+    Example: S.ROW_ALIGNMENT 24 and 121 real rows: 144 rows in 2 tiles, so 135 rows of scales are zeroed, in two rounds
+    of 128.
     """
     words: tl.constexpr = (S.SCALE_WIDTH + 3) // 4
     steps: tl.constexpr = (words + 15) // 16
@@ -170,19 +179,22 @@ _DROPPED = tl.constexpr(ROW_DROPPED)
 
 @triton.jit
 def _row(values, g):
-    """Row ``g`` of ``values`` [GATHER, N], none of them below -1."""
+    """Return row ``g`` of ``values`` [messages, N], none of them below -1."""
     return tl.max(tl.where((tl.arange(0, values.shape[0]) == g)[:, None], values, -1), 0)
 
 
 @triton.jit
 def _element(values, q):
-    """Element ``q`` of ``values`` [N], none of them below -1, as a scalar."""
+    """Return element ``q`` of ``values`` [N], none of them below -1, as a scalar."""
     return tl.max(tl.where(tl.arange(0, values.shape[0]) == q, values, -1), 0)
 
 
 @triton.jit
 def _load_words(mine, at, block, S: tl.constexpr):
-    """Words of block ``block`` of the message numbered ``at``; anything for -1, and behind the row's end."""
+    """Load the words of block ``block`` of the message numbered ``at``.
+
+    For ``at`` -1, and past the end of the row, they are undefined.
+    """
     c = block * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
     message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
     return tl.load(tl.multiple_of(message.to(S.WORD_POINTER), 16) + c, mask=only(at >= 0, c < S.ROW_WORDS))
@@ -190,11 +202,12 @@ def _load_words(mine, at, block, S: tl.constexpr):
 
 @triton.jit
 def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
-    """Rows noted at ``places`` [N, rows], which of them are within ``capacity``, and for tiles of scales how far
-    they are into their group and the group's first block.
+    """Load the rows noted at ``places`` [N, rows].
 
-    The group is the last one that starts at or before the row. What was never noted (a peer's nonsense, in the earlier
-    call) is any number: nothing outside of ``capacity``, and of the group, is kept.
+    Returns the rows, which of them are within ``capacity``, and for tiles of scales how far each is into its group and
+    the group's first block. The group is the last one that starts at or before the row. Where the earlier call noted
+    nothing (a peer sent malformed data) a row can be any number; it is kept only inside ``capacity`` and inside the
+    group.
 
     Example: groups of 3 and 1 rows that start at 0 and 4: row 4 is number 0 of group 1.
     """
@@ -213,11 +226,11 @@ def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
 
 @triton.jit
 def unpack_headers(ctx, source, at, valid, header, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Where the rows of messages go that are numbered ``at`` [N], those that are ``valid``; what is small in them goes
-    there, and is noted for combine.
+    """Find the rows of the messages numbered ``at`` [N] that are ``valid``, store what their headers say of the rows,
+    and note the rows for combine.
 
-    Returns the rows [N, rows], -1 for none, and
-    for tiles of scales how far each is into its group and the group's first block.
+    Returns the rows [N, rows], -1 for none, and for tiles of scales how far each is into its group and the group's
+    first block.
     """
     token = header.token
     local = header.local_ids
@@ -309,14 +322,14 @@ def unpack_headers(ctx, source, at, valid, header, destination, outputs, notes, 
 
 @triton.jit
 def store_rows(words, c, places, tokens_out, S: tl.constexpr):
-    """Words ``c`` of a row, which are ``words``, to the rows ``places`` [rows], -1 for none.
+    """Store ``words``, the words ``c`` of a row, to the rows ``places`` [rows], -1 for none.
 
-    They are the first to leave the second-level cache: most of them are driven out by experts' weights before they are
-    read, and messages are read from there.
+    They are stored as the first to leave the L2 cache. The experts' weights drive most of them out before they are
+    read, and the cache is needed for the messages, which are read from there.
     """
     present = (places >= 0).to(tl.int32)
     nth = tl.cumsum(present, 0) - present
-    for n in range(0, tl.sum(present, 0)):  # of a message's rows few are here: its other experts are elsewhere
+    for n in range(0, tl.sum(present, 0)):  # few: most experts of a token are on other ranks
         place = tl.max(tl.where((present > 0) & (nth == n), places, 0), 0)
         to = tokens_out.to(S.WORD_POINTER, bitcast=True) + place.to(tl.int64) * S.ROW_WORDS
         tl.store(to + c, words, mask=c < S.ROW_WORDS, cache_modifier=".cs")
@@ -324,12 +337,13 @@ def store_rows(words, c, places, tokens_out, S: tl.constexpr):
 
 @triton.jit
 def unpack_group(ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Copy messages ``slot`` [GATHER] of ``source``, those that are ``valid``, to their rows, and note for combine
-    where they are.
+    """Copy the messages ``slot`` [messages] of ``source`` that are ``valid`` to their rows, and note the rows for
+    combine.
 
-    Over a cached routing what is noted is read, and ``destination.base`` is not used. What is small is read for all of
-    them at once, and each one's payload and scales while the one before is stored: what loads leave out stays
-    undefined, as anything that was moved in would wait for them.
+    There are S.MESSAGES_PER_STEP of them. Over cached routing the noted rows are read, and ``destination.base`` is not
+    used. Headers are read for all messages at once; payload and scales of each message are read while those of the one
+    before are stored. Loads leave masked values undefined, because moving in an ``other`` value would wait for the
+    load.
     """
     mine = own_block(ctx.control, S)
     at = source * S.MAX_TOKENS + slot
@@ -350,7 +364,7 @@ def unpack_group(ctx, source, slot, valid, destination, outputs, notes, numbers,
         local = tl.load((message + S.MESSAGE_IDS).to(I32)[:, None] + q[None, :], mask=mask)
     if not (S.RANK_LAYOUT or S.CACHED_ROUTING):
         position = tl.load((message + S.MESSAGE_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
-    if S.HAS_WEIGHTS:  # the fused shared expert's row counts whole
+    if S.HAS_WEIGHTS:  # the weight of the fused shared expert's row is 1
         w = tl.where(
             mask, tl.load((message + S.MESSAGE_WEIGHTS).to(S.WEIGHT_POINTER)[:, None] + q[None, :], mask=mask), 1.0
         )
