@@ -1,9 +1,10 @@
-"""Combine as one launch (``ep_fused_combine_kernel``) or two (``..._async_kernel``, ``..._wait_kernel``).
+"""Run combine as one launch (``ep_fused_combine_kernel``) or as two (``..._async_kernel``, ``..._wait_kernel``).
 
-Low program ids have the expert role (``kernels.combine.send``), high ids the home role (``kernels.combine.reduce``). As
-in dispatch, senders wait only for the previous call to be drained, which peers tell as they begin a call, and so finish
-whatever else the peers do; the home role waits only for other ranks. Compile without fused multiply-add: products are
-rounded before they are added.
+CTAs with low numbers have the expert role (``kernels.combine.send``), those with high numbers the home role
+(``kernels.combine.reduce``). As in dispatch, senders wait only for credit for the previous call, which peers grant as
+they begin a call. So senders finish whatever else their peers do. The home role waits only for other ranks.
+
+These kernels must be compiled without fused multiply-add, because products are rounded before they are added.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SENT, _RECEIVED = tl.constexpr(COMBINE_SENT), tl.constexpr(COMBINE_RECEIVED)
 
 @triton.jit
 def ep_fused_combine_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
-    """CTAs [0, numbers.senders) send rows back, the others, of ``numbers.programs``, gather them."""
+    """Send rows back with CTAs [0, ``numbers.senders``) and reduce with the others of ``numbers.programs``."""
     sending = (peers, inputs, notes, numbers)
     gathering = (peers, inputs, outputs, notes, numbers)
     run_roles(send_tokens_back, sending, gather_home, gathering, peers.control, _SENT, numbers, S)
@@ -29,12 +30,12 @@ def ep_fused_combine_kernel(peers, inputs, outputs, notes, numbers, S: tl.conste
 
 @triton.jit
 def ep_combine_async_kernel(peers, inputs, notes, numbers, S: tl.constexpr):
-    """The expert role alone."""
+    """Run the expert role alone."""
     run_role(send_tokens_back, (peers, inputs, notes, numbers), peers.control, _SENT, numbers.programs, S)
 
 
 @triton.jit
 def ep_combine_wait_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
-    """The home role alone."""
+    """Run the home role alone."""
     arguments = (peers, inputs, outputs, notes, numbers)
     run_role(gather_home, arguments, peers.control, _RECEIVED, numbers.programs, S)

@@ -1,26 +1,28 @@
-"""Combine, home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``, ``copy_shared_expert_outputs``.
+"""Reduce the rows that came home: the home role of combine, on the rank that owns the token.
 
-Programs share the tokens, and when there are few of these the blocks of columns. For its token a program waits for
-exactly the rows of it: ``combine_flag`` of rank r and the token's message slot there (``slot_of``, noted by dispatch's
-sender) must have reached the call. The waits are acquires, so the rows are seen. Program 0 waits for the
-``combine_head`` of every rank, whether or not that sends rows; it has tokens only where all programs are needed.
+Its three steps are ``wait_for_all_arrivals``, ``reduce_and_copy_to_output`` and ``copy_shared_expert_outputs``.
 
-Once all programs are done the call is counted as received; the next launch tells every rank so, which may then
-overwrite ``rows`` (``kernels.sync.credit``): the next call cannot overtake this one. A rank that refused a call counts
-it at once; as without sums other ranks may store the same rows in the next call, its peers, before they finish, wait
-for what they themselves sent to it.
+CTAs share the tokens, and with few tokens also the blocks of columns. For its token a CTA waits for exactly that
+token's rows: ``combine_flag`` of rank r, in the token's message slot there (``slot_of``, noted by dispatch's sender),
+must have reached the call. The waits are acquires, so the rows are visible. CTA 0 waits for the ``combine_head`` of
+every rank, whether or not that rank sends rows. CTA 0 gets tokens only where all CTAs are needed.
 
-Sums: accumulator +0 in fp32 (fp64 for fp64); sums of ranks ascending, or weighted rows in slot order; then the shared
-expert's row, ``shared=``, and the epilogue's tensor, in that order; one rounding.
+Once all CTAs are done the call is counted as received. The next launch then grants credit to every rank, which may
+overwrite ``rows`` (``kernels.sync.credit``). So the next call cannot overtake this one. A rank that refused a call
+counts it at once. Without sums other ranks may store the same rows in the next call; therefore the peers of a rank that
+refused wait, before they finish, for the rows that they themselves sent to it.
 
-In allreduce mode nothing travels: rows are read where they are, and no signal is involved.
+Sums: the accumulator starts at +0, in fp32 (fp64 for fp64). It adds the sums of the ranks in ascending order, or
+weighted rows in slot order; then the shared expert's row, ``shared=`` and the epilogue's tensor, in that order. It is
+rounded once.
+
+In allreduce mode nothing travels: rows are read where they are, and no signal is used.
 
 Example: W = 3, token 5 went to ranks 0 and 2 (``slot_of[5] = [5, -1, 0]``): wait for flag (0, 5) and flag (2, 0), then
 out = round(row(0, 5) + row(2, 5)).
 
-Combine, home role: what is added to a token's sum before it is rounded, and where the result goes.
-
-Example: a token's rows sum to 1.5, the shared expert gives 0.25, ``shared=`` 2 and a bias 1: 4.75 is stored.
+Example of the additions: a token's rows sum to 1.5, the shared expert gives 0.25, ``shared=`` 2 and a bias 1: 4.75 is
+stored.
 """
 
 import triton
@@ -58,7 +60,7 @@ from moelink.memory.protocol import CODE_ABORT, CODE_OPTIONS, CODE_ROUTING, COMB
 
 @triton.jit
 def copy_shared_expert_outputs(total, y, numbers, token, c, S: tl.constexpr):
-    """Add the fused shared expert's row of this token: row token - shared_begin of the own expert outputs."""
+    """Add the fused shared expert's row of this token: row token - shared_begin of this rank's own expert outputs."""
     row = token - numbers.shared_begin
     keep = (row >= 0) & (token < numbers.shared_end) & (row < numbers.y_rows)
     return total + tl.load(y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0).to(
@@ -68,7 +70,8 @@ def copy_shared_expert_outputs(total, y, numbers, token, c, S: tl.constexpr):
 
 @triton.jit
 def finish(total, outputs, inputs, token, c, S: tl.constexpr):
-    """Add what belongs before the rounding, and store row ``token`` (or let the epilogue do it)."""
+    """Add ``shared=`` and the epilogue's tensor, and store row ``token``, or call the epilogue's hook, which stores
+    it."""
     at = tl.cast(token, tl.int64) * S.HIDDEN_SIZE + c
     if S.HAS_SHARED:
         total += tl.load(inputs.shared + at, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)
@@ -93,14 +96,15 @@ _ROUTING = tl.constexpr(CODE_ROUTING)
 
 @triton.jit
 def wait_until_sent(ctx, received, home, S: tl.constexpr):
-    """Wait until all rows that this rank sends to ``home`` in this call are there. Returns 1; 0 or -1 after an error.
+    """Wait until all rows that this rank sends to ``home`` in this call have arrived there.
 
-    The senders are lower programs of this launch or of an earlier one, and wait only until peers begin this call.
+    Returns 1, or 0 or -1 after an error. The senders are lower CTAs of this launch or CTAs of an earlier one, and wait
+    only until peers begin this call.
     """
     mine = own_block(ctx.control, S)
     flags = (tl.load(ctx.table + home) + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
     count = tl.load(received + home * 2) * S.PARTS_PER_ROW
-    if S.LAMPORT_TOKENS > 0:  # small rows need no wait: nobody but this rank stores there, and home clears them
+    if S.LAMPORT_TOKENS > 0:  # Lamport slots need no wait: only this rank stores there, and home clears them
         count = tl.where(is_small(ctx.control, tl.load(received + home * 2 + 1), ctx.call, S), 0, count)
     i = tl.arange(0, _FLAGS)
     ok = tl.full([], 1, tl.int32)
@@ -115,11 +119,12 @@ def wait_until_sent(ctx, received, home, S: tl.constexpr):
 
 @triton.jit
 def end_other_waits(ctx, slot_of, refused, other, num_tokens, S: tl.constexpr):
-    """Program 0 of a small call that ranks ``refused`` [ranks], or make with ``other`` options [ranks], with sums or
-    without: what the programs of this role wait for may never come, so it is stored here. Returns as a wait does.
+    """Store what the other CTAs of the home role wait for where it may never come, as CTA 0 of a small call.
 
-    Where sums are awaited rows of ``other`` come with flags, which are waited for here: in the next call other ranks
-    may store those rows. Where rows are awaited the others send sums, and raise no flag.
+    That is a call that ranks ``refused`` [ranks], or make with ``other`` options [ranks], with sums or without. Where
+    this rank awaits sums, rows of ``other`` come with flags; this function waits for them, because in the next call
+    other ranks may store those rows. Where this rank awaits rows, the others send sums and raise no flag. Returns 1, or
+    0 or -1 after an error.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mine = own_block(ctx.control, S)
@@ -143,7 +148,11 @@ def end_other_waits(ctx, slot_of, refused, other, num_tokens, S: tl.constexpr):
 
 @triton.jit
 def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
-    """Program 0: every rank is in this call. Notes who refused it, and waits until own rows have arrived there."""
+    """Wait until every rank is in this call, as CTA 0.
+
+    Note who refused the call or made it otherwise. Then wait until this rank's own rows have arrived at the ranks that
+    refused. Returns 1, or 0 or -1 after an error.
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     mine = own_block(ctx.control, S)
@@ -153,7 +162,7 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
-        above = (status >> 32).to(tl.int32)  # the dispatch's number; across nodes messages, for ``quiesce_combine``
+        above = (status >> 32).to(tl.int32)  # the dispatch's number; inter-node messages, for ``quiesce_combine``
         status = status & 0xFFFFFFFF
         refused = tl.where((status & 1) != 0, r, S.WORLD_SIZE)
         peer = tl.min(refused, 0)
@@ -165,7 +174,7 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
             note_refused(ctx.control, ctx.call)
         if peer < S.WORLD_SIZE:
             note_refusal(ctx, peer, _PHASE, _REFUSED)
-            if S.NODE_SIZE == S.WORLD_SIZE:  # across nodes who refused waits for itself (``kernels.sync.quiesce``)
+            if S.NODE_SIZE == S.WORLD_SIZE:  # inter-node, the rank that refused waits (``kernels.sync.quiesce``)
                 for home in range(peer, S.WORLD_SIZE):
                     if (ok > 0) & (tl.sum((refused == home).to(tl.int32), 0) > 0):
                         ok = wait_until_sent(ctx, notes.received, home, S)
@@ -187,8 +196,11 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
 
 @triton.jit
 def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
-    """Wait for a token's rows: ``slots`` [ranks] is its message slot at each rank, -1 for none. Of rows in PARTS, for
-    ``part`` alone if home, too, sums in so many ``parts``; if it sums whole rows, for all of them."""
+    """Wait for a token's rows. ``slots`` [ranks]: its message slot at each rank, -1 for none.
+
+    Rows may travel in several parts (S.PARTS_PER_ROW). Where the home role sums in as many ``parts``, wait for ``part``
+    alone; where it sums whole rows, wait for all parts.
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mine = own_block(ctx.control, S)
     poison = (mine + S.OFFSET_POISON).to(I64)
@@ -207,36 +219,43 @@ def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
 
 @triton.jit
 def inter_node_slots(mine, ids, slots, token, me, first, num_local, S: tl.constexpr):
-    """Of a token's top-k slots [slots]: the rank of another node that owns the expert, or -1; the number of the message
-    there among all of them; and 1 where its row comes. ``slots`` [ranks]: the message's slot at each rank."""
+    """Return which of a token's rows come from other nodes, per top-k slot [slots].
+
+    Returns the rank of another node that owns the expert, or -1; the number of the token's message there, among the
+    messages of all ranks; and whether its row comes. ``slots`` [ranks]: the message's slot at each rank.
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
     owner = owner_of(experts_at(ids, token * S.TOPK + k, k < S.TOPK, S), first, num_local, S)
     slot = tl.max(tl.where(owner[:, None] == r[None, :], slots[None, :], -1), 1)
-    far = (slot >= 0) & (intra_node_only(owner >= 0, owner, me, S) == 0)
-    message = tl.where(far, owner * S.MAX_TOKENS + slot, 0)
-    comes = tl.load((mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + message * S.KEPT_BYTES + k, mask=far, other=0)
-    return tl.where(far, owner, -1), message, comes != 0
+    inter_node = (slot >= 0) & (intra_node_only(owner >= 0, owner, me, S) == 0)
+    message = tl.where(inter_node, owner * S.MAX_TOKENS + slot, 0)
+    comes = tl.load((mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + message * S.KEPT_BYTES + k, mask=inter_node, other=0)
+    return tl.where(inter_node, owner, -1), message, comes != 0
 
 
 @triton.jit
 def wait_for_inter_node_rows(ctx, ids, slots, token, numbers, S: tl.constexpr):
-    """Without sums every row from another node has a flag of its own; the messages' flags have been waited for."""
+    """Wait for the rows of other nodes, where no sums travel: each row has its own flag, besides its message's.
+
+    The messages' flags have already been waited for.
+    """
     mine = tl.load(ctx.table + ctx.me)
     k = tl.arange(0, S.TOPK_POW2)
     owner, message, comes = inter_node_slots(
         mine, ids, slots, token, ctx.me, numbers.first_expert, numbers.num_local_experts, S
     )
     flags = (mine + S.OFFSET_ROW_FLAG).to(I64) + message * S.TOPK + k
-    ok, lane, got = wait_all(flags, comes, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
-    peer = tl.max(tl.where(k == lane, owner, -1), 0)
+    ok, index, got = wait_all(flags, comes, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
+    peer = tl.max(tl.where(k == index, owner, -1), 0)
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     return ok
 
 
 @triton.jit
 def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """The result of one token, all of whose rows have arrived: every ``parts``-th block of columns from ``part``."""
+    """Store every ``parts``-th block of columns, from ``part``, of the result of a token whose rows have all
+    arrived."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
     mine = tl.load(ctx.table + ctx.me)
@@ -250,10 +269,10 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
         if not S.ALLREDUCE:
             here = here & (tl.load((mine + S.OFFSET_COMBINE_KEPT).to(U8) + token * S.TOPK + k, mask=here, other=0) != 0)
         if S.NODE_SIZE < S.WORLD_SIZE:
-            far, _, comes = inter_node_slots(
+            inter_node, _, comes = inter_node_slots(
                 mine, inputs.topk_ids, slots, token, ctx.me, numbers.first_expert, numbers.num_local_experts, S
             )
-            here = tl.where(far >= 0, comes, here)
+            here = tl.where(inter_node >= 0, comes, here)
     for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
         c = c0 + tl.arange(0, S.BLOCK_SIZE)
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
@@ -309,7 +328,7 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
 
 @triton.jit
 def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """Wait for a token's rows and store its result, as :func:`gather_token`."""
+    """Wait for a token's rows and store its result, as :func:`gather_token` does. Rows come with flags."""
     ok = tl.full([], 1, tl.int32)
     if not S.ALLREDUCE:
         ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
@@ -323,7 +342,7 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, pa
 
 @triton.jit
 def sum_small_rows(ctx, inputs, slots, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """The same where rows come without flags, and are waited for while they are summed."""
+    """Wait for a token's rows while summing them, and store its result. Rows come without flags, in Lamport slots."""
     mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
     for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
@@ -340,8 +359,10 @@ def sum_small_rows(ctx, inputs, slots, outputs, numbers, token, part, parts, S: 
 
 @triton.jit
 def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """A token's result, in the form that a call of ``num_tokens`` has: every ``parts``-th block of columns from
-    ``part``. Returns as a wait does."""
+    """Wait for a token's rows and store every ``parts``-th block of columns of its result, from ``part``.
+
+    The number of tokens in the call decides whether rows come with flags. Returns 1, or 0 or -1 after an error.
+    """
     ok = tl.full([], 1, tl.int32)
     small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
     if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
@@ -354,13 +375,13 @@ def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts
 
 @triton.jit
 def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
-    """Program ``program`` of the home role."""
+    """Run CTA ``program`` of the home role."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     brought = tl.load(notes.received + 2 * S.WORLD_SIZE) == 0
-    if not S.ALLREDUCE:  # where no call is counted, either
+    if not S.ALLREDUCE:  # in allreduce mode no call is counted
         brought = brought & (is_refused(peers.control, call, numbers.slot_begin) == 0)
     ok = 1 - is_poisoned(peers.record, peers.control, S)
     if not S.ALLREDUCE:
@@ -378,7 +399,7 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
     parts = tl.where(numbers.num_tokens * blocks <= num_programs, blocks, 1)
     items = numbers.num_tokens * parts
-    # Where there are programs to spare the first one, which looked at heads, sums nothing.
+    # Where there are CTAs to spare, the first one sums nothing, because it waits for the heads.
     spare = (num_programs > items).to(tl.int32)
     for i in range(tl.where(program < spare, items, program - spare), items, tl.maximum(num_programs - spare, 1)):
         if ok > 0:
@@ -390,5 +411,5 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
             ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
-            sem: tl.constexpr = "release" if S.LAMPORT_TOKENS > 0 else "relaxed"  # zeros were stored
+            sem: tl.constexpr = "release" if S.LAMPORT_TOKENS > 0 else "relaxed"  # a release after zeros were stored
             count_read(ctx, _PHASE, program, num_programs, S, sem)

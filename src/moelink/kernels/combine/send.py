@@ -1,23 +1,23 @@
-"""Combine, expert role: ``send_tokens_back``.
+"""Send expert outputs home: the expert role of combine (``send_tokens_back``).
 
-Each program takes messages of one home rank that dispatch brought, in slot order. For a message it stores, in row
-``me`` of ``rows`` at home, at the message's *token*, the sum of the rows that the message filled here (or, without
-pre-reduction, each of them at (token, slot), and which of them there are in ``combine_kept``). Then it publishes
-``combine_flag[slot] = call`` there: a release after the rows it speaks for.
+Each CTA takes messages of one home rank that dispatch brought, in slot order. For each message it writes to row ``me``
+of ``rows`` at the home rank, at the message's *token*, the sum of the rows that the message filled here. Without
+pre-reduction it writes each of these rows at (token, slot), and in ``combine_kept`` which of them there are. Then it
+publishes ``combine_flag[slot] = call`` there, a release after the rows that the flag announces. Sums of a small call
+travel without flags (``kernels.sync.lamport_slots``).
 
-Where tokens are few a message's columns travel in PARTS, each with a flag of its own and, as far as programs suffice,
-by a program of its own: one that sums all columns takes the time of several memory latencies.
+With few tokens a message's columns travel in S.PARTS_PER_ROW parts. Each part has its own flag and, as far as the CTAs
+suffice, its own CTA, because one CTA that sums all columns takes several memory latencies.
 
-Sums of a small call go without flags (``kernels.sync.lamport_slots``).
+Before its first store a CTA waits for every home rank's credit for the previous call, so no call overtakes another. It
+waits for nothing else. CTA 0 stores ``combine_status`` and publishes ``combine_head = call`` at every rank, so that a
+rank learns of a refusal even when no rows were due to it. Where messages travel in parts, CTA 0 sends no rows unless it
+is the only CTA. A rank that refuses the call sends no rows but raises all flags. Where a combine takes several passes
+over the slots, a refused combine ends with the first pass, because the rank that refuses makes only one call.
 
-Before its first store a program waits until every home rank has drained the previous call; nothing else is waited for.
-Program 0 stores ``combine_status`` and publishes ``combine_head = call`` everywhere, so that a rank hears of a
-refusal even when no rows were due to it; where messages travel in parts it sends no rows, unless it is alone. A
-refusing rank sends no rows but raises all flags. Where a combine takes several passes over the slots, one that is
-refused ends with the first: who refuses makes one call.
-
-Sums: accumulator +0, slots ascending, product rounded before it is added (no fused multiply-add), one rounding to the
-row's dtype. A slot of another rank, a row dropped for ``capacity`` and a row number out of range contribute nothing.
+Sums: the accumulator starts at +0, slots ascend, each product is rounded before it is added (no fused multiply-add),
+and the sum is rounded once to the row's dtype. A slot of another rank, a row dropped for ``capacity`` and a row number
+out of range contribute nothing.
 
 Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2: the row sent is .5 y[4] + 2 y[9].
 """
@@ -41,15 +41,17 @@ _BYTES = tl.constexpr(COMBINE_BYTES)
 
 @triton.jit
 def is_refused(control, call, slot_begin):
-    """1 in a later pass over the slots of a combine whose first one a rank refused: then no rank makes this call."""
+    """Return 1 in a later pass over the slots of a combine whose first pass a rank refused. No rank makes such a
+    call."""
     return ((slot_begin > 0) & follows_refusal(control, call)).to(tl.int32)
 
 
 @triton.jit
 def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr):
-    """Sum over slots of the rows that ``rows`` (a pointer to SLOTS row numbers) names, at columns ``c``, in ACC.
+    """Sum over slots, at columns ``c``, the rows that ``rows`` names (a pointer to S.SLOTS_PER_MESSAGE row numbers), in
+    S.SUM_DTYPE.
 
-    Weights are those of the rows, or (``home_weights``: a pointer to SLOTS of them) of the token's slots.
+    Weights are those of the rows, or (``home_weights``: a pointer to as many) those of the token's slots.
     """
     total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
     for k in tl.static_range(S.SLOTS_PER_MESSAGE):
@@ -85,7 +87,7 @@ def put_row(ctx, mine, source, place, word, peer, S: tl.constexpr):
 
 @triton.jit
 def put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
-    """Put which slots' rows of a message come, ``kept`` [slots], at rank ``peer``, of another node; then its flag."""
+    """Put which slots' rows of a message come, ``kept`` [slots], at rank ``peer`` of another node; then its flag."""
     q = tl.arange(0, S.TOPK_POW2)
     at = tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64)
     source = staged_at(mine, peer, ctx.me, S.OFFSET_STAGED_KEPT, S.MAX_TOKENS, slot, S.KEPT_BYTES, S)
@@ -105,8 +107,10 @@ def put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
 
 @triton.jit
 def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.constexpr):
-    """Part ``part`` of the sum of a message's rows, to the row at ``to``, its bits inverted if ``flip`` is -1; nothing
-    unless ``valid``."""
+    """Store part ``part`` of the sum of a message's rows to the row at ``to``, if ``valid``.
+
+    Its bits are inverted if ``flip`` is -1.
+    """
     for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.PARTS_PER_ROW * S.BLOCK_SIZE):
         c = c0 + part * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         row = round_to(weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S), S.ROW_DTYPE, S.NATIVE_CASTS)
@@ -119,7 +123,7 @@ def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.cons
 
 @triton.jit
 def copy_columns(to, part, y, row, S: tl.constexpr):
-    """Part ``part`` of row ``row`` to the row at ``to``."""
+    """Copy part ``part`` of row ``row`` to the row at ``to``."""
     for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.PARTS_PER_ROW * S.BLOCK_SIZE):
         c = c0 + part * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         column = tl.load(
@@ -130,8 +134,9 @@ def copy_columns(to, part, y, row, S: tl.constexpr):
 
 @triton.jit
 def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, slot_begin, S: tl.constexpr):
-    """A ``share`` of the rows of ``message`` to rank ``peer``, whose block is at address ``home``; nothing unless it is
-    valid. Returns how many travel, as counted with part 0.
+    """Send a ``share`` of the rows of ``message`` to rank ``peer``, whose block is at address ``home``, if it is valid.
+
+    Returns how many rows travel; they are counted with part 0.
     """
     mine = own_block(ctx.control, S)
     slot = message.slot
@@ -207,13 +212,13 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
 
 @triton.jit
 def dispatch_of(received, S: tl.constexpr):
-    """The number of the dispatch whose ``received`` this is, 31 bits of it."""
+    """Return the number of the dispatch whose ``received`` this is, 31 bits of it."""
     return tl.load(received + 2 * S.WORLD_SIZE + 1)
 
 
 @triton.jit
 def status_at(base, table, rank, me, S: tl.constexpr):
-    """Where to store this rank's ``combine_status`` for ``rank``, whose block is at ``base``."""
+    """Return where to store this rank's ``combine_status`` for ``rank``, whose block is at ``base``."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         at = base + S.OFFSET_COMBINE_STATUS + tl.cast(me, tl.int64) * 8
         return direct_or_staged(at, tl.load(table + me), rank, me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S).to(I64)
@@ -223,7 +228,7 @@ def status_at(base, table, rank, me, S: tl.constexpr):
 
 @triton.jit
 def put_heads(ctx, S: tl.constexpr):
-    """Put ``combine_status``, which is stored, at the ranks of other nodes, and then its head."""
+    """Put ``combine_status``, stored already, and then its head at the ranks of other nodes; on one node do nothing."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         mine = own_block(ctx.control, S)
         at = tl.cast(ctx.me, tl.int64) * 8
@@ -245,7 +250,7 @@ def put_heads(ctx, S: tl.constexpr):
 
 @triton.jit
 def raise_all_flags(ctx, S: tl.constexpr):
-    """A refusing rank: nobody waits for its rows."""
+    """Raise all flags of this rank, which refuses the call, so that no rank waits for its rows."""
     i = tl.arange(0, S.BLOCK_SIZE)
     for d in range(S.WORLD_SIZE):
         home = tl.load(ctx.table + d)
@@ -266,9 +271,10 @@ def raise_all_flags(ctx, S: tl.constexpr):
 
 @triton.jit
 def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constexpr):
-    """Every ``lanes``-th message of rank ``home``, from the ``lane``-th: send its rows, and say so.
+    """Send the rows of every ``lanes``-th message of rank ``home``, from the ``lane``-th, and publish their flags.
 
-    Messages in PARTS: every ``lanes``-th share of one; ``spread``, a divisor of PARTS, programs share a message.
+    Where messages travel in parts, send every ``lanes``-th share of a message; ``spread`` CTAs share a message, and
+    ``spread`` divides S.PARTS_PER_ROW.
     """
     block = tl.load(ctx.table + home)
     mine = own_block(ctx.control, S)
@@ -304,8 +310,8 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
             slot = item // numbers.spread
             begin = item % numbers.spread * parts
             at = home * S.MAX_TOKENS + slot
-            # The number of messages is read beside the message, not before it, and there is no branch for a slot
-            # without one: so the loads of row numbers wait for nothing.
+            # The number of messages is read beside the message, not before it, and a slot without a message takes
+            # no branch. So the loads of row numbers wait for nothing.
             count = tl.load(notes.received + home * 2)
             token = tl.load(notes.message_token + at)
             rows = notes.rows_of_message + at.to(tl.int64) * S.SLOTS_PER_MESSAGE
@@ -328,17 +334,17 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
 
 @triton.jit
 def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl.constexpr):
-    """Program ``program`` of the expert role. ``received`` says whether the dispatch brought anything at all."""
+    """Run CTA ``program`` of the expert role. ``notes.received`` says whether the dispatch brought anything at all."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
-    drained = poll_once(peers.control, _PHASE, call, S)
+    credits = poll_once(peers.control, _PHASE, call, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     failed = tl.load(notes.received + 2 * S.WORLD_SIZE) | is_refused(peers.control, call, numbers.slot_begin)
     if failed == 0:
         if program == 0:
             grant_credits(peers.table, peers.control, numbers.me, S)
-        ok = wait_for_credits(drained, ctx, _PHASE, S)
+        ok = wait_for_credits(credits, ctx, _PHASE, S)
         if ok > 0:
             if program == 0:
                 base = tl.load(peers.table + r, mask=mask, other=0)
@@ -351,21 +357,21 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
                     above = tl.zeros([S.WORLD_SIZE_POW2], tl.int32) + dispatch_of(notes.received, S)
                 word += above.to(tl.int64) << 32
                 tl.store(status_at(base, peers.table, r, numbers.me, S), word, mask=mask)
-                near = intra_node_only(mask, r, numbers.me, S)
+                intra_node = intra_node_only(mask, r, numbers.me, S)
                 publish(
                     (base + S.OFFSET_COMBINE_HEAD).to(I64) + numbers.me,
-                    near,
+                    intra_node,
                     tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call,
                 )
                 put_heads(ctx, S)
                 if numbers.status != 0:
                     raise_all_flags(ctx, S)
-            # Of few tokens all but the first send rows, as what it publishes has to arrive before it goes on.
+            # With few tokens all but the first CTA send rows: what the first publishes must arrive before it goes on.
             apart: tl.constexpr = 1 if S.PARTS_PER_ROW > 1 else 0
             others = tl.maximum(num_programs - apart, 1)
             number = program - tl.minimum(num_programs - 1, apart)
             if (numbers.status == 0) & (number >= 0):
-                # One home rank for each program where they suffice; no two ranks begin with the same one.
+                # One home rank for each CTA where the CTAs suffice; no two ranks begin with the same home rank.
                 for i in range(number % S.WORLD_SIZE, S.WORLD_SIZE, others):
                     send_rows_home(
                         ctx,
