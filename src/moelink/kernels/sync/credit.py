@@ -1,21 +1,22 @@
-"""When what lies in a peer's block may be overwritten: who has read a call to its end, who says so and who asks.
+"""Grant and await credit: a receiver's statement that it has read a call to the end, so that senders may overwrite.
 
-A rank has *drained* call n of a phase once all programs of its receiving role have read what call n brought. These
-count the call (:func:`count_read`) and tell nobody: a fence and a store at the end of a launch would delay
-whatever comes after it. The next launch that sends, of either phase, tells all ranks of this node both counts as the
-first thing that its program 0 does (:func:`grant_credits`). Whoever stores for call n + 1 waits until all have told n.
+A rank has read call n of a phase to the end once all CTAs of its receiving role have read what call n brought. These
+CTAs count the call (:func:`count_read`) but tell no rank, because a fence and a store at the end of a launch would
+delay whatever follows. The next launch that sends, of either phase, grants credit: the first thing that its CTA 0 does
+is to tell all ranks of this node both counts (:func:`grant_credits`). A rank that stores for call n + 1 first waits
+until every rank has granted credit for call n (:func:`wait_for_credits`).
 
-Why that is safe: what a launch has loaded is in registers when it ends, and the next one starts after it in stream
-order, so a relaxed store tells the truth. Where a launch also stored what the next call relies on, zeros in place of
-rows (``kernels.sync.lamport_slots``), it counts with a release. The word is raised by a maximum, because launches of
-both phases tell and two of them may be captured into different streams. A store waits for the answer of the look before
-it, on which it depends.
+Why that is safe: what a launch has loaded is in registers when it ends, and the next launch starts after it in stream
+order. So a relaxed store is enough to tell the count. Where a launch also stored what the next call relies on, zeros in
+place of rows (``kernels.sync.lamport_slots``), it counts with a release. A maximum raises the word, because launches of
+both phases grant credit and two of them may be captured into different streams. A sender's stores wait for the result
+of the poll before them, on which they depend.
 
-Why nobody waits in vain: a launch tells before it waits, and in every call every rank sends, be it a refusal. In the
-usual turn of dispatch and combine nobody waits at all: that a rank drained dispatch n, its combine n has told. Ranks of
-one process on CPUs may run one after the other, so there a receiving half that is launched alone is followed by a
-launch that tells (:func:`ep_grant_credits_kernel`). Ranks of other nodes are told at once by the last program to finish
-(``network.tell_inter_node``): it takes longer.
+Why every wait ends: a launch grants credit before it waits, and every rank sends in every call, even if only a refusal.
+When dispatch and combine alternate, as usual, no sender waits at all: combine n has already granted the credit for
+dispatch n. Ranks of one process on CPUs may run one after the other. There a separate launch grants credit after a
+receiving half that is launched alone (:func:`ep_grant_credits_kernel`). Ranks of other nodes are told at once, by the
+last CTA to finish (``internode.tell_inter_node``), because that takes longer.
 
 Example: ranks 0 and 1 have read 3 dispatches and 2 combines; with its third combine each rank raises the other's words
 to (3, 2), so that a fourth dispatch may store at once, and a third combine may, too.
@@ -47,32 +48,35 @@ _NEXT = tl.constexpr((COMBINE_RECEIVED - DISPATCH_RECEIVED) // (PHASE_COMBINE - 
 
 @triton.jit
 def credit_at(block, phase, rank, S: tl.constexpr):
-    """The word of ``block`` that says how many calls of ``phase`` ``rank`` has drained."""
+    """Return the word of ``block`` that says how many calls of ``phase`` rank ``rank`` has granted credit for."""
     return (block + S.OFFSET_CREDIT).to(I64) + (phase * S.WORLD_SIZE + rank)
 
 
 @triton.jit
 def grant_credits(table, control, me, S: tl.constexpr):
-    """Tell every rank of this node how many calls of both phases this one has read."""
+    """Tell every rank of this node how many calls of both phases this rank has read."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    near = intra_node_only(r < S.WORLD_SIZE, r, me, S)
+    intra_node = intra_node_only(r < S.WORLD_SIZE, r, me, S)
     base = tl.load(table + r, mask=r < S.WORLD_SIZE, other=0)
     for phase in tl.static_range(2):
         read = calls_made(control, _READ + phase * _NEXT)
         words = credit_at(base, phase, me, S)
-        tl.atomic_max(words, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + read, mask=near, sem="relaxed", scope="sys")
+        tl.atomic_max(
+            words, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + read, mask=intra_node, sem="relaxed", scope="sys"
+        )
 
 
 @triton.jit
 def ep_grant_credits_kernel(peers, numbers, S: tl.constexpr):
-    """One program that tells, for ranks that cannot wait for another one's next launch."""
+    """Grant credits with one CTA, for ranks that cannot wait for another rank's next launch."""
     grant_credits(peers.table, peers.control, numbers.me, S)
 
 
 @triton.jit
 def count_read(ctx, phase, program, num_programs, S: tl.constexpr, sem: tl.constexpr):
-    """Program ``program`` of a receiving role has read what call ``call`` of ``phase`` brought: all of them together
-    count it as drained. The last one tells ranks of other nodes, for which the order of ``signals.arrive`` is needed.
+    """Count call ``call`` of ``phase`` as read, together with all other CTAs of the receiving role, as CTA ``program``.
+
+    The last CTA tells ranks of other nodes, for which the order of ``signals.arrive`` is needed.
     """
     role = _READ + phase * _NEXT
     if S.NODE_SIZE < S.WORLD_SIZE:
@@ -86,8 +90,11 @@ def count_read(ctx, phase, program, num_programs, S: tl.constexpr, sem: tl.const
 
 @triton.jit
 def poll_once(control, phase, call, S: tl.constexpr):
-    """How a sender finds things: -1 when this rank is poisoned, 1 when every rank has already drained the call before
-    ``call``, else 0. One look at both, to be begun early; each thread's own until :func:`wait_for_credits`."""
+    """Poll the credits once: -1 if this rank is poisoned, 1 if every rank has granted credit for the call before
+    ``call``, else 0.
+
+    Both words are read at once, and early. Each thread has its own result until :func:`wait_for_credits`.
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     words = credit_at(own_block(control, S), phase, r, S)
     told = tl.load(words, mask=r < S.WORLD_SIZE, other=call, volatile=True)
@@ -97,7 +104,8 @@ def poll_once(control, phase, call, S: tl.constexpr):
 
 @triton.jit
 def wait_for_credits(looked, ctx, phase, S: tl.constexpr):
-    """Wait until every rank has drained the call before ``call``, unless ``looked`` (:func:`poll_once`) says so.
+    """Wait until every rank has granted credit for the call before ``call``, unless ``looked`` (:func:`poll_once`) has
+    found it.
 
     Returns 1, or 0 or -1 after an error.
     """
@@ -111,6 +119,6 @@ def wait_for_credits(looked, ctx, phase, S: tl.constexpr):
         ok, peer, got = wait_all(
             words, r < S.WORLD_SIZE, ctx.call - 1, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
         )
-        # A peer told what it drained when it began the call after: that one is the last it was seen in.
+        # A peer grants credit as it begins the next call: that is the last call in which it was seen.
         report_failure(ok, ctx, peer, phase, ctx.call, got + 1, S)
     return ok

@@ -1,28 +1,30 @@
-"""Ranks of other nodes: bytes that a network carries there, and a signal behind them.
+"""Put bytes at ranks of other nodes over a network, with a signal after them.
 
-Inside a node a rank stores to its peers directly (``kernels.sync.signals``). Across nodes it writes what it has to say
-in a *staged* region of its own block first, and then asks the network to put it in the peer's block:
+Inside a node a rank stores to its peers directly (``kernels.sync.signals``). Between nodes it first writes the bytes to
+a *staging region* of its own block, and then asks the network to put them in the peer's block:
 
 ==========  ==========================================================================================================
 put         ``nbytes`` bytes from ``source`` in this block to the peer's ``to``, and *after them* ``value`` in the
             peer's word ``word``. ``to`` and ``word`` are addresses in this rank's own block, of the places that they
             have in the peer's: blocks are laid out alike.
-staging     before a put, ``signals.fence``: the network reads what every thread of the program has stored
+staging     before a put, ``signals.fence``: the network reads what every thread of the CTA has stored
 ==========  ==========================================================================================================
 
-This is all that is asked of a network: *a put's signal comes after its own data*. Nothing is assumed about two puts,
-be they to one peer, of one program, or to one word, as they may take different connections. So what has to be seen
-together travels in one put or has a signal of its own, and whoever reads waits for each of them.
+The network must guarantee one thing: *a put's signal arrives after its own data*. The kernels assume no order between
+two puts, whether to one peer, of one CTA or to one word, because they may take different connections. So bytes that
+must be seen together travel in one put, or each put has its own signal and the reader waits for every one of them.
 
 Why a word never goes backwards, although puts of two calls may overtake one another: a rank puts for call n + 1 at a
-peer only after that peer has said that it drained call n, and it says so only after it has seen every signal of call n
-that this rank put there. That holds in a call that a rank refused, too: it waits for what it will not read
-(``kernels.sync.quiesce``). For the same reason staged bytes are at rest once they may be written again.
+peer only after that peer has granted credit for call n, and the peer grants it only after it has seen every signal of
+call n that this rank put there. That also holds in a call that a rank refused: it waits for what it will not read
+(``kernels.sync.quiesce``). For the same reason no put still reads staged bytes when they may be written again.
 
-``NET`` says who carries: "nvshmem", NVSHMEM's ``putmem_signal_nbi`` by all threads of a program; or "ring", work
-entries for a courier on the host (``memory.courier``), which is how a CPU tests all this. Between nodes is W > NODE.
+``S.NETWORK`` says who carries the bytes: "nvshmem", NVSHMEM's ``putmem_signal_nbi`` by all threads of a CTA; or "ring",
+work entries for the simulated network proxy on the host (``memory.network_proxy``), with which a CPU tests all this.
+There are several nodes where S.WORLD_SIZE > S.NODE_SIZE.
 
-Example: 6 ranks, NODE 2, rank 2: near are 2 and 3; far are 4, 5, 0, 1, numbered 0 to 3 in its staged regions.
+Example: 6 ranks, S.NODE_SIZE 2, rank 2: intra-node ranks are 2 and 3; inter-node ranks are 4, 5, 0, 1, numbered 0 to 3
+in its staging regions.
 """
 
 import triton
@@ -35,19 +37,19 @@ from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 I64 = tl.constexpr(tl.pointer_type(tl.int64))
 _ENTRY = tl.constexpr(RING_ENTRY_WORDS)
 _HEADER = tl.constexpr(RING_HEADER_WORDS)
-# NVSHMEM_SIGNAL_SET of nvshmemx_signal_op_t: the word becomes the value. NVSHMEM's device code adds it for most others.
+# NVSHMEM_SIGNAL_SET of nvshmemx_signal_op_t: the word becomes the value. For most others NVSHMEM's device code adds it.
 _SIGNAL_SET = tl.constexpr(9)
 
 
 @triton.jit
 def is_intra_node(rank, me, S: tl.constexpr):
-    """True for ranks of this rank's own node."""
+    """Return whether a rank belongs to this rank's own node."""
     return rank // S.NODE_SIZE == me // S.NODE_SIZE
 
 
 @triton.jit
 def intra_node_only(mask, rank, me, S: tl.constexpr):
-    """``mask`` without the ranks of other nodes."""
+    """Return ``mask`` without the ranks of other nodes."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         return only(is_intra_node(rank, me, S), mask)
     else:
@@ -56,7 +58,10 @@ def intra_node_only(mask, rank, me, S: tl.constexpr):
 
 @triton.jit
 def inter_node_number(rank, me, S: tl.constexpr):
-    """The number, from 0, of a rank of another node among those; something in range for the ranks of this one."""
+    """Return the number, from 0, of a rank of another node among those ranks.
+
+    For ranks of this node it is any number in range.
+    """
     return ((rank - me // S.NODE_SIZE * S.NODE_SIZE - S.NODE_SIZE + S.WORLD_SIZE) % S.WORLD_SIZE) % (
         S.WORLD_SIZE - S.NODE_SIZE
     )
@@ -64,15 +69,18 @@ def inter_node_number(rank, me, S: tl.constexpr):
 
 @triton.jit
 def staged_at(mine, rank, me, offset, items, item, stride, S: tl.constexpr):
-    """Address of item ``item`` of those for ``rank``, of another node, in the staged region at ``offset`` of the own
-    block ``mine``, which has ``items`` of ``stride`` bytes for each such rank."""
+    """Return the address of item ``item`` for ``rank`` of another node, in the staging region at ``offset`` of the own
+    block ``mine``.
+
+    The region has ``items`` of ``stride`` bytes for each such rank.
+    """
     return mine + offset + tl.cast(inter_node_number(rank, me, S) * items + item, tl.int64) * stride
 
 
 @triton.jit
 def direct_or_staged(direct, mine, rank, me, offset, items, item, stride, S: tl.constexpr):
-    """Where to store what goes to ``rank``: at the address ``direct`` in its block if it is near, else where
-    :func:`staged_at` says."""
+    """Return where to store what goes to ``rank``: ``direct``, an address in its block, intra-node; else
+    :func:`staged_at`."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         at = staged_at(mine, rank, me, offset, items, item, stride, S)
         return tl.where(is_intra_node(rank, me, S), direct, at)
@@ -82,7 +90,7 @@ def direct_or_staged(direct, mine, rank, me, offset, items, item, stride, S: tl.
 
 @core.extern
 def _putmem_signal(to, source, nbytes, word, value, operation, peer, _semantic=None):
-    """NVSHMEM's device function of the same name, called by all threads of the program."""
+    """Call NVSHMEM's device function of the same name, with all threads of the CTA."""
     i64, i32 = core.dtype("int64"), core.dtype("int32")
     arguments = [to, source, nbytes, word, value, operation, peer]
     types = (i64, i64, i64, i64, i64, i32, i32)
@@ -93,8 +101,10 @@ def _putmem_signal(to, source, nbytes, word, value, operation, peer, _semantic=N
 
 @triton.jit
 def put(table, to, source, nbytes, word, value, peer, S: tl.constexpr):
-    """Ask for ``nbytes`` (at least 1) bytes at ``source`` to be put at rank ``peer``'s ``to``, then ``value`` in its
-    ``word``. Returns before that has happened."""
+    """Put ``nbytes`` (at least 1) bytes from ``source`` at rank ``peer``'s ``to``, then ``value`` in its ``word``.
+
+    Returns before the put is done.
+    """
     if S.NETWORK == "nvshmem":
         _putmem_signal(
             to,
@@ -106,7 +116,7 @@ def put(table, to, source, nbytes, word, value, peer, S: tl.constexpr):
             tl.cast(peer, tl.int32),
         )
     else:
-        # Relaxed, because the entry must not make stores visible that the caller forgot to order before it.
+        # Relaxed: a release would make stores visible that the caller forgot to order before the put, and so hide it.
         ring = tl.load(table + S.WORLD_SIZE).to(I64)
         ticket = tl.atomic_add(ring, 1, sem="relaxed", scope="sys")
         i = tl.arange(0, _ENTRY)
@@ -119,7 +129,7 @@ def put(table, to, source, nbytes, word, value, peer, S: tl.constexpr):
 
 @triton.jit
 def tell(table, mine, word, value, peer, S: tl.constexpr):
-    """Put ``value`` in rank ``peer``'s ``word``, with a word beside it that nobody reads."""
+    """Put ``value`` in rank ``peer``'s ``word``, with an unused word as the data."""
     put(table, mine + S.OFFSET_IDLE, mine + S.OFFSET_IDLE, 8, word, value, peer, S)
 
 

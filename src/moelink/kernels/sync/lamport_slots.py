@@ -1,31 +1,30 @@
-"""Small calls: those whose rows are their own signal (``kernels.sync.lamport_slots``); which these are, and where rows
-lie.
+"""Send and read the sums of small calls in Lamport slots: rows that are their own signal, so that they need no flags.
 
-A row that travels with a flag costs a fence between the two: the sender waits until the row has arrived before it may
-say so, a round trip between two GPUs. With few tokens that is most of a call, of 512 an eighth. So home looks at the
-row itself. It holds zeros where nothing has come, and what comes is never zero: bits travel inverted, and no element
-has all bits set, as a NaN like that becomes another one (``lamport_slots.bits_of``). Each element is stored in one
-piece, and no order between any two matters. Combine's sums travel so; a dispatch's payload may have any bits.
+A row with a flag costs a fence between the two: the sender waits until the row has arrived before it may publish the
+flag, which takes a round trip between two GPUs. With few tokens that is most of a call, with 512 an eighth. So the home
+rank polls the row itself. A slot holds zeros where nothing has arrived. The data is never zero: its bits travel
+inverted, and no element has all bits set, because :func:`bits_of` replaces a NaN with all bits set by another NaN. Each
+element is stored in one piece, and no order between two elements matters. Combine's sums travel in this way. A
+dispatch's payload cannot, because it may have any bits.
 
-Who writes: rank r stores row (r, number) at home, and no other peer ever does; home stores zeros there once it has read
-it. Why the next call cannot overtake, or be mistaken: a rank stores only once home has drained the call before
-(``kernels.sync.credit``), which home tells after the launch that stored the zeros. What is sent is what is awaited, as
-both follow from one dispatch; that it is the same one on all ranks is checked. So a row that has come is of this call.
+Who writes and who waits: the expert's rank r stores row (r, token) of ``lamport_slots`` at the home rank, inverted; no
+other peer stores there. The home rank waits until no part of the rows of its token is zero, sums them and stores zeros.
+Home had ``num_tokens`` tokens, which dispatch told the expert's rank, and :func:`is_small` decides from it which form
+the call has.
+
+Why the next call cannot overtake, and no row is taken for one of another call: a rank stores only after home has
+granted credit for the call before (``kernels.sync.credit``), and home grants it after the launch that stored the zeros.
+What is sent is what is awaited, because both follow from one dispatch, and the ranks check that it is the same one on
+all of them. So a row that has arrived belongs to this call.
 
 Why a refused call breaks nothing: a rank that refuses reads none of what comes, and where ranks differ in whether they
-sum, rows come that nobody awaits. Every rank notes such a call, as all of them learn of it (:func:`note_refused`). The
-call after has the other form on all ranks, with flags, so nobody stores such rows then; and once every rank has begun
-it all rows of the refused call have arrived, so they are cleared (:func:`clear_rows`). Notes are in two words, for odd
-and even calls, so that what one call notes does not disturb those who still ask about it.
+sum, rows come that no rank awaits. All ranks learn of such a call, and each notes it (:func:`note_refused`). The call
+after it has the other form, with flags, on all ranks, so no rank stores in Lamport slots then. Once every rank has
+begun that call, all rows of the refused call have arrived, and home clears them (:func:`clear_rows`). Notes are in two
+words, for odd and even calls, so that the note of one call does not disturb CTAs that still ask about the call before.
 
 Example: up to 4 tokens, rows of 32 bytes: row 1 of rank 2 begins 32 * (2 * 4 + 1) bytes into the region. Call 5 is
 refused: word 0 says 6, so call 6 has flags; word 1 still says what call 5 itself was.
-
-Combine: sums of a small call go home as rows that are their own signal (``kernels.sync.lamport_slots``).
-
-Expert rank r stores row (r, token) of ``small_rows`` at home, inverted; home waits until no part of the rows of its
-token is zero, sums them and stores zeros. Home had ``num_tokens`` tokens, which dispatch told the expert's rank, and
-``lamport_slots.is_small`` says which form the call has.
 
 Example: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) travel as 0xc07f, 0xbfff, which home loads as the word 0xbfffc07f.
 A NaN is 0x7fff and travels as 0x8000; 0xffff would travel as zero, so it is made 0x7fff.
@@ -43,26 +42,29 @@ _WITH_FLAGS = tl.constexpr(COMBINE_WITH_FLAGS)
 
 @triton.jit
 def follows_refusal(control, call):
-    """Whether the call before ``call`` was refused by a rank, or made otherwise. Both words are read, as neither load
-    waits for the call's number then; they name calls of different parity."""
+    """Return whether a rank refused the call before ``call``, or made it otherwise than others.
+
+    Both words are read, so that neither load waits for the call number. They name calls of different parity.
+    """
     return (tl.load(control + _WITH_FLAGS) == call) | (tl.load(control + _WITH_FLAGS + 1) == call)
 
 
 @triton.jit
 def note_refused(control, call):
-    """A rank refused call ``call``, or made it otherwise than others."""
+    """Note that a rank refused call ``call``, or made it otherwise than others."""
     tl.store(control + _WITH_FLAGS + (call + 1) % 2, call + 1)
 
 
 @triton.jit
 def has_no_flags(control, num_tokens, call, S: tl.constexpr):
-    """Whether sums, if a rank sends any, go home without flags to a rank of so many tokens in call ``call``."""
+    """Return whether sums, if a rank sends any, go without flags to a home rank of ``num_tokens`` tokens in call
+    ``call``."""
     return (num_tokens <= S.LAMPORT_TOKENS) & (num_tokens > 0) & (follows_refusal(control, call) == 0)
 
 
 @triton.jit
 def is_small(control, num_tokens, call, S: tl.constexpr):
-    """Whether this rank's rows go, and come, without flags: :func:`has_no_flags`, if it sends sums."""
+    """Return whether this rank's rows go, and come, without flags: :func:`has_no_flags`, if it sends sums."""
     if S.SENDS_SUMS:
         return has_no_flags(control, num_tokens, call, S)
     else:
@@ -71,13 +73,13 @@ def is_small(control, num_tokens, call, S: tl.constexpr):
 
 @triton.jit
 def row_at(block, rank, number, S: tl.constexpr):
-    """Address of row (``rank``, ``number``) in the block at address ``block``."""
+    """Return the address of row (``rank``, ``number``) in the block at address ``block``."""
     return block + S.OFFSET_LAMPORT_SLOTS + tl.cast(rank * S.LAMPORT_TOKENS + number, tl.int64) * S.ROW_BYTES
 
 
 @triton.jit
 def clear_rows(mine, S: tl.constexpr):
-    """All rows of this rank are zeros again."""
+    """Store zeros in all Lamport slots of this rank."""
     i = tl.arange(0, S.BLOCK_SIZE)
     words = tl.multiple_of(row_at(mine, 0, 0, S).to(I32), 16)
     count = S.WORLD_SIZE * S.LAMPORT_TOKENS * (S.ROW_BYTES // 4)
@@ -87,11 +89,14 @@ def clear_rows(mine, S: tl.constexpr):
 
 @triton.jit
 def bits_of(row, flip, S: tl.constexpr):
-    """The bits of ``row``, of DTYPE, as integers of their size; inverted if ``flip`` is -1, as they are if it is 0. A
-    NaN with all bits set becomes the one that arithmetic makes."""
+    """Return the bits of ``row``, of S.ROW_DTYPE, as integers of their size; inverted if ``flip`` is -1, unchanged if
+    it is 0.
+
+    A NaN with all bits set becomes the NaN that arithmetic makes.
+    """
     if S.ROW_DTYPE.primitive_bitwidth == 16:
         bits = row.to(tl.int16, bitcast=True)
-        if S.ROW_DTYPE != tl.bfloat16:  # whose rounding makes every NaN 0x7fff
+        if S.ROW_DTYPE != tl.bfloat16:  # rounding to bf16 makes every NaN 0x7fff
             bits = tl.where(bits == -1, 0x7FFF, bits)
         return bits ^ flip.to(tl.int16)
     else:
@@ -101,7 +106,7 @@ def bits_of(row, flip, S: tl.constexpr):
 
 @triton.jit
 def columns_of(words, S: tl.constexpr):
-    """The columns that ``words`` [N] hold, inverted, in ACC."""
+    """Return the columns that ``words`` [N] hold, inverted, in S.SUM_DTYPE."""
     bits = (words ^ -1).to(tl.uint32, bitcast=True)
     if S.ROW_DTYPE.primitive_bitwidth == 16:
         low = (bits & 0xFFFF).to(tl.uint16)
@@ -114,7 +119,7 @@ def columns_of(words, S: tl.constexpr):
 
 @triton.jit
 def is_missing(words, S: tl.constexpr):
-    """Where an element of ``words`` has not come."""
+    """Return where an element of ``words`` has not arrived."""
     if S.ROW_DTYPE.primitive_bitwidth == 16:
         return ((words & 0xFFFF) == 0) | ((words & -65536) == 0)
     else:
@@ -123,20 +128,20 @@ def is_missing(words, S: tl.constexpr):
 
 @triton.jit
 def word_numbers(first, S: tl.constexpr):
-    """Numbers of the words that hold columns [first, first + BLOCK) of a row."""
+    """Return the numbers of the words that hold columns [first, first + S.BLOCK_SIZE) of a row."""
     each: tl.constexpr = 32 // S.ROW_DTYPE.primitive_bitwidth
     return first // each + tl.arange(0, S.BLOCK_SIZE // each)
 
 
 @triton.jit
 def words_at(mine, rank, token, S: tl.constexpr):
-    """The words of row (``rank``, ``token``) of this rank."""
+    """Return the addresses of the words of row (``rank``, ``token``) of this rank."""
     return tl.multiple_of(row_at(mine, rank, token, S).to(I32), 16)
 
 
 @triton.jit
 def leave_zeros(mine, slots, token, n, mask, S: tl.constexpr):
-    """Words ``n`` of a token's rows have been read, those under ``mask``: clear them for a later call."""
+    """Clear words ``n`` of a token's rows, under ``mask``, which have been read, for a later call."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     for rank in tl.static_range(S.WORLD_SIZE):
         sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, mask)
@@ -145,12 +150,12 @@ def leave_zeros(mine, slots, token, n, mask, S: tl.constexpr):
 
 @triton.jit
 def sum_rows(mine, slots, token, first, limit, S: tl.constexpr):
-    """Sum of columns [first, first + BLOCK) of a token's rows, ranks ascending, in ACC; waits until all are there, and
-    leaves zeros.
+    """Wait until columns [first, first + S.BLOCK_SIZE) of a token's rows have arrived, sum them in S.SUM_DTYPE, ranks
+    ascending, and store zeros.
 
     ``slots`` [ranks]: the token's message slot at each rank, -1 where it did not go. Returns (arrived, rank that is
-    missing, sum): arrived as in ``signals.wait_all``. All ranks' rows are loaded before any is looked at, and summed
-    meanwhile: the sum counts if none was missing.
+    missing, sum), with arrived as in ``signals.wait_all``. All ranks' rows are loaded before any is checked, and they
+    are summed meanwhile: the sum is valid if no row was missing.
     """
     looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
     poison = (mine + S.OFFSET_POISON).to(I64)
@@ -180,8 +185,11 @@ def sum_rows(mine, slots, token, first, limit, S: tl.constexpr):
 
 @triton.jit
 def stand_in(mine, absent, slot_of, num_tokens, S: tl.constexpr):
-    """Store sums of zero in place of the ranks ``absent`` [ranks], whose rows will not come: nobody waits for them in
-    vain. For the program that learns of it. Only what is read, and so cleared: the rows of tokens that went there."""
+    """Store sums of zero in place of the ranks ``absent`` [ranks], whose rows will not come, so that every wait ends.
+
+    The CTA that learns of their absence calls it. It stores only what will be read, and so cleared: the rows of tokens
+    that went to these ranks.
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, S.BLOCK_SIZE)
     count: tl.constexpr = S.HIDDEN_SIZE * S.ROW_DTYPE.primitive_bitwidth // 32

@@ -1,10 +1,12 @@
-"""Words that are their own signal: a value in the low half, the call it belongs to in the high half.
+"""Store and await LL words: a value in the low half and its call number in the high half, so that no signal is needed.
 
-A word is stored and read in one piece, so whoever reads the awaited call in it reads the value that was stored with it:
-no release has to wait until earlier stores have arrived, no second word has to be waited for, and a plain look that no
-cache answers is enough. That saves a round trip where few words are sent. A sender overwrites a word only after the
-receiver has drained the call before, so a receiver never sees a later call than the one it waits for; of the call
-number 31 bits are enough where each word is written in every call, as counts are.
+A word is stored and read in one piece, so a reader that finds the awaited call in it also has the value that was stored
+with it. No release has to wait until earlier stores have arrived, the reader waits for no second word, and a plain load
+that no cache answers is enough. That saves a round trip where few words are sent.
+
+A sender overwrites a word only after the receiver has granted credit for the call before. So a receiver never sees a
+later call than the one it waits for. 31 bits of the call number are enough where each word is written in every call, as
+counts are.
 
 Example: value 5 of call 3 is 3 * 2**32 + 5.
 """
@@ -17,13 +19,13 @@ from moelink.kernels.sync.signals import block_uniform, check_timeout, clock
 
 @triton.jit
 def ll_word(call, value):
-    """Words [N] of call ``call`` that hold the 32 bits of ``value`` [N]."""
+    """Return words [N] of call ``call`` that hold the 32 bits of ``value`` [N]."""
     return ((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def value_at(words, mask):
-    """What ll_word words hold, int32; 0 where masked. For words that are known to belong to the call."""
+    """Load the values of LL words, int32; 0 where masked. The words must be known to belong to the call."""
     return (tl.load(words, mask=mask, other=0, volatile=True) & 0xFFFFFFFF).to(tl.int32)
 
 
@@ -32,8 +34,8 @@ def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr):
     """Wait until all words under ``mask`` (a block [R, N] of int64 pointers) belong to ``call``.
 
     Returns (arrived, row): arrived as in ``signals.wait_all``; row is the first one that misses words, if any does.
-    Many programs look at the same words, so they look with loads, which hold up nobody who stores there. What they hold
-    is read again by whoever wants it, in the form in which it is wanted: rearranging a block takes longer.
+    Many CTAs poll the same words, so they poll with loads, which do not hold up a peer that stores there. Callers load
+    the values again in the form in which they need them, because rearranging a block takes longer.
     """
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     start = clock(CLOCK)

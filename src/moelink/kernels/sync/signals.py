@@ -1,33 +1,33 @@
-"""Signals between ranks: publish, wait, give up. The memory order of every signal is stated here and only here.
+"""Signal between ranks: publish, wait, report failure. The memory order of every signal is stated here and only here.
 
 A signal is one int64 word in the receiver's block that only ever counts up: it holds the number of the last call for
-which the statement behind it became true ("my counts for you are stored", "message 3 is stored", "I have read all
-you sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
-int64, because a rank may leave a word untouched for longer than 2**31 calls.
+which the statement behind it became true ("my counts for you are stored", "message 3 is stored", "I have read all you
+sent"). Call numbers live in device memory, one per phase and direction, so that a captured graph replays correctly.
+They are int64, because a rank may leave a word untouched for longer than 2**31 calls.
 
 =============  ==================================================================================================
-publish        all stores of the program; ``debug_barrier`` (every thread's stores happen before the signal);
+publish        all stores of the CTA; ``debug_barrier`` (every thread's stores happen before the signal);
                ``atomic_xchg(release, sys)`` by one thread per destination
 fence          ``debug_barrier``; ``atomic_add(own word, 0, acq_rel, sys)``, its result used; ``debug_barrier``: for
-               words that are their own signal (``kernels.sync.ll_words``) but speak for other stores too
+               LL words (``kernels.sync.ll_words``), which are their own signal, where they announce other stores too
 wait           ``atomic_add(word, 0, acquire, sys)`` until the word reaches the call, its result used (an unused one
                is deleted by the compiler); ``debug_barrier`` (no thread loads before the acquire)
-look           a volatile load, which no cache answers: for words whose value is all there is to know
+poll once      a volatile load, which no cache answers: for words whose value is all there is to know
                (``kernels.sync.ll_words``, ``kernels.sync.lamport_slots``), or after which there are only stores
-               (``kernels.sync.credit``). Every warp may load for itself, at another moment, so what a program does
-               after a look all of them must ``block_uniform`` on.
-               Who uses *what* a look saw looks at blocks of S.MAX_THREADS elements or more: of a smaller one warps hold
-               copies, and Triton may load it twice, and of these copies only some are looked at
-arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every program of a role; the last one acts for all of them:
-               what the others did happens before its own signals (a release is cumulative, and these programs share
+               (``kernels.sync.credit``). Every warp may load for itself, at another moment, so a CTA must make the
+               result ``block_uniform`` before it acts on it.
+               Code that uses the *value* that it polled polls blocks of S.MAX_THREADS elements or more: of a smaller
+               block warps hold copies, Triton may load it twice, and only some of these copies are checked
+arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every CTA of a role; the last one acts for all of them:
+               what the others did happens before its own signals (a release is cumulative, and these CTAs share
                a device)
 count_arrival  ``debug_barrier``; ``atomic_add(role's word, share, relaxed, gpu)``, whose result nobody waits for: a
-               call is counted once all its programs have added their shares
+               call is counted once all its CTAs have added their shares
 =============  ==================================================================================================
 
-Every wait is bounded by a clock: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host
-function when interpreted; it also ends when this rank is poisoned. The first wait that expires on a rank claims the
-error record, describes itself there, and writes the same to every peer, whose waits then end too.
+A clock bounds every wait: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host function
+when interpreted. A wait also ends when this rank is poisoned. The first wait that expires on a rank claims the error
+record, describes itself there, and writes the same to every peer, whose waits then end too.
 
 Example: three peers hold signals 4, 7, 3 and call 4 is awaited: the wait goes on, and if it expires it blames peer 2,
 the one furthest behind (``expected 4, got 3``).
@@ -67,7 +67,7 @@ _FAR = tl.constexpr(2**62)
 
 @triton.jit
 def clock(CLOCK: tl.constexpr):
-    """Ticks since some moment, int64. CLOCK: "ptx", "gcn", or (interpreted) a Python function."""
+    """Return ticks since some fixed moment, int64. CLOCK: "ptx", "gcn", or (interpreted) a Python function."""
     if CLOCK == "ptx":
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     elif CLOCK == "gcn":
@@ -80,30 +80,33 @@ def clock(CLOCK: tl.constexpr):
 
 @triton.jit
 def own_block(control, S: tl.constexpr):
-    """Address of this rank's block, of which ``control`` is a part: nothing has to be loaded to know it."""
+    """Return the address of this rank's block from ``control``, which is a part of it, without loading anything."""
     return control.to(tl.int64) - S.OFFSET_CONTROL
 
 
 @triton.jit
 def block_uniform(value):
-    """The least of what the threads of this program hold in ``value``, an int32 scalar: then the same for all of them.
+    """Return the least of the values that the threads of this CTA hold in ``value``, an int32 scalar; all threads get
+    it.
 
-    A scalar is each thread's own. Where warps have loaded a word that a peer changes, one may go where another does
-    not, and a barrier there would wait for ever. An atomic's result needs no agreement: it is made once for all.
+    Each thread has its own copy of a scalar. Where warps have loaded a word that a peer changes, one warp may take a
+    branch that another does not, and a barrier in the branch would wait for ever. The result of an atomic is
+    block-uniform already, because the atomic runs once for all threads.
     """
     return tl.min(tl.zeros([_THREADS], tl.int32) + value, 0)
 
 
 @triton.jit
 def publish(words, mask, value):
-    """Make all this program's stores visible to whoever sees ``value`` in ``words`` (a block of int64 pointers)."""
+    """Store ``value`` in ``words`` (a block of int64 pointers), with all earlier stores of this CTA visible to whoever
+    sees it."""
     tl.debug_barrier()
     tl.atomic_xchg(words, value, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
 def fence(control):
-    """All stores of this program are visible to whoever sees what it stores from here on."""
+    """Make all stores of this CTA visible to whoever sees a store that it makes later."""
     tl.debug_barrier()
     seen = tl.atomic_add(control + _FENCE, 0, sem="acq_rel", scope="sys")
     tl.store(control + _FENCE, seen, mask=seen != 0)
@@ -112,8 +115,8 @@ def fence(control):
 
 @triton.jit
 def check_timeout(poison, start, limit, CLOCK: tl.constexpr):
-    """What a wait without success becomes: -1 poisoned, 0 out of time, else 2, to go on."""
-    state = block_uniform(tl.where(clock(CLOCK) - start > limit, 0, 2))  # each warp reads the clock for itself
+    """Return what an unfinished wait becomes: -1 poisoned, 0 out of time, else 2, to go on."""
+    state = block_uniform(tl.where(clock(CLOCK) - start > limit, 0, 2))  # each warp reads the clock on its own
     return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, -1, state)
 
 
@@ -121,9 +124,9 @@ def check_timeout(poison, start, limit, CLOCK: tl.constexpr):
 def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
     """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
 
-    Returns (arrived, lane, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; lane and got
-    are the word furthest behind. Between two looks at poison and clock a GPU looks at the words several times, as the
-    looks are one after the other and a signal waits for the next one.
+    Returns (arrived, index, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; index and got
+    say which word is furthest behind, and its value. A GPU polls the words several times between two checks of poison
+    and clock: polls follow one another, and a signal is seen only by the next one.
     """
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
@@ -140,15 +143,16 @@ def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
             if (state == 2) & (look % looks == 0):
                 state = check_timeout(poison, start, limit, CLOCK)
     tl.debug_barrier()
-    lane = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
-    return state, lane, low
+    index = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
+    return state, index, low
 
 
 @triton.jit
 def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
-    """Wait until one word or more (a block [N] of int64 pointers) under ``mask``, not empty, has reached ``target``.
+    """Wait until at least one word (a block [N] of int64 pointers) under ``mask``, which is not empty, has reached
+    ``target``.
 
-    Returns (arrived, got): arrived as in :func:`wait_all`; got [N] says which have, -1 where masked.
+    Returns (arrived, got): arrived as in :func:`wait_all`; got [N] are the values of the words, -1 where masked.
     """
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
@@ -168,7 +172,7 @@ def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
 
 @triton.jit
 def _put(words, mask, rank, peer, phase, call, expected, got):
-    """Store an error's description behind its code word: words + 1 .. words + 6."""
+    """Store an error's description after its code word: words + 1 .. words + 6."""
     tl.store(words + 1, rank, mask=mask)
     tl.store(words + 2, peer, mask=mask)
     tl.store(words + 3, phase, mask=mask)
@@ -179,16 +183,16 @@ def _put(words, mask, rank, peer, phase, call, expected, got):
 
 @triton.jit
 def claim(control):
-    """1 for the first program of this rank that has an error to describe, else 0."""
+    """Return 1 to the first CTA of this rank that has an error to describe, else 0."""
     free = tl.full([], 0, tl.int64)
     return (tl.atomic_cas(control + _CLAIM, free, free + 1, sem="acq_rel", scope="sys") == 0).to(tl.int32)
 
 
 @triton.jit
 def give_up(peers, me, peer, phase, call, expected, got, S: tl.constexpr):
-    """Time ran out: describe it in ``record`` (host-visible) and at every peer; poison them all, this rank included.
+    """Describe an expired wait in ``record`` (host-visible) and at every peer, and poison all ranks, this one included.
 
-    Only the first program of this rank that gets here does it. A peer's copy lies in its ``poisons[me]``.
+    Only the first CTA of this rank that calls it does so. A peer's copy lies in its ``poisons[me]``.
     """
     if claim(peers.control) > 0:
         r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -203,7 +207,7 @@ def give_up(peers, me, peer, phase, call, expected, got, S: tl.constexpr):
         publish((base + S.OFFSET_POISON).to(I64), mask, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + me + 1)
         if S.NODE_SIZE < S.WORLD_SIZE:
             mine = own_block(peers.control, S)
-            copy = mine + S.OFFSET_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, never changed again
+            copy = mine + S.OFFSET_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, then never changed
             fence(peers.control)
             for d in range(S.WORLD_SIZE):
                 if is_intra_node(d, me, S) == 0:
@@ -212,7 +216,7 @@ def give_up(peers, me, peer, phase, call, expected, got, S: tl.constexpr):
 
 @triton.jit
 def adopt(record, control, poison, poisons, S: tl.constexpr):
-    """This rank was poisoned by a peer: copy the peer's description to ``record``, once."""
+    """Copy the description of the peer that poisoned this rank to ``record``, once."""
     if claim(control) > 0:
         writer = tl.atomic_add(poison, 0, sem="acquire", scope="sys") - 1
         writer = tl.minimum(tl.maximum(writer, 0), S.WORLD_SIZE - 1)
@@ -224,9 +228,9 @@ def adopt(record, control, poison, poisons, S: tl.constexpr):
         tl.atomic_xchg(record, _TIMEOUT, sem="release", scope="sys")
 
 
-@triton.jit(noinline=True)  # it stands behind every wait and hardly ever runs: instructions between those that do
+@triton.jit(noinline=True)  # it follows every wait but hardly ever runs: inlined, it would only add instructions there
 def write_error(arrived, peers, me, peer, phase, call, expected, got, S: tl.constexpr):
-    """The error's record after a wait for which time ran out (``arrived`` 0), or during which poison came (-1)."""
+    """Write the error record after a wait for which time ran out (``arrived`` 0), or during which poison came (-1)."""
     if arrived == 0:
         give_up(peers, me, peer, phase, call, expected, got, S)
     else:
@@ -236,7 +240,7 @@ def write_error(arrived, peers, me, peer, phase, call, expected, got, S: tl.cons
 
 @triton.jit
 def report_failure(arrived, ctx, peer, phase, expected, got, S: tl.constexpr):
-    """After a failed wait (``arrived`` 0 or -1) write the error's record. Nothing happens when it is 1."""
+    """Write the error record after a failed wait (``arrived`` 0 or -1). Does nothing when ``arrived`` is 1."""
     if arrived <= 0:
         peers = Peers(ctx.table, ctx.record, ctx.control)
         write_error(arrived, peers, ctx.me, peer, phase, ctx.call, expected, got, S)
@@ -244,7 +248,8 @@ def report_failure(arrived, ctx, peer, phase, expected, got, S: tl.constexpr):
 
 @triton.jit
 def note_refusal(ctx, peer, phase, code):
-    """A peer refused this call, or makes it otherwise: say so in the second part of ``record``. It poisons nobody."""
+    """Note in the second part of ``record`` that a peer refused this call, or makes it otherwise. It poisons no
+    rank."""
     abort = ctx.record + _ABORT_RECORD
     tl.store(abort + 1, ctx.me)
     tl.store(abort + 2, peer)
@@ -256,16 +261,19 @@ def note_refusal(ctx, peer, phase, code):
 
 @triton.jit
 def note_malformed(control, source, bad):
-    """Where ``bad`` (a block): rank ``source`` (a scalar, or a block of that shape) sent what cannot be."""
+    """Note that rank ``source`` (a scalar, or a block of that shape) sent malformed data where ``bad`` (a block) is
+    true."""
     bit = tl.full(bad.shape, 1, tl.int64) << tl.minimum(source, _MALFORMED_RANKS).to(tl.int64)
     tl.atomic_or(control + _MALFORMED + tl.zeros(bad.shape, tl.int32), bit, mask=bad, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def odd_one_out(values, mask, mine, W: tl.constexpr):
-    """The rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Every rank finds the same one.
+    """Return the rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Every rank finds the
+    same one.
 
-    Example: values 3, 3, 5 blame rank 2 on all ranks; of 3, 5 (no majority) rank 1, as rank 0 is taken for right.
+    Example: values 3, 3, 5 blame rank 2 on all ranks; of 3, 5 (no majority) rank 1, because rank 0 is taken to be
+    right.
     """
     r = tl.arange(0, values.shape[0])
     same = mask & (values == mine)
@@ -278,8 +286,10 @@ def odd_one_out(values, mask, mine, W: tl.constexpr):
 
 @triton.jit
 def first_stray(values, mask):
-    """The first rank whose value of ``values`` [N], under ``mask``, is not the most common one (of several such: the
-    one of the lowest rank), or N. Every rank finds the same one, however many values there are.
+    """Return the first rank whose value of ``values`` [N], under ``mask``, is not the most common one, or N.
+
+    Of several values that are equally common, the one of the lowest rank counts. Every rank finds the same one, however
+    many values there are.
 
     Example: values 3, 3, 5 blame rank 2; 3, 5 blame rank 1; 5, 6, 7, 6 blame rank 0.
     """
@@ -293,13 +303,16 @@ def first_stray(values, mask):
 
 @triton.jit
 def has_poison(control, S: tl.constexpr):
-    """1 when a wait of this rank or a peer has expired, as this thread sees it, else 0."""
+    """Return 1 when a wait of this rank or a peer has expired, as this thread sees it, else 0."""
     return (tl.load((own_block(control, S) + S.OFFSET_POISON).to(I64), volatile=True) != 0).to(tl.int32)
 
 
 @triton.jit
 def is_poisoned(record, control, S: tl.constexpr):
-    """1 when an earlier wait here or at a peer expired (the error's record is then written), else 0. For the start."""
+    """Return 1 when an earlier wait here or at a peer expired (the error record is then written), else 0.
+
+    A role calls it once, as it starts.
+    """
     poisoned = -block_uniform(-has_poison(control, S))
     if poisoned > 0:
         mine = own_block(control, S)
@@ -309,7 +322,7 @@ def is_poisoned(record, control, S: tl.constexpr):
 
 @triton.jit
 def arrive(done, num_programs):
-    """1 for the last of ``num_programs`` programs to get here, else 0. Resets the counter for the next call."""
+    """Return 1 to the last of ``num_programs`` CTAs that call it, else 0. Resets the counter for the next call."""
     tl.debug_barrier()
     last = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if last:
@@ -320,21 +333,21 @@ def arrive(done, num_programs):
 
 @triton.jit
 def calls_made(control, role):
-    """How many calls of ``role`` this rank has made, int64: those that all programs have counted."""
+    """Return how many calls of ``role`` this rank has made, int64: those that all CTAs have counted."""
     return tl.load(control + role) >> _SHIFT
 
 
 @triton.jit
 def count_arrival(control, role, program, num_programs, sem: tl.constexpr):
-    """Program ``program`` of ``num_programs`` has done its part of a call of ``role``; all of them together count it.
+    """Count CTA ``program`` of ``num_programs`` as done with a call of ``role``. Together the CTAs count the call.
 
-    Each adds 1, and the first one what is missing to ``1 << CALL_SHIFT``. Whoever reads the word earlier, say a program
-    of this launch that starts late, finds the calls before this one, as what has been added is less than a call. Nobody
-    waits for the sum, and the order of a relaxed counter is enough: the next launch reads it in stream order, and at
-    the barrier all that this program's threads read is in registers. ``sem``: "release" where it also speaks for what
-    they stored, to a launch beside this one.
+    Each CTA adds 1, and the first one adds what is missing to ``1 << CALL_SHIFT``. A CTA that reads the word earlier,
+    for instance one of this launch that starts late, finds the calls before this one, because what has been added is
+    less than a call. Nobody waits for the sum, and the order of a relaxed counter is enough: the next launch reads it
+    in stream order, and at the barrier all that this CTA's threads have read is in registers. ``sem``: "release" where
+    the count also announces what the threads stored, to a launch that runs beside this one.
 
-    Example: three programs add 2**20 - 2, 1 and 1. After two of them the word, shifted, has not changed.
+    Example: three CTAs add 2**20 - 2, 1 and 1. After two of them the word, shifted, has not changed.
     """
     tl.debug_barrier()
     share = tl.where(program == 0, _CALL - num_programs + 1, 1)
