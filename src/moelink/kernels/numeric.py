@@ -1,6 +1,6 @@
-"""Rounding of sums to the dtypes of rows, the same bits interpreted and compiled.
+"""Round sums to the dtypes of rows, with the same bits interpreted and compiled.
 
-Stock Triton's interpreter truncates fp32 to bf16; so without NATIVE the rounding is done in integers. NaN becomes
+The interpreter of stock Triton truncates fp32 to bf16. So without NATIVE the functions round with integers. NaN becomes
 0x7fff, as the conversion instruction gives.
 """
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def round_bf16(x, NATIVE: tl.constexpr):
-    """fp32 to bf16, nearest even. 1 + 2**-8 (a tie) -> 1.0, 1 + 3 * 2**-8 (a tie) -> 1 + 2**-6."""
+    """Round fp32 to bf16, nearest even. 1 + 2**-8 (a tie) -> 1.0, 1 + 3 * 2**-8 (a tie) -> 1 + 2**-6."""
     if NATIVE:
         return x.to(tl.bfloat16)
     else:
@@ -22,7 +22,7 @@ def round_bf16(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """A block of sums (fp32, or fp64 for fp64) rounded to DTYPE, nearest even."""
+    """Round a block of sums (fp32, or fp64 for fp64) to DTYPE, nearest even."""
     if DTYPE == tl.bfloat16:
         return round_bf16(x, NATIVE)
     else:
@@ -31,9 +31,9 @@ def round_to(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def only(keep, mask):
-    """``mask``, a block of conditions, where ``keep`` (a scalar, or a block that fits) holds, else nothing.
+    """Return ``mask``, a block of conditions, where ``keep`` (a scalar, or a block that fits) holds, else false.
 
-    A scalar becomes a block first: and-ed as it is, newer interpreters make integers of it. A block of equal values
-    also leaves the alignment of ``mask`` known, on which the width of loads and stores depends.
+    A scalar is first made a block, because newer interpreters make integers of a scalar in ``&``. A block of equal
+    values also keeps the alignment of ``mask`` known, on which the width of loads and stores depends.
     """
     return mask & (tl.zeros(mask.shape, tl.int32) + keep.to(tl.int32) > 0)

@@ -1,7 +1,7 @@
-"""What kernels are given, as records: peers, inputs, outputs, notes, and the numbers of a call.
+"""Define the records that kernels receive: peers, inputs, outputs, notes, and the numbers of a call.
 
 A launch passes each record as one argument; inside a kernel its fields are what they would be as arguments of their
-own. Every field of a record that a role does not use is an address that is never touched.
+own. A field of a record that a role does not use is an address that the role never touches.
 
 Legend: ``W`` ranks that exchange (1 in allreduce mode), ``T`` max_tokens_per_rank.
 """
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 
 class Peers(NamedTuple):
-    """Where ranks are.
+    """Where the blocks of the ranks are.
 
     Attributes:
         table: [W] int64, addresses of the ranks' blocks; 0 for ranks of other nodes.
-        record: [RECORD_WORDS] int64 on the host: errors of this communicator (``memory.protocol``).
+        record: [RECORD_WORDS] int64 on the host: the error record of this communicator (``memory.protocol``).
         control: [CONTROL_WORDS] int64, this rank's counters, inside its block.
     """
 
@@ -26,7 +26,7 @@ class Peers(NamedTuple):
 
 
 class CallContext(NamedTuple):
-    """What a wait, and the report of its failure, need: where ranks are, who this one is, and which call this is.
+    """What a wait and a report of its failure need: where ranks are, who this one is, and which call this is.
 
     Attributes:
         table, record, control: as in :class:`Peers`.
@@ -44,15 +44,16 @@ class CallContext(NamedTuple):
 
 
 class RoutingNotes(NamedTuple):
-    """What a dispatch notes for combine, and for dispatches over the same routing.
+    """Routing notes: what a dispatch records for combine, and for dispatches over the same routing.
 
     Attributes:
         rows_of_message: [W, T, topk] int32 (layout "rank": [W, T, 1]), output row of each (source, slot, top-k slot):
             -1 where it is not for this rank, -2 where it did not fit. Undefined past a source's messages.
         message_token: [W, T] int32, source token of each (source, slot).
-        received: [W + 1, 2] int32: messages and tokens of each source; then 1 if the call was refused or failed.
-        sent: [W + 1] int32: messages that went to each rank; then the number of the call that found all this out, of
-            which 31 bits are kept. By it ranks notice that they use the routings of different calls again.
+        received: [W + 1, 2] int32: messages and tokens of each source; then 1 if the call was refused or failed, and
+            the number of the dispatch.
+        sent: [W + 1] int32: messages that went to each rank; then the number of the call that computed the routing, of
+            which 31 bits are kept. By it ranks notice that they use cached routing of different calls.
         slot_of: [num_tokens, W] int32, the own token's message slot at each rank, -1 where it did not go.
     """
 
@@ -64,7 +65,7 @@ class RoutingNotes(NamedTuple):
 
 
 class CachedRouting(NamedTuple):
-    """What the call found out whose routing is used again; read only by a dispatch over a cached routing.
+    """What the call that computed the routing received; read only by a dispatch over cached routing.
 
     Attributes:
         received: as in its :class:`RoutingNotes`.
@@ -80,7 +81,7 @@ class DispatchInputs(NamedTuple):
 
     Attributes:
         x: [num_tokens, hidden_size] rows.
-        scales: [num_tokens, scale_width] row-major scales of rows that are quantised already.
+        scales: [num_tokens, scale_width] row-major scales of rows that are already quantised.
         input_scale: fp32, one element.
         topk_ids: [num_tokens, topk] int32 or int64.
         topk_weights: [num_tokens, topk] router weights.
@@ -96,8 +97,8 @@ class DispatchInputs(NamedTuple):
 class DispatchOutputs(NamedTuple):
     """What the receiver role writes: fields of :class:`moelink.DispatchOutput`.
 
-    Where another launch brings scales into their layout (``S.SCALES_LATER``), ``scales`` is [rows] int32: the number of
-    the message that each row came with. ``weights`` are the rows' router weights, in layout "rank" those of all slots.
+    Where a later launch writes the scales (``S.SCALES_LATER``), ``scales`` is [rows] int32: the number of the message
+    that each row came with. ``weights`` are the rows' router weights, in layout "rank" those of all slots.
     """
 
     tokens: Any
@@ -114,18 +115,23 @@ class DispatchOutputs(NamedTuple):
 
 
 class DispatchNumbers(NamedTuple):
-    """Numbers of a dispatch. No kernel is compiled for their values, as these change from call to call.
+    """Numbers of a dispatch. No kernel is compiled for their values, because these change from call to call.
 
     Attributes:
-        me: this rank's place in the table of peers. rank: its number in the group.
-        first_expert, num_local_experts: the experts that this rank owns. num_groups: groups of its output.
-        num_tokens: own tokens. tokens_per_program, split: how senders share them (``kernels.launch.grid``).
+        me: this rank's place in the table of peers.
+        rank: its number in the group.
+        first_expert, num_local_experts: the experts that this rank owns.
+        num_groups: groups of its output.
+        num_tokens: own tokens.
+        tokens_per_program, split: how senders share them (``kernels.launch.grid``).
         shared_begin, shared_end: own tokens of the fused shared expert's group, [begin, end).
-        capacity: rows of the output. scale_rows: rows of a column of scales, where they are in columns.
+        capacity: rows of the output.
+        scale_rows: rows of a column of scales, where they are in columns.
         counts_stride: columns of ``counts``.
         status: STATUS_OK, or STATUS_ABORT of a rank that refused its arguments.
-        senders: programs of the sender role in a fused launch.
-        limit: ticks of the clock until a wait has expired, int64. programs: programs that work.
+        senders: CTAs of the sender role in a fused launch.
+        limit: ticks of the clock until a wait has expired, int64.
+        programs: CTAs that work.
     """
 
     me: Any
@@ -151,7 +157,9 @@ class Groups(NamedTuple):
     """Where the groups of a dispatch's output are, within a kernel.
 
     Attributes:
-        sizes: [N] int32, routed rows of each local expert. starts: its first row. aligned: its rows with padding.
+        sizes: [N] int32, routed rows of each local expert.
+        starts: its first row.
+        aligned: its rows with padding.
         bases: its first 128-row block of scales, where these are in tiles.
         shared, shared_rows: rows of the fused shared expert's group, without and with padding.
     """
@@ -168,10 +176,12 @@ class Source(NamedTuple):
     """What a receiver knows of the messages of one source, from its counts.
 
     Attributes:
-        rank: the source. count: its messages. programs: its sending programs, 0 where messages come in any order.
-        most: the most messages of one of these programs.
-        before, rows: [N] int32, rows for each local expert of the sources before this one, and of this one; over a
-            cached routing ``rows`` are those of all sources.
+        rank: the source.
+        count: its messages.
+        programs: its sending CTAs, 0 where messages come in any order.
+        most: the most messages of one of these CTAs.
+        before, rows: [N] int32, rows for each local expert of the sources before this one, and of this one; over cached
+            routing ``rows`` are those of all sources.
     """
 
     rank: Any
@@ -187,7 +197,8 @@ class Destination(NamedTuple):
 
     Attributes:
         base: [N] int32, first row of this source in each expert's group; in layout "rank" its first row.
-        sizes: [N] int32, its rows there. starts, bases: as in :class:`Groups`.
+        sizes: [N] int32, its rows there.
+        starts, bases: as in :class:`Groups`.
     """
 
     base: Any
@@ -197,11 +208,12 @@ class Destination(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What is small in messages, as it came.
+    """The headers of messages, as they came.
 
     Attributes:
-        token: [n] source tokens. local_ids, weights: [n, slots]. positions: [n, slots] among the earlier pairs of the
-            same (source, expert).
+        token: [n] source tokens.
+        local_ids, weights: [n, slots].
+        positions: [n, slots] among the earlier pairs of the same (source, expert).
     """
 
     token: Any
@@ -211,7 +223,7 @@ class Header(NamedTuple):
 
 
 class CreditNumbers(NamedTuple):
-    """Numbers of a launch that only tells: this rank's place in the table of peers, and the programs that work."""
+    """Numbers of a launch that only grants credits: this rank's place in the table of peers, and the CTAs that work."""
 
     me: Any
     programs: Any
@@ -241,7 +253,7 @@ class CombineOutputs(NamedTuple):
 
     Attributes:
         out: [num_tokens, hidden_size], or unreduced [num_tokens, topk, hidden_size].
-        epilogue_tensors: tuple of tensors of the user's hook, which stores instead.
+        epilogue_tensors: tuple of tensors of the user's hook, which stores the result instead.
     """
 
     out: Any
@@ -254,8 +266,10 @@ class CombineNumbers(NamedTuple):
     Attributes:
         me, first_expert, num_local_experts, num_tokens, shared_begin, shared_end, status, limit, programs: as in
             :class:`DispatchNumbers`.
-        y_rows: rows of ``y``. slot_begin: first top-k slot of this pass.
-        spread: programs that share a message. senders: programs of the expert role in a fused launch.
+        y_rows: rows of ``y``.
+        slot_begin: first top-k slot of this pass.
+        spread: CTAs that share a message.
+        senders: CTAs of the expert role in a fused launch.
     """
 
     me: Any
@@ -277,7 +291,9 @@ class Message(NamedTuple):
     """A message whose rows go home.
 
     Attributes:
-        slot: its number among those of its home rank. token: the home rank's token. valid: whether there is one.
+        slot: its number among those of its home rank.
+        token: the home rank's token.
+        valid: whether there is one.
         rows: where the row numbers of its top-k slots are.
     """
 

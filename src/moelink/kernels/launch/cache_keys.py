@@ -1,9 +1,9 @@
-"""Cache keys of Triton functions that are the same in every process, whatever was compiled before.
+"""Give Triton functions cache keys that are the same in every process, whatever it compiled before.
 
-Triton 3.6 hashes a function together with the constants of the functions it calls, but leaves out those of a callee
-that has not been hashed yet, and orders constants of one name by the address of their module's globals. The kernel
-then has other keys in other processes: ranks compile again what lies in the cache on disk, and a changed constant may
-go unnoticed. Here callees come first, and constants are named with their module.
+Triton 3.6 hashes a function together with the constants of the functions it calls. But it leaves out the constants of a
+callee that has not been hashed yet, and it orders constants of one name by the address of their module's globals. So a
+kernel has different keys in different processes: ranks compile again what is in the cache on disk, and a changed
+constant may go unnoticed. This module hashes callees first, and names constants with their module.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from triton.runtime import JITFunction
 
 
 def settle_cache_key(function: Any) -> Any:
-    """Give ``function``, and whatever it calls by a global name, its lasting ``cache_key``; before its first launch.
+    """Give ``function``, and whatever it calls by a global name, its final ``cache_key``, before its first launch.
 
-    Returns ``function``. What is not a ``JITFunction`` (None, or an interpreted function) is left alone.
+    Returns ``function``. Anything that is not a ``JITFunction`` (None, or an interpreted function) is returned
+    unchanged.
     """
     if isinstance(function, JITFunction) and not hasattr(function, "_moelink_settled"):
         _settle(function)
@@ -26,13 +27,13 @@ def settle_cache_key(function: Any) -> Any:
 
 
 def _settle(function: JITFunction[Any]) -> None:
-    # Set first: a function may call itself.
+    # Set first, because a function may call itself.
     function._moelink_settled = True  # type: ignore[attr-defined]
     names = {name: function.__globals__.get(name) for name in sorted(set(function.fn.__code__.co_names))}
     callees = {name: value for name, value in names.items() if isinstance(value, JITFunction)}
     for callee in callees.values():
         settle_cache_key(callee)
-    # Fills used_global_vals, which Triton compares at every launch, with those of the callees.
+    # This fills used_global_vals, which Triton compares at every launch, with those of the callees.
     _ = function.cache_key
     constants = sorted(
         (scope["__name__"], name, str(value))

@@ -1,10 +1,10 @@
-"""What is fixed when a kernel is compiled: sizes, offsets and options, gathered in one constexpr object.
+"""Gather the launch constants, all that is fixed when a kernel is compiled: sizes, offsets and options, in one
+constexpr object.
 
+:class:`CommonSpec` has what both phases share, :class:`DispatchSpec` and :class:`CombineSpec` what one phase adds.
 Everything that changes from call to call (token counts, call numbers, capacities, addresses, ranks) is an ordinary
-argument instead, so that no call recompiles. Offsets O_* are bytes from the start of a block, M_* from that of a
-message.
-
-What a combine kernel is compiled for; ``kernels.launch.constants`` has what both phases share.
+argument instead, so that no call recompiles. Offsets ``OFFSET_*`` are bytes from the start of a block, ``MESSAGE_*``
+from that of a message.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ COPY, CONVERT, ENCODE = 0, 1, 2
 
 
 def host_clock() -> int:
-    """Nanoseconds, for interpreted waits. Gives the processor away: the awaited rank may need it."""
+    """Return nanoseconds, for interpreted waits. First yields the processor, because the awaited rank may need it."""
     os.sched_yield()
     return time.monotonic_ns()
 
 
 def is_interpreted() -> bool:
-    """True when Triton runs kernels in its interpreter (TRITON_INTERPRET=1 before triton was imported)."""
+    """Return True when Triton runs kernels in its interpreter (TRITON_INTERPRET=1 before triton was imported)."""
     return not isinstance(tl.sum, triton.JITFunction)
 
 
 def has_native_casts(device: torch.device) -> bool:
-    """True where the hardware's 8-bit float casts block_uniform with the formats' arithmetic: NVIDIA, sm_89 and
+    """Return True where the hardware's 8-bit float casts agree with the formats' arithmetic: NVIDIA, sm_89 and
     newer."""
     if is_interpreted() or torch.version.hip:
         return False
@@ -70,32 +70,34 @@ def has_native_casts(device: torch.device) -> bool:
 
 
 def clock_of(device: torch.device) -> Any:
-    """The CLOCK of kernels on ``device``: see ``signals.clock``."""
+    """Return the CLOCK of kernels on ``device``; see ``signals.clock``."""
     if device.type == "cpu":
         return host_clock
     return "gcn" if torch.version.hip else "ptx"
 
 
 def budget_of(config: EPConfig, device: torch.device) -> int:
-    """Multiprocessors that a launch must keep to, 0 for none in particular. Elsewhere than on NVIDIA's devices as many
-    programs are launched as that many hold, wherever they run."""
+    """Return the SM limit of a launch, 0 for none.
+
+    Only NVIDIA devices have one. Elsewhere a launch has as many CTAs as that many SMs hold, wherever they run.
+    """
     if config.num_sms is None or device.type == "cpu" or torch.version.hip:
         return 0
     return config.num_sms
 
 
 def threads_of(device: torch.device) -> int:
-    """Most threads of a program on ``device``; 1 on a CPU."""
+    """Return the most threads of a CTA on ``device``; 1 on a CPU."""
     return 1 if device.type == "cpu" else MOST_THREADS if torch.version.hip else MOST_THREADS // 2
 
 
 def clock_ticks(seconds: float, device: torch.device) -> int:
-    """Ticks of that clock in ``seconds``."""
+    """Return the ticks of that clock in ``seconds``."""
     return int(seconds * (1e8 if device.type != "cpu" and torch.version.hip else 1e9))
 
 
 def word_of(nbytes: int) -> Any:
-    """The widest integer type, up to 4 bytes, that divides ``nbytes``: rows are moved in words of it."""
+    """Return the widest integer type, up to 4 bytes, that divides ``nbytes``. Rows are moved in words of it."""
     return _WORDS[4 if nbytes % 4 == 0 else 2 if nbytes % 2 == 0 else 1]
 
 
@@ -106,8 +108,8 @@ class Constants:
     """
 
     def __post_init__(self) -> None:
-        # A short name that says everything: it becomes part of symbol names, and of cache keys, hence the sources of
-        # device functions in it. It is also what equality and hashing mean (pointer types have no hash).
+        # A short name that stands for all values. It becomes part of symbol names and of cache keys, so it includes
+        # the sources of device functions. It also decides equality and hashing (pointer types have no hash).
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
         keys = {name: getattr(settle_cache_key(value), "cache_key", value) for name, value in values.items()}
@@ -115,7 +117,7 @@ class Constants:
         name = f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}"
         object.__setattr__(self, "_name", name)
         object.__setattr__(self, "_hash", hash(name))
-        # The compiler wants attributes of a constexpr object to be constexpr themselves; the interpreter wants none.
+        # The compiler needs attributes of a constexpr object to be constexpr; the interpreter needs plain values.
         if not is_interpreted():
             for name, value in values.items():
                 object.__setattr__(self, name, tl.constexpr(value))
@@ -135,16 +137,23 @@ class CommonSpec(Constants):
     """Sizes and offsets that both phases use. ``X_POW2`` is the next power of two of ``X``, the size of a block.
 
     Attributes:
-        WORLD_SIZE: ranks that exchange. NUM_EXPERTS: experts; its power of two is the bins of a histogram.
-        EXPERTS_PER_RANK, EXTRA_EXPERTS: the map of experts: the first EXTRA_EXPERTS ranks own one more.
-        TOPK, MAX_TOKENS: topk and max_tokens_per_rank. MAX_LOCAL_EXPERTS: most experts of a rank.
-        COUNT_BLOCK: tokens that a program counts at a time. COUNT_BLOCK_ALL: the same where they are not only its own.
-        ALLREDUCE: mode "allreduce". FUSED_SHARED_EXPERT: 1 where it is fused. RANK_LAYOUT: layout "rank".
-        NATIVE_CASTS: the hardware's casts round as the formats do. MAX_THREADS: most threads of a program; 1 where it
-            is interpreted. CLOCK: what ``signals.clock`` reads.
-        NUM_SMS: SMs that the programs of a launch may use, 0 for all. SM_ID: how a program knows its own
-            (``kernels.launch.sm_limit``).
-        NODE_SIZE: ranks of a node. NETWORK: who carries to other nodes (``kernels.sync.internode``), "" for nobody.
+        WORLD_SIZE: ranks that exchange.
+        NUM_EXPERTS: experts; its power of two is the number of bins of a histogram.
+        EXPERTS_PER_RANK, EXTRA_EXPERTS: the map of experts; the first EXTRA_EXPERTS ranks own one more.
+        TOPK, MAX_TOKENS: topk and max_tokens_per_rank.
+        MAX_LOCAL_EXPERTS: most experts of a rank.
+        COUNT_BLOCK: tokens that a CTA counts at a time, of its own. COUNT_BLOCK_ALL: the same where it also counts
+            tokens of other CTAs.
+        ALLREDUCE: mode "allreduce".
+        FUSED_SHARED_EXPERT: 1 where it is fused.
+        RANK_LAYOUT: layout "rank".
+        NATIVE_CASTS: the hardware's casts round as the formats do.
+        MAX_THREADS: most threads of a CTA; 1 where it is interpreted.
+        CLOCK: what ``signals.clock`` reads.
+        NUM_SMS: SMs that the CTAs of a launch may use, 0 for all.
+        SM_ID: how a CTA finds the number of its SM (``kernels.launch.sm_limit``).
+        NODE_SIZE: ranks of a node.
+        NETWORK: who carries bytes to other nodes (``kernels.sync.internode``), "" on one node.
         OFFSET_*: first byte of a region in a block (``memory.workspace``).
     """
 
@@ -180,7 +189,7 @@ class CommonSpec(Constants):
 
 
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
-    """The fields of :class:`CommonSpec`."""
+    """Return the fields of :class:`CommonSpec`."""
     cfg, regions = workspace.config, workspace.regions
     ranks, power = workspace.world_size, triton.next_power_of_2
     local = workspace.max_local_experts
@@ -202,36 +211,43 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
 
 
 def inter_node_offset(workspace: Workspace, name: str) -> int:
-    """Offset of a region that is there across nodes only; without them 0, which nobody uses."""
+    """Return the offset of a region that exists between nodes only; on one node 0, which no kernel uses."""
     return workspace.regions[name].offset if workspace.inter_node_ranks else 0
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DispatchSpec(CommonSpec):
-    """Dispatch: how rows enter messages, and how they leave them.
+    """Launch constants of dispatch: how rows enter messages, and how they leave them.
 
     Attributes:
         SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT them to another float
             dtype, or ENCODE them with the format's device functions.
         WORD_POINTER, ROW_WORDS, BLOCK_SIZE: rows are moved in words: pointer type, words of a row, words at a time.
-        INPUT_DTYPE: dtype of the rows' elements. ROW_DTYPE, ROW_POINTER: payload dtype of CONVERT. HIDDEN_SIZE:
-        columns. ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: ENCODE: elements of a group,
-            groups of a
-            row and at a time, payload bytes of a group. HAS_INPUT_SCALE: there is a global input scale.
+        INPUT_DTYPE: dtype of the rows' elements.
+        ROW_DTYPE, ROW_POINTER: payload dtype of CONVERT.
+        HIDDEN_SIZE: columns of a row.
+        ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: for ENCODE: the function, elements of a
+            group, groups of a row, groups at a time, payload bytes of a group.
+        HAS_INPUT_SCALE: there is a global input scale.
         PIECES_PER_ROW: pieces in which a row is read and stored.
-        SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
-            the output. SCALES_LATER: a launch of their own brings them into it.
-        ROW_ALIGNMENT: group sizes are multiples of it. HAS_WEIGHTS, WEIGHT_POINTER: router weights travel.
-        CACHED_ROUTING: an earlier call's routing is used again. OPTIONS: what every rank must choose alike.
-        ROWS_PER_MESSAGE: output rows of a message, at most. NUM_GROUPS_POW2: group offsets, as a power of two.
-        EVICTION: how rows are loaded, as Triton names it: those of more than FEW_TOKENS are the first to leave the
-            second-level cache again.
-        TOKENS_PER_BATCH: tokens whose messages a program publishes together.
-        MAX_TOKENS_ALONE: most tokens of a call in which each program counts for itself what is before its own; 0: only
-            programs of one token do.
-        MAX_SENDERS: most sending programs. SENDERS_PER_STEP: programs whose block counts, of BLOCK_COUNT_WORDS each,
-            are read at a time. MESSAGES_PER_STEP: messages that a receiver unpacks at a time.
-        COUNT_WORDS: words of a source's counts. POLL_WIDTH: of them polled, and summed, at a time.
+        SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type.
+        SCALE_LAYOUT: layout of the scales in the output.
+        SCALES_LATER: a later launch, the scale kernel, writes the scales in that layout.
+        ROW_ALIGNMENT: group sizes are multiples of it.
+        HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their type.
+        CACHED_ROUTING: the dispatch uses an earlier call's routing.
+        OPTIONS: what every rank must choose alike.
+        ROWS_PER_MESSAGE: output rows of a message, at most.
+        NUM_GROUPS_POW2: group offsets, as a power of two.
+        EVICTION: how rows are loaded, as Triton names it: in a call of more than FEW_TOKENS they are the first to leave
+            the L2 cache.
+        TOKENS_PER_BATCH: tokens whose messages a CTA publishes together.
+        MAX_TOKENS_ALONE: most tokens of a call in which each CTA counts what precedes its own tokens; 0: only CTAs of
+            one token do.
+        MAX_SENDERS: most sending CTAs.
+        SENDERS_PER_STEP: CTAs whose block counts, of BLOCK_COUNT_WORDS each, are read at a time.
+        MESSAGES_PER_STEP: messages that a receiver unpacks at a time.
+        COUNT_WORDS: words of a source's counts. POLL_WIDTH: words of them that are polled, and summed, at a time.
         MESSAGE_BYTES: bytes of a message. MESSAGE_*: first byte of a part in it.
     """
 
@@ -312,8 +328,11 @@ def dispatch_spec(
     later: bool = True,
     max_block: int = 4096,
 ) -> DispatchSpec:
-    """The spec of a dispatch of rows of ``input_dtype`` (``quantized``: of the format itself, scales beside them);
-    ``cached``: over the routing of an earlier one; ``later``: another launch may bring scales into their layout."""
+    """Return the launch constants of a dispatch of rows of ``input_dtype``.
+
+    ``quantized``: the rows are of the format itself, with scales beside them. ``cached``: the dispatch uses cached
+    routing. ``later``: a later launch may write the scales in their layout.
+    """
     cfg, regions, message = workspace.config, workspace.regions, workspace.message
     fmt, hidden, power = cfg.format, cfg.hidden_size, triton.next_power_of_2
     source = _source(fmt, input_dtype, quantized)
@@ -323,15 +342,15 @@ def dispatch_spec(
     scale_bytes = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
     groups = hidden // fmt.group
     block = min(power(nbytes // word_bytes), max_block)
-    # A piece of at least max_block bytes leaves 16 bytes to each thread of a program.
+    # A piece of at least max_block bytes leaves 16 bytes to each thread of a CTA.
     group_block = min(power(groups), max(1, max_block // fmt.group, max_block * groups // nbytes))
     if source == CONVERT:
         block = min(power(hidden), max_block)
     payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
     scale = _WORDS.get(scale_bytes, tl.uint8)
     rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
-    # Few tokens are a program's only one; many come in numbers that hide the latency of one another. On CPUs, where all
-    # are few, so that every way is taken.
+    # With few tokens a CTA has only one; with many, messages hide one another's latency. On CPUs, where all numbers of
+    # tokens are small, the limits are such that tests take every path.
     most = cfg.max_tokens_per_rank
     if device.type == "cpu":
         many = most > 4
@@ -344,7 +363,7 @@ def dispatch_spec(
         assert fmt.scale_layout is not None
         layout = ROW_MAJOR if cfg.layout == "rank" else _SCALE_LAYOUTS[fmt.scale_layout.name]
     shared = common(workspace, device)
-    # What a look at counts saw is used: a word, or more, for each thread (``kernels.sync.signals``).
+    # The polled counts are used as values: a word, or more, for each thread (``kernels.sync.signals``).
     look = max(shared["MAX_LOCAL_EXPERTS_POW2"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
     return DispatchSpec(
         **shared, POLL_WIDTH=shared["MAX_LOCAL_EXPERTS_POW2"] if cached else look,
@@ -381,25 +400,29 @@ def dispatch_spec(
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CombineSpec(CommonSpec):
-    """Combine: how rows travel home, and what becomes of them.
+    """Launch constants of combine: how rows travel home, and what becomes of them.
 
     Attributes:
-        HIDDEN_SIZE, BLOCK_SIZE: columns of a row, and columns at a time. ROW_BYTES: bytes of a row on its way.
+        HIDDEN_SIZE, BLOCK_SIZE: columns of a row, and columns at a time.
+        ROW_BYTES: bytes of a row on its way.
         PARTS_PER_ROW: a message travels in so many parts of BLOCK_SIZE columns, each with a flag; 1: all together.
-        SENDS_SUMS: sums travel, one row per (token, rank); else every row does. REDUCES: home sums.
+        SENDS_SUMS: sums travel, one row per (token, rank); else every row does.
+        REDUCES: the home rank sums.
         OPTIONS: what every rank must choose alike.
-        HAS_ROW_WEIGHTS, HAS_HOME_WEIGHTS: the expert's rank, or home, multiplies by router weights.
-        ROWS_PER_TOKEN: rows that the workspace holds for a token. HAS_SHARED: ``shared=`` is added.
+        HAS_ROW_WEIGHTS, HAS_HOME_WEIGHTS: the expert's rank, or the home rank, multiplies by router weights.
+        ROWS_PER_TOKEN: rows that the workspace holds for a token.
+        HAS_SHARED: ``shared=`` is added.
         SLOTS_PER_MESSAGE: rows of a message: topk, or 1 for layout "rank".
         ROW_DTYPE, ROW_POINTER: of rows. SUM_DTYPE: of sums. OUT_DTYPE: of the result.
-        EPILOGUE: "", "bias" or "residual". HOOK: a Triton function that stores instead, or None.
+        EPILOGUE: "", "bias" or "residual".
+        HOOK: a Triton function that stores the result instead, or None.
         LAMPORT_TOKENS: most tokens of a home rank to which sums travel without flags (``kernels.sync.lamport_slots``);
             0: they never do.
-        EVICTION: how experts' rows are loaded, as Triton names it: those of up to MANY_TOKENS are the first to leave
-            the second-level cache again, which holds what comes over the links and what the next calls need. More
-            drive all of that out in any case, and then the fewer instructions count.
-        KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
-            else by the message.
+        EVICTION: how experts' rows are loaded, as Triton names it. Up to MANY_TOKENS they are the first to leave the L2
+            cache, which holds what comes over the links and what the next calls need. With more tokens all of that
+            leaves the cache in any case, and fewer instructions matter more.
+        KEPT_BYTES: bytes of a message's row in ``inter_node_kept``.
+        STAGED_BY_ROW: staged rows are numbered by the row, else by the message.
     """
 
     HIDDEN_SIZE: int
@@ -451,8 +474,10 @@ def combine_spec(
     hook: Any = None,
     raw_sums: bool = False,
 ) -> CombineSpec:
-    """The spec of a combine. ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank does.
-    ``raw_sums``: the result is the sum before rounding.
+    """Return the launch constants of a combine.
+
+    ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank has weights. ``raw_sums``: the
+    result is the sum before rounding.
     """
     cfg, regions = workspace.config, workspace.regions
     rank_layout = cfg.layout == "rank"
@@ -461,9 +486,9 @@ def combine_spec(
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     most_small = workspace.lamport_tokens
-    # A block of words has an element for each thread, at least (``kernels.sync.signals``).
+    # A block of words has at least one element for each thread (``kernels.sync.signals``).
     least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
-    # Staged by message there is one row for each token.
+    # Rows staged by message: one row for each token.
     copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]
     return CombineSpec(
         **common(workspace, device), HIDDEN_SIZE=cfg.hidden_size, PARTS_PER_ROW=workspace.combine_parts,

@@ -1,4 +1,4 @@
-"""How a launch is cut into programs: a function of token counts and multiprocessors alone."""
+"""Choose the grid of a launch: how many CTAs it has and how they share the tokens, from token counts and SMs alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Launch:
     """How a phase is launched.
 
     Attributes:
-        send: programs that move rows (dispatch has one more, which counts).
-        receive: programs that place rows (dispatch) or sum them (combine).
-        num_warps: warps of a program.
-        maxnreg: most registers of a thread, so that all programs are on the device together. None on a CPU.
-        spread: programs that share a message of combine, a divisor of its parts.
-        resident: programs that a multiprocessor holds.
+        send: CTAs that move rows (dispatch has one more, which counts).
+        receive: CTAs that unpack rows (dispatch) or sum them (combine).
+        num_warps: warps of a CTA.
+        maxnreg: most registers of a thread, so that all CTAs fit the device together. None on a CPU.
+        spread: CTAs that share a message of combine, a divisor of its parts.
+        resident: CTAs that an SM holds.
     """
 
     send: int
@@ -40,26 +40,27 @@ class Launch:
 
 
 def grid(programs: int, budget: int, *, resident: int, available: int) -> int:
-    """Programs to launch so that ``programs`` of them, at most ``budget`` x ``resident``, work on ``budget`` of the
-    ``available`` multiprocessors, each of which holds ``resident`` (0: on any). The device gives every multiprocessor
-    one before it gives any a second.
+    """Return how many CTAs to launch so that ``programs`` of them work within an SM limit of ``budget``.
 
-    Example: 71 programs on 24 of 132 multiprocessors are three on each of these, so 396 are launched; 20 are 20.
+    At most ``budget`` x ``resident`` CTAs work, on ``budget`` of the ``available`` SMs, each of which holds
+    ``resident``; with ``budget`` 0 on any SM. The device gives every SM one CTA before it gives any SM a second.
+
+    Example: 71 CTAs on 24 of 132 SMs are three on each of these, so 396 are launched; 20 are 20.
     """
     rounds = 0 if budget == 0 else min(resident, ceil_div(programs, budget))
     return programs if rounds <= 1 else rounds * available
 
 
 def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, encodes: bool) -> Launch:
-    """Programs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
+    """Choose the CTAs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
 
-    With a budget of multiprocessors (``kernels.launch.sm_limit``) as on a device that has no others, but as these are
-    far from filling the links, a third more send.
+    These numbers are measured; see docs/performance.md. Three CTAs of 8 warps and 80 registers share an SM. Few tokens:
+    one sending CTA per SM, and one receiving CTA per expected message, or also per SM when there is padding. Many
+    tokens: a sender stores to the links, and whatever else runs on its SM queues behind it, so there are only as many
+    senders as fill the links: 0.6 per SM, 1 if they quantise. The other CTAs receive.
 
-    Measured, see docs/performance.md. Three programs of 8 warps and 80 registers share a multiprocessor. Few tokens:
-    a sending program per multiprocessor, and a receiving one per expected message, or also per multiprocessor when
-    there is padding. Many: a sender stores to the links, and what else runs on its multiprocessor queues behind it, so
-    there are as few as fill the links: 0.6 per multiprocessor, 1 if they quantise; the rest receive.
+    With an SM limit (``kernels.launch.sm_limit``) the numbers are those of a device that has no other SMs, but a third
+    more CTAs send, because so few SMs are far from filling the links.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -78,12 +79,12 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
 
 
 def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, *, sums: bool) -> Launch:
-    """Programs of a combine of ``num_tokens`` own tokens, in which ``sums`` travel, or else every row.
+    """Choose the CTAs of a combine of ``num_tokens`` own tokens, in which ``sums`` travel, or else every row.
 
-    Five programs of 4 warps and 96 registers share a multiprocessor. Few tokens: one for each part of a message, or a
-    few, and of a token, and one more of either role, which says or checks that all ranks are in this call. More: four
-    of five send, one sums; but where sums need no flags, up to MANY_TOKENS, three send and two sum, as who sends waits
-    for nothing and who sums clears what it read.
+    Five CTAs of 4 warps and 96 registers share an SM. Few tokens: one CTA for each part of a message, or for a few
+    parts, and one for each part of a token; and one more in either role, which tells or checks that all ranks are in
+    this call. More tokens: four of five CTAs send, one sums. Where sums need no flags, up to MANY_TOKENS, three send
+    and two sum, because a sender waits for nothing and a reducer also clears what it read.
     """
     if device.type == "cpu":
         return Launch(3, 3)
@@ -96,7 +97,7 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
         spread = max(shares, default=1)
         send = min(4 * sms, messages * spread, 5 * sms - 2) + 1
-        # On a whole device what finds no room waits for it, which a budget does not allow
+        # On a whole device a CTA that finds no room waits for it. An SM limit does not allow that
         # (``kernels.launch.sm_limit``).
         room = 4 * sms if config.num_sms is None else 5 * sms - send
         receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens) + 1)
@@ -104,7 +105,7 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
 
 
 def layout_launch(config: EPConfig, device: torch.device) -> Launch:
-    """Programs that bring the scales of a dispatch into their layout."""
+    """Choose the CTAs of the scale kernel, which writes the scales of a dispatch in their layout."""
     if device.type == "cpu":
         return Launch(0, 2)
     return Launch(0, 5 * (config.num_sms or multiprocessors(device)), num_warps=4, resident=5)
@@ -112,15 +113,17 @@ def layout_launch(config: EPConfig, device: torch.device) -> Launch:
 
 @dataclass(frozen=True)
 class Cut:
-    """How dispatch's senders share the tokens. Few: one token a program, served by ``split`` programs, each for every
-    ``split``-th rank. Many: ``tokens_per_program`` consecutive ones each.
+    """How dispatch's senders share the tokens.
+
+    Few tokens: one token per CTA; ``split`` CTAs share a token, and each serves every ``split``-th rank. Many tokens:
+    ``tokens_per_program`` consecutive ones per CTA.
 
     Attributes:
-        tokens_per_program: tokens of a program, but for the last.
-        split: programs of a token.
-        programs: programs that move rows.
+        tokens_per_program: tokens of a CTA; the last CTA may have fewer.
+        split: CTAs of a token.
+        programs: CTAs that move rows.
 
-    Example: with 8 programs and 4 ranks, 3 tokens are cut into (1, 2, 6), and 20 into (3, 1, 7).
+    Example: with 8 CTAs and 4 ranks, 3 tokens are shared as (1, 2, 6), and 20 as (3, 1, 7).
     """
 
     tokens_per_program: int
@@ -129,7 +132,7 @@ class Cut:
 
     @classmethod
     def of(cls, num_tokens: int, *, programs: int, world_size: int) -> Cut:
-        """Cut ``num_tokens`` for at most ``programs`` programs."""
+        """Share ``num_tokens`` among at most ``programs`` CTAs."""
         programs = min(programs, MAX_SENDERS)
         if num_tokens <= programs:
             split = min(world_size, programs // max(1, num_tokens))
@@ -139,7 +142,7 @@ class Cut:
 
 
 def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
-    """First and last + 1 own token of the fused shared expert's group."""
+    """Return the first own token of the fused shared expert's group, and the last one + 1."""
     if not config.fused_shared_expert:
         return 0, 0
     replicated = config.mode == "allreduce"
@@ -148,7 +151,7 @@ def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; a CPU is one."""
+    """Return the number of SMs of a CUDA device; 1 for a CPU."""
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

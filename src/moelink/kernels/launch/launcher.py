@@ -1,4 +1,4 @@
-"""Launches the kernels of one rank. What saves host time in a launch is here and nowhere else.
+"""Launch the kernels of one rank. All that saves host time in a launch is here and nowhere else.
 
 The communicator, ``init_devices`` and the launchers of the contract all launch through it.
 """
@@ -26,11 +26,14 @@ _ANY_NUMBER, _ANY_LIMIT = 3, (1 << 40) + 3
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel as calls of one kind launch it: what does not depend on a call's tensors.
+    """A compiled kernel, with all that does not depend on a call's tensors.
 
     Attributes:
-        function: the ``@triton.jit`` function. S: its constants. options: of the compiler.
-        programs: programs that work. count: programs to launch for that (:func:`moelink.kernels.launch.grid.grid`).
+        function: the ``@triton.jit`` function.
+        programs: CTAs that work.
+        count: CTAs to launch for that (:func:`moelink.kernels.launch.grid.grid`).
+        S: its launch constants.
+        options: options of the compiler.
         loaded: the kernel on the device, by the types and alignments of the caller's tensors.
     """
 
@@ -43,9 +46,9 @@ class CompiledKernel:
 
 
 def addresses_of(record: Any) -> Any:
-    """A tensor's address, an address as it is, and the addresses in a tuple."""
+    """Return the addresses of tensors: of one, or of those in a (nested) tuple. An address is returned unchanged."""
     if isinstance(record, tuple):
-        # The order of the questions is that of the answers' frequency; subclasses of Tensor are asked again.
+        # The most frequent types are tested first; the call below handles subclasses of Tensor.
         return tuple([t.data_ptr() if type(t) is Tensor else t if type(t) is int else addresses_of(t) for t in record])
     return record.data_ptr() if isinstance(record, Tensor) else record
 
@@ -56,16 +59,19 @@ def _peer_arguments(peers: Peers) -> tuple[int, Tensor, int]:
 
 
 def _of_any_value(numbers: Any) -> Any:
-    """``numbers`` as a kernel is compiled for them: Triton 3.6 specialises the integers of a tuple for their values,
-    whatever ``do_not_specialize`` says, and a call with other values would compile again."""
+    """Return ``numbers`` with values that no kernel is specialised for.
+
+    Triton 3.6 specialises the integers of a tuple for their values, whatever ``do_not_specialize`` says; a call with
+    other values would compile again.
+    """
     return type(numbers)(*[_ANY_LIMIT if name == "limit" else _ANY_NUMBER for name in numbers._fields])
 
 
 class Launcher:
-    """Launches of one rank: compiles each kernel once, and hands it a call's records.
+    """Launches of one rank: compiles each kernel once, and passes it a call's records.
 
     Attributes:
-        peers: what every kernel gets first. stream_of: None on a CPU, where kernels are interpreted.
+        peers: the record that every kernel gets first.
     """
 
     def __init__(
@@ -78,8 +84,8 @@ class Launcher:
         available: int = 1,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``num_sms``: SMs that launches keep to, 0 for none in particular, of the ``available`` ones. ``guard``: what
-        interpreted kernels run in."""
+        """``num_sms``: the SM limit, 0 for none, of ``available`` SMs. ``guard``: a context that interpreted kernels
+        run in."""
         self.peers, self._device, self._network = peers, device, network
         self._num_sms, self._available, self._guard = num_sms, available, guard
         self._interpreted = device.type == "cpu"
@@ -90,8 +96,11 @@ class Launcher:
     def kernel(
         self, function: Any, programs: int, *, S: Any, launch: Launch | None = None, **options: Any
     ) -> CompiledKernel:
-        """``programs`` programs of ``function``, compiled as ``launch`` and ``options`` say, within the SM limit. A
-        launch of a refusal or on a CPU needs no ``launch``."""
+        """Prepare ``function`` with ``programs`` working CTAs, compiled as ``launch`` and ``options`` say, within the
+        SM limit.
+
+        On a CPU, and for a refused call, ``launch`` may be None.
+        """
         resident = 1
         if launch is not None:
             options, resident = {**launch.options, **options}, launch.resident
@@ -99,15 +108,15 @@ class Launcher:
         return CompiledKernel(function, programs, count, S, options)
 
     def current_stream(self) -> int:
-        """Handle of the device's current stream, as launches take it; torch would make an object of it."""
+        """Return the handle of the device's current stream, as launches take it. torch would make an object of it."""
         return driver.active.get_current_stream(self._device.index)  # type: ignore[no-any-return]
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """On CUDA: launches inside only compile their kernel and load it onto the device, each kernel once.
+        """On CUDA: make launches inside only compile their kernel and load it onto the device, each kernel once.
 
-        Compiling and loading may synchronise a device, which must not happen while a kernel there waits for a peer
-        that this process is still to launch.
+        Compiling and loading may synchronise a device. That must not happen while a kernel there waits for a peer that
+        this process has not launched yet.
         """
         self._preparing = not self._interpreted
         try:
@@ -127,18 +136,19 @@ class Launcher:
     ) -> None:
         """Launch ``kernel`` on the current stream.
 
+        Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here only
+        the caller's tensors can differ from call to call, so they alone are the key of a faster look-up. Triton's
+        launcher also asks the driver about every tensor, but takes addresses as they are; so tensors are passed as
+        addresses (except the error record, which is host memory).
+
         Args:
             kernel: what :meth:`kernel` returned.
-            records: gives the kernel's records between ``peers`` and ``numbers``. Asked for True: tensors of the types
-                that the kernel is compiled for. Asked for False: whatever has the same addresses, or these themselves.
-            numbers: the kernel's record of numbers, which says of how many programs it is one.
+            records: returns the kernel's records between ``peers`` and ``numbers``. With True: tensors of the types
+                that the kernel is compiled for. With False: any objects with the same addresses, or the addresses
+                themselves.
+            numbers: the kernel's record of numbers, which includes the number of CTAs.
             given: those of the records' tensors that are the caller's.
-            peers: in place of this launcher's own.
-
-        Triton looks a kernel up by the type and alignment of every argument, which costs more than a launch. Here all
-        but the caller's tensors are known to be what they were, so these alone are the key of a faster look-up. And
-        its launcher asks the driver about every tensor, but takes addresses as they are (not the record's, which is
-        host memory).
+            peers: a record in place of this launcher's own.
         """
         peers = self.peers if peers is None else peers
         if self._interpreted:
@@ -154,16 +164,17 @@ class Launcher:
         where = self._own if peers is self.peers else _peer_arguments(peers)
         args = (where, *map(addresses_of, records(False)), numbers, kernel.S)
         stream, hooks = self.current_stream(), knobs.runtime
-        # Chains of hooks; what is none is left to Triton, too.
+        # Launch hooks. Triton handles whatever is not a chain of hooks.
         if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
             loaded[(kernel.count, 1, 1)](*args, stream=stream)
             return
-        # What the line above does, without what it makes for hooks.
+        # The same as the line above, without the objects that it makes for hooks.
         function, metadata = loaded.function, loaded.packed_metadata
         loaded.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
 
     def _load(self, kernel: CompiledKernel, arguments: Sequence[Any], given: Hashable) -> Any:
-        """The kernel, compiled and on the device. Launches that differ in their number of programs only share it."""
+        """Compile the kernel and load it onto the device. Launches that differ only in their number of CTAs share
+        it."""
         key = (kernel.function.__name__, kernel.S, *kernel.options.values(), given)
         if key not in self._loaded:
             loaded = settle_cache_key(kernel.function).warmup(
@@ -175,5 +186,5 @@ class Launcher:
         return self._loaded[key]
 
     def forget(self) -> None:
-        """Let go of all kernels, and of the memory that they were given."""
+        """Drop all kernels, and the memory that they hold."""
         self._loaded, self.peers, self._own = {}, Peers(None, None, None), (0, torch.empty(0), 0)

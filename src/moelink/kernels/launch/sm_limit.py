@@ -1,24 +1,24 @@
-"""Which program of a launch does what; with a budget of multiprocessors, also which ones do anything.
+"""Assign work to the CTAs of a launch; with an SM limit, also decide which CTAs work at all.
 
-Without a budget program i does the work of number i. With one (``S.NUM_SMS`` multiprocessors, ``init(num_sms=)``) the
-device would still spread programs over all multiprocessors that have room, and what is meant to run beside them found
-none of these empty. So as many are launched as the whole device holds (``cut.grid``). The first program to come to a
-multiprocessor asks whether it is one of those in use: the first S.NUM_SMS to ask are. Programs there take numbers, in
-the order in which they come; programs elsewhere end at once, as long as enough are left to take all numbers, and so
-does who comes when all are taken. Whatever else runs on the device, they are where there was room.
+Without a limit CTA i does the work of number i. With one (S.NUM_SMS SMs, ``init(num_sms=)``) the device would still
+spread the CTAs over all SMs that have room, and a kernel that is meant to run beside them would find none of these SMs
+empty. So a launch has as many CTAs as the whole device holds (``grid.grid``). The first CTA to reach an SM asks whether
+the launch uses this SM: it uses the first S.NUM_SMS SMs that ask. CTAs there take numbers in the order in which they
+come. CTAs elsewhere end at once, as long as enough CTAs are left to take all numbers; so does a CTA that comes when all
+numbers are taken. Whatever else runs on the device, the CTAs that work are where there was room.
 
-Why nobody waits in vain: numbers are handed out in ascending order, so whoever has one knows that all lower ones have
-begun, which is what the hardware promises for program ids. Why no number is left over: of G programs, all but those
-that are let go take one, and no more than G - ``programs`` are let go.
+Why every wait ends: numbers are taken in ascending order, so a CTA that has one knows that all lower ones have begun,
+which is what the hardware promises for CTA ids. Why no number is left over: of G CTAs all take a number except those
+that are let go, and no more than G - ``programs`` are let go.
 
-The words of a launch, in region ``turns``: numbers taken; multiprocessors that asked; programs let go; programs that
-know what they do; one for each multiprocessor. The last program to know clears them for the next launch of that kind,
-which follows in stream order; kinds that may run at the same time have words of their own.
+The words of a launch, in region ``sm_limit``: numbers taken; SMs that asked; CTAs let go; CTAs that know what they do;
+one word for each SM. The last CTA to know clears them for the next launch of that kind, which follows in stream order.
+Kinds that may run at the same time have words of their own.
 
-Example: S.NUM_SMS = 2, 4 multiprocessors that hold 3 programs each, 6 numbers: 12 programs are launched. Those of
-multiprocessors 3 and 0 are the first to ask, so their 6 programs take a number each and the other 6 are let go. If
-another kernel leaves room for one program on each, and multiprocessors 1 and 2 come last, 3 and 0 take 0 and 1, then
-programs of 1 and 2 go, and so on: after six have gone all that still come take numbers.
+Example: S.NUM_SMS = 2, 4 SMs that hold 3 CTAs each, 6 numbers: 12 CTAs are launched. Those of SMs 3 and 0 are the first
+to ask, so their 6 CTAs take a number each and the other 6 are let go. If another kernel leaves room for one CTA on each
+SM, and SMs 1 and 2 come last, 3 and 0 take numbers 0 and 1, then CTAs of 1 and 2 go, and so on: after six have gone all
+that still come take numbers.
 """
 
 import triton
@@ -36,7 +36,7 @@ _ASKING, _USED, _NOT_USED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 @triton.jit
 def multiprocessor(SMID: tl.constexpr):
-    """Number of the multiprocessor that runs this program. SMID: "ptx", or (interpreted) a Python function."""
+    """Return the number of the SM that runs this CTA. SMID: "ptx", or (interpreted) a Python function."""
     if SMID == "ptx":
         return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -45,7 +45,7 @@ def multiprocessor(SMID: tl.constexpr):
 
 @triton.jit
 def is_used(words, S: tl.constexpr):
-    """1 where this program's multiprocessor is one of the first S.NUM_SMS that had a program of this launch."""
+    """Return 1 where this CTA's SM is one of the first S.NUM_SMS that had a CTA of this launch."""
     none = tl.full([], 0, tl.int32)
     state = words + _STATES + multiprocessor(S.SM_ID) % _MOST
     seen = tl.atomic_cas(state, none, none + _ASKING, sem="relaxed", scope="gpu")
@@ -59,7 +59,7 @@ def is_used(words, S: tl.constexpr):
 
 @triton.jit
 def take_number(words, programs, S: tl.constexpr):
-    """The number whose work this program does, of [0, ``programs``); another one if it does nothing."""
+    """Take the number whose work this CTA does, of [0, ``programs``); a number outside means that it does nothing."""
     launched = tl.num_programs(0)
     number = tl.full([], 0, tl.int32) + programs
     stays = is_used(words, S)
@@ -77,9 +77,9 @@ def take_number(words, programs, S: tl.constexpr):
 
 @triton.jit
 def number_of_cta(control, kind, programs, S: tl.constexpr):
-    """With an SM limit: the number whose work this CTA does, of [0, ``programs``); another one if it does nothing.
+    """Return the number whose work this CTA does, of [0, ``programs``); a number outside means that it does nothing.
 
-    ``kind``: which words of this rank are for this launch, [0, SM_LIMIT_KINDS).
+    It is called with an SM limit. ``kind``: which words of this rank are for this launch, [0, SM_LIMIT_KINDS).
     """
     words = (own_block(control, S) + S.OFFSET_SM_LIMIT).to(I32) + kind * _WORDS
     return take_number(words, programs, S)
@@ -87,7 +87,7 @@ def number_of_cta(control, kind, programs, S: tl.constexpr):
 
 @triton.jit
 def run_role(work, arguments, control, kind, programs, S: tl.constexpr):
-    """Do the work of all numbers [0, ``programs``): ``work(number, programs, *arguments, S)`` by a CTA each."""
+    """Do the work of all numbers [0, ``programs``): ``work(number, programs, *arguments, S)`` by one CTA each."""
     if S.NUM_SMS == 0:
         work(tl.program_id(0), programs, *arguments, S)
     else:
@@ -98,8 +98,11 @@ def run_role(work, arguments, control, kind, programs, S: tl.constexpr):
 
 @triton.jit
 def run_roles(sends, sending, receives, receiving, control, kind, numbers, S: tl.constexpr):
-    """Both roles in one launch: numbers [0, ``numbers.senders``) do ``sends(number, senders, *sending, S)``, the others
-    of ``numbers.programs`` ``receives``."""
+    """Run both roles in one launch.
+
+    Numbers [0, ``numbers.senders``) do ``sends(number, senders, *sending, S)``, the others of ``numbers.programs`` do
+    ``receives``.
+    """
     if S.NUM_SMS == 0:
         _run_either(tl.program_id(0), sends, sending, receives, receiving, numbers, S)
     else:
