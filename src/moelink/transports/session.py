@@ -1,4 +1,4 @@
-"""The part that a communicator of one rank and one of many devices share: state, checks, and the transport."""
+"""Hold what a communicator of one rank and one of many devices share: state, checks, and the transport."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class PendingOperation(Generic[T]):
         closed: Callable[[], bool],
     ) -> None:
         self._phase, self._operation, self._finished, self._closed = phase, operation, finished, closed
-        # What hooks returned is known to nobody else, and the call may read it on a stream of its own.
+        # Only this object refers to what hooks returned, and the call may read it on a stream of its own.
         self._given: object = given
         self._done = False
         self._failure: Exception | None = None
 
     def wait(self) -> T:
-        """The result, the same as the synchronous call's; may be called again. Raises what the call met.
+        """Return the result, the same as the synchronous call's. May be called again. Raises the call's error, if any.
 
         Raises:
             ClosedError: the communicator was closed before, and with it what the call needs.
@@ -70,8 +70,8 @@ class Session:
         configs: one configuration per local rank.
         devices: the device of each local rank.
         identity: name of this communicator, the same on every rank.
-        detector: where its peers can be asked whether they live, None with all ranks in this process.
-        closed: there are no calls any more.
+        detector: the failure detector of its peers; None if all ranks are in this process.
+        closed: whether calls are no longer possible.
     """
 
     def __init__(
@@ -104,7 +104,8 @@ class Session:
         return operation if fused else self._started("dispatch", operation, requests)
 
     def _check_dispatch(self, config: EPConfig, device: torch.device, request: DispatchRequest) -> None:
-        """Most calls are like an earlier one that was checked, and to see that takes a quarter of the time."""
+        """Check a dispatch. Most calls are of the same kind as an earlier one, which takes a quarter of the time to
+        find out."""
         kind = (config.rank, kind_of(request))
         if kind in self._checked:
             check_ids(config, request.topk_ids)
@@ -130,11 +131,12 @@ class Session:
 
     @contextmanager
     def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
-        """A block that checks arguments: what it refuses is refused towards the peers too, who would wait otherwise.
+        """Return a context that checks arguments. A refusal inside is also told to the peers, which would otherwise
+        wait.
 
-        ``over``: gives the earlier output that the call was to go over, unchecked; asked once something is refused.
+        ``over``: returns the earlier output that the call was to use, unchecked; called once something is refused.
 
-        Raises ClosedError or PendingError when there can be no such call now; peers are not told of that.
+        Raises ClosedError or PendingError when no such call is possible now; peers are not told of these.
         """
         self._enter(phase)
         try:
@@ -173,7 +175,7 @@ class Session:
         self.transport.check()
 
     def traffic(self) -> Traffic:
-        """Bytes of rows sent to other ranks."""
+        """Return the bytes of rows sent to other ranks."""
         self._require_open("traffic")
         return self.transport.traffic()
 
@@ -192,13 +194,13 @@ class Session:
             raise ClosedError(what)
 
     def release(self) -> None:
-        """Release the transport: there are no calls any more, but peers that ask are still answered."""
+        """Release the transport. Calls are no longer possible, but peers that probe this rank still get an answer."""
         if not self.closed:
             self.closed = True
             self.transport.close()
 
     def close(self) -> None:
-        """Release everything; a second call does nothing."""
+        """Release everything. A second call does nothing."""
         try:
             self.release()
         finally:
@@ -207,7 +209,7 @@ class Session:
 
 
 def _without_hooks(config: EPConfig, device: torch.device, request: DispatchRequest) -> DispatchRequest:
-    """``request`` with what its hooks return, which may be refused as any argument may."""
+    """Return ``request`` with the values of its hooks, which may be refused as any argument may."""
     weights, scale = request.topk_weights, request.input_scale
     if isinstance(weights, Hook):
         weights = _evaluated(config, device, weights, request.x.shape[0])
@@ -233,7 +235,8 @@ def _evaluated(config: EPConfig, device: torch.device, weights: Hook, num_tokens
 
 
 def _refuse_gradients(*values: object) -> None:
-    """What requires grad goes through :mod:`moelink.ops`; a graph that ended here silently would train wrongly."""
+    """Refuse tensors that require grad: they belong to :mod:`moelink.ops`. A graph that ended here silently would train
+    wrongly."""
     if any(isinstance(value, Tensor) and value.requires_grad for value in values):
         raise UnsupportedError(
             "init_devices: expected tensors without gradients, got one that requires grad; use moelink.init in one "

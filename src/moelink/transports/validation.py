@@ -1,4 +1,4 @@
-"""Refusing bad arguments before any data moves: one check per argument, in argument order.
+"""Refuse bad arguments before any data moves: one check per argument, in argument order.
 
 Every refusal is an ArgumentError that names the argument, what was expected and what came.
 """
@@ -25,7 +25,7 @@ _INTS = (torch.int32, torch.int64)
 def check_tensor(
     name: str, value: object, *, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> Tensor:
-    """``value`` as a contiguous tensor of ``shape`` (None: any size), one of ``dtypes``, on ``device``."""
+    """Return ``value`` as a contiguous tensor of ``shape`` (None: any size), one of ``dtypes``, on ``device``."""
     if not isinstance(value, Tensor):
         raise ArgumentError(name, "a tensor", type(value).__name__)
     if value.shape != shape and (
@@ -44,7 +44,7 @@ def check_tensor(
 
 
 def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutput:
-    """``recv`` as a DispatchOutput that this very rank's communicator returned."""
+    """Return ``recv`` as a DispatchOutput that this very rank's communicator returned."""
     if not isinstance(recv, DispatchOutput):
         raise ArgumentError("recv", "a DispatchOutput", type(recv).__name__)
     if recv.handle.owner != identity:
@@ -61,9 +61,10 @@ def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutp
 
 
 def kind_of(request: DispatchRequest) -> Hashable | None:
-    """What decides whether ``request`` passes :func:`check_dispatch`, but for the values of ids (:func:`check_ids`).
+    """Return what decides whether ``request`` passes :func:`check_dispatch`, without the values of ids
+    (:func:`check_ids`).
 
-    None where more than that does.
+    None where more than that decides.
     """
     if request.routing is not None or request.out is not None or request.input_scale is not None:
         return None
@@ -74,7 +75,7 @@ def kind_of(request: DispatchRequest) -> Hashable | None:
 def check_dispatch(
     config: EPConfig, request: DispatchRequest, *, identity: str, device: torch.device
 ) -> DispatchRequest:
-    """Check one rank's dispatch arguments; with ``routing`` the earlier call's ids are filled in."""
+    """Check one rank's dispatch arguments. With ``routing`` the earlier call's ids are filled in."""
     fmt, routing = config.format, request.routing
     if routing is not None:
         check_recv(routing, identity=identity, config=config)
@@ -113,7 +114,7 @@ def _check_ids(config: EPConfig, request: DispatchRequest, num_tokens: int, devi
 
 
 def check_ids(config: EPConfig, ids: Tensor) -> None:
-    """The values of ids, on a CPU. Elsewhere that would have the host wait."""
+    """Check the values of ids, on a CPU only. On other devices the host would have to wait."""
     if ids.is_cpu and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < -1 or high >= config.num_experts:
@@ -157,7 +158,7 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
         tensor = check_tensor(
             f"out.{name}", getattr(out, name), shape=blank.shape, dtypes=(blank.dtype,), device=device
         )
-        if tensor.data_ptr() % ALIGNMENT:  # rows are stored in words of so many bytes
+        if tensor.data_ptr() % ALIGNMENT:  # rows are stored in words of ALIGNMENT bytes
             raise ArgumentError(
                 f"out.{name}", f"memory that begins at a multiple of {ALIGNMENT} bytes, as torch allocates it",
                 f"an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple",
@@ -211,7 +212,7 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         out = check_tensor("out", request.out, shape=full, dtypes=(config.combine_dtype,), device=device)
         weights = recv.handle.topk_weights if request.topk_weights is None else request.topk_weights
         _refuse_overlap("out", out, (request.y, recv.handle.topk_ids, recv.weights, weights))
-        # Rows to be added may be overwritten in their places: each element is read before it is stored.
+        # ``out`` may be a tensor that is added: each element is read before it is stored.
         added = (request.shared, request.epilogue)
         _refuse_overlap("out", out, [t for t in added if not (isinstance(t, Tensor) and _in_place(t, out))])
     return request
@@ -222,7 +223,7 @@ def _in_place(tensor: Tensor, out: Tensor) -> bool:
 
 
 def _refuse_overlap(name: str, out: Tensor, reads: Iterable[object]) -> None:
-    """Calls read and store in no order that a caller could know: what is stored must not be read."""
+    """Refuse an ``out`` that overlaps a tensor the call reads, because the order of reads and stores is not defined."""
     begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
     for tensor in reads:
         if isinstance(tensor, Tensor) and tensor.data_ptr() < end and begin < tensor.data_ptr() + tensor.nbytes:
@@ -230,7 +231,8 @@ def _refuse_overlap(name: str, out: Tensor, reads: Iterable[object]) -> None:
 
 
 def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> None:
-    """What combine returns for ``hook`` has a row per token: on a device nothing would stop a store past its end."""
+    """Check that what combine returns for ``hook`` has a row per token. On a device nothing would stop a store past its
+    end."""
     if request.out is None and not hook.tensors:
         raise ArgumentError("out", "a tensor, because the epilogue's hook has no tensors to return", None)
     name, out = ("epilogue.tensors[0]", hook.tensors[0]) if request.out is None else ("out", request.out)
@@ -240,7 +242,7 @@ def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> 
 
 
 def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:
-    """reduce=False returns the experts' rows as they are: nothing may be weighed or added."""
+    """Check that a combine with reduce=False weights and adds nothing: it returns the experts' rows as they are."""
     if config.layout == "rank":
         raise ArgumentError("reduce", "True with layout='rank' (its rows are sums over slots already)", "False")
     if config.fused_shared_expert:

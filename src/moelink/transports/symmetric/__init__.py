@@ -1,4 +1,4 @@
-"""The symmetric transport: kernels over memory that all ranks can address (GPUs of a node; CPUs, interpreted)."""
+"""Move bytes with Triton kernels over memory that all ranks of a node can address (GPUs; CPUs, interpreted)."""
 
 from moelink.transports.symmetric.transport import SymmetricTransport
 

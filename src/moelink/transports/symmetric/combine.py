@@ -1,4 +1,4 @@
-"""One rank's combine: its tensors, and the launches that fill them."""
+"""Run one rank's combine: choose its tensors, and launch the kernels that fill them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ _EXACT = {"enable_fp_fusion": False}
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What all combines of one kind have in common, computed once.
+    """All that combines of one kind have in common, decided once.
 
     Attributes:
-        send, receive, both: the kernels. sending, receiving, fused: the numbers that each of them gets, but for rows of
-            y and the first slot of a pass.
-        passes: first slot of each launch. travels: rows move, so the expert role has something to do.
-        out: the result, where the caller gives none.
-        known: numbers by programs, rows of y and first slot, made once.
+        send, receive, both: the compiled kernels of the expert role, of the home role, and of both.
+        sending, receiving, fused: the numbers that each of them gets, without the rows of y and the first slot of a
+            pass.
+        passes: first slot of each launch.
+        travels: whether rows move, so that the expert role has work.
+        out: the result, where the caller passes no ``out``.
+        known: complete numbers, by CTAs, rows of y and first slot.
     """
 
     send: CompiledKernel
@@ -52,7 +54,8 @@ class LaunchPlan:
         cls, rank: Rank, num_tokens: int, reduce: bool, row_weights: bool, home_weights: bool, shared: bool,
         epilogue: str, hook: Any, raw_sums: bool,
     ) -> LaunchPlan:  # fmt: skip
-        """The plan of ``rank`` for ``num_tokens`` own tokens; the others as in :func:`combine_spec`."""
+        """Return the launch plan of ``rank`` for ``num_tokens`` own tokens; the others are as in
+        :func:`combine_spec`."""
         config = rank.config
         spec = combine_spec(
             rank.workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
@@ -90,7 +93,7 @@ class LaunchPlan:
 class Combine:
     """A combine of one rank: for each of ``passes``, :meth:`send` and then :meth:`receive`, or both in one launch.
 
-    There is one pass, but for ``reduce=False`` when the workspace holds fewer rows per token than ``topk``.
+    There is one pass, except for ``reduce=False`` when the workspace holds fewer rows per token than ``topk``.
     """
 
     def __init__(self, rank: Rank, request: CombineRequest) -> None:
@@ -119,7 +122,7 @@ class Combine:
         self._given = [t for t in mine if t is not None]
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
-        """Rows, and what they are multiplied with and added to."""
+        """Return the rows, and what they are multiplied by and added to."""
         request, nothing = self.request, self.rank.table
         row_weights, weights, shared, bias = request.recv.weights, self._weights, request.shared, self._bias
         fields = (
@@ -140,11 +143,11 @@ class Combine:
         return self._inputs(typed), self._notes(typed)
 
     def _both(self, typed: bool) -> tuple[Any, ...]:
-        """Records of the home role, and of both roles."""
+        """Return the records of the home role, and of both roles together."""
         return self._inputs(typed), self._outputs(typed), self._notes(typed)
 
     def _numbers(self, numbers: CombineNumbers, slot_begin: int) -> CombineNumbers:
-        """``numbers`` for the rows at hand and a pass."""
+        """Return ``numbers`` completed for this call's rows and a pass."""
         key = (numbers.programs, self.request.y.shape[0], slot_begin)
         known = self.launch_plan.known
         if key not in known:
@@ -164,7 +167,7 @@ class Combine:
         return self.launch_plan.out.on(self.rank.device)
 
     def send(self, slot_begin: int) -> None:
-        """Launch the expert role: ``send_tokens_back``."""
+        """Launch the expert role, ``send_tokens_back``."""
         plan = self.launch_plan
         if plan.travels:
             numbers = self._numbers(plan.sending, slot_begin)
@@ -182,7 +185,7 @@ class Combine:
         self.rank.launcher.launch(plan.both, self._both, self._numbers(plan.fused, slot_begin), self._given)
 
     def result(self) -> Tensor:
-        """The result, after an epilogue that is only there in torch."""
+        """Return the result. An epilogue that exists only in torch runs here."""
         hook, total = self._torch_hook, self.out
         if hook is None:
             return total
@@ -193,7 +196,7 @@ class Combine:
 
 
 def refuse_combine(rank: Rank) -> None:
-    """Take part in a combine with nothing but the word that this rank refused it."""
+    """Take part in a combine that this rank refuses: send only the word that it does."""
     spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
     if spec.ALLREDUCE:
         return

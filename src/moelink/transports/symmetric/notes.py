@@ -1,4 +1,7 @@
-"""What a dispatch notes for combine, and for dispatches over the same routing: the caller owns it with the rows."""
+"""Keep the routing notes of a dispatch, for combine and for later dispatches over the same routing.
+
+They belong to the caller, together with the rows.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from moelink.memory.workspace import Workspace
 
 @dataclass(frozen=True)
 class NotesLayout:
-    """Where the parts are in the one int32 tensor that holds them all: making five costs more host time than all that
-    is done with them.
+    """Where the parts are in the one int32 tensor that holds them all. To make five tensors costs more host time than
+    all work with them.
 
     Attributes:
-        shapes: of the parts; the last has a row for each token, however many these are. begins: of the parts, in words.
+        shapes: shapes of the parts; the last part has a row for each token, however many there are.
+        begins: first word of each part.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -26,7 +30,7 @@ class NotesLayout:
 
     @classmethod
     def of(cls, workspace: Workspace) -> NotesLayout:
-        """That of all dispatches of a communicator."""
+        """Return the layout for all dispatches of a communicator."""
         return cls((*workspace.note_shapes(1)[:-1], (-1, workspace.world_size)), workspace.note_begins)
 
 
@@ -34,8 +38,9 @@ class SymmetricNotes:
     """Where the rows of one call are.
 
     Attributes:
-        notes: all parts in one tensor. own: ``received`` of a call over an earlier one's routing, which fills in that
-            much for itself; it shares the rest, and only reads. None where that, too, is in ``notes``.
+        notes: all parts in one tensor.
+        own: ``received`` of a call over cached routing. Such a call writes only this part for itself; it shares and
+            only reads the others. None where ``notes`` holds this part, too.
     """
 
     __slots__ = ("_layout", "notes", "own")
@@ -55,20 +60,20 @@ class SymmetricNotes:
 
     @property
     def addresses(self) -> RoutingNotes:
-        """Those of the parts."""
+        """The addresses of the parts."""
         start = self.notes.data_ptr()
         rows, token, received, sent, slot = self._layout.begins
         own = start + 4 * received if self.own is None else self.own.data_ptr()
         return RoutingNotes(start + 4 * rows, start + 4 * token, own, start + 4 * sent, start + 4 * slot)
 
     def given(self, typed: bool) -> RoutingNotes:
-        """The parts as a launch asks for them (:meth:`Launcher.launch`): as tensors, or their addresses."""
+        """Return the parts as a launch asks for them (:meth:`Launcher.launch`): as tensors, or as their addresses."""
         return self.parts if typed else self.addresses
 
     def brought_nothing(self) -> bool:
-        """Whether the call was refused or failed. Synchronises on CUDA."""
+        """Return whether the call was refused or failed. Synchronises on CUDA."""
         return int(self.parts.received[-1, 0]) != 0
 
     def again(self) -> SymmetricNotes:
-        """The notes of another call over this routing."""
+        """Return the notes of another call over this routing."""
         return SymmetricNotes(self._layout, self.notes, torch.empty_like(self.parts.received))

@@ -1,4 +1,4 @@
-"""One rank of the symmetric transport: its block, its launches, and what its error record says."""
+"""Hold one rank of the symmetric transport: its block, its launches and streams, and its error record."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ P = TypeVar("P", bound="_Plan")
 
 
 class _Plan(Protocol):
-    """What all calls of one kind have in common."""
+    """A launch plan: all that calls of one kind have in common."""
 
     @classmethod
     def of(cls, rank: Rank, *kind: Any) -> Any:
-        """The plan of ``kind``."""
+        """Make the launch plan of ``kind``."""
 
 
 def _guard(workspace: Workspace, memory: SymmetricMemory, network: Network) -> AbstractContextManager[None]:
-    """In debug mode interpreted kernels may touch nothing but the regions of the blocks and their arguments."""
+    """Return a context in which, in debug mode, interpreted kernels may touch only the regions of the blocks and their
+    arguments."""
     if DEBUG.read() != "1":
         return nullcontext()
     from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
@@ -61,7 +62,7 @@ def _guard(workspace: Workspace, memory: SymmetricMemory, network: Network) -> A
 
 
 class Rank:
-    """One local rank: what every launch passes, and the streams it runs on."""
+    """One local rank: what every launch passes, and the streams that launches run on."""
 
     def __init__(
         self, config: EPConfig, memory: SymmetricMemory, workspace: Workspace, detector: FailureDetector | None = None
@@ -76,13 +77,13 @@ class Rank:
         self.network = connect(memory, workspace, self.me)
         self.table = self.network.table
         if config.mode == "allreduce" and memory.world_size > 1:
-            # A copy, as the alignment of a slice would depend on the rank, and with it the compiled kernel.
+            # A copy: the alignment of a slice would depend on the rank, and the compiled kernel on the alignment.
             self.table = memory.pointers[config.rank : config.rank + 1].clone()
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self._words = self.record.numpy()
-        # Of the latest dispatch, whose rows' scales are laid out before the next one begins
+        # For the latest dispatch only: the scale kernel reads it before the next dispatch begins
         # (``kernels.dispatch.scales``).
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
@@ -101,14 +102,15 @@ class Rank:
         self._forked = False
 
     def plan(self, plan: type[P], *kind: Any) -> P:
-        """``plan.of`` this rank and ``kind``, made the first time. A few kinds for each number of tokens."""
+        """Return ``plan.of`` this rank and ``kind``, made at the first call. Each number of tokens has a few kinds."""
         key = (plan, *kind)
         if key not in self._plans:
             self._plans[key] = plan.of(self, *kind)
         return self._plans[key]  # type: ignore[no-any-return]
 
     def launching(self, *, apart: bool) -> AbstractContextManager[None]:
-        """On CUDA: the device, and the stream that launches go to; each continues after all earlier calls.
+        """Return a context for launches that continue after all earlier calls. On CUDA it sets the device and the
+        stream.
 
         ``apart``: on this rank's own stream, forked from the current one, so that what the caller launches next runs
         beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own one.
@@ -116,18 +118,18 @@ class Rank:
         return nullcontext() if self.goes_on(apart=apart) else self._ordered(apart=apart)
 
     def goes_on(self, *, apart: bool) -> bool:
-        """There is nothing that :meth:`launching` would have to do."""
+        """Return whether :meth:`launching` has nothing to do."""
         return self.stream is None or not (apart or self._forked or self._moved())
 
     def _moved(self) -> bool:
-        """The caller uses another stream than at the call before, or another device than this rank's."""
+        """Return whether the caller uses another stream than at the call before, or another device than this rank's."""
         if self._latest is None or self._latest.cuda_stream != self.launcher.current_stream():
             return True
         return torch.cuda.current_device() != self.device.index
 
     @contextmanager
     def _ordered(self, *, apart: bool) -> Iterator[None]:
-        """:meth:`launching`, where streams have to wait for one another or the device to be changed."""
+        """Do the work of :meth:`launching` where streams must wait for one another or the device must change."""
         assert self.stream is not None
         with nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device):
             current = torch.cuda.current_stream(self.device)
@@ -143,17 +145,17 @@ class Rank:
                 yield
 
     def join(self) -> None:
-        """On CUDA: the current stream continues after this rank's own. The host does not wait."""
+        """On CUDA: make the current stream continue after this rank's own. The host does not wait."""
         if self.stream is not None and self._forked:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self.stream)
             self._latest, self._forked = current, False
 
     def grant_credits(self) -> None:
-        """On CPUs, after a receiving half: tell the other ranks that this one has read it.
+        """Grant credits on CPUs, after a receiving half.
 
-        The next call's sending half does so, too, but ranks of one process may run one after the other, and a sender
-        would wait for what comes later.
+        The next call's sending half grants them, too. But ranks of one process may run one after the other, and a
+        sender would wait for a launch that comes after it.
         """
         if self.device.type != "cpu" or self.config.mode == "allreduce":
             return
@@ -162,7 +164,7 @@ class Rank:
         self.launcher.launch(kernel, lambda _: (), CreditNumbers(self.me, 1))
 
     def close(self) -> None:
-        """Release the block, after what is under way unless the communicator is poisoned."""
+        """Release the block, after all calls under way unless the communicator is poisoned."""
         if not self.poisoned:
             self.synchronize()
         SM_BUDGET.release(self)
@@ -170,13 +172,13 @@ class Rank:
             self.network.close()
         finally:
             self.memory.close()
-            # What is left of the block in here would keep it mapped for as long as the communicator is referred to.
+            # A reference to the block from here would keep it mapped for as long as the communicator lives.
             self.control, self.table = self.nothing.long(), self.memory.pointers
             self.launcher.forget()
             self._plans = {}
 
     def synchronize(self) -> None:
-        """The host waits for this rank's kernels."""
+        """Make the host wait for this rank's kernels."""
         if self.stream is not None:
             self.stream.synchronize()
             if self._latest is not None:
@@ -184,17 +186,20 @@ class Rank:
 
     @property
     def poisoned(self) -> bool:
-        """A wait of this communicator expired, here or at a peer that said so."""
+        """Whether a wait of this communicator has expired, here or at a peer that said so."""
         return int(self.record[0]) != 0
 
     @property
     def aborted(self) -> bool:
-        """A peer refused a call, and this rank has not raised that yet."""
+        """Whether a peer refused a call and this rank has not raised that yet."""
         return int(self.record[ABORT_RECORD]) != 0
 
     def error(self) -> MoelinkError | None:
-        """Why nothing is carried to other nodes any more; else what the record says: the first expired wait, or (once)
-        a peer's refusal."""
+        """Return the error to raise, or None.
+
+        First why the network has stopped, if it has; else what the error record says: the first expired wait, or (once)
+        a peer's refusal.
+        """
         if self.network.failure is not None:
             return self.network.failure.with_traceback(None)
         if not (self._words[0] or self._words[ABORT_RECORD]):
@@ -222,7 +227,10 @@ class Rank:
         return self.malformed() if self.device.type == "cpu" else None
 
     def malformed(self) -> ProtocolError | None:
-        """What a peer sent could not be (a count, an id, a position out of range) and was not used. Synchronises."""
+        """Return the error about malformed data, or None. Synchronises.
+
+        Malformed is a count, an id or a position out of range that a peer sent. Kernels do not use it.
+        """
         bits = int(self.control[MALFORMED])
         if bits == 0:
             return None
@@ -236,8 +244,10 @@ class Rank:
         )  # fmt: skip
 
     def _find_fault(self, words: Sequence[int]) -> PeerTimeoutError:
-        """The error that a record describes; with a failure detector, after asking who lives. A peer may have written
-        the record."""
+        """Return the error that an error record describes; a failure detector is asked which ranks live.
+
+        A peer may have written the record, so no word of it is trusted.
+        """
         told_by, peer, phase, call, expected, got = words
         ranks = range(self.workspace.world_size)
         suspicion = Failure(
@@ -250,7 +260,7 @@ class Rank:
         return suspicion.error(self.config.rank, detail)
 
     def take_losses(self) -> tuple[int, int]:
-        """Rows dropped for ``capacity`` and ids out of range since the last time. Synchronises."""
+        """Return the rows dropped for ``capacity`` and the ids out of range since the last call. Synchronises."""
         dropped, invalid = int(self.control[OVERFLOW]), int(self.control[INVALID_IDS])
         if dropped or invalid:
             self.control[INVALID_IDS : OVERFLOW + 1] = 0

@@ -1,12 +1,12 @@
-"""How many multiprocessors the communicators of one device may occupy together.
+"""Count the SMs that the communicators of one device may occupy together: the SM budget.
 
-Two communicators can be in flight at the same time (on streams of their own) only if the programs of both fit the
-device, or one's waiting programs could keep out the other's senders on every rank in turn. A communicator that names
-``num_sms`` takes part in this budget; one that does not uses the whole device and is serialised with others by the
-caller's stream.
+Two communicators can be in flight at the same time (on streams of their own) only if the CTAs of both fit the device.
+Otherwise the waiting CTAs of one could keep out the senders of the other, on every rank in turn. A communicator with an
+SM limit (``num_sms``) takes part in this budget. One without a limit uses the whole device, and the caller's stream
+runs it after the others.
 
-A device belongs to the whole process, and so does its budget: this is the one registry of the package that is not
-reached from a communicator. It holds nothing alive.
+A device belongs to the whole process, and so does its budget. This is the only registry of the package that is not
+reached from a communicator. It keeps nothing alive.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moelink.errors import ConfigError
 
 
 class SmBudget:
-    """Multiprocessors promised to open communicators, by device."""
+    """SMs promised to open communicators, by device."""
 
     def __init__(self) -> None:
         self._holders: weakref.WeakKeyDictionary[object, tuple[torch.device, int]] = weakref.WeakKeyDictionary()
 
     def claim(self, holder: object, device: torch.device, num_sms: int | None, *, available: int) -> None:
-        """Promise ``num_sms`` of the ``available`` multiprocessors of ``device`` to ``holder`` until it is released.
+        """Promise ``num_sms`` of the ``available`` SMs of ``device`` to ``holder`` until it is released.
 
         Raises:
             ConfigError: ``num_sms`` is more than the device has, or than other open communicators leave.

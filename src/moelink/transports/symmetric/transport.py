@@ -1,4 +1,4 @@
-"""The symmetric transport of one communicator: one rank of a process, or all ranks of one process."""
+"""Run the symmetric transport of one communicator: one rank of a process, or all ranks of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def _without_gradients() -> AbstractContextManager[object]:
-    """``torch.no_grad()``, which takes longer than most of what is done inside it, where it would change something."""
+    """Return ``torch.no_grad()`` where it would change something. Entering it takes longer than most work inside it."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
@@ -39,7 +39,7 @@ class SymmetricPending(Generic[T]):
         self._result: T | None = None
 
     def wait(self) -> T:
-        """The result. On CUDA the current stream waits for it, the host does not."""
+        """Return the result. On CUDA the current stream waits for it, the host does not."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
@@ -47,23 +47,23 @@ class SymmetricPending(Generic[T]):
 
 
 class Launched(Generic[T]):
-    """A call all of which is under way."""
+    """A call that is completely launched."""
 
     def __init__(self, result: T) -> None:
         self._result = result
 
     def wait(self) -> T:
-        """The result."""
+        """Return the result."""
         return self._result
 
 
 class SymmetricTransport:
     """Kernels over symmetric memory. ``configs[i]`` is a local rank, ``memories[i]`` its view of all blocks.
 
-    Blocks are zero at the start and :attr:`Workspace.nbytes` long; in allreduce mode a rank needs no block but its own.
-    A rank's first call may start before its peers have made their transport, but not before their blocks exist.
+    Blocks start as zeros and are :attr:`Workspace.nbytes` long. In allreduce mode a rank needs only its own block. A
+    rank's first call may start before its peers have made their transport, but not before their blocks exist.
 
-    A poisoned transport raises the first error from every method but :meth:`close`.
+    A poisoned transport raises the first error from every method except :meth:`close`.
     """
 
     name = "symmetric"
@@ -79,7 +79,7 @@ class SymmetricTransport:
         self._workspace = Workspace(configs[0])
         self._detector = detector
         self.ranks = [Rank(c, m, self._workspace, detector) for c, m in zip(configs, memories, strict=True)]
-        # What calls under way were given must stay alive.
+        # Tensors of calls under way must stay alive.
         self._under_way: deque[object] = deque(maxlen=2)
         self._on_cpu = self.ranks[0].device.type == "cpu"
         # Ranks of one CPU process run one after the other: all must have sent before any waits.
@@ -93,7 +93,7 @@ class SymmetricTransport:
                 calls = [
                     Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
                 ]
-            except Exception:  # no memory for the outputs, say: peers are in the call
+            except Exception:  # for instance no memory for the outputs; peers are already in the call
                 self.refuse("dispatch", over=requests[0].routing)
                 raise
         self._count_call()
@@ -143,7 +143,7 @@ class SymmetricTransport:
         return SymmetricPending(finish)
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
-        """``launch`` each rank's entry of ``calls``."""
+        """Call ``launch`` with each rank's entry of ``calls``."""
         if len(self.ranks) > 1:
             apart = True
             for rank, call in zip(self.ranks, calls, strict=True):
@@ -168,17 +168,18 @@ class SymmetricTransport:
             self._detector.enter()
 
     def _raise_error(self) -> None:
-        """Raise what the records say now; nothing is waited for. Every rank's is read: a refusal is told once."""
+        """Raise what the error records say now, without waiting. Every rank's record is read, because a refusal is told
+        once."""
         for error in [rank.error() for rank in self.ranks]:
             if error is not None:
                 raise error
 
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
-        """Tell peers that this rank refused its arguments. With all ranks in this process there is nobody to tell.
+        """Tell peers that this rank refused its arguments. If all ranks are in this process, there is no peer to tell.
 
-        A combine of rows that a refused dispatch did not bring is no call on any rank, and neither is a dispatch over
-        its routing; whether there was one is known only once it is over, so the host waits here. A combine whose
-        ``over`` is not known is taken for one of such rows while a refusal has not been raised.
+        If a refused dispatch brought no rows, then no rank makes a combine of these rows, or a dispatch over its
+        routing. Whether it was refused is known only when it is over, so the host waits here. A combine whose ``over``
+        is not known counts as one of such rows while a refusal has not been raised.
         """
         for rank in self.ranks:
             rank.synchronize()
@@ -190,7 +191,7 @@ class SymmetricTransport:
         self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
 
     def warmup(self) -> None:
-        """Compile and load every kernel of the usual calls; nothing is launched. Nothing to do on CPUs."""
+        """Compile and load every kernel of the usual calls, without launching any. Does nothing on CPUs."""
         if self._on_cpu:
             return
         for rank in self.ranks:
@@ -213,13 +214,13 @@ class SymmetricTransport:
             for pass_ in (combine.send_and_receive, combine.send, combine.receive):
                 pass_(combine.passes[0])
             if config.combine_dtype in config.format.input_dtypes and config.format.scale_dtype is None:
-                # Gradients of combine's result travel like that, over the routing of the forward call.
+                # Gradients of combine's result travel in this way, over the routing of the forward call.
                 grad = x.to(config.combine_dtype)
                 request = DispatchRequest(x=grad, topk_ids=ids, topk_weights=given, routing=dispatch.output)
                 Dispatch(rank, request, self._identity).send_and_receive()
 
     def check(self) -> None:
-        """Synchronise; raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""
+        """Synchronise and raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""
         for rank in self.ranks:
             rank.synchronize()
         self._raise_error()
@@ -236,7 +237,7 @@ class SymmetricTransport:
                 raise RoutingError(rank.config.rank, invalid, rank.config.num_experts)
 
     def traffic(self) -> Traffic:
-        """Bytes of messages and rows sent to other ranks so far. Synchronises on CUDA."""
+        """Return the bytes of messages and rows sent to other ranks so far. Synchronises on CUDA."""
         control = [rank.control.tolist() for rank in self.ranks]
         return Traffic(
             dispatch=sum(words[DISPATCH_BYTES] for words in control),
@@ -248,11 +249,11 @@ class SymmetricTransport:
         return [pointer_table(self._workspace, rank.table)[:, :, rank.me].cpu() for rank in self.ranks]
 
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
-        """Per local rank the on-device counters of both groups: one block (words: ``moelink.memory.protocol``)."""
+        """Per local rank the counters of both groups on the device: one block (words: ``moelink.memory.protocol``)."""
         return [(rank.control, rank.control) for rank in self.ranks]
 
     def close(self) -> None:
-        """Release the blocks, after what is under way unless the communicator is poisoned. Safe to call twice."""
+        """Release the blocks, after all calls under way unless the communicator is poisoned. Safe to call twice."""
         for rank in self.ranks:
             rank.close()
         self._under_way.clear()
