@@ -27,13 +27,14 @@ class MemoryReport:
     """Bytes that one rank will hold, before anything is allocated.
 
     Attributes:
-        wire_send: worst-case bytes of the messages one dispatch and one combine send, and of a message a token that
-            they are copied from (staging of the collective transport, which keeps it between calls).
+        wire_send: worst-case bytes of the messages that one dispatch and one combine send, plus one message per token
+            from which they are copied (staging of the collective transport, which keeps it between calls).
         wire_recv: the same for what they receive.
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
-        block: the symmetric transport's block in place of ``wire_send`` and ``wire_recv``
+        block: the symmetric transport's block, in place of ``wire_send`` and ``wire_recv``
             (:class:`moelink.memory.workspace.Workspace`).
-        notes: what one of its dispatches notes for combine, beside ``outputs``, and which message each row came with.
+        notes: on the symmetric transport, the routing notes of one dispatch, beside ``outputs``, and the number of the
+            message that each row came with.
     """
 
     wire_send: int
@@ -44,12 +45,12 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """What the collective transport holds."""
+        """Bytes that the collective transport holds."""
         return self.wire_send + self.wire_recv + self.outputs
 
     @property
     def symmetric_total(self) -> int:
-        """What the symmetric transport holds."""
+        """Bytes that the symmetric transport holds."""
         return self.block + self.notes + self.outputs
 
     def __str__(self) -> str:
@@ -159,7 +160,7 @@ class EPConfig:
 
     @property
     def node_size(self) -> int:
-        """Ranks of a node: that address each other's memory. All of them where nothing travels."""
+        """Ranks of a node, which address each other's memory. All ranks where nothing travels."""
         return self.ranks_per_node if self.ranks_per_node and self.mode == "alltoall" else self.world_size
 
     @property
@@ -235,12 +236,12 @@ class EPConfig:
 
     @property
     def home_message_bytes(self) -> int:
-        """Bytes of one row on its way home on the collective transport: the row, padded, and the number of its place
-        there in 16 bytes more."""
+        """Bytes of one row on its way home on the collective transport: the row, padded, and 16 bytes with the number
+        of its place at the home rank."""
         return align_up(self.combine_row_bytes, ALIGNMENT) + ALIGNMENT
 
     def memory_report(self) -> MemoryReport:
-        """What this rank will hold at worst, before anything is allocated."""
+        """Return what this rank will hold at worst, before anything is allocated."""
         travels = self.mode == "alltoall"
         copies = min(self.world_size, self.topk)
         rows_home = copies if self.pre_reduce else self.topk
@@ -257,7 +258,8 @@ class EPConfig:
         )  # fmt: skip
 
     def _dispatch_output_bytes(self) -> int:
-        """Bytes of what a dispatch with router weights returns (:class:`moelink.output.OutputShape`), at least."""
+        """Return a lower bound of the bytes that a dispatch with router weights returns
+        (:class:`moelink.output.OutputShape`)."""
         fmt, rows, groups = self.format, self.row_capacity, self.num_groups
         scales, ranked = 0, self.layout == "rank"
         if fmt.scale_dtype is not None and fmt.scale_layout is not None:
@@ -269,5 +271,5 @@ class EPConfig:
         return rows * per_row + scales + (3 * groups + 3) * 4  # offsets, ids and scales' offsets of groups, two counts
 
     def shared_fields(self) -> dict[str, str]:
-        """Fields that must agree on every rank, as text (what ``init`` compares)."""
+        """Return the fields that must agree on every rank, as text (what ``init`` compares)."""
         return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if not f.metadata.get("differs")}

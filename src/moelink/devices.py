@@ -1,4 +1,4 @@
-"""One process that drives all ranks: ``moelink.init_devices``. Methods take and return lists, one entry per device."""
+"""Drive all ranks from one process: ``moelink.init_devices``. Methods take and return lists, one entry per device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> DeviceCommunicator:
-    """A communicator whose ranks are ``devices`` of this process, rank i on ``devices[i]``.
+    """Make a communicator whose ranks are ``devices`` of this process, rank i on ``devices[i]``.
 
     ``fields`` are those of :func:`moelink.init` except ``group`` and ``device``.
 
@@ -50,13 +50,13 @@ def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> Device
     places = [plain_device(device) for device in devices]
     configs = [EPConfig(**fields, world_size=len(places), rank=rank) for rank in range(len(places))]
     identity = secrets.token_hex(8)
-    with torch.inference_mode(False):  # calls write to what is made here, in any mode
+    with torch.inference_mode(False):  # calls in any mode write to the tensors that are made here
         transport = build_in_process(configs, places, identity)
     return DeviceCommunicator(Session(configs, places, transport, identity))
 
 
 class DeviceCommunicator:
-    """Dispatch and combine for all ranks of one process. Made by :func:`moelink.init_devices`; a context manager.
+    """Dispatch and combine for all ranks of one process. Made by :func:`moelink.init_devices`; also a context manager.
 
     Arguments mean what they mean in :class:`moelink.Communicator`; every tensor argument is a list, one entry per rank.
     """
@@ -185,7 +185,7 @@ class DeviceCommunicator:
         ]
 
     def _spread(self, name: str, values: Sequence[V] | None) -> list[Any]:
-        """One entry per rank; None stands for None on every rank."""
+        """Return one entry per rank; None stands for None on every rank."""
         count = len(self._session.configs)
         if values is None:
             return [None] * count
@@ -203,17 +203,17 @@ class DeviceCommunicator:
         self._session.check()
 
     def traffic(self) -> Traffic:
-        """Bytes of rows and their metadata that went from one rank to another."""
+        """Return the bytes of rows and their metadata that went from one rank to another."""
         return self._session.traffic()
 
     @property
     def dev_ptrs(self) -> list[Tensor]:
-        """Per rank what :attr:`moelink.Communicator.dev_ptrs` is."""
+        """Per rank the value of :attr:`moelink.Communicator.dev_ptrs`."""
         return self._session.dev_ptrs()
 
     @property
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
-        """Per rank what :attr:`moelink.Communicator.atomic_counters` is."""
+        """Per rank the value of :attr:`moelink.Communicator.atomic_counters`."""
         return self._session.atomic_counters()
 
     def close(self) -> None:

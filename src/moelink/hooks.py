@@ -17,12 +17,12 @@ from moelink.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Hook:
-    """A function in two languages, and the tensors it reads or writes.
+    """A function in two languages, Triton and torch, and the tensors that it reads or writes.
 
     Attributes:
         triton_fn: ``@triton.jit`` function for kernels, or None when only the collective transport is used. Its first
             argument is the tuple of pointers to ``tensors``.
-        torch_fn: the same arithmetic in torch. Its first argument is the tuple ``tensors``. By place:
+        torch_fn: the same arithmetic in torch. Its first argument is the tuple ``tensors``. Its form by use:
 
             * input scale: ``torch_fn(tensors) -> fp32 tensor of one element``
             * router weight: ``torch_fn(tensors, token, slot) -> fp32``, broadcast over ``token`` [T, 1] and ``slot``

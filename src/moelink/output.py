@@ -1,4 +1,4 @@
-"""What dispatch returns, and hands back to combine."""
+"""Define what dispatch returns, and what combine takes back: DispatchOutput and its handle."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Blank:
-    """An uninitialised, contiguous tensor, but for the device it is made on.
+    """Shape, dtype and strides of an uninitialised, contiguous tensor, without a device.
 
-    ``torch.empty_strided`` is told the strides; to have ``torch.empty`` find them costs more (``tensors`` in the
-    results of ``moelink.tools.bench.host``).
+    The strides are computed once and passed to ``torch.empty_strided``; with ``torch.empty`` every call would compute
+    them again, at a higher cost (``tensors`` in the results of ``moelink.tools.bench.host``).
     """
 
     shape: tuple[int, ...]
@@ -31,20 +31,23 @@ class Blank:
 
     @classmethod
     def of(cls, *shape: int, dtype: torch.dtype = torch.int32) -> Blank:
-        """One of ``shape``."""
+        """Return the blank of a tensor of ``shape``."""
         strides = [1] * len(shape)
         for i in range(len(shape) - 1, 0, -1):
-            strides[i - 1] = strides[i] * torch.sym_max(shape[i], 1)  # a tracer's sizes are not numbers
+            strides[i - 1] = strides[i] * torch.sym_max(shape[i], 1)  # under a tracer, sizes are symbols
         return cls(shape, tuple(strides), dtype)
 
     def on(self, device: torch.device) -> Tensor:
-        """A new tensor."""
+        """Return a new tensor on ``device``."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 def make(cls: type[T], fields: dict[str, Any]) -> T:
-    """``cls(**fields)`` for a frozen dataclass and all of its fields. Its own constructor, which sets one after the
-    other in spite of itself, takes four times as long, which every call would."""
+    """Return ``cls(**fields)`` for a frozen dataclass and all of its fields.
+
+    The class's own constructor sets a frozen dataclass's fields one by one, which takes four times as long, in every
+    call.
+    """
     made = object.__new__(cls)
     made.__dict__.update(fields)
     return made
@@ -52,7 +55,7 @@ def make(cls: type[T], fields: dict[str, Any]) -> T:
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """What combine needs besides the rows. Opaque to users; the communicator itself remembers nothing between calls.
+    """What combine needs besides the rows. Opaque to users. The communicator itself remembers nothing between calls.
 
     Attributes:
         owner: identity of the communicator that made it.
@@ -61,9 +64,9 @@ class DispatchHandle:
         topk_ids: [num_tokens, topk], the home rank's ids.
         topk_weights: [num_tokens, topk], the home rank's router weights when they went into dispatch, else None.
         counts: [num_local_experts, world_size] int32, routed rows per (expert, source rank) before capacity.
-        plan: the transport's own record of the routing, which ``routing=`` reuses.
-        carrier: what gradients of quantised rows arrive at: zeros [rows, hidden_size] of combine_dtype that take no
-            memory (stride 0), when dispatch ran as an operator on a format with scales; else None.
+        plan: the transport's own record of the routing, which ``routing=`` uses again.
+        carrier: the tensor that gradients of quantised rows arrive at: zeros [rows, hidden_size] of combine_dtype that
+            take no memory (stride 0), when dispatch ran as an operator on a format with scales; else None.
     """
 
     owner: str
@@ -78,20 +81,20 @@ class DispatchHandle:
 
 @dataclass(frozen=True)
 class DispatchOutput:
-    """Rows received by one rank. Ordinary torch memory owned by the caller.
+    """Rows received by one rank, in ordinary torch memory that the caller owns.
 
     ``rows`` is the worst case, the capacity, or (``host_counts=True``) exact; ``num_groups`` is the number of local
     experts, plus one with a fused shared expert, or the world size for layout "rank".
 
     Attributes:
-        tokens: [rows, width] of the format's payload dtype. Layout "expert": grouped by local expert, inside a group
-            by source rank, source token, slot. Layout "rank": by source rank, then source token. Padding rows inside
-            a group are zero; rows past ``row_offsets[-1]`` are undefined.
+        tokens: [rows, width] of the format's payload dtype. Layout "expert": grouped by local expert, inside a group by
+            source rank, source token, slot. Layout "rank": by source rank, then source token. Padding rows inside a
+            group are zero; rows past ``row_offsets[-1]`` are undefined.
         scales: in the layout that the format declares (row-major [rows, n] for layout "rank"), or None.
         row_offsets: [num_groups + 1] int32, exclusive starts; the last entry counts all rows including padding.
         expert_ids: [num_groups] int32, 0 .. num_groups - 1; None for layout "rank".
-        src_info: [rows, 3] int32: source rank, source token, top-k slot (-1 for shared rows and layout "rank");
-            -1 throughout on padding rows.
+        src_info: [rows, 3] int32: source rank, source token, top-k slot (-1 for shared rows and layout "rank"); -1
+            throughout on padding rows.
         scales_offsets: [num_groups] int32 for the 128x4 scale-tile layout, else None.
         weights: [rows] router weight of each row when ``topk_weights`` went into dispatch (layout "expert"), else None.
         num_recv_tokens: [] int32, routed rows present in the output.
@@ -117,10 +120,10 @@ class DispatchOutput:
 
 @dataclass(frozen=True)
 class OutputShape:
-    """The tensors of a DispatchOutput, not made yet.
+    """The tensors of a DispatchOutput before they are made.
 
     Attributes:
-        present: by field, those that there are.
+        present: by field, the blanks of the tensors that the output has.
         absent: the fields that are None.
     """
 
@@ -129,7 +132,7 @@ class OutputShape:
 
     @classmethod
     def of(cls, config: EPConfig, *, rows: int, weighted: bool) -> OutputShape:
-        """That of ``rows`` rows; ``weighted`` when router weights travelled."""
+        """Return the shape for ``rows`` rows; ``weighted``: router weights travelled."""
         fmt, expert = config.format, config.layout == "expert"
         groups, topk, weight = config.num_groups, config.topk, config.weight_dtype
         scales = scales_offsets = None
@@ -156,7 +159,7 @@ class OutputShape:
         return cls(present, MappingProxyType({name: None for name, blank in blanks.items() if blank is None}))
 
     def allocate(self, handle: DispatchHandle, device: torch.device) -> DispatchOutput:
-        """Uninitialised tensors, in an output of ``handle``."""
+        """Make uninitialised tensors, and return them in an output with ``handle``."""
         tensors = {name: blank.on(device) for name, blank in self.present}
         return make(DispatchOutput, {**tensors, **self.absent, "handle": handle})
 

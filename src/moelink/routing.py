@@ -15,7 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The owner of each expert: contiguous blocks; the first ranks own one expert more where it does not divide.
+    """The owner of each expert. Ranks own contiguous blocks; if the number does not divide, the first ranks own one
+    more.
 
     Example: 7 experts on 3 ranks: rank 0 owns 0-2, rank 1 owns 3-4, rank 2 owns 5-6.
     """
@@ -28,16 +29,17 @@ class ExpertMap:
         return divmod(self.num_experts, self.world_size)
 
     def first(self, rank: int) -> int:
-        """Global id of ``rank``'s first expert: ``ExpertMap(7, 3).first(1) == 3``; num_experts for ``world_size``."""
+        """Return the global id of ``rank``'s first expert: ``ExpertMap(7, 3).first(1) == 3``; num_experts for
+        ``world_size``."""
         per_rank, extra = self._split
         return rank * per_rank + min(rank, extra)
 
     def num_local(self, rank: int) -> int:
-        """Experts that ``rank`` owns. ``ExpertMap(7, 3).num_local(0) == 3``."""
+        """Return the number of experts that ``rank`` owns. ``ExpertMap(7, 3).num_local(0) == 3``."""
         return self.first(rank + 1) - self.first(rank)
 
     def owner(self, expert_ids: Tensor) -> Tensor:
-        """Rank that owns each id, -1 for -1. ``ExpertMap(7, 3).owner([0, 3, 6, -1]) == [0, 1, 2, -1]``."""
+        """Return the rank that owns each id, -1 for -1. ``ExpertMap(7, 3).owner([0, 3, 6, -1]) == [0, 1, 2, -1]``."""
         per_rank, extra = self._split
         boundary = extra * (per_rank + 1)
         low = expert_ids // (per_rank + 1)
@@ -45,7 +47,8 @@ class ExpertMap:
         return torch.where(expert_ids < boundary, low, high).where(expert_ids >= 0, -1)
 
     def local(self, expert_ids: Tensor, rank: int) -> Tensor:
-        """Ids local to ``rank``, -1 for others: ``ExpertMap(7, 3).local([0, 3, 4, -1], 1) == [-1, 0, 1, -1]``."""
+        """Return ids local to ``rank``, -1 for others: ``ExpertMap(7, 3).local([0, 3, 4, -1], 1) == [-1, 0, 1,
+        -1]``."""
         first = self.first(rank)
         mine = (expert_ids >= first) & (expert_ids < first + self.num_local(rank))
         return torch.where(mine, expert_ids - first, -1)
@@ -103,7 +106,7 @@ class RowPlan:
 
 
 def aligned_offsets(group_sizes: Tensor, alignment: int) -> Tensor:
-    """Exclusive starts [G + 1] of groups whose sizes are rounded up to ``alignment``.
+    """Return the exclusive starts [G + 1] of groups whose sizes are rounded up to ``alignment``.
 
     Example: sizes [10, 10, 10, 10] with alignment 4 give [0, 12, 24, 36, 48].
     """
@@ -161,10 +164,10 @@ def plan_rows(
 
 
 def shared_slice(num_tokens: int, *, rank: int, parts: int) -> range:
-    """Tokens of the shared expert that fall to ``rank`` when ``parts`` ranks divide them (allreduce mode).
+    """Return the tokens of the shared expert that ``rank`` computes when ``parts`` ranks divide them (allreduce mode).
 
-    Rank g takes (T + parts - g - 1) // parts tokens from g * (T // parts) + min(g, T mod parts) on
-    (Modular MAX EP contract). Example: 7 tokens over 3 ranks are 0-2, 3-4, 5-6.
+    Rank g takes (T + parts - g - 1) // parts tokens from g * (T // parts) + min(g, T mod parts) on (Modular MAX EP
+    contract). Example: 7 tokens over 3 ranks are 0-2, 3-4, 5-6.
     """
     start = rank * (num_tokens // parts) + min(rank, num_tokens % parts)
     return range(start, start + (num_tokens + parts - rank - 1) // parts)

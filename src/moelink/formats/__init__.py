@@ -1,4 +1,4 @@
-"""Token formats: how rows travel and arrive.
+"""Name the token formats, which say how rows travel and arrive.
 
 ==============  ================  ==================  =====  ===========================================
 name            payload           scales              group  scale layout ("expert" output)
@@ -12,7 +12,7 @@ nvfp4           uint8, 2 codes    float8_e4m3fn       16     128x4 tiles
 mxfp4           uint8, 2 codes    float8_e8m0fnu      32     row-major [rows, hidden / 32]
 ==============  ================  ==================  =====  ===========================================
 
-A format of one's own is an instance of a :class:`Format` subclass, passed to :func:`register_format` on every rank.
+To add a format, pass an instance of a :class:`Format` subclass to :func:`register_format` on every rank.
 Importing this package touches no device and does not import triton; ``Format.codec`` does, on first use.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Format", "Quantized", "ScaleLayout", "format_names", "get_format", "
 
 
 def get_format(name: str) -> Format:
-    """The format of a name. Raises ConfigError for field ``dispatch_format``, which lists the known names."""
+    """Return the format of a name. Raises ConfigError for field ``dispatch_format``, which lists the known names."""
     return REGISTRY.get(name)
 
 
@@ -35,5 +35,5 @@ def register_format(fmt: Format) -> None:
 
 
 def format_names() -> tuple[str, ...]:
-    """Every known name: built-in ones first, then registered ones in their order."""
+    """Return every known name: built-in ones first, then registered ones in their order."""
     return REGISTRY.names()

@@ -1,4 +1,4 @@
-"""What a token format is: how a row of activations becomes bytes on the wire, and rows plus scales at the receiver.
+"""Define a token format: how a row of activations becomes bytes on the wire, and rows plus scales at the receiver.
 
 Legend: ``n`` rows, ``hidden`` elements a row, ``group`` elements that share a scale.
 """
@@ -30,17 +30,18 @@ class Quantized:
 
 
 class ScaleLayout(ABC):
-    """Where the scales of received rows live in the output, and back. Pure torch; no communication.
+    """Where the scales of received rows are in the output: writes them there and reads them back. Pure torch; no
+    communication.
 
-    ``row_offsets`` is [num_groups + 1] int32, exclusive starts of the groups in the output rows.
-    ``rows`` [n] int64 are output row numbers and ``groups`` [n] int64 the group of each.
+    ``row_offsets`` is [num_groups + 1] int32, exclusive starts of the groups in the output rows. ``rows`` [n] int64 are
+    output row numbers and ``groups`` [n] int64 the group of each.
     """
 
     name: str
 
     @abstractmethod
     def shape(self, num_rows: int, scale_width: int, num_groups: int) -> tuple[int, ...]:
-        """Shape of the scale tensor that serves ``num_rows`` output rows in ``num_groups`` groups."""
+        """Return the shape of the scale tensor for ``num_rows`` output rows in ``num_groups`` groups."""
 
     @abstractmethod
     def scatter(self, out: Tensor, scales: Tensor, *, rows: Tensor, groups: Tensor, row_offsets: Tensor) -> None:
@@ -48,16 +49,18 @@ class ScaleLayout(ABC):
 
     @abstractmethod
     def gather(self, scales: Tensor, *, rows: Tensor, groups: Tensor, row_offsets: Tensor, scale_width: int) -> Tensor:
-        """The inverse: [n, scale_width] row-major scales of output rows ``rows``."""
+        """Return the inverse: [n, scale_width] row-major scales of output rows ``rows``."""
 
     @abstractmethod
     def clear_padding(self, out: Tensor, *, row_offsets: Tensor, group_sizes: Tensor) -> None:
-        """Zero the scales of padding rows: rows of a group past ``group_sizes`` [num_groups] (real rows), as far as
-        the layout promises zeros (row-major and transposed: up to the next group's start; 128x4 tiles: up to the
-        end of the last touched 128-row block)."""
+        """Zero the scales of padding rows: rows of a group past ``group_sizes`` [num_groups] (real rows).
+
+        It zeros as far as the layout promises: row-major and transposed up to the next group's start; 128x4 tiles up to
+        the end of the last 128-row block with a row of the group.
+        """
 
     def scales_offsets(self, row_offsets: Tensor) -> Tensor | None:
-        """The extra [num_groups] int32 output of layouts that place groups in blocks, else None."""
+        """Return the extra [num_groups] int32 output of layouts that place groups in blocks, else None."""
         return None
 
 
@@ -90,27 +93,27 @@ class Format(ABC):
 
     @property
     def uses_input_scale(self) -> bool:
-        """True when a global input scale takes part in the arithmetic (nvfp4)."""
+        """Whether a global input scale takes part in the arithmetic (nvfp4)."""
         return False
 
     @abstractmethod
     def payload_width(self, hidden: int) -> int:
-        """Elements of ``payload_dtype`` per row."""
+        """Return the elements of ``payload_dtype`` per row."""
 
     def scale_width(self, hidden: int) -> int:
-        """Scales per row."""
+        """Return the scales per row."""
         return 0 if self.scale_dtype is None else hidden // self.group
 
     def payload_bytes(self, hidden: int) -> int:
-        """Bytes of one row's payload."""
+        """Return the bytes of one row's payload."""
         return self.payload_width(hidden) * self.payload_dtype.itemsize
 
     def scale_bytes(self, hidden: int) -> int:
-        """Bytes of one row's scales."""
+        """Return the bytes of one row's scales."""
         return self.scale_width(hidden) * (0 if self.scale_dtype is None else self.scale_dtype.itemsize)
 
     def bytes_per_token(self, hidden: int) -> int:
-        """Payload and scales of one row, without padding or header."""
+        """Return the bytes of payload and scales of one row, without padding or header."""
         return self.payload_bytes(hidden) + self.scale_bytes(hidden)
 
     def validate_hidden(self, hidden: int) -> None:
@@ -120,17 +123,18 @@ class Format(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, input_scale: Tensor | None = None) -> Quantized:
-        """Rows [n, hidden] of one of ``input_dtypes`` to the format.
+        """Encode rows [n, hidden] of one of ``input_dtypes``.
 
         ``input_scale``: fp32, one element, or None for 1.
         """
 
     @abstractmethod
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
-        """[n, hidden] fp32 (fp64 for format fp64) from payload and row-major scales."""
+        """Return [n, hidden] fp32 (fp64 for format fp64) from payload and row-major scales."""
 
     def codec(self) -> Any:
-        """The Triton device functions of the same arithmetic, bit for bit; imported on first use (needs triton)."""
+        """Return the Triton codec, device functions of the same arithmetic, bit for bit. Imported on first use (needs
+        triton)."""
         from moelink.errors import UnsupportedError
 
         raise UnsupportedError(

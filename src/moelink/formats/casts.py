@@ -1,4 +1,4 @@
-"""Conversions between fp32 and the narrow types of the formats, in torch.
+"""Convert between fp32 and the narrow types of the formats, in torch.
 
 Every function is elementwise, never synchronises, and gives the same bits on CPU and CUDA.
 ``moelink.formats.device.casts`` holds the Triton twins.
@@ -32,27 +32,28 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def divide(x: Tensor, value: float) -> Tensor:
-    """``x / value``, one IEEE rounding. (Dividing by a Python number multiplies by its reciprocal on CUDA.)"""
+    """Return ``x / value`` with one IEEE rounding. (Dividing by a Python number multiplies by its reciprocal on
+    CUDA.)"""
     return x / x.new_full((), value)
 
 
 def canonical_nan(x: Tensor) -> Tensor:
-    """fp32 with every NaN replaced by 0x7fc00000."""
+    """Return fp32 with every NaN replaced by 0x7fc00000."""
     return torch.where(x.isnan(), math.nan, x)
 
 
 def f32_to_e4m3(x: Tensor) -> Tensor:
-    """fp32 to float8_e4m3fn. 448.1 -> 448, 17.0 (tie of 16 and 18) -> 16, 19.0 -> 20, NaN -> 0x7f."""
+    """Round fp32 to float8_e4m3fn. 448.1 -> 448, 17.0 (tie of 16 and 18) -> 16, 19.0 -> 20, NaN -> 0x7f."""
     return canonical_nan(x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
 def e4m3_to_f32(codes: Tensor) -> Tensor:
-    """float8_e4m3fn (or its bits as uint8) to fp32, exact."""
+    """Convert float8_e4m3fn (or its bits as uint8) to fp32, exactly."""
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def f32_to_e2m1(x: Tensor) -> Tensor:
-    """fp32 to e2m1 codes 0..15, uint8, one a byte.
+    """Round fp32 to e2m1 codes 0..15, uint8, one a byte.
 
     Ties: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4. -0.0 and what rounds to it -> code 8.
     """
@@ -67,7 +68,7 @@ def f32_to_e2m1(x: Tensor) -> Tensor:
 
 
 def e2m1_to_f32(codes: Tensor) -> Tensor:
-    """e2m1 codes 0..15 (uint8, one a byte) to fp32, exact."""
+    """Convert e2m1 codes 0..15 (uint8, one a byte) to fp32, exactly."""
     code = codes.to(torch.int32)
     magnitude = code & 7
     normal = (magnitude << 22) + (126 << 23)
@@ -76,17 +77,17 @@ def e2m1_to_f32(codes: Tensor) -> Tensor:
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
-    """[..., 2m] codes to [..., m] bytes, the even element in the low nibble: codes 1, 2 -> 0x21."""
+    """Pack [..., 2m] codes into [..., m] bytes, the even element in the low nibble: codes 1, 2 -> 0x21."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """[..., m] bytes to [..., 2m] codes, the inverse of :func:`pack_e2m1`."""
+    """Unpack [..., m] bytes into [..., 2m] codes, the inverse of :func:`pack_e2m1`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def f32_to_e8m0_up(x: Tensor) -> Tensor:
-    """Magnitude of fp32 to the E8M0 code (uint8) of the smallest power of two not below it.
+    """Return the E8M0 code (uint8) of the smallest power of two that is not below the magnitude of an fp32.
 
     1.0 -> 127, 1.0 + ulp -> 128, 1.5 -> 128; 0 and what is not above 2**-127 -> 0; above 2**127 and inf -> 254.
     """
@@ -97,14 +98,15 @@ def f32_to_e8m0_up(x: Tensor) -> Tensor:
 
 
 def e8m0_to_f32(codes: Tensor) -> Tensor:
-    """E8M0 (float8_e8m0fnu or its bits as uint8) to fp32, exact: 127 -> 1.0, 0 -> 2**-127, 255 -> NaN."""
+    """Convert E8M0 (float8_e8m0fnu or its bits as uint8) to fp32, exactly: 127 -> 1.0, 0 -> 2**-127, 255 -> NaN."""
     code = codes.view(torch.uint8).to(torch.int32)
     bits = torch.where(code == 0, 0x400000, code << 23)
     return torch.where(code == E8M0_NAN, _NAN_BITS, bits).view(torch.float32)
 
 
 def e8m0_reciprocal(codes: Tensor) -> Tensor:
-    """2**(127 - code) of E8M0 codes 1..253 (uint8), exact, so that multiplying by it equals dividing by the scale.
+    """Return 2**(127 - code) of E8M0 codes 1..253 (uint8), exact, so that multiplying by it equals dividing by the
+    scale.
 
     255 -> NaN; 0 and 254, which the formats never divide by, give 2**127 and 0.
     """
@@ -113,7 +115,7 @@ def e8m0_reciprocal(codes: Tensor) -> Tensor:
 
 
 def to_bf16(x: Tensor) -> Tensor:
-    """fp16 or fp32 to bfloat16, nearest even, NaN -> 0x7fff. bfloat16 is returned as it is."""
+    """Round fp16 or fp32 to bfloat16, nearest even, NaN -> 0x7fff. bfloat16 is returned unchanged."""
     if x.dtype == torch.bfloat16:
         return x
     return x.to(torch.bfloat16).view(torch.int16).masked_fill(x.isnan(), 0x7FFF).view(torch.bfloat16)

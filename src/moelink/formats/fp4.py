@@ -1,4 +1,4 @@
-"""What the 4-bit formats share: two e2m1 codes a byte."""
+"""Share what the 4-bit formats have in common: two e2m1 codes a byte."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class FP4(Format):
 
     @staticmethod
     def encode(scaled: Tensor, dead: Tensor) -> Tensor:
-        """fp32 [n, g, group], already divided by the scales, to bytes; zero codes where ``dead`` [n, g]."""
+        """Encode fp32 [n, g, group], already divided by the scales, to bytes; zero codes where ``dead`` [n, g]."""
         return pack_e2m1(f32_to_e2m1(torch.where(dead[..., None], 0.0, scaled))).flatten(1)
 
     @staticmethod
     def decode(payload: Tensor) -> Tensor:
-        """Bytes to fp32 [n, hidden], before the scales."""
+        """Decode bytes to fp32 [n, hidden], before the scales."""
         return e2m1_to_f32(unpack_e2m1(payload))

@@ -1,4 +1,4 @@
-"""fp8_block128: float8_e4m3fn with one fp32 scale per 128 elements (the DeepSeek-V3 activation format)."""
+"""Define fp8_block128: float8_e4m3fn with one fp32 scale per 128 elements (the DeepSeek-V3 activation format)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the quantised formats share: rows cut into groups of elements, and the largest magnitude of a group."""
+"""Share what the quantised formats have in common: rows split into groups of elements, and a group's largest
+magnitude."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from moelink.formats.casts import F32_MAX
 
 
 def check_rows(fmt: Format, x: Tensor, input_scale: Tensor | None) -> None:
-    """Refuse what ``fmt.quantize`` does not take: shape, dtype, a group that does not divide, a scale it ignores."""
+    """Refuse what ``fmt.quantize`` does not take: a wrong shape or dtype, a group that does not divide, an unused
+    scale."""
     if x.dim() != 2:
         raise ArgumentError("x", "a tensor [n, hidden]", f"shape {list(x.shape)}")
     if x.dtype not in fmt.input_dtypes:
@@ -22,24 +24,26 @@ def check_rows(fmt: Format, x: Tensor, input_scale: Tensor | None) -> None:
 
 
 def split(fmt: Format, x: Tensor, input_scale: Tensor | None = None) -> Tensor:
-    """[n, hidden] to fp32 [n, hidden / group, group], checked."""
+    """Check [n, hidden] and split it into fp32 [n, hidden / group, group]."""
     check_rows(fmt, x, input_scale)
     return x.to(torch.float32).reshape(x.shape[0], x.shape[1] // fmt.group, fmt.group)
 
 
 def amax(groups: Tensor) -> Tensor:
-    """[n, g, group] to [n, g]: the largest magnitude. An inf counts as the largest fp32; a NaN gives NaN."""
+    """Return the largest magnitude of each group, [n, g, group] to [n, g]. An inf counts as the largest fp32; a NaN
+    gives NaN."""
     return groups.abs().amax(dim=-1).clamp(max=F32_MAX)
 
 
 def join(fmt: Format, values: Tensor, scales: Tensor) -> Tensor:
-    """The inverse of :func:`split`: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, hidden / group]."""
+    """Join what :func:`split` splits: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, hidden /
+    group]."""
     groups = values.view(values.shape[0], values.shape[1] // fmt.group, fmt.group)
     return (groups * scales[..., None]).view(values.shape)
 
 
 def require_scales(fmt: Format, scales: Tensor | None) -> Tensor:
-    """The scales, which ``fmt.dequantize`` cannot do without."""
+    """Return the scales, which ``fmt.dequantize`` needs; refuse None."""
     if scales is None:
         raise ArgumentError("scales", f"the scales of format {fmt.name!r}", None)
     return scales

@@ -1,4 +1,4 @@
-"""mxfp4: e2m1 with one E8M0 scale per 32 elements (OCP Microscaling), scales row-major."""
+"""Define mxfp4: e2m1 with one E8M0 scale per 32 elements (OCP Microscaling), scales row-major."""
 
 from __future__ import annotations
 

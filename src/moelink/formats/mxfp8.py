@@ -1,4 +1,4 @@
-"""mxfp8: float8_e4m3fn with one E8M0 scale per 32 elements (OCP Microscaling), scales in 128x4 tiles."""
+"""Define mxfp8: float8_e4m3fn with one E8M0 scale per 32 elements (OCP Microscaling), scales in 128x4 tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nvfp4: e2m1 with one e4m3 scale per 16 elements and one fp32 scale for all, scales in 128x4 tiles."""
+"""Define nvfp4: e2m1 with one e4m3 scale per 16 elements and one fp32 scale for all, scales in 128x4 tiles."""
 
 from __future__ import annotations
 

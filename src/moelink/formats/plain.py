@@ -1,4 +1,4 @@
-"""bf16, fp32, fp64: rows travel as they are, without scales.
+"""Define bf16, fp32 and fp64: rows travel unchanged, without scales.
 
 A row that is already of the payload dtype is carried bit for bit, NaN payloads included. Other float inputs are
 converted: widening is exact; fp32 and fp16 become bf16 by round to nearest even, with NaN -> 0x7fff.

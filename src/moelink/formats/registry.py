@@ -1,4 +1,4 @@
-"""Names of formats: the built-in table, which never changes, and what a process registers besides."""
+"""Keep the names of formats: the built-in table, which never changes, and the formats that a process registers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ BUILTIN: Mapping[str, Format] = MappingProxyType(
 
 
 class FormatRegistry:
-    """Formats by name. Names are only ever added, so a name means one format for the life of the process."""
+    """Formats by name. Names are only added, so a name means one format for the life of the process."""
 
     def __init__(self, builtin: Mapping[str, Format] = BUILTIN) -> None:
         self._builtin = builtin
         self._registered: dict[str, Format] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Known names: the built-in ones, then the registered ones in their order."""
+        """Return the known names: the built-in ones, then the registered ones in their order."""
         return (*self._builtin, *self._registered)
 
     def get(self, name: str) -> Format:
-        """The format of that name. Raises ConfigError, which lists the known names."""
+        """Return the format of that name. Raises ConfigError, which lists the known names."""
         fmt = self._builtin.get(name) or self._registered.get(name)
         if fmt is None:
             raise ConfigError("dispatch_format", f"one of {', '.join(map(repr, self.names()))}", name)
         return fmt
 
     def register(self, fmt: Format) -> None:
-        """Add a format under ``fmt.name``. Raises ArgumentError when that is no name or a taken one."""
+        """Add a format under ``fmt.name``. Raises ArgumentError when the name is not valid or is taken."""
         if not isinstance(fmt, Format):
             raise ArgumentError("fmt", "an instance of moelink.formats.Format", repr(fmt))
         if not isinstance(fmt.name, str) or not fmt.name:

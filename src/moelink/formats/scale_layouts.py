@@ -1,7 +1,7 @@
-"""Scale layouts of the "expert" output: row-major, transposed, and 128x4 tiles.
+"""Define the scale layouts of the "expert" output: row-major, transposed, and 128x4 tiles.
 
-Legend: ``n`` rows, ``w`` scales a row, ``G`` groups. Nothing here synchronises with a device or loops over rows.
-Scales are moved as bits, so every scale dtype works, on every torch.
+Legend: ``n`` rows, ``w`` scales a row, ``G`` groups. Nothing here synchronises with a device or loops over rows. Scales
+are moved as bits, so every scale dtype works, with every version of torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ TILE_COLUMNS = 4
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The tensor's bits as integers: float8 types lack most operations."""
+    """Return the tensor's bits as integers, because float8 types lack most operations."""
     return x.view(_BITS[x.dtype.itemsize])
 
 
 def _packed(x: Tensor) -> Tensor:
-    """A copy with row-major strides. (``contiguous`` keeps odd strides of dimensions of size 1, which then cannot be
-    viewed as bytes.)"""
+    """Return a copy with row-major strides.
+
+    ``contiguous`` keeps odd strides of dimensions of size 1, and such a tensor cannot be viewed as bytes.
+    """
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _past_the_size(place: Tensor, starts: Tensor, ends: Tensor, sizes: Tensor) -> Tensor:
-    """True where ``place`` lies in group g's [starts[g], ends[g]) at or beyond starts[g] + sizes[g] (G > 0)."""
+    """Return where ``place`` lies in group g's [starts[g], ends[g]) at or beyond starts[g] + sizes[g] (G > 0)."""
     group = torch.searchsorted(ends, place, right=True)
     inside = group < ends.numel()
     group = group.clamp(max=ends.numel() - 1)
@@ -38,7 +40,7 @@ def _past_the_size(place: Tensor, starts: Tensor, ends: Tensor, sizes: Tensor) -
 
 
 def _padding_rows(num_rows: int, row_offsets: Tensor, group_sizes: Tensor) -> Tensor:
-    """[num_rows] bool: rows of a group past its real rows. Rows beyond the last offset are not padding."""
+    """Return [num_rows] bool: rows of a group past its real rows. Rows beyond the last offset are not padding."""
     place = torch.arange(num_rows, device=row_offsets.device, dtype=row_offsets.dtype)
     return _past_the_size(place, row_offsets[:-1], row_offsets[1:].contiguous(), group_sizes)
 
@@ -91,8 +93,8 @@ class Tiles128x4(ScaleLayout):
         scale(g, i, c) = out[base(g) + i // 128, c // 4, i % 32, i % 128 // 32, c % 4]
 
     row_offsets [0, 100, 300, 400] gives scales_offsets [0, 1, 1] and bases 0, 1, 3. In the touched blocks the rows
-    past a group's end and the columns past w hold zero; blocks past the last group's are never written. The size
-    serves the worst case, n_blocks = ceil((rows + 128 G) / 128).
+    past a group's end and the columns past w hold zero; blocks past the last group's are never written. The tensor
+    has room for the worst case, n_blocks = ceil((rows + 128 G) / 128).
     """
 
     name = "tiles_128x4"
@@ -103,12 +105,12 @@ class Tiles128x4(ScaleLayout):
 
     @staticmethod
     def _block_ends(row_offsets: Tensor) -> Tensor:
-        """[G] int32: base(g + 1)."""
+        """Return [G] int32: base(g + 1)."""
         sizes = row_offsets[1:] - row_offsets[:-1]
         return torch.div(sizes + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor").cumsum(0, dtype=torch.int32)
 
     def bases(self, row_offsets: Tensor) -> Tensor:
-        """[G] int32: the first block of every group."""
+        """Return [G] int32: the first block of every group."""
         ends = self._block_ends(row_offsets)
         return torch.cat((ends.new_zeros(1), ends))[:-1]
 

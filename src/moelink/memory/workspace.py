@@ -192,9 +192,9 @@ class Workspace:
         return align_up(self.config.combine_row_bytes, REGION_ALIGNMENT)
 
     def note_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the int32 arrays in which a dispatch of ``num_tokens`` own tokens notes where rows are:
+        """Return the shapes of the int32 arrays of the routing notes of a dispatch of ``num_tokens`` own tokens:
         ``rows_of_message``, ``message_token``, ``received``, ``sent``, ``slot_of``
-        (:class:`~moelink.transports.symmetric.notes.Parts`)."""
+        (:class:`~moelink.kernels.records.RoutingNotes`)."""
         cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
         slots = 1 if cfg.layout == "rank" else cfg.topk
         return (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2), (ranks + 1,), (num_tokens, ranks)
@@ -206,12 +206,12 @@ class Workspace:
         return tuple(accumulate(sizes, initial=0))
 
     def note_words(self, num_tokens: int) -> int:
-        """Words of all these arrays together."""
+        """Return the words of all these arrays together."""
         return self.note_begins[-1] + num_tokens * self.world_size
 
     @property
     def combine_parts(self) -> int:
-        """Parts in which combine returns the row of a message. With few tokens a row is split over CTAs, because one
+        """Parts in which combine sends the row of a message home. With few tokens a row is split over CTAs, because one
         CTA alone would take several memory latencies for it; a network carries a row whole."""
         cfg = self.config
         few = cfg.max_tokens_per_rank <= FEW_TOKENS and not self.inter_node_ranks

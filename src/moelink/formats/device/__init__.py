@@ -1,6 +1,6 @@
-"""The Triton device functions of the formats: the arithmetic of ``moelink.formats``, bit for bit.
+"""Hold the Triton codecs of the formats: the arithmetic of ``moelink.formats``, bit for bit.
 
-:class:`Codec` needs no triton; each format's file does, and is imported by ``Format.codec`` on first use.
+:class:`Codec` does not need triton. Each format's file does; ``Format.codec`` imports it on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Conversions between fp32 and narrow types as Triton device functions; the twins of ``moelink.formats.casts``.
+"""Convert between fp32 and narrow types in Triton device functions; the twins of ``moelink.formats.casts``.
 
-Stock Triton 3.6 misrounds bf16 and fp8 casts when interpreted, so with NATIVE False nothing narrower than fp32 is a
-float: codes are integers, made with integer operations and exact fp32 ones. NaN and inf follow the torch twins.
+When interpreted, stock Triton 3.6 rounds casts to bf16 and fp8 wrongly. So with NATIVE False no value narrower than
+fp32 is a float: codes are integers, made with integer operations and exact fp32 ones. NaN and inf follow the torch
+twins.
 """
 
 import triton
@@ -17,50 +18,52 @@ E8M0_NAN = tl.constexpr(255)
 
 @triton.jit
 def as_int(x):
-    """The bits of fp32 as int32."""
+    """Return the bits of fp32 as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def as_float(bits):
-    """int32 bits as fp32."""
+    """Return int32 bits as fp32."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest_bits(x):
-    """fp32 [NG, GS] -> int32 [NG]: bits of the largest magnitude; above INF_BITS when there is a NaN.
+    """Return the bits of the largest magnitude, fp32 [NG, GS] -> int32 [NG]; above INF_BITS when there is a NaN.
 
-    Magnitudes order as integers do, NaN last: no dependence on how a maximum treats NaN.
+    Bits of magnitudes order as integers do, NaN last, so the result does not depend on how a maximum treats NaN.
     """
     return tl.max(as_int(x) & MAGNITUDE, 1)
 
 
 @triton.jit
 def amax_from_bits(largest):
-    """int32 [NG] of :func:`largest_bits` -> fp32 [NG]: inf and NaN become the largest fp32."""
+    """Return the magnitude, int32 [NG] of :func:`largest_bits` -> fp32 [NG]: inf and NaN become the largest fp32."""
     return as_float(tl.minimum(largest, F32_MAX_BITS))
 
 
 @triton.jit
 def divide(x, value: tl.constexpr):
-    """``x / value``, one IEEE rounding."""
+    """Return ``x / value`` with one IEEE rounding."""
     return tl.math.div_rn(x, tl.full(x.shape, value, tl.float32))
 
 
 @triton.jit
 def divide_rows(x, divisor, NATIVE: tl.constexpr):
-    """fp32 [NG, GS] / fp32 [NG], one IEEE rounding up to a magnitude of 2**20; beyond, and for inf, at least 2**19.
+    """Divide fp32 [NG, GS] by fp32 [NG], one IEEE rounding up to a magnitude of 2**20; beyond, and for inf, at least
+    2**19.
 
-    ``divisor`` is NaN or in [2**-100, 2**120]. A GPU's division takes some 20 instructions and branches; here one
-    reciprocal serves a row, and two corrections by the exact remainder round each quotient rightly (P. Markstein, IBM
+    ``divisor`` is NaN or in [2**-100, 2**120]. A GPU's division takes some 20 instructions and branches. Here one
+    reciprocal serves a row, and two corrections by the exact remainder round each quotient correctly (P. Markstein, IBM
     Journal of Research and Development 34 (1990) 111: a correctly rounded reciprocal and a quotient that is off by less
-    than one ulp). Larger quotients saturate in every narrow type, so what is lost of them is nothing.
+    than one ulp). Larger quotients saturate in every narrow type, so their error does not matter.
     """
     if NATIVE:
         inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
         inverse = tl.broadcast_to(tl.expand_dims(inverse, 1), x.shape)
-        minus = tl.broadcast_to(tl.expand_dims(-divisor, 1), x.shape)  # once a row: a minus is an instruction
+        # Negated once a row, because a negation is an instruction.
+        minus = tl.broadcast_to(tl.expand_dims(-divisor, 1), x.shape)
         rough = x * inverse
         close = tl.fma(tl.fma(rough, minus, x), inverse, rough)
         exact = tl.fma(tl.fma(close, minus, x), inverse, close)
@@ -74,7 +77,7 @@ def divide_rows(x, divisor, NATIVE: tl.constexpr):
 
 @triton.jit
 def f32_to_e4m3(x, NATIVE: tl.constexpr):
-    """fp32 -> e4m3 bits (uint8): nearest even, saturating at +-448, NaN -> 0x7f."""
+    """Round fp32 to e4m3 bits (uint8): nearest even, saturating at +-448, NaN -> 0x7f."""
     if NATIVE:
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -91,7 +94,7 @@ def f32_to_e4m3(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def e4m3_to_f32(codes, NATIVE: tl.constexpr):
-    """e4m3 bits (uint8) -> fp32, exact."""
+    """Convert e4m3 bits (uint8) to fp32, exactly."""
     if NATIVE:
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -106,7 +109,7 @@ def e4m3_to_f32(codes, NATIVE: tl.constexpr):
 
 @triton.jit
 def f32_to_e2m1(x):
-    """fp32 -> e2m1 codes 0..15 (int32): nearest even, saturating at +-6, NaN -> 7."""
+    """Round fp32 to e2m1 codes 0..15 (int32): nearest even, saturating at +-6, NaN -> 7."""
     bits = as_int(x)
     magnitude = bits & MAGNITUDE
     a = tl.minimum(magnitude, 0x40C00000)
@@ -119,7 +122,7 @@ def f32_to_e2m1(x):
 
 @triton.jit
 def e2m1_to_f32(code):
-    """e2m1 codes 0..15 (int32) -> fp32, exact."""
+    """Convert e2m1 codes 0..15 (int32) to fp32, exactly."""
     magnitude = code & 7
     bits = tl.where(magnitude > 1, (magnitude << 22) + (126 << 23), magnitude * 0x3F000000)
     return as_float(bits | ((code & 8) << 28))
@@ -127,28 +130,29 @@ def e2m1_to_f32(code):
 
 @triton.jit
 def pack_e2m1(code):
-    """Codes [NG, GS] -> uint8 [NG, GS / 2], the even element in the low nibble."""
+    """Pack codes [NG, GS] into uint8 [NG, GS / 2], the even element in the low nibble."""
     even, odd = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 2, 2)))
     return (even | (odd << 4)).to(tl.uint8)
 
 
 @triton.jit
 def unpack_e2m1(packed):
-    """uint8 [NG, PE] -> codes (int32) [NG, 2 PE]."""
+    """Unpack uint8 [NG, PE] into codes (int32) [NG, 2 PE]."""
     pair = packed.to(tl.int32)
     return tl.reshape(tl.join(pair & 15, pair >> 4), (packed.shape[0], packed.shape[1] * 2))
 
 
 @triton.jit
 def f32_bits_to_e8m0_up(magnitude):
-    """Magnitude bits of fp32 (int32), not NaN -> the code (int32) of the smallest power of two not below."""
+    """Return the code (int32) of the smallest power of two not below a magnitude, from its fp32 bits (int32), not
+    NaN."""
     code = tl.minimum((magnitude + 0x7FFFFF) >> 23, 254)
     return tl.where(magnitude <= 0x400000, 0, code)
 
 
 @triton.jit
 def e8m0_to_f32(codes):
-    """E8M0 code (uint8) -> fp32, exact: 127 -> 1, 0 -> 2**-127, 255 -> NaN."""
+    """Convert an E8M0 code (uint8) to fp32, exactly: 127 -> 1, 0 -> 2**-127, 255 -> NaN."""
     code = codes.to(tl.int32)
     bits = tl.where(code == 0, 0x400000, code << 23)
     return as_float(tl.where(code == E8M0_NAN, NAN_BITS, bits))
@@ -156,7 +160,7 @@ def e8m0_to_f32(codes):
 
 @triton.jit
 def scale_by_e8m0(x, code):
-    """fp32 [NG, GS] / 2**(code - 127), exact for codes (int32 [NG]) 1..253; zeros for code 0, NaN for 255."""
+    """Divide fp32 [NG, GS] by 2**(code - 127), exact for codes (int32 [NG]) 1..253; zeros for code 0, NaN for 255."""
     inverse = as_float(tl.where(code == E8M0_NAN, NAN_BITS, (254 - code) << 23))
     scaled = x * tl.expand_dims(inverse, 1)
     return tl.where(tl.expand_dims(code, 1) == 0, 0.0, scaled)
@@ -164,7 +168,7 @@ def scale_by_e8m0(x, code):
 
 @triton.jit
 def f32_to_bf16(x, NATIVE: tl.constexpr):
-    """fp32 -> bf16 bits (uint16): nearest even, NaN -> 0x7fff."""
+    """Round fp32 to bf16 bits (uint16): nearest even, NaN -> 0x7fff."""
     bits = as_int(x)
     if NATIVE:
         code = x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
@@ -175,5 +179,5 @@ def f32_to_bf16(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def bf16_to_f32(codes):
-    """bf16 bits (uint16) -> fp32, exact, NaN payloads included."""
+    """Convert bf16 bits (uint16) to fp32, exactly, NaN payloads included."""
     return as_float(codes.to(tl.int32) << 16)

@@ -1,4 +1,4 @@
-"""Codec: what a kernel needs to know of a format at compile time."""
+"""Define Codec: what a kernel needs to know of a format when it is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device functions of fp8_block128; the arithmetic is stated at ``moelink.formats.fp8_block128``."""
+"""Encode and decode fp8_block128 in Triton; ``moelink.formats.fp8_block128`` states the arithmetic."""
 
 import triton
 import triton.language as tl

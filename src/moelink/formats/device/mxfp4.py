@@ -1,4 +1,4 @@
-"""Device functions of mxfp4; the arithmetic is stated at ``moelink.formats.mxfp4``."""
+"""Encode and decode mxfp4 in Triton; ``moelink.formats.mxfp4`` states the arithmetic."""
 
 import triton
 import triton.language as tl

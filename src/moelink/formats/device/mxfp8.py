@@ -1,4 +1,4 @@
-"""Device functions of mxfp8; the arithmetic is stated at ``moelink.formats.mxfp8``."""
+"""Encode and decode mxfp8 in Triton; ``moelink.formats.mxfp8`` states the arithmetic."""
 
 import triton
 import triton.language as tl

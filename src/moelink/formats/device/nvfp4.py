@@ -1,4 +1,4 @@
-"""Device functions of nvfp4; the arithmetic is stated at ``moelink.formats.nvfp4``."""
+"""Encode and decode nvfp4 in Triton; ``moelink.formats.nvfp4`` states the arithmetic."""
 
 import triton
 import triton.language as tl
@@ -21,14 +21,14 @@ from moelink.formats.device.codec import Codec
 
 @triton.jit
 def _step(scale, input_scale, NATIVE: tl.constexpr):
-    """(f32(sf), f32(sf) / s) [NG]."""
+    """Return (f32(sf), f32(sf) / s) [NG]."""
     sf = e4m3_to_f32(scale, NATIVE)
     return sf, tl.math.div_rn(sf, tl.zeros(sf.shape, tl.float32) + input_scale)
 
 
 @triton.jit
 def _is_usual(input_scale):
-    """Every input scale (one, or a block of them) leaves ``divide_rows`` a divisor in its range."""
+    """Return whether every input scale (one, or a block of them) gives ``divide_rows`` a divisor in its range."""
     s = tl.cast(input_scale, tl.float32)
     usual = (s > 2.0**-90) & (s < 2.0**90)
     if len(s.shape) > 0:
@@ -42,7 +42,7 @@ def encode(x, input_scale, NATIVE: tl.constexpr):
     scale = f32_to_e4m3(divide(amax_from_bits(largest), 6.0) * input_scale, NATIVE)
     scale = tl.where(largest > INF_BITS, 0x7F, scale).to(tl.uint8)
     sf, step = _step(scale, input_scale, NATIVE)
-    # A zero step would divide by zero; those groups store zero codes.
+    # A zero step would divide by zero. Groups with a zero step store zero codes.
     dead = tl.broadcast_to(tl.expand_dims(sf == 0.0, 1), x.shape)
     divisor = tl.where(sf == 0.0, 1.0, step)
     if _is_usual(input_scale):

@@ -1,4 +1,4 @@
-"""Device functions of bf16 and fp32: raw bits of fp32 values. fp64 has none."""
+"""Encode and decode bf16 and fp32 in Triton, as raw bits of fp32 values. fp64 has no codec."""
 
 import triton
 import triton.language as tl
