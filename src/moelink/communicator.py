@@ -1,4 +1,4 @@
-"""Communicator: what ``moelink.init`` returns, one per rank and configuration."""
+"""Dispatch and combine for one rank: the Communicator, which ``moelink.init`` returns."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def init(
 
 
 def _open(config: EPConfig, device: torch.device, world: World) -> Communicator:
-    """The communicator of this rank of ``world``. Collective over it."""
+    """Make the communicator of this rank of ``world``. Collective over it."""
     with torch.inference_mode(False):  # calls write to what is made here, in any mode
         built = build_in_group(config, device, world)
     _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, built.transport.name, device)
@@ -118,8 +118,9 @@ class Communicator:
     """Dispatch and combine for one rank. Made by :func:`moelink.init`; also a context manager.
 
     Every call is collective: all ranks make the same calls in the same order, each with any number of tokens up to
-    ``max_tokens_per_rank``, 0 included. A rank whose arguments are refused raises ArgumentError, its peers
-    PeerAbortedError, and the next call works. A peer that does not arrive within ``timeout`` ends in PeerTimeoutError.
+    ``max_tokens_per_rank``, 0 included. If a rank's arguments are refused, that rank raises ArgumentError, its peers
+    raise PeerAbortedError, and the next call works. If a peer does not arrive within ``timeout``, the call raises
+    PeerTimeoutError.
     """
 
     def __init__(self, session: Session, world: World) -> None:
@@ -263,13 +264,13 @@ class Communicator:
         self._context.gradients.check()
 
     def traffic(self) -> Traffic:
-        """Bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
+        """Return the bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
         own, gradients = self._session.traffic(), self._context.gradients.traffic()
         return Traffic(own.dispatch + gradients.dispatch, own.combine + gradients.combine)
 
     @property
     def dev_ptrs(self) -> Tensor:
-        """[2, 3] int64 on the host: addresses of this rank's [dispatch, combine] x [send, recv, recv_count] buffers.
+        """Addresses of this rank's [dispatch, combine] x [send, recv, recv_count] buffers, [2, 3] int64 on the host.
 
         0 for a buffer that does not exist. Raises UnsupportedError on the collective transport.
         """
@@ -277,7 +278,7 @@ class Communicator:
 
     @property
     def atomic_counters(self) -> tuple[Tensor, Tensor]:
-        """The on-device counters of the dispatch and the combine group (words: ``moelink.memory.protocol``), int64.
+        """Counters of the dispatch and of the combine group on the device (words: ``moelink.memory.protocol``), int64.
 
         Raises UnsupportedError on the collective transport.
         """
@@ -351,7 +352,7 @@ class PendingSingle(Generic[T]):
         self._result: list[T] = []
 
     def wait(self) -> T:
-        """The result; may be called again. Raises what the call met."""
+        """Return the result. May be called again. Raises the call's error, if any."""
         if not self._result:
             self._result.append(self._finish())
         return self._result[0]

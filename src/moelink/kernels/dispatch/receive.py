@@ -1,26 +1,27 @@
-"""Dispatch, receiver role: what each program of the receiving half does.
+"""Receive tokens: the receiver role of dispatch.
 
-Every program waits for the ``counts`` of every source (all alike, so none waits for another of this launch), and
-computes from the counts where rows go. Program 0 writes the offsets and totals. Each other program takes messages of
-one source, whichever of its senders' next ones has arrived: wait for ``message_flag``, place the message. The waits are
-acquires (``signals``), so what a source stored before its signal is seen.
+Every CTA waits for the ``counts`` of every source, and computes from them where rows go. All CTAs do the same, so none
+waits for another of this launch. CTA 0 writes the offsets and totals. Each other CTA takes messages of one source,
+whichever of its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. The waits
+are acquires (``kernels.sync.signals``), so whatever a source stored before its signal is visible.
 
-CACHED: only the headers are waited for. They must name the call whose routing this is, the same one on every rank;
-where rows go was found out there (``kernels.dispatch.row_offsets``, ``kernels.dispatch.unpack``). If that call brought
-nothing, this one is none.
+Over cached routing (S.CACHED_ROUTING) CTAs wait only for the headers. These must name the call that made the routing,
+the same call on every rank. That call computed where rows go (``kernels.dispatch.row_offsets``,
+``kernels.dispatch.unpack``). If it brought nothing, no rank makes this call.
 
-Once all programs have read what they wanted the call is counted as received; the next launch
-tells every source so, which may then overwrite (``kernels.sync.credit``). A source that is a call ahead waits for just
-that, and one that is behind has not been answered yet: no call overtakes another.
+Once all CTAs have read what they need the call is counted as received. The next launch grants credit to every source,
+which may then overwrite its messages (``kernels.sync.credit``). A source that is a call ahead waits for that credit. A
+source that is behind has not sent its counts yet, so this rank waits for it. So no call overtakes another.
 
-A row's place: start of its group (sizes rounded up to ALIGN) + rows that lower source ranks send to that expert +
-its position, which came with the message. Hence source ranks ascend inside a group, then tokens, then slots.
-
-Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], ALIGN 4: group sizes [3, 1], row_offsets
-[0, 4, 8]. Rank 1's first pair of expert 0 (position 0) goes to row 0 + 2 + 0 = 2. Row 3 and rows 5-7 are padding.
+The row of a pair is the start of its group (sizes rounded up to S.ROW_ALIGNMENT) + the rows that lower source ranks
+send to that expert + the pair's position, which came with the message. Hence source ranks ascend inside a group, then
+tokens, then slots.
 
 Nothing that came over the wire becomes an address unchecked: an id, position or count out of range drops the row, and
-the source's bit in the control word MALFORMED says so to the host.
+the source's bit in the control word MALFORMED tells the host.
+
+Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIGNMENT 4: group sizes [3, 1], row_offsets
+[0, 4, 8]. Rank 1's first pair of expert 0 (position 0) goes to row 0 + 2 + 0 = 2. Row 3 and rows 5-7 are padding.
 """
 
 import triton
@@ -70,14 +71,14 @@ _ROUTING = tl.constexpr(CODE_ROUTING)
 
 @triton.jit
 def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S: tl.constexpr):
-    """The ``lane``-th of ``lanes`` shares of the messages of ``source``: wait for them and place them.
+    """Wait for the ``lane``-th of ``lanes`` shares of the messages of ``source``, and unpack them.
 
-    A lane follows GATHER cursors, places whatever has arrived at any of them, and moves these on. There are C = lanes x
-    GATHER cursors. With ``programs`` = 0 (each counted alone, and CACHED) messages arrive in any order, and each cursor
-    takes every C-th. Otherwise they come in columns: one for each sending program, in which they arrive in order;
-    columns do not wait for one another. With fewer columns than C several cursors share a column, each with every
-    ``shares``-th message of it; with more, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages
-    at most.
+    A CTA follows S.MESSAGES_PER_STEP cursors, unpacks whatever has arrived at any of them, and moves these cursors on.
+    All shares together have C = lanes x S.MESSAGES_PER_STEP cursors. With ``programs`` = 0 (CTAs count alone, and over
+    cached routing) messages arrive in any order, and each cursor takes every C-th. Otherwise they come in columns, one
+    for each sending CTA. Messages arrive in order inside a column; columns do not wait for one another. With fewer
+    columns than C several cursors share a column, and each takes every ``shares``-th message of it. With more columns
+    than cursors, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages at most.
 
     Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
     column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
@@ -139,7 +140,10 @@ def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S
 
 @triton.jit
 def quiesce(ok, program, ctx, S: tl.constexpr):
-    """Between nodes: program 0 waits for all messages of a call that this rank reads nothing of. Returns as a wait."""
+    """Wait as CTA 0, between nodes, for all messages of a call of which this rank reads nothing.
+
+    Returns 1, or 0 or -1 after an error.
+    """
     if S.NODE_SIZE < S.WORLD_SIZE:
         if (ok > 0) & (program == 0):
             r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -150,7 +154,8 @@ def quiesce(ok, program, ctx, S: tl.constexpr):
 
 @triton.jit
 def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
-    """Program ``program`` of the receiver role. Over a ``cached`` routing ``notes`` are those of the call it is of."""
+    """Run CTA ``program`` of the receiver role. Over ``cached`` routing, ``notes`` are those of the call that made
+    it."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
     mine = own_block(peers.control, S)

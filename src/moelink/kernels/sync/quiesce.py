@@ -1,11 +1,12 @@
-"""Waiting for what ranks of other nodes have put here, also where nobody will read it.
+"""Quiesce: wait for what ranks of other nodes have put here, even where no CTA will read it.
 
-Before this rank says that it drained a call, every signal that a rank of another node puts here in that call must have
-arrived (``kernels.sync.internode`` says why). In an ordinary call it waits for them anyway. It does so here in one that
-any rank refused or for which ranks chose different options, as then it reads nothing, or more comes than it asked for.
+Before this rank grants credit for a call, every signal that a rank of another node puts here in that call must have
+arrived (``kernels.sync.internode`` says why). In an ordinary call this rank waits for these signals anyway. In a call
+that a rank refused, or for which ranks chose different options, it waits here, because then it reads nothing, or more
+comes than it asked for.
 
-Example: W = 4, NODE = 2, rank 0 refuses a dispatch. Counts say that rank 2 sends 3 messages and rank 3 none: it waits
-for the flags of slots 0, 1, 2 of rank 2, and then answers with "drained".
+Example: W = 4, S.NODE_SIZE = 2, rank 0 refuses a dispatch. Counts say that rank 2 sends 3 messages and rank 3 none:
+rank 0 waits for the flags of slots 0, 1, 2 of rank 2, and then grants credit.
 """
 
 import triton
@@ -23,8 +24,10 @@ _AT_ONCE = tl.constexpr(64)
 
 @triton.jit
 def wait_for_inter_node(mine, offset, mask, ctx, S: tl.constexpr):
-    """Wait for the words, one a rank in the region at ``offset``, of those ranks under ``mask`` that are of other
-    nodes. Returns (arrived, the rank furthest behind, its word)."""
+    """Wait for the words of the ranks under ``mask`` that are of other nodes, one a rank in the region at ``offset``.
+
+    Returns (arrived, the rank furthest behind, its word).
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     far = mask & (r < S.WORLD_SIZE) & (intra_node_only(r < S.WORLD_SIZE, r, ctx.me, S) == 0)
     return wait_all((mine + offset).to(I64) + r, far, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
@@ -50,8 +53,10 @@ def _wait_for_flags(ctx, offset, counts, phase, S: tl.constexpr):
 
 @triton.jit
 def quiesce_dispatch(ctx, messages, programs, S: tl.constexpr):
-    """All that other nodes send in this dispatch, by the ``messages``, ``programs`` [ranks] of their counts, is here.
-    Returns 1, or 0 or -1 after an error."""
+    """Wait for all that other nodes send in this dispatch, by ``messages`` and ``programs`` [ranks] of their counts.
+
+    Returns 1, or 0 or -1 after an error.
+    """
     mine = tl.load(ctx.table + ctx.me)
     ok, source, got = wait_for_inter_node(mine, S.OFFSET_FIRSTS_FLAG, programs > 0, ctx, S)
     report_failure(ok, ctx, source, _DISPATCH, ctx.call, got, S)
@@ -64,10 +69,11 @@ def quiesce_dispatch(ctx, messages, programs, S: tl.constexpr):
 
 @triton.jit
 def quiesce_combine(ctx, S: tl.constexpr):
-    """All that is sent back in this combine, by what the heads tell, is here: sums, or rows, which from other nodes
-    have a flag of their own each. Returns 1, or 0 or -1 after an error.
+    """Wait for all that is sent back in this combine, by what the heads say.
 
-    This node's ranks count, too: without sums another rank may store the same rows in the next call.
+    That is sums, or rows; each row from another node has its own flag. This rank also waits for the ranks of its own
+    node, because without sums another rank may store the same rows in the next call. Returns 1, or 0 or -1 after an
+    error.
     """
     mine = tl.load(ctx.table + ctx.me)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -99,8 +105,11 @@ def quiesce_combine(ctx, S: tl.constexpr):
 
 @triton.jit
 def wait_for_choices(ctx, S: tl.constexpr):
-    """Wait for what ranks of other nodes chose. Returns (1, or 0 or -1 after an error; [ranks] true but for those of
-    them whose rows do not come, as they send sums or refused the call)."""
+    """Wait for what the ranks of other nodes chose.
+
+    Returns (1, or 0 or -1 after an error; [ranks] whether a rank's rows come). False stands for those ranks of other
+    nodes that send sums or refused the call.
+    """
     mine = tl.load(ctx.table + ctx.me)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     ok, source, got = wait_for_inter_node(mine, S.OFFSET_COMBINE_HEAD, r < S.WORLD_SIZE, ctx, S)

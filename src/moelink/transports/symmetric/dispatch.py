@@ -1,4 +1,4 @@
-"""One rank's dispatch: its tensors, and the launches that fill them."""
+"""Run one rank's dispatch: choose its tensors, and launch the kernels that fill them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from moelink.transports.symmetric.rank import Rank
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What all dispatches of one kind have in common, computed once: a call would otherwise spend most of its host time
-    on it.
+    """All that dispatches of one kind have in common, decided once. Otherwise it would take most of a call's host time.
 
     Attributes:
-        send, receive, both, layout: the kernels, the last one where it brings scales into their layout.
+        send, receive, both, layout: the compiled kernels; the last one is the scale kernel, where a call has one.
         sending, receiving, fused, laying: the numbers that each of them gets.
-        copies: rows are bytes to the kernels.
-        notes, counts, outputs: the tensors that a call makes.
+        copies: whether the kernels move rows as bytes.
+        notes, counts, outputs: the blanks of the tensors that a call makes.
     """
 
     send: CompiledKernel
@@ -53,7 +52,8 @@ class LaunchPlan:
         cls, rank: Rank, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
         cached: bool,
     ) -> LaunchPlan:  # fmt: skip
-        """The plan of ``rank`` for ``num_tokens`` rows of ``dtype``; the others as in :func:`dispatch_spec`."""
+        """Return the launch plan of ``rank`` for ``num_tokens`` rows of ``dtype``; the others are as in
+        :func:`dispatch_spec`."""
         config, device = rank.config, rank.device
         spec = dispatch_spec(
             rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
@@ -92,12 +92,12 @@ class LaunchPlan:
 
 
 def _scale_rows(scales: Blank | Tensor | None) -> int:
-    """Rows of a column of scales, where they are in columns."""
+    """Return the rows of a column of scales, where they are in columns."""
     return scales.shape[1] if scales is not None and len(scales.shape) == 2 else 0
 
 
 def _bytes(tensor: Tensor, typed: bool) -> Tensor:
-    """``tensor`` as kernels know it, if its type is asked for."""
+    """Return ``tensor`` with the type that kernels are compiled for, if ``typed``."""
     return tensor.view(torch.uint8) if typed else tensor
 
 
@@ -142,7 +142,7 @@ class Dispatch:
         self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
-        """What the sender role reads."""
+        """Return what the sender role reads."""
         request, nothing = self.request, self.rank.table
         x, scales, input_scale, weights = self._x, request.scales, self._input_scale, self._weights
         if typed and self.launch_plan.copies:
@@ -154,7 +154,7 @@ class Dispatch:
         return DispatchInputs._make(fields) if typed else fields
 
     def _outputs(self, typed: bool) -> tuple[Any, ...]:
-        """What the receiver role writes."""
+        """Return what the receiver role writes."""
         out, nothing = self.output, self.rank.table
         weights = out.weights if out.topk_ids is None else out.topk_weights
         scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
@@ -167,8 +167,10 @@ class Dispatch:
         return DispatchOutputs._make(fields) if typed else fields
 
     def _routing(self, typed: bool) -> tuple[Any, Any]:
-        """What this call notes, and what the call that made the routing received and counted; this call's own where it
-        makes one, unread."""
+        """Return this call's notes, and what the call that made the routing received and counted.
+
+        A call that makes its own routing passes its own in their place, which the kernels do not read.
+        """
         notes, routing = self.notes.given(typed), self.request.routing
         if routing is None:
             cached = (notes.received, self.output.handle.counts)
@@ -186,7 +188,7 @@ class Dispatch:
         return (self._inputs(typed), self._outputs(typed), *self._routing(typed))
 
     def _numbers(self, numbers: DispatchNumbers) -> DispatchNumbers:
-        """``numbers`` for the output at hand, which may be the caller's."""
+        """Return ``numbers`` for this call's output, which may be the caller's."""
         if numbers.scale_rows == self._scale_rows:
             return numbers
         return numbers._replace(scale_rows=self._scale_rows)
@@ -210,7 +212,7 @@ class Dispatch:
         self._lay_out_scales()
 
     def _lay_out_scales(self) -> None:
-        """Where the receiver only noted which message a row came with: bring the scales into their layout."""
+        """Launch the scale kernel where the receiver only noted the message that each row came with."""
         rank, out, plan = self.rank, self.output, self.launch_plan
         if plan.layout is None:
             return
@@ -220,7 +222,7 @@ class Dispatch:
         rank.launcher.launch(plan.layout, lambda _: tensors, self._numbers(plan.laying))
 
     def result(self) -> DispatchOutput:
-        """The output; with ``host_counts`` cut to its exact size, for which the host waits."""
+        """Return the output; with ``host_counts`` cut to its exact size, for which the host waits."""
         if not self.request.host_counts:
             return self.output
         out, config = self.output, self.rank.config
@@ -244,10 +246,10 @@ class Dispatch:
 
 
 def refuse_dispatch(rank: Rank) -> None:
-    """Take part in a dispatch with nothing but the word that this rank refused it.
+    """Take part in a dispatch that this rank refuses: send only the word that it does.
 
-    A call over an earlier one's routing is refused alike: all that its peers wait for, and more, is in the words of one
-    that counts.
+    A call over cached routing is refused in the same way: its peers wait only for words that a call that counts sends,
+    too.
     """
     config, kernel = rank.config, rank.launcher.kernel
     spec = dispatch_spec(
