@@ -285,13 +285,14 @@ class Communicator:
         return self._session.atomic_counters()[0]
 
     def recover(self, ranks: Iterable[int]) -> Communicator:
-        """A new communicator over ``ranks`` of this one, those that live, in the same processes. Collective over them.
+        """Make a new communicator over ``ranks`` of this one, the survivors, in the same processes. Collective over
+        them.
 
-        All of them call it, with the same ranks, usually after a call raised PeerTimeoutError (whose ``peer`` is the
-        rank to leave out). They are numbered anew in ascending order, experts are dealt out anew over them (see
-        ``config.num_local_experts``; weights have to follow), everything else of the configuration stays. This
-        communicator is closed; what its finished calls returned stays as it is, but cannot be combined any more. How
-        ranks agree, and why late writes of a rank left out do no harm: :mod:`moelink.control.recovery`, docs/faults.md.
+        All of them call it with the same ranks, usually after a call raised PeerTimeoutError (whose ``peer`` is the
+        rank to leave out). Survivors are numbered anew in ascending order, and experts are dealt out anew over them
+        (see ``config.num_local_experts``; weights have to follow). Everything else of the configuration stays. This
+        communicator is closed; what its finished calls returned stays valid, but cannot be combined any more. How ranks
+        agree, and why late writes of a rank left out do no harm: :mod:`moelink.control.recovery`, docs/faults.md.
 
         It may be called again: on this communicator when it raised, on the new one when another rank dies.
 

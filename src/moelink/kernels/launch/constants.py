@@ -137,23 +137,18 @@ class CommonSpec(Constants):
     """Sizes and offsets that both phases use. ``X_POW2`` is the next power of two of ``X``, the size of a block.
 
     Attributes:
-        WORLD_SIZE: ranks that exchange.
-        NUM_EXPERTS: experts; its power of two is the number of bins of a histogram.
+        WORLD_SIZE: ranks that exchange. NUM_EXPERTS: experts; its power of two is the number of bins of a histogram.
         EXPERTS_PER_RANK, EXTRA_EXPERTS: the map of experts; the first EXTRA_EXPERTS ranks own one more.
-        TOPK, MAX_TOKENS: topk and max_tokens_per_rank.
-        MAX_LOCAL_EXPERTS: most experts of a rank.
+        TOPK, MAX_TOKENS: topk and max_tokens_per_rank. MAX_LOCAL_EXPERTS: most experts of a rank.
         COUNT_BLOCK: tokens that a CTA counts at a time, of its own. COUNT_BLOCK_ALL: the same where it also counts
             tokens of other CTAs.
-        ALLREDUCE: mode "allreduce".
-        FUSED_SHARED_EXPERT: 1 where it is fused.
-        RANK_LAYOUT: layout "rank".
-        NATIVE_CASTS: the hardware's casts round as the formats do.
-        MAX_THREADS: most threads of a CTA; 1 where it is interpreted.
-        CLOCK: what ``signals.clock`` reads.
-        NUM_SMS: SMs that the CTAs of a launch may use, 0 for all.
-        SM_ID: how a CTA finds the number of its SM (``kernels.launch.sm_limit``).
-        NODE_SIZE: ranks of a node.
-        NETWORK: who carries bytes to other nodes (``kernels.sync.internode``), "" on one node.
+        ALLREDUCE: mode "allreduce". FUSED_SHARED_EXPERT: 1 where it is fused. RANK_LAYOUT: layout "rank".
+        NATIVE_CASTS: the hardware's casts round as the formats do. MAX_THREADS: most threads of a CTA; 1 where it is
+            interpreted. CLOCK: what ``signals.clock`` reads.
+        NUM_SMS: SMs that the CTAs of a launch may use, 0 for all. SM_ID: how a CTA finds the number of its SM
+            (``kernels.launch.sm_limit``).
+        NODE_SIZE: ranks of a node. NETWORK: who carries bytes to other nodes (``kernels.sync.internode``), "" on one
+            node.
         OFFSET_*: first byte of a region in a block (``memory.workspace``).
     """
 
@@ -223,30 +218,24 @@ class DispatchSpec(CommonSpec):
         SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT them to another float
             dtype, or ENCODE them with the format's device functions.
         WORD_POINTER, ROW_WORDS, BLOCK_SIZE: rows are moved in words: pointer type, words of a row, words at a time.
-        INPUT_DTYPE: dtype of the rows' elements.
-        ROW_DTYPE, ROW_POINTER: payload dtype of CONVERT.
-        HIDDEN_SIZE: columns of a row.
+        INPUT_DTYPE: dtype of the rows' elements. HIDDEN_SIZE: columns of a row. ROW_DTYPE, ROW_POINTER: payload dtype
+            of CONVERT.
         ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: for ENCODE: the function, elements of a
             group, groups of a row, groups at a time, payload bytes of a group.
-        HAS_INPUT_SCALE: there is a global input scale.
-        PIECES_PER_ROW: pieces in which a row is read and stored.
-        SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type.
-        SCALE_LAYOUT: layout of the scales in the output.
-        SCALES_LATER: a later launch, the scale kernel, writes the scales in that layout.
-        ROW_ALIGNMENT: group sizes are multiples of it.
-        HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their type.
-        CACHED_ROUTING: the dispatch uses an earlier call's routing.
-        OPTIONS: what every rank must choose alike.
-        ROWS_PER_MESSAGE: output rows of a message, at most.
-        NUM_GROUPS_POW2: group offsets, as a power of two.
+        HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
+        SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
+            the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout.
+        ROW_ALIGNMENT: group sizes are multiples of it. HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their
+            type.
+        CACHED_ROUTING: the dispatch uses an earlier call's routing. OPTIONS: what every rank must choose alike.
+        ROWS_PER_MESSAGE: output rows of a message, at most. NUM_GROUPS_POW2: group offsets, as a power of two.
         EVICTION: how rows are loaded, as Triton names it: in a call of more than FEW_TOKENS they are the first to leave
             the L2 cache.
         TOKENS_PER_BATCH: tokens whose messages a CTA publishes together.
         MAX_TOKENS_ALONE: most tokens of a call in which each CTA counts what precedes its own tokens; 0: only CTAs of
             one token do.
-        MAX_SENDERS: most sending CTAs.
-        SENDERS_PER_STEP: CTAs whose block counts, of BLOCK_COUNT_WORDS each, are read at a time.
-        MESSAGES_PER_STEP: messages that a receiver unpacks at a time.
+        MAX_SENDERS: most sending CTAs. SENDERS_PER_STEP: CTAs whose block counts, of BLOCK_COUNT_WORDS each, are read
+            at a time. MESSAGES_PER_STEP: messages that a receiver unpacks at a time.
         COUNT_WORDS: words of a source's counts. POLL_WIDTH: words of them that are polled, and summed, at a time.
         MESSAGE_BYTES: bytes of a message. MESSAGE_*: first byte of a part in it.
     """
@@ -403,26 +392,22 @@ class CombineSpec(CommonSpec):
     """Launch constants of combine: how rows travel home, and what becomes of them.
 
     Attributes:
-        HIDDEN_SIZE, BLOCK_SIZE: columns of a row, and columns at a time.
-        ROW_BYTES: bytes of a row on its way.
+        HIDDEN_SIZE, BLOCK_SIZE: columns of a row, and columns at a time. ROW_BYTES: bytes of a row on its way.
         PARTS_PER_ROW: a message travels in so many parts of BLOCK_SIZE columns, each with a flag; 1: all together.
-        SENDS_SUMS: sums travel, one row per (token, rank); else every row does.
-        REDUCES: the home rank sums.
+        SENDS_SUMS: sums travel, one row per (token, rank); else every row does. REDUCES: the home rank sums.
         OPTIONS: what every rank must choose alike.
         HAS_ROW_WEIGHTS, HAS_HOME_WEIGHTS: the expert's rank, or the home rank, multiplies by router weights.
-        ROWS_PER_TOKEN: rows that the workspace holds for a token.
-        HAS_SHARED: ``shared=`` is added.
+        ROWS_PER_TOKEN: rows that the workspace holds for a token. HAS_SHARED: ``shared=`` is added.
         SLOTS_PER_MESSAGE: rows of a message: topk, or 1 for layout "rank".
         ROW_DTYPE, ROW_POINTER: of rows. SUM_DTYPE: of sums. OUT_DTYPE: of the result.
-        EPILOGUE: "", "bias" or "residual".
-        HOOK: a Triton function that stores the result instead, or None.
+        EPILOGUE: "", "bias" or "residual". HOOK: a Triton function that stores the result instead, or None.
         LAMPORT_TOKENS: most tokens of a home rank to which sums travel without flags (``kernels.sync.lamport_slots``);
             0: they never do.
         EVICTION: how experts' rows are loaded, as Triton names it. Up to MANY_TOKENS they are the first to leave the L2
             cache, which holds what comes over the links and what the next calls need. With more tokens all of that
             leaves the cache in any case, and fewer instructions matter more.
-        KEPT_BYTES: bytes of a message's row in ``inter_node_kept``.
-        STAGED_BY_ROW: staged rows are numbered by the row, else by the message.
+        KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
+            else by the message.
     """
 
     HIDDEN_SIZE: int
