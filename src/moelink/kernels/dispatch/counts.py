@@ -85,7 +85,7 @@ def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
 
 
 @triton.jit
-def send_counts(ctx, ids, sent, numbers, alone, movers, drained, S: tl.constexpr):
+def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr):
     """Tell every rank how many messages and rows come, as the counting CTA.
 
     Also note in ``sent`` what later dispatches over this routing need (``kernels.dispatch.send_cached``). ``alone``:
@@ -105,7 +105,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, drained, S: tl.constexpr
     else:
         ok, pairs, messages = sum_block_counts(ctx, mine, movers, S)
     if ok > 0:
-        ok = wait_for_credits(drained, ctx, _PHASE, S)
+        ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         most = tl.full([S.WORLD_SIZE_POW2], 1, tl.int32)
         programs = tl.zeros([S.WORLD_SIZE_POW2], tl.int32)

@@ -290,7 +290,7 @@ _PHASE = tl.constexpr(PHASE_DISPATCH)
 
 
 @triton.jit
-def send_one(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
+def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     """Send token ``program // split`` to every ``split``-th rank from ``program % split``, as row CTA ``program``."""
     t = program // numbers.split
     r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -312,7 +312,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
     served = ((r < S.WORLD_SIZE) & (r % numbers.split == program % numbers.split))[None, :]
     own = (goes > 0) & served
     tl.store(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], tl.where(goes > 0, slot, -1), mask=served)
-    ok = wait_for_credits(drained, ctx, _PHASE, S)
+    ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         places = places_of(base, own, slot, ctx.me, mine, S)
         store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, numbers.first_expert, 1, S)
@@ -340,7 +340,7 @@ def share_block_counts(ctx, mine, ids, begin, end, numbers, program, S: tl.const
 
 
 @triton.jit
-def send_run(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
+def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     """Send ``tokens_per_program`` consecutive tokens, as row CTA ``program``."""
     begin = program * numbers.tokens_per_program
     end = tl.minimum(begin + numbers.tokens_per_program, numbers.num_tokens)
@@ -360,7 +360,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, drained, S: tl.constexpr):
     else:
         ok, pairs, sent = share_block_counts(ctx, mine, inputs.topk_ids, begin, end, numbers, program, S)
     if ok > 0:
-        ok = wait_for_credits(drained, ctx, _PHASE, S)
+        ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         for t0 in range(begin, end, S.TOKENS_PER_BATCH):
             token = t0 + tl.arange(0, S.TOKENS_PER_BATCH)

@@ -55,7 +55,7 @@ _BYTES = tl.constexpr(DISPATCH_BYTES)
 
 
 @triton.jit
-def send_heads(ctx, sent, numbers, drained, S: tl.constexpr):
+def send_heads(ctx, sent, numbers, credits, S: tl.constexpr):
     """Tell every rank how many messages come, and of which call's routing, as CTA 0."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
@@ -63,7 +63,7 @@ def send_heads(ctx, sent, numbers, drained, S: tl.constexpr):
     messages = tl.minimum(tl.maximum(tl.load(sent + r, mask=mask, other=0), 0), S.MAX_TOKENS)
     origin = tl.load(sent + S.WORLD_SIZE)
     base = tl.load(ctx.table + r, mask=mask, other=0)
-    ok = wait_for_credits(drained, ctx, _PHASE, S)
+    ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         row = counts_at(base, mine, r, ctx.me, 0, S)
         h = tl.arange(0, _HEADER)[None, :]
@@ -90,7 +90,7 @@ def _slots_at(slot_of, token, served, num_tokens, S: tl.constexpr):
 
 
 @triton.jit
-def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, drained, N: tl.constexpr, S: tl.constexpr):
+def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: tl.constexpr, S: tl.constexpr):
     """Send batches ``lane``, ``lane + lanes``, ... of N tokens to every ``split``-th rank from ``part``."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
@@ -100,7 +100,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, drained, N: 
     begin = lane * N
     row = load_piece(inputs.x, begin, 0, numbers.num_tokens, S)
     slot = _slots_at(slot_of, begin + tl.arange(0, N), served, numbers.num_tokens, S)
-    ok = wait_for_credits(drained, ctx, _PHASE, S)
+    ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         for t0 in range(begin, numbers.num_tokens, lanes * N):
             token = t0 + tl.arange(0, N)
