@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -124,7 +125,9 @@ def without_synchronising(rank: int, world_size: int) -> bool:
             layer(x)
         torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             layer(x).sum().backward()
             with torch.no_grad():

@@ -27,7 +27,7 @@ def start_up(rank: int, world_size: int) -> dict[str, float]:
     """Seconds of ``warmup()`` and of the first pair, and kernels known after warmup and after calls of many sizes."""
     device = gpu_ranks.prepare(rank)
     with moelink.init(**FIELDS, device=device) as ep:
-        compiled = ep._session.transport.ranks[0]._compiled
+        compiled = ep._session.transport.ranks[0].launcher._loaded
         start = time.monotonic()
         ep.warmup()
         warm = time.monotonic()
