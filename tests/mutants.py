@@ -53,13 +53,12 @@ for line in sys.stdin:
             os.killpg(child, signal.SIGKILL)  # its ranks, too
             end = None
         time.sleep(0.01)
-    status = os.waitstatus_to_exitcode(ended[1])
-    print(json.dumps(None if status == -signal.SIGKILL else status), flush=True)
+    print(os.waitstatus_to_exitcode(ended[1]), flush=True)
 """
 """Runs pytest, once a line: ``[file for its output, limit in seconds or null, arguments]``. Each run is a fork of this
 process, which has imported what takes half of the time of a run."""
 
-_IMPORTS = ("torch", "numpy", "hypothesis")
+_IMPORTS = ("torch", "numpy")  # no plugins of pytest: it warns of those that are there before it
 _DID_NOT_RUN = "it did not run"
 _LEFT_OUT = (".git", ".venv*", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "build", "dist")
 
@@ -139,15 +138,16 @@ class Workplace:
             compiled.unlink(missing_ok=True)
             path.write_text(right, encoding="utf-8")
 
-    def pytest(self, *arguments: str, limit: float | None = None) -> tuple[int | None, str]:
-        """Run pytest with ``arguments``. Return its exit status, None after ``limit`` seconds, and what it printed."""
+    def pytest(self, *arguments: str, limit: float | None = None) -> tuple[int, str]:
+        """Run pytest with ``arguments``. Return its exit status, which is negative if a signal ended it, as one does
+        after ``limit`` seconds, and what it printed."""
         output = self.root / "output.txt"
         order = (str(output), limit, ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments])
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
-        status = json.loads(self._server.stdout.readline())
+        status = int(self._server.stdout.readline())
         return status, output.read_text(encoding="utf-8", errors="replace")
 
     def judge(self, mutant: Mutant) -> Outcome:
@@ -155,11 +155,13 @@ class Workplace:
         began = time.monotonic()
         with self.planted(mutant):
             status, _ = self.pytest("-x", "--tb=no", f"{TESTS}/{mutant.test}", limit=SECONDS)
-        verdicts = {0: "SURVIVED", 1: "caught", None: "caught"}
-        return Outcome(mutant, verdicts.get(status, f"pytest ended with {status}"), time.monotonic() - began)
+        verdict = {0: "SURVIVED", 1: "caught"}.get(status, f"pytest ended with {status}")
+        if status < 0:  # by a signal: it ran for too long, or interpreted kernels went to addresses that are none
+            verdict = "caught"
+        return Outcome(mutant, verdict, time.monotonic() - began)
 
     def failures(self, tests: Sequence[str]) -> dict[str, str]:
-        """Run ``tests`` without a fault. Return those that did not pass, and why."""
+        """Run ``tests`` without a fault. Return those that did not pass, and why; "" stands for pytest itself."""
         report = self.root / "report.xml"
         report.unlink(missing_ok=True)
         ids = [f"{TESTS}/{test}" for test in tests]
@@ -167,7 +169,7 @@ class Workplace:
         cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
         failures = {test: why for test in tests if (why := _why_not_passed(test, cases))}
         if _DID_NOT_RUN in failures.values():
-            failures["pytest"] = output[-2000:]
+            failures[""] = f"pytest printed:\n{output[-2000:]}"
         return failures
 
 
@@ -210,7 +212,7 @@ def run(mutants: Sequence[Mutant], root: Path = ROOT, workers: int = 2, imports:
                 failures = place.failures(tests[number::workers])
             with printing:
                 for test, why in failures.items():
-                    print(f"{test} does not pass without a fault: {why}")
+                    print(f"{test} does not pass without a fault: {why}" if test else why)
             return len(failures)
 
         def judge(mutant: Mutant) -> bool:
