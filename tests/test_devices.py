@@ -123,9 +123,7 @@ def test_routing_is_reused_without_ids():
 def test_a_reused_routing_brings_as_many_messages_as_before():
     _check_counts([2, 0, 3], [2, 0, 3])
     for announced in (1, 3):
-        with pytest.raises(
-            BadMessageError, match=f"expected the 2 messages of the reused routing, got {announced}"
-        ) as caught:
+        with pytest.raises(BadMessageError, match=f"expected the 2 messages .*, got {announced}") as caught:
             _check_counts([0, announced, 3], [0, 2, 3])
         assert caught.value.source == 1
 

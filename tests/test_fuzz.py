@@ -175,6 +175,19 @@ def test_corrupted_dispatches_over_a_routing_are_errors_and_stay_in_bounds(what:
     corrupted_dispatches(what, ("token",), cached=True)
 
 
+@pytest.mark.parametrize("cached", [False, True], ids=["counted", "over a routing"])
+@pytest.mark.quick("over a routing a header is compared with that of the earlier call")
+def test_words_of_a_header_that_nothing_else_would_notice_are_checked(cached: bool) -> None:
+    """The number of the source's tokens, and the most messages of one of its programs: rows arrive all the same."""
+    for word in (2, 4):
+        victim = Victim(SETUPS[0], 0, cached=cached)
+        overwrite(victim.region("counts")[1], word, 1 << 20)
+        assert victim.is_whole(victim.receive())
+        with pytest.raises(ProtocolError) as caught:
+            victim.ranks[0].check()
+        assert caught.value.peer == 1
+
+
 def test_what_is_noted_and_what_is_counted_may_be_nonsense_over_a_routing() -> None:
     """Notes are the caller's; what an earlier call's peers spoilt there stays in bounds as well. Rows per expert and
     ids that come over the wire are not read."""
@@ -233,6 +246,7 @@ class SpoilingWire(LockstepWire):
         return replies
 
 
+@pytest.mark.quick("rows of the two phases are checked in different places")
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_corrupted_rows_of_the_collective_transport(phase: str) -> None:
     noticed = []

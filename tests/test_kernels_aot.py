@@ -79,8 +79,11 @@ def test_scales_are_laid_out_in_whole_lines():
 
 
 def test_what_all_warps_agree_on_passes_a_barrier():
-    """A compiler that took a scalar for the same in all threads would leave it to each warp what it has seen."""
-    assert all(int(count) >= 1 for count in output_of("aot_agree.py"))
+    """A compiler that took a scalar for the same in all threads would leave it to each warp what it has seen. And a
+    signal speaks for the stores of all threads."""
+    lines = [line.split() for line in output_of("aot_agree.py")]
+    assert [what for what, _ in lines] == ["block_uniform", "publish"] * 2
+    assert all(int(count) >= 1 for _, count in lines), lines
 
 
 @pytest.mark.parametrize("prefix, count", [("combine_async", 1), ("", 6)], ids=["one", "all"])

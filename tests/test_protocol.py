@@ -193,6 +193,11 @@ def test_whole_rows_of_several_blocks_outlive_refusals(blocks, refused, seeds):
         around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
 
 
+def test_slow_senders_around_refused_combines():
+    """The schedule in which rows of a refused call outlive it, if nobody sees to them."""
+    around_refusals(0, (1, 2), speed=slow_senders, drain=0.01)
+
+
 @triton.jit
 def note_nothing(control, call):
     pass

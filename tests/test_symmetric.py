@@ -311,3 +311,13 @@ def test_rows_may_begin_anywhere(fmt):
     outs = transport.combine(combine_requests(case, range(2), recvs)).wait()
     check_case(case, 2, [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)])
     transport.close()
+
+
+def test_slots_are_summed_in_ascending_order():
+    """In fp32 2**24 + 1 is 2**24, so the order of three terms shows."""
+    options = dict(num_experts=3, topk=3, hidden_size=8, max_tokens_per_rank=2, combine_dtype=torch.float32)
+    with moelink.init(**options, transport="symmetric") as ep:
+        recv = ep.dispatch(torch.ones(2, 8, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [2, 1, 0]]))
+        by_slot = torch.tensor([2.0**24, 1.0, 1.0])
+        rows = by_slot[recv.src_info[:, 2].long()][:, None].expand(-1, 8).contiguous()
+        assert ep.combine(rows, recv).eq(2.0**24).all()
