@@ -64,7 +64,7 @@ def lower(kernel: Any, spec: Any, pointers: dict[str, str]) -> Lowered:
     return Lowered(source.make_ir(TARGET, options, codegen, modules, context), backend, options, context)
 
 
-LOOKS_USED = ("small_rows.sum_rows", "plan._look_at_counts")
+LOOKS_USED = ("lamport_slots.sum_rows", "row_offsets._look_at_counts")
 """Functions that use what a look saw."""
 
 

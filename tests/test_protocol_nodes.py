@@ -151,7 +151,8 @@ def test_after_a_combine_in_which_ranks_disagree_nothing_of_it_is_under_way(opti
         run_disagreement(seed, **options)
 
 
-def test_rows_of_a_refused_combine_land_before_the_next_one():
+@pytest.mark.parametrize("slow_to", [0.02, 0.002], ids=["slow", "slowest"])
+def test_rows_of_a_refused_combine_land_before_the_next_one(slow_to):
     """Without sums another rank of the node may store the same rows in the next combine."""
     options = (("max_tokens_per_rank", 4), ("hidden_size", 8), ("ranks_per_node", 2), ("pre_reduce", False))
     setup = Setup("bf16", options, num_experts=4, topk=1)
@@ -166,9 +167,9 @@ def test_rows_of_a_refused_combine_land_before_the_next_one():
 
     def speed(name):
         if name == "rank1:ep_fused_combine_kernel[2]":  # which sends to rank 0
-            return 0.004
+            return 2 * slow_to
         home = [f"rank0:ep_fused_combine_kernel[{program}]" for program in (3, 4, 5)]
-        return 0.002 if name in home else 1.0
+        return slow_to if name in home else 1.0
 
     run_disagreement(0, reduce=[True] * 4, refusing=0, few=slow, more=other, speed=speed, drain=0.0)
 

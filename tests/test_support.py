@@ -83,8 +83,8 @@ def test_both(number): pass
 
 
 @pytest.mark.parametrize("workers, full, closing", [
-    ("2", [], "3 passed, 3 deselected"),
     ("0", [], "3 passed, 3 deselected"),
+    ("2", [], "3 passed, 3 deselected"),
     ("0", ["--full"], "2 failed, 4 passed"),
 ])  # fmt: skip
 def test_pytest_reports_what_the_quick_tier_leaves_out(
@@ -147,7 +147,7 @@ def test_tests_pass_in_a_clone_with_any_name(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", clone)
     for name in ("src", "tests"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
-    done = pytest_in(clone, "-n", "0", "-k", "telling_nobody or never_comes", "tests/test_protocol.py")
+    done = pytest_in(clone, "-n", "0", "-k", "never_comes", "tests/test_protocol.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1]
 

@@ -65,7 +65,7 @@ class Run:
     saved: Path
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")
+@pytest.fixture(scope="module", params=[2, 1, 4], ids=lambda size: f"{size}-ranks")
 def run(request: pytest.FixtureRequest, folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     world_size, scratch = request.param, tmp_path_factory.mktemp("ranks")
     owned = ExpertMap(NUM_EXPERTS, world_size)
