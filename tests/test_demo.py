@@ -64,6 +64,7 @@ def parts_of(truth: Truth, name: str) -> tuple[torch.Tensor, list[RankOutput]]:
     return out, [RankOutput(out.numpy(), 100, 50, "collective")]
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_judgement_accepts_one_rounding_and_refuses_more_than_three(name: str) -> None:
     truth = Truth.compute(DemoConfig(ranks=2, tokens_per_rank=20, formats=(name,), layer=LAYER), TEXT)
@@ -151,6 +152,7 @@ def test_one_rank_sends_nothing() -> None:
     assert result.wire_ratio == 1
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -113,11 +113,13 @@ CASES = [pytest.param(name, 1.0, marks=OWN) for name in CODECS] + [
 ]
 
 
+@pytest.mark.quick("each format has an encoder and a decoder of its own")
 @pytest.mark.parametrize("name,s", CASES)
 def test_encode_equals_the_twin(name, s):
     check_encode(name, s)
 
 
+@pytest.mark.quick("each format has an encoder and a decoder of its own")
 @pytest.mark.parametrize("name,s", CASES)
 def test_decode_equals_the_twin(name, s):
     check_decode(name, s)

@@ -180,6 +180,7 @@ def _stray(values, out, N: tl.constexpr):
     tl.store(out, signals.first_stray(tl.load(values + r), r < N - 1))
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     ("values", "blamed"),
     [([3, 3, 5], 2), ([5, 6, 7], 1), ([5, 6, 6], 0), ([3, 5, 3], 1), ([0, 0, 0], 4), ([2**31 - 1, 2**31 - 1, 0], 2)],
@@ -313,6 +314,7 @@ def test_bf16_rounding_equals_torch():
     assert out[:2].tolist() == [1.0, 1 + 2**-6]
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("options", [{}, {"pre_reduce": False}, {"dispatch_format": "fp8_block128"}])
 def test_workspace_is_within_its_bound(ranks, options):

@@ -229,6 +229,7 @@ def test_what_one_rank_passes_wrongly_to_init_its_peers_hear_of():
         assert there.startswith("PeerAbortedError: rank 0: rank 1 refused its arguments in init"), there
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block128", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("more", [{}, {"capacity": 3}, {"num_experts": 200}], ids=str)

@@ -130,6 +130,7 @@ def test_a_trace_a_file_and_a_picture(tmp_path: Path) -> None:
     assert run(*small, "--plot", str(tmp_path / "x.nothing")).exit_code == 1
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -107,6 +107,7 @@ def walked(ids: np.ndarray, experts: ExpertMap, nodes: int, copies: str) -> dict
     return counts
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize(("ranks", "nodes", "experts"), [(4, 2, 10), (6, 2, 5), (6, 3, 13), (4, 4, 9), (3, 1, 7)])
 def test_bytes_by_link_against_walking_every_token(copies: str, ranks: int, nodes: int, experts: int) -> None:
@@ -151,6 +152,7 @@ def test_how_far_the_busiest_link_fluctuates_above_its_expectation() -> None:
     assert 1.03 < np.mean(busiest) / expected < 1.05
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("ranks", [1, 2, 8, 48, 512])
 def test_memory_is_what_moelink_reports(ranks: int) -> None:
     layer = Layer(num_experts=256, topk=8, hidden_size=7168, tokens=128)
@@ -181,6 +183,7 @@ def test_ranges() -> None:
     assert parse_ranks("2, 4, 8..16, 8, 24") == (2, 4, 8, 16, 24)
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("text", ["", "8..", "eight", "0", "0..8", "16..8", "8..100", "8...16", "-8", "8,,16"])
 def test_bad_ranges_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="ranks: expected"):
@@ -199,6 +202,7 @@ def test_uneven_sizes_are_refused_before_anything_is_computed() -> None:
         make_plan(layer, [8, 12], ranks_per_node=8, routing=Uniform(16, 2))
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
