@@ -140,7 +140,15 @@ class Tree:
         """End the process."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            end_process(self.process)
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    """Wait until ``process`` has ended, and close its pipes."""
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None and not pipe.closed:
+            pipe.close()
 
 
 class Comparison:
@@ -248,8 +256,8 @@ def compile_both(trees: Sequence[Tree], cases: Sequence[Case], limit: float) -> 
             process.wait(max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile
-            process.wait()
             sys.stderr.write(f"{tree.root}: not all was compiled within {limit:.0f} s; measuring compiles the rest\n")
+        end_process(process)
 
 
 def compare(
