@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 import fast_interpreter  # noqa: E402, F401 - for its effect, when it is known whether kernels are interpreted
+import rank_server  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -56,6 +57,13 @@ def pytest_testnodedown(node, error):
     """Of pytest-xdist: a worker has ended. What workers deselect is missing in the closing line without this."""
     stats = node.config.pluginmanager.get_plugin("terminalreporter").stats
     stats["deselected"] = [SimpleNamespace()] * getattr(node, "workeroutput", {}).get("deselected", 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_rank_server():
+    """Ranks start in a tenth of a second each where kernels are interpreted. On a GPU machine each loads what it uses."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        rank_server.start()
 
 
 @pytest.fixture

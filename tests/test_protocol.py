@@ -177,8 +177,8 @@ REFUSALS = [(1,), (0,), (1, 2), (1, 3), (0, 1, 2), (2, 3, 5)]
 @pytest.mark.parametrize("refused", REFUSALS, ids=str)
 def test_rows_of_a_refused_small_call_are_not_those_of_a_later_one(refused, seeds):
     for seed in seeds:
-        around_refusals(seed, refused)
-        around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
+        around_refusals(seed, refused, calls=max(refused) + 3)
+        around_refusals(seed, refused, calls=max(refused) + 3, taking_turns=True, speed=slow_senders, drain=0.01)
 
 
 @seeds(1, 2)
@@ -189,8 +189,8 @@ def test_whole_rows_of_several_blocks_outlive_refusals(blocks, refused, seeds):
     workspace = workspaces.Workspace(FORMAT.config(WORLD))
     assert (workspace.combine_parts, workspace.lamport_tokens) == (1, 4)
     for seed in seeds:
-        around_refusals(seed, refused)
-        around_refusals(seed, refused, taking_turns=True, speed=slow_senders, drain=0.01)
+        around_refusals(seed, refused, calls=max(refused) + 3)
+        around_refusals(seed, refused, calls=max(refused) + 3, taking_turns=True, speed=slow_senders, drain=0.01)
 
 
 def test_slow_senders_around_refused_combines():

@@ -46,8 +46,12 @@ needs_registry = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return save_all(tmp_path_factory.mktemp("checkpoints"))
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints of the families that the selected tests are about."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {"mixtral", *(item.callspec.params.get("family") for item in here)}
+    saved = save_all(tmp_path_factory.mktemp("checkpoints"))
+    return {family: folder for family, folder in saved.items() if family in wanted}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,42 @@
+"""Start the fork server from which the ranks of tests come, with loaded what nearly every rank imports.
+
+A rank that imports torch, Triton and the transports itself takes a second of processor time for that, and starts
+without the faster interpreter. Here the server imports them once for each worker of the tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "fast_interpreter",
+    "moelink",
+    "moelink.contract",
+    "moelink.memory.posix",
+    "moelink.nn",
+    "moelink.ops.library",
+    "moelink.transports.collective.transport",
+    "moelink.transports.symmetric.transport",
+]
+
+
+def start() -> None:
+    """Start the server of this process. It takes its module search path and its environment from now.
+
+    Kernels are interpreted in all ranks of a server or in none, as Triton reads ``TRITON_INTERPRET`` when it is loaded.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
