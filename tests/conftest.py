@@ -61,7 +61,7 @@ def pytest_testnodedown(node, error):
 
 @pytest.fixture(scope="session", autouse=True)
 def started_rank_server():
-    """Ranks start in a tenth of a second each where kernels are interpreted. On a GPU machine each loads what it uses."""
+    """Interpreted ranks start in a tenth of a second each. On a GPU machine each rank loads what it uses."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         rank_server.start()
 
