@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
@@ -40,3 +41,9 @@ def start() -> None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+def missing(rank: int, world_size: int) -> list[str]:
+    """Return the names of the modules that a rank has not loaded when it starts; an import error of the server is
+    silent."""
+    return [name for name in PRELOADED if name not in sys.modules]

@@ -18,7 +18,9 @@ from triton.runtime import interpreter
 
 import fast_interpreter
 import interleaving
+import rank_server
 from interleaving import Deadlock, Scheduler, place_of
+from moelink.testing import run_ranks
 from tiers import choose
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +94,7 @@ def test_pytest_reports_what_the_quick_tier_leaves_out(
 ) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "tiers.py", "fast_interpreter.py"):
+    for name in ("conftest.py", "tiers.py", "fast_interpreter.py", "rank_server.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     (tmp_path / "tests" / "test_example.py").write_text(EXAMPLE)
     done = pytest_in(tmp_path, "-n", workers, *full)
@@ -166,6 +168,10 @@ def add_first_twice(x, out, n: tl.constexpr):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_ranks_have_loaded_what_the_server_names() -> None:
+    assert run_ranks(rank_server.missing, 2) == [[], []]
+
+
 def test_the_interpreter_is_faster_and_computes_the_same() -> None:
     patches = []
     original = interpreter._patch_lang.__globals__["_patch"]
