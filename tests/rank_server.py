@@ -23,6 +23,7 @@ PRELOADED = [
     "moelink.ops.library",
     "moelink.transports.collective.transport",
     "moelink.transports.symmetric.transport",
+    "rewritten_kernels",
 ]
 
 
