@@ -1,4 +1,4 @@
-"""Let Triton's interpreter rewrite the functions of all kernels now, so that processes forked from this one need not."""
+"""Let Triton's interpreter rewrite the functions of all kernels now, so that forked processes need not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 import fast_interpreter  # noqa: F401 - for its effect
-import moelink.formats
-import moelink.kernels
-
 
 def rewrite(package: str) -> int:
     """Rewrite the kernels of a package and of its modules; return how many there are."""
-    names = [package, *(m.name for m in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."))]
+    path = importlib.import_module(package).__path__
+    names = [package, *(module.name for module in pkgutil.walk_packages(path, package + "."))]
     found = {
         value for name in names for value in vars(importlib.import_module(name)).values()
         if isinstance(value, InterpretedFunction)
