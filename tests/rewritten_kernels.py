@@ -10,6 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import fast_interpreter  # noqa: F401 - for its effect
 
+
 def rewrite(package: str) -> int:
     """Rewrite the kernels of a package and of its modules; return how many there are."""
     path = importlib.import_module(package).__path__
