@@ -8,6 +8,7 @@ inherited by the ranks that tests spawn.
 """
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,9 @@ from tiers import choose
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":  # processes that tests start interpret kernels as fast
+    here = [str(Path(__file__).parent / "subprocess_site")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(here + [path for path in [os.environ.get("PYTHONPATH")] if path])
 torch.set_num_threads(1)
 import fast_interpreter  # noqa: E402, F401 - for its effect, when it is known whether kernels are interpreted
 import rank_server  # noqa: E402

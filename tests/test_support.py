@@ -172,6 +172,13 @@ def test_ranks_have_loaded_what_the_server_names() -> None:
     assert run_ranks(rank_server.missing, 2) == [[], []]
 
 
+def test_processes_that_load_triton_get_the_faster_interpreter() -> None:
+    look = "'fast_interpreter' in sys.modules"
+    code = f"import sys; first = {look}; import triton; print(first, {look})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_the_interpreter_is_faster_and_computes_the_same() -> None:
     patches = []
     original = interpreter._patch_lang.__globals__["_patch"]
