@@ -65,19 +65,20 @@ def test_overlap(ranks: int) -> None:
     assert sum(int(number) for number in numbers.split(",")) == 64
 
 
-def test_training_on_four_ranks_is_training_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_on_several_ranks_is_training_on_one(tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("matplotlib")
-    said = run("train_bytes.py", "--ranks", "4", "--steps", "16", "--out", tmp_path)
+    said = run("train_bytes.py", "--ranks", str(ranks), "--steps", "16", "--out", tmp_path)
     document = json.loads((tmp_path / "loss.json").read_text())
-    one, four = document["curves"]["1 rank"], document["curves"]["4 ranks"]
-    assert len(one) == len(four) == 16
-    assert max(abs(a - b) for a, b in zip(one, four, strict=True)) == document["largest_difference"]
+    one, several = document["curves"]["1 rank"], document["curves"][f"{ranks} ranks"]
+    assert len(one) == len(several) == 16
+    assert max(abs(a - b) for a, b in zip(one, several, strict=True)) == document["largest_difference"]
     assert document["largest_difference"] <= 1e-4
     assert one[0] > 5.4, "256 bytes, nothing learned"
     assert one[-1] < 3.5, "it learns"
     assert "largest difference" in said
     assert (tmp_path / "loss.png").stat().st_size > 10_000
-    loads = [json.loads((tmp_path / f"load-{rank}.json").read_text()) for rank in range(4)]
+    loads = [json.loads((tmp_path / f"load-{rank}.json").read_text()) for rank in range(ranks)]
     for load in loads:
         assert [len(layer["steps"]) for layer in load["layers"]] == [16, 16]
     assert sum(sum(load["layers"][0]["tokens_per_expert"]) for load in loads) == 16 * 8 * 48 * 2

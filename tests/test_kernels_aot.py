@@ -124,13 +124,13 @@ def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence(names):
         assert kernel["local"] == 0, f"{name} uses local memory"
 
 
-@pytest.mark.parametrize("parts", [(0,), range(1, 11), range(11, 22), range(22, 32)], ids=str)
+@pytest.mark.parametrize("parts", [(0,), range(1, 22), range(22, 43), range(43, 64)], ids=str)
 def test_every_form_is_a_program(parts):
-    *lines, total = output_of("aot_forms.py", "32", *map(str, parts))
+    *lines, total = output_of("aot_forms.py", "64", *map(str, parts))
     assert int(total) > 3 * len(CONFIGS)
-    assert len(lines) == sum(number % 32 in parts for number in range(int(total)))
+    assert len(lines) == sum(number % 64 in parts for number in range(int(total)))
     between_nodes = range(int(total) - 3 * len(FORMATS), int(total))  # the last ones
-    assert sum(line.startswith("nodes of 2: ") for line in lines) == sum(n % 32 in parts for n in between_nodes)
+    assert sum(line.startswith("nodes of 2: ") for line in lines) == sum(n % 64 in parts for n in between_nodes)
     assert all(line.endswith(": fine") for line in lines)
 
 
