@@ -43,7 +43,7 @@ test-newest:  ## the quick tier with the newest Triton, in a venv of its own
 gpu-test: $(STAMP)  ## tests that need CUDA devices
 	$(BIN)/pytest -m gpu
 
-bench: $(STAMP)  ## the CPU benchmark, its JSON, and the table in README.md
+bench: $(STAMP)  ## the CPU benchmark, its JSON, and the tables in the docs
 	$(BIN)/python -m moelink.tools.bench.collective
 	$(BIN)/python -m moelink.tools.bench.render
 

@@ -113,7 +113,7 @@ def test_every_name_of_the_contract_has_a_row(page: str) -> None:
 
 def test_names_that_the_docs_promise_exist() -> None:
     text = DOCS.read_text()
-    promised = set(re.findall(r"`(?:moelink\.)?(kernels\.[a-z_.]+)`", text))
+    promised = set(re.findall(r"`(?:moelink\.)?((?:kernels|contract)\.[A-Za-z_.]+)`", text))
     assert promised
     for name in promised:
         parts = name.split(".")

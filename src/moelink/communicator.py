@@ -313,7 +313,7 @@ class Communicator:
         world = World(rank=0, world_size=1)
         if detector is not None and len(survivors) > 1:
             world = regroup(detector, survivors, self.config.timeout)
-        # Memory and multiprocessors of the old generation make room for the new one.
+        # Memory and SMs of the old generation make room for the new one.
         self._context.gradients.close()
         self._session.release()
         with named_as_before(detector, survivors):

@@ -32,12 +32,12 @@ class EPBuffers:
             0 for the send buffers inside a node.
         pointers: [2, 3, W] int64 on the device: the same of every rank, addresses valid on this device; 0 for ranks of
             other nodes. Across nodes there may be more columns, for the network.
-        atomic_counters: the counters of group 0 and of group 1, [16] int64 on the device. Both are one block, whose
+        atomic_counters: the counters of group 0 and of group 1, [24] int64 on the device. Both are one block, whose
             words ``moelink.memory.protocol`` names: calls made, programs arrived, ids refused, rows dropped, bytes
             moved.
         record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
         memory: the blocks; closing them is the caller's.
-        n_sms: multiprocessors that launches are cut for.
+        n_sms: SMs that launches are divided over.
         spare: [G or W + 1] int32, where numbers go that nobody wants: of groups, and of messages, for dispatches over
             the same routing.
         config: the parameters under this package's names.

@@ -49,7 +49,7 @@ class _LaunchFacts:
 
     Attributes:
         num_threads: threads of a program.
-        n_sms: multiprocessors that a launch is cut for.
+        n_sms: SMs that a launch is divided over.
         top_k, n_experts, n_ranks, max_tokens_per_rank: as in :class:`EPParams`.
         msg_bytes: bytes of a message (dispatch), of a row (combine).
         p2p_world_size: ranks that address each other's memory.

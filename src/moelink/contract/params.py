@@ -41,7 +41,7 @@ class EPParams:
         use_shmem: puts to ranks of other nodes. None means where there are any; False is refused where there are.
         pre_reduce: sum a token's rows on the expert's rank before they travel. False is what the contract does.
         expert_alignment: group sizes are rounded up to a multiple of it.
-        n_sms: multiprocessors that a launch is cut for, or None for all of the device (2 on a CPU).
+        n_sms: SMs that a launch is divided over, or None for all of the device (2 on a CPU).
         timeout: seconds after which a wait gives up.
     """
 

@@ -219,7 +219,7 @@ def launch(
     """Fill ``tokens`` and ``scales`` (in the format's layout) for the rows of ``x`` [rows, 2 H].
 
     Arguments are taken as ``moelink.activation`` has checked them. ``clamp`` is (alpha, limit). ``block``: elements of
-    a step; ``num_programs``: 8 a multiprocessor at most; ``native``: use the device's narrow conversions.
+    a step; ``num_programs``: at most 8 for each SM; ``native``: use the device's narrow conversions.
     """
     codec, hidden, num_groups = fmt.codec(), x.shape[1] // 2, row_offsets.shape[0] - 1
     if not x.shape[0] or not num_groups:
