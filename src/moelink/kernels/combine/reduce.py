@@ -28,12 +28,12 @@ stored.
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.send import dispatch_of, is_refused, weighted_sum
+from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import count_read
-from moelink.kernels.sync.internode import intra_node_only
+from moelink.kernels.sync.internode import between_nodes_or, intra_node_only
 from moelink.kernels.sync.lamport_slots import (
     clear_rows,
     follows_refusal,
@@ -43,7 +43,7 @@ from moelink.kernels.sync.lamport_slots import (
     stand_in,
     sum_rows,
 )
-from moelink.kernels.sync.quiesce import quiesce_combine, wait_for_choices
+from moelink.kernels.sync.quiesce import odd_dispatch, quiesce_combine, wait_for_choices, wait_until_sent
 from moelink.kernels.sync.signals import (
     I64,
     U8,
@@ -95,29 +95,6 @@ _ROUTING = tl.constexpr(CODE_ROUTING)
 
 
 @triton.jit
-def wait_until_sent(ctx, received, home, S: tl.constexpr):
-    """Wait until all rows that this rank sends to ``home`` in this call have arrived there.
-
-    Returns 1, or 0 or -1 after an error. The senders are lower CTAs of this launch or CTAs of an earlier one, and wait
-    only until peers begin this call.
-    """
-    mine = own_block(ctx.control, S)
-    flags = (tl.load(ctx.table + home) + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
-    count = tl.load(received + home * 2) * S.PARTS_PER_ROW
-    if S.LAMPORT_TOKENS > 0:  # Lamport slots need no wait: only this rank stores there, and home clears them
-        count = tl.where(is_small(ctx.control, tl.load(received + home * 2 + 1), ctx.call, S), 0, count)
-    i = tl.arange(0, _FLAGS)
-    ok = tl.full([], 1, tl.int32)
-    for c0 in range(0, count, _FLAGS):
-        if ok > 0:
-            ok, _, got = wait_all(
-                flags + c0 + i, c0 + i < count, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
-            )
-            report_failure(ok, ctx, ctx.me, _PHASE, ctx.call, got, S)
-    return ok
-
-
-@triton.jit
 def end_other_waits(ctx, slot_of, refused, other, num_tokens, S: tl.constexpr):
     """Store what the other CTAs of the home role wait for where it may never come, as CTA 0 of a small call.
 
@@ -162,22 +139,17 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
-        above = (status >> 32).to(tl.int32)  # the dispatch's number; inter-node messages, for ``quiesce_combine``
+        beside = (status >> 32).to(tl.int32)
         status = status & 0xFFFFFFFF
         refused = tl.where((status & 1) != 0, r, S.WORLD_SIZE)
         peer = tl.min(refused, 0)
         odd = odd_one_out(status // 2, mask, S.OPTIONS, S.WORLD_SIZE)
-        lost = odd * 0 - 1
-        if S.NODE_SIZE == S.WORLD_SIZE:
-            lost = odd_one_out(above, mask, dispatch_of(notes.received, S), S.WORLD_SIZE)
+        lost = odd_dispatch(beside, notes.received, S)
         if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):
             note_refused(ctx.control, ctx.call)
         if peer < S.WORLD_SIZE:
             note_refusal(ctx, peer, _PHASE, _REFUSED)
-            if S.NODE_SIZE == S.WORLD_SIZE:  # inter-node, the rank that refused waits (``kernels.sync.quiesce``)
-                for home in range(peer, S.WORLD_SIZE):
-                    if (ok > 0) & (tl.sum((refused == home).to(tl.int32), 0) > 0):
-                        ok = wait_until_sent(ctx, notes.received, home, S)
+            ok = wait_until_sent(ok, ctx, notes.received, refused, peer, S)
         elif odd >= 0:
             note_refusal(ctx, odd, _PHASE, _OPTIONS)
         elif lost >= 0:
@@ -188,9 +160,7 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
             other = mask & (refused == S.WORLD_SIZE) & (status // 2 != S.OPTIONS)
             if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
                 ok = end_other_waits(ctx, notes.slot_of, refused < S.WORLD_SIZE, other, num_tokens, S)
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)):
-                ok = quiesce_combine(ctx, S)
+        ok = quiesce_combine(ok, (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)), ctx, S)
     return ok
 
 
@@ -235,6 +205,13 @@ def inter_node_slots(mine, ids, slots, token, me, first, num_local, S: tl.conste
 
 
 @triton.jit
+def kept_of_all(here, mine, ids, slots, token, me, numbers, S: tl.constexpr):
+    """Return ``here`` [slots], which of a token's rows have come from this node, with those of other nodes."""
+    owner, _, comes = inter_node_slots(mine, ids, slots, token, me, numbers.first_expert, numbers.num_local_experts, S)
+    return tl.where(owner >= 0, comes, here)
+
+
+@triton.jit
 def wait_for_inter_node_rows(ctx, ids, slots, token, numbers, S: tl.constexpr):
     """Wait for the rows of other nodes, where no sums travel: each row has its own flag, besides its message's.
 
@@ -268,11 +245,7 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
         here = tl.sum(((owner[:, None] == r[None, :]) & (slots >= 0)[None, :]).to(tl.int32), 1) > 0
         if not S.ALLREDUCE:
             here = here & (tl.load((mine + S.OFFSET_COMBINE_KEPT).to(U8) + token * S.TOPK + k, mask=here, other=0) != 0)
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            inter_node, _, comes = inter_node_slots(
-                mine, inputs.topk_ids, slots, token, ctx.me, numbers.first_expert, numbers.num_local_experts, S
-            )
-            here = tl.where(inter_node >= 0, comes, here)
+        here = between_nodes_or(here, kept_of_all, (here, mine, inputs.topk_ids, slots, token, ctx.me, numbers), S)
     for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
         c = c0 + tl.arange(0, S.BLOCK_SIZE)
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
@@ -332,9 +305,9 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, pa
     ok = tl.full([], 1, tl.int32)
     if not S.ALLREDUCE:
         ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
-    if S.NODE_SIZE < S.WORLD_SIZE and not S.SENDS_SUMS:
+    if not S.SENDS_SUMS:
         if ok > 0:
-            ok = wait_for_inter_node_rows(ctx, inputs.topk_ids, slots, token, numbers, S)
+            ok = between_nodes_or(ok, wait_for_inter_node_rows, (ctx, inputs.topk_ids, slots, token, numbers), S)
     if ok > 0:
         reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
     return ok
@@ -389,13 +362,8 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
             ok = wait_for_heads(ctx, notes, numbers.num_tokens, S)
         if (program == 0) & (numbers.status != 0):
             note_refused(peers.control, call)
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            if (ok > 0) & brought & (program == 0) & (numbers.status != 0):
-                ok = quiesce_combine(ctx, S)
-    if S.NODE_SIZE < S.WORLD_SIZE and not S.SENDS_SUMS and not S.STAGED_BY_ROW:
-        choices = mask
-        if (ok > 0) & brought & (numbers.status == 0):
-            ok, choices = wait_for_choices(ctx, S)
+        ok = quiesce_combine(ok, (ok > 0) & brought & (program == 0) & (numbers.status != 0), ctx, S)
+    ok, choices = wait_for_choices(ok, (ok > 0) & brought & (numbers.status == 0), ctx, S)
     blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
     parts = tl.where(numbers.num_tokens * blocks <= num_programs, blocks, 1)
     items = numbers.num_tokens * parts
@@ -405,9 +373,7 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
         if ok > 0:
             token = i // parts
             slots = tl.load(notes.slot_of + token * S.WORLD_SIZE + r, mask=mask, other=-1)
-            slots = tl.where(brought, slots, -1)
-            if S.NODE_SIZE < S.WORLD_SIZE and not S.SENDS_SUMS and not S.STAGED_BY_ROW:
-                slots = tl.where(choices, slots, -1)
+            slots = tl.where(choices, tl.where(brought, slots, -1), -1)
             ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:

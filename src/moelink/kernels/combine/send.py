@@ -28,8 +28,17 @@ import triton.language as tl
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.records import CallContext, Message, Share
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.internode import direct_or_staged, intra_node_only, is_intra_node, put, staged_at
+from moelink.kernels.sync.internode import (
+    between_nodes,
+    direct_or_staged,
+    intra_node_only,
+    is_intra_node,
+    own_word_at,
+    put,
+    staged_at,
+)
 from moelink.kernels.sync.lamport_slots import bits_of, follows_refusal, is_small, row_at
+from moelink.kernels.sync.quiesce import beside_status
 from moelink.kernels.sync.signals import I64, U8, calls_made, count_arrival, fence, own_block, publish
 from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
@@ -70,24 +79,18 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
 
 
 @triton.jit
-def put_row(ctx, mine, source, place, word, peer, S: tl.constexpr):
-    """Put the row at ``source`` at row ``place`` of rank ``peer``'s ``rows``, then ``call`` in its ``word``."""
-    fence(ctx.control)
-    put(
-        ctx.table,
-        mine + S.OFFSET_ROWS + tl.cast(place, tl.int64) * S.ROW_BYTES,
-        source,
-        S.ROW_BYTES,
-        word,
-        ctx.call,
-        peer,
-        S,
-    )
+def put_row(ctx, mine, source, place, word, peer, valid, S: tl.constexpr):
+    """Put the row at ``source`` at row ``place`` of ``rows``, then ``call`` in ``word``, if rank ``peer`` is of another
+    node and the row ``valid``."""
+    if (is_intra_node(peer, ctx.me, S) == 0) & valid:
+        fence(ctx.control)
+        to = mine + S.OFFSET_ROWS + tl.cast(place, tl.int64) * S.ROW_BYTES
+        put(ctx.table, to, source, S.ROW_BYTES, word, ctx.call, peer, S)
 
 
 @triton.jit
-def put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
-    """Put which slots' rows of a message come, ``kept`` [slots], at rank ``peer`` of another node; then its flag."""
+def _put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
+    """Do as :func:`put_kept` for a valid message and a rank of another node."""
     q = tl.arange(0, S.TOPK_POW2)
     at = tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64)
     source = staged_at(mine, peer, ctx.me, S.OFFSET_STAGED_KEPT, S.MAX_TOKENS, slot, S.KEPT_BYTES, S)
@@ -103,6 +106,24 @@ def put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
         peer,
         S,
     )
+
+
+@triton.jit
+def put_kept(ctx, mine, kept, peer, slot, valid, S: tl.constexpr):
+    """Put which slots' rows of a message come, ``kept`` [slots], then its flag, if rank ``peer`` is of another node and
+    the message ``valid``."""
+    if (is_intra_node(peer, ctx.me, S) == 0) & valid:
+        _put_kept(ctx, mine, kept, peer, slot, S)
+
+
+@triton.jit
+def put_none_kept(ctx, peer, S: tl.constexpr):
+    """Put that no rows come, and all flags, if rank ``peer`` is of another node."""
+    if is_intra_node(peer, ctx.me, S) == 0:
+        mine = own_block(ctx.control, S)
+        none = tl.zeros([S.TOPK_POW2], tl.int32)
+        for slot in range(S.MAX_TOKENS):
+            _put_kept(ctx, mine, none, peer, slot, S)
 
 
 @triton.jit
@@ -161,29 +182,22 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
         else:
             for part in range(share.begin, share.begin + share.count):
                 send_columns(to, flip, part, valid, y, y_rows, inputs.row_weights, rows, S)
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            if (is_intra_node(peer, ctx.me, S) == 0) & valid:
-                word = mine + S.OFFSET_COMBINE_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
-                put_row(ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, S)
+        word = mine + S.OFFSET_COMBINE_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
+        between_nodes(put_row, (ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, valid), S)
     else:
         q = tl.arange(0, S.TOPK_POW2)
         here = tl.where(valid, tl.load(rows + q, mask=q < S.TOPK, other=_ABSENT), _ABSENT)
         kept = (here >= 0) & (here < y_rows)
         kept_at = (home + S.OFFSET_COMBINE_KEPT).to(U8) + token * S.TOPK
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            tl.store(kept_at + q, kept.to(tl.uint8), mask=intra_node_only(here != _ABSENT, peer, ctx.me, S))
-            if (is_intra_node(peer, ctx.me, S) == 0) & valid:
-                comes = kept & (q >= slot_begin) & (q < slot_begin + S.ROWS_PER_TOKEN)
-                put_kept(ctx, mine, comes, peer, slot, S)
-        else:
-            tl.store(kept_at + q, kept.to(tl.uint8), mask=here != _ABSENT)
-        moved *= tl.sum((kept & (q >= slot_begin) & (q < slot_begin + S.ROWS_PER_TOKEN)).to(tl.int32), 0)
+        tl.store(kept_at + q, kept.to(tl.uint8), mask=intra_node_only(here != _ABSENT, peer, ctx.me, S))
+        comes = kept & (q >= slot_begin) & (q < slot_begin + S.ROWS_PER_TOKEN)
+        between_nodes(put_kept, (ctx, mine, comes, peer, slot, valid), S)
+        moved *= tl.sum(comes.to(tl.int32), 0)
         for k in range(slot_begin, tl.minimum(slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
             row = tl.load(rows + k)
             if (row >= 0) & (row < y_rows):
-                address = (
-                    home + S.OFFSET_ROWS + tl.cast(token * S.ROWS_PER_TOKEN + k - slot_begin, tl.int64) * S.ROW_BYTES
-                )
+                place = token * S.ROWS_PER_TOKEN + k - slot_begin
+                address = home + S.OFFSET_ROWS + tl.cast(place, tl.int64) * S.ROW_BYTES
                 if S.STAGED_BY_ROW:
                     address = direct_or_staged(
                         address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, 0, row, S.ROW_BYTES, S
@@ -198,54 +212,22 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
                 else:
                     for part in range(share.begin, share.begin + share.count):
                         copy_columns(to, part, y, row, S)
-                if S.NODE_SIZE < S.WORLD_SIZE:
-                    if is_intra_node(peer, ctx.me, S) == 0:
-                        word = (
-                            mine
-                            + S.OFFSET_ROW_FLAG
-                            + tl.cast((ctx.me * S.MAX_TOKENS + slot) * S.TOPK + k, tl.int64) * 8
-                        )
-                        place = token * S.ROWS_PER_TOKEN + k - slot_begin
-                        put_row(ctx, mine, address, place, word, peer, S)
+                word = mine + S.OFFSET_ROW_FLAG + tl.cast((ctx.me * S.MAX_TOKENS + slot) * S.TOPK + k, tl.int64) * 8
+                between_nodes(put_row, (ctx, mine, address, place, word, peer, True), S)
     return moved
 
 
 @triton.jit
-def dispatch_of(received, S: tl.constexpr):
-    """Return the number of the dispatch whose ``received`` this is, 31 bits of it."""
-    return tl.load(received + 2 * S.WORLD_SIZE + 1)
-
-
-@triton.jit
-def status_at(base, table, rank, me, S: tl.constexpr):
-    """Return where to store this rank's ``combine_status`` for ``rank``, whose block is at ``base``."""
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        at = base + S.OFFSET_COMBINE_STATUS + tl.cast(me, tl.int64) * 8
-        return direct_or_staged(at, tl.load(table + me), rank, me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S).to(I64)
-    else:
-        return (base + S.OFFSET_COMBINE_STATUS).to(I64) + me
-
-
-@triton.jit
 def put_heads(ctx, S: tl.constexpr):
-    """Put ``combine_status``, stored already, and then its head at the ranks of other nodes; on one node do nothing."""
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        mine = own_block(ctx.control, S)
-        at = tl.cast(ctx.me, tl.int64) * 8
-        fence(ctx.control)
-        for d in range(S.WORLD_SIZE):
-            if is_intra_node(d, ctx.me, S) == 0:
-                source = staged_at(mine, d, ctx.me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S)
-                put(
-                    ctx.table,
-                    mine + S.OFFSET_COMBINE_STATUS + at,
-                    source,
-                    8,
-                    mine + S.OFFSET_COMBINE_HEAD + at,
-                    ctx.call,
-                    d,
-                    S,
-                )
+    """Put ``combine_status``, stored already, and then its head at the ranks of other nodes."""
+    mine = own_block(ctx.control, S)
+    at = tl.cast(ctx.me, tl.int64) * 8
+    fence(ctx.control)
+    for d in range(S.WORLD_SIZE):
+        if is_intra_node(d, ctx.me, S) == 0:
+            source = staged_at(mine, d, ctx.me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S)
+            to = mine + S.OFFSET_COMBINE_STATUS + at
+            put(ctx.table, to, source, 8, mine + S.OFFSET_COMBINE_HEAD + at, ctx.call, d, S)
 
 
 @triton.jit
@@ -261,12 +243,7 @@ def raise_all_flags(ctx, S: tl.constexpr):
                 intra_node_only(c0 + i < S.MAX_TOKENS * S.PARTS_PER_ROW, d, ctx.me, S),
                 tl.zeros([S.BLOCK_SIZE], tl.int64) + ctx.call,
             )
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            if is_intra_node(d, ctx.me, S) == 0:
-                mine = own_block(ctx.control, S)
-                none = tl.zeros([S.TOPK_POW2], tl.int32)
-                for slot in range(S.MAX_TOKENS):
-                    put_kept(ctx, mine, none, d, slot, S)
+        between_nodes(put_none_kept, (ctx, d), S)
 
 
 @triton.jit
@@ -293,9 +270,8 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                     ctx, block, home, Message(slot, token, valid, rows), Share(0, 1), small, inputs, numbers.y_rows,
                     numbers.slot_begin, S,
                 )  # fmt: skip
-            elif S.NODE_SIZE < S.WORLD_SIZE:
-                if is_intra_node(home, ctx.me, S) == 0:
-                    put_kept(ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, S)
+            else:
+                between_nodes(put_kept, (ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, True), S)
             if small == 0:
                 publish(
                     flags + slot + p,
@@ -349,21 +325,17 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
             if program == 0:
                 base = tl.load(peers.table + r, mask=mask, other=0)
                 word = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + (numbers.status + 2 * S.OPTIONS)
-                if S.NODE_SIZE < S.WORLD_SIZE:
-                    above = tl.where(
-                        numbers.status == 0, tl.load(notes.received + 2 * r, mask=mask, other=0), S.MAX_TOKENS
-                    )
-                else:
-                    above = tl.zeros([S.WORLD_SIZE_POW2], tl.int32) + dispatch_of(notes.received, S)
-                word += above.to(tl.int64) << 32
-                tl.store(status_at(base, peers.table, r, numbers.me, S), word, mask=mask)
+                word += beside_status(notes.received, numbers.status, S).to(tl.int64) << 32
+                mine = tl.load(peers.table + numbers.me)
+                to = own_word_at(base, mine, r, numbers.me, S.OFFSET_COMBINE_STATUS, S.OFFSET_STAGED_STATUS, 1, 0, S)
+                tl.store(to, word, mask=mask)
                 intra_node = intra_node_only(mask, r, numbers.me, S)
                 publish(
                     (base + S.OFFSET_COMBINE_HEAD).to(I64) + numbers.me,
                     intra_node,
                     tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call,
                 )
-                put_heads(ctx, S)
+                between_nodes(put_heads, (ctx,), S)
                 if numbers.status != 0:
                     raise_all_flags(ctx, S)
             # With few tokens all but the first CTA send rows: what the first publishes must arrive before it goes on.

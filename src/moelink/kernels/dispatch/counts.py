@@ -18,9 +18,9 @@ import triton.language as tl
 from moelink.kernels.dispatch.route import count_all, first_of, owner_of, send_firsts, sum_block_counts
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.credit import wait_for_credits
-from moelink.kernels.sync.internode import direct_or_staged, is_intra_node, put, staged_at
+from moelink.kernels.sync.internode import between_nodes, is_intra_node, own_word_at, put, staged_at
 from moelink.kernels.sync.ll_words import ll_word
-from moelink.kernels.sync.signals import I64, fence, own_block
+from moelink.kernels.sync.signals import fence, own_block
 from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, INVALID_IDS, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -32,11 +32,7 @@ _BYTES = tl.constexpr(DISPATCH_BYTES)
 @triton.jit
 def counts_at(base, mine, rank, me, word, S: tl.constexpr):
     """Return where to store word ``word`` of this rank's counts for ``rank``, whose block is at ``base``."""
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        row = base + S.OFFSET_COUNTS + tl.cast(me, tl.int64) * (S.COUNT_WORDS * 8)
-        return direct_or_staged(row, mine, rank, me, S.OFFSET_STAGED_COUNTS, 1, 0, S.COUNT_WORDS * 8, S).to(I64) + word
-    else:
-        return (base + S.OFFSET_COUNTS).to(I64) + (me * S.COUNT_WORDS + word)
+    return own_word_at(base, mine, rank, me, S.OFFSET_COUNTS, S.OFFSET_STAGED_COUNTS, S.COUNT_WORDS, word, S)
 
 
 @triton.jit
@@ -53,35 +49,33 @@ def store_expert_counts(ctx, mine, first, num_local, pairs, S: tl.constexpr):
 
 @triton.jit
 def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
-    """Put the counts, and ``firsts`` unless CTAs count ``alone``, at the ranks of other nodes; on one node do
-    nothing."""
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        fence(ctx.control)
-        at = tl.cast(ctx.me, tl.int64)
-        firsts: tl.constexpr = (S.MAX_SENDERS + 1) * 4
-        for d in range(S.WORLD_SIZE):
-            if is_intra_node(d, ctx.me, S) == 0:
-                if not alone:
-                    put(
-                        ctx.table,
-                        mine + S.OFFSET_FIRSTS + at * firsts,
-                        staged_at(mine, d, ctx.me, S.OFFSET_STAGED_FIRSTS, 1, 0, firsts, S),
-                        (movers + 1) * 4,
-                        mine + S.OFFSET_FIRSTS_FLAG + at * 8,
-                        ctx.call,
-                        d,
-                        S,
-                    )
+    """Put the counts, and ``firsts`` unless CTAs count ``alone``, at the ranks of other nodes."""
+    fence(ctx.control)
+    at = tl.cast(ctx.me, tl.int64)
+    firsts: tl.constexpr = (S.MAX_SENDERS + 1) * 4
+    for d in range(S.WORLD_SIZE):
+        if is_intra_node(d, ctx.me, S) == 0:
+            if not alone:
                 put(
                     ctx.table,
-                    mine + S.OFFSET_COUNTS + at * (S.COUNT_WORDS * 8),
-                    staged_at(mine, d, ctx.me, S.OFFSET_STAGED_COUNTS, 1, 0, S.COUNT_WORDS * 8, S),
-                    S.COUNT_WORDS * 8,
-                    mine + S.OFFSET_COUNTS_FLAG + at * 8,
+                    mine + S.OFFSET_FIRSTS + at * firsts,
+                    staged_at(mine, d, ctx.me, S.OFFSET_STAGED_FIRSTS, 1, 0, firsts, S),
+                    (movers + 1) * 4,
+                    mine + S.OFFSET_FIRSTS_FLAG + at * 8,
                     ctx.call,
                     d,
                     S,
                 )
+            put(
+                ctx.table,
+                mine + S.OFFSET_COUNTS + at * (S.COUNT_WORDS * 8),
+                staged_at(mine, d, ctx.me, S.OFFSET_STAGED_COUNTS, 1, 0, S.COUNT_WORDS * 8, S),
+                S.COUNT_WORDS * 8,
+                mine + S.OFFSET_COUNTS_FLAG + at * 8,
+                ctx.call,
+                d,
+                S,
+            )
 
 
 @triton.jit
@@ -131,7 +125,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
             row[:, None] + h, ll_word(ctx.call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
         )
         store_expert_counts(ctx, mine, numbers.first_expert, numbers.num_local_experts, pairs, S)
-        put_counts(ctx, mine, alone, movers, S)
+        between_nodes(put_counts, (ctx, mine, alone, movers), S)
         tl.store(sent + r, messages, mask=only(numbers.status == 0, mask))
         tl.store(sent + S.WORLD_SIZE, (ctx.call & 0x7FFFFFFF).to(tl.int32), mask=numbers.status == 0)
     return ok

@@ -40,7 +40,8 @@ from moelink.kernels.dispatch.row_offsets import (
 from moelink.kernels.dispatch.unpack import pad_rows, pad_tiles, unpack_group, who_pads
 from moelink.kernels.records import CallContext, Destination, Groups, Source
 from moelink.kernels.sync.credit import count_read
-from moelink.kernels.sync.quiesce import quiesce_dispatch, wait_for_inter_node
+from moelink.kernels.sync.internode import between_nodes_or
+from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
 from moelink.kernels.sync.signals import (
     I32,
     I64,
@@ -140,15 +141,24 @@ def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S
 
 @triton.jit
 def quiesce(ok, program, ctx, S: tl.constexpr):
-    """Wait as CTA 0, between nodes, for all messages of a call of which this rank reads nothing.
+    """Wait as CTA 0 for all messages of a call of which this rank reads nothing, between nodes.
 
     Returns 1, or 0 or -1 after an error.
     """
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        if (ok > 0) & (program == 0):
-            r = tl.arange(0, S.WORLD_SIZE_POW2)
-            messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
-            ok = quiesce_dispatch(ctx, messages, header_word(ctx.control, r, 3, 0, S.MAX_SENDERS, S), S)
+    if (ok > 0) & (program == 0):
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
+        ok = quiesce_dispatch(ctx, messages, header_word(ctx.control, r, 3, 0, S.MAX_SENDERS, S), S)
+    return ok
+
+
+@triton.jit
+def wait_for_firsts(ctx, S: tl.constexpr):
+    """Wait for the firsts of ranks of other nodes, which come in puts of their own. Returns 1, or 0 or -1 after an
+    error."""
+    cut = header_word(ctx.control, tl.arange(0, S.WORLD_SIZE_POW2), 3, 0, S.MAX_SENDERS, S)
+    ok, peer, got = wait_for_inter_node(own_block(ctx.control, S), S.OFFSET_FIRSTS_FLAG, cut > 0, ctx, S)
+    report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     return ok
 
 
@@ -158,7 +168,6 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
     it."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
-    mine = own_block(peers.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     noted = cached.counts + (numbers.rank if S.ALLREDUCE else 0)
@@ -174,10 +183,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
     before = tl.zeros([S.POLL_WIDTH], tl.int32)
     own = tl.zeros([S.POLL_WIDTH], tl.int32)
     if ok == 0:
-        reads = numbers.status == 0
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            reads = numbers.status >= 0
-        if reads:
+        if awaits_counts(numbers.status, S):
             ok, peer, sizes, before, own = wait_for_counts(
                 ctx, noted, numbers.counts_stride, source, numbers.num_local_experts, S
             )
@@ -187,7 +193,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
             ok += 1
     if numbers.status != 0:
         ok += 0
-        ok = quiesce(ok, program, ctx, S)
+        ok = between_nodes_or(ok, quiesce, (ok, program, ctx), S)
     elif ok <= 0:
         if program == 0:
             write_nothing(outputs, notes.received, numbers, S)
@@ -218,7 +224,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
                 else:
                     odd = odd_one_out(options, mask, S.OPTIONS, S.WORLD_SIZE)
                     note_refusal(ctx, odd, _PHASE, _OPTIONS)
-                ok = quiesce(ok, program, ctx, S)
+                ok = between_nodes_or(ok, quiesce, (ok, program, ctx), S)
         else:
             bases = starts
             if S.SCALE_LAYOUT == 2:
@@ -229,10 +235,8 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
                     peers.control, r, malformed(peers.control, cached.received, numbers.num_local_experts, S)
                 )
                 write_row_offsets(ctx, outputs, notes.received, noted, cached.received, numbers, shared, S)
-            if S.NODE_SIZE < S.WORLD_SIZE and not S.CACHED_ROUTING:
-                cut = header_word(peers.control, r, 3, 0, S.MAX_SENDERS, S)
-                ok, peer, got = wait_for_inter_node(mine, S.OFFSET_FIRSTS_FLAG, cut > 0, ctx, S)
-                report_failure(ok, ctx, peer, _PHASE, call, got, S)
+            if not S.CACHED_ROUTING:
+                ok = between_nodes_or(ok, wait_for_firsts, (ctx,), S)
             pad, pads = who_pads(program, num_programs, tl.max(messages, 0), numbers.num_local_experts, S)
             if pad >= 0:
                 if S.ROW_ALIGNMENT > 1:

@@ -294,9 +294,7 @@ def send_firsts(table, mine, me, programs, S: tl.constexpr):
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     base = tl.load(table + r, mask=r < S.WORLD_SIZE, other=0)
     to = (base + S.OFFSET_FIRSTS).to(I32) + me * (S.MAX_SENDERS + 1)
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        row: tl.constexpr = (S.MAX_SENDERS + 1) * 4
-        to = direct_or_staged(to.to(tl.int64), mine, r, me, S.OFFSET_STAGED_FIRSTS, 1, 0, row, S).to(I32)
+    to = direct_or_staged(to, mine, r, me, S.OFFSET_STAGED_FIRSTS, 1, 0, (S.MAX_SENDERS + 1) * 4, S)
     p = tl.arange(0, S.MAX_SENDERS)
     mask = (p < programs)[:, None] & (r < S.WORLD_SIZE)[None, :]
     row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + p * S.BLOCK_COUNT_WORDS + S.NUM_EXPERTS_POW2

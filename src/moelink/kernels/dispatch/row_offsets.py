@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
-from moelink.kernels.sync.quiesce import wait_for_inter_node
+from moelink.kernels.sync.quiesce import first_failure, wait_for_inter_node
 from moelink.kernels.sync.signals import I64, check_timeout, clock, own_block
 from moelink.memory.protocol import COUNT_HEADER, OVERFLOW
 
@@ -98,12 +98,10 @@ def wait_for_counts(ctx, noted, stride, source, num_local, S: tl.constexpr):
     same call does not wait.
     """
     mine = own_block(ctx.control, S)
-    arrived_inter_node = tl.full([], 1, tl.int32)
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        # A word that a network carries announces nothing, not even its own bytes: wait for the put's signal.
-        arrived_inter_node, missing_inter_node, _ = wait_for_inter_node(
-            mine, S.OFFSET_COUNTS_FLAG, tl.arange(0, S.WORLD_SIZE_POW2) >= 0, ctx, S
-        )
+    # A word that a network carries announces nothing, not even its own bytes: wait for the put's signal.
+    arrived_inter_node, missing_inter_node, _ = wait_for_inter_node(
+        mine, S.OFFSET_COUNTS_FLAG, tl.arange(0, S.WORLD_SIZE_POW2) >= 0, ctx, S
+    )
     if S.CACHED_ROUTING:
         sizes = _sum_noted(noted, stride, num_local, S)
         before = tl.zeros([S.POLL_WIDTH], tl.int32)
@@ -115,9 +113,7 @@ def wait_for_counts(ctx, noted, stride, source, num_local, S: tl.constexpr):
         arrived, missing = wait_ll_words(words, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
     else:
         arrived, missing, sizes, before, own = _look_at_counts(ctx, source, arrived_inter_node > 0, num_local, S)
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        missing = tl.where(arrived_inter_node > 0, missing, missing_inter_node)
-        arrived = tl.minimum(arrived, arrived_inter_node)
+    arrived, missing = first_failure(arrived_inter_node, missing_inter_node, arrived, missing, S)
     return arrived, missing, sizes, before, own
 
 

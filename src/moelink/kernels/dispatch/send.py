@@ -79,7 +79,14 @@ from moelink.kernels.dispatch.route import (
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.internode import direct_or_staged, intra_node_only, is_intra_node, put, staged_at
+from moelink.kernels.sync.internode import (
+    between_nodes,
+    direct_or_staged,
+    intra_node_only,
+    is_intra_node,
+    put,
+    staged_at,
+)
 from moelink.kernels.sync.signals import I32, I64, U8, calls_made, count_arrival, fence, own_block, publish
 from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
 
@@ -143,32 +150,40 @@ def store_headers(ids_of, position, owner, token, places, w, first, N: tl.conste
 
 
 @triton.jit
-def put_messages(ctx, mine, own, slot, N: tl.constexpr, S: tl.constexpr):
-    """Put messages at the ranks of other nodes; on one node do nothing.
+def put_messages(ctx, mine, own, slot, S: tl.constexpr):
+    """Put the messages of N tokens at the ranks of other nodes, where ``own`` [N, ranks], in ``slot`` [N, ranks]."""
+    fence(ctx.control)
+    t = tl.arange(0, slot.shape[0])[:, None]
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    for i in range(slot.shape[0] * S.WORLD_SIZE):
+        d = i % S.WORLD_SIZE
+        one = (t == i // S.WORLD_SIZE) & (r == d)
+        goes = tl.max(tl.max((one & own).to(tl.int32), 1), 0)
+        if (goes > 0) & (is_intra_node(d, ctx.me, S) == 0):
+            place = tl.max(tl.max(tl.where(one, slot, 0), 1), 0)
+            there = tl.cast(ctx.me * S.MAX_TOKENS + place, tl.int64)
+            put(
+                ctx.table,
+                mine + S.OFFSET_MESSAGES + there * S.MESSAGE_BYTES,
+                staged_at(mine, d, ctx.me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, place, S.MESSAGE_BYTES, S),
+                S.MESSAGE_BYTES,
+                mine + S.OFFSET_MESSAGE_FLAG + there * 8,
+                ctx.call,
+                d,
+                S,
+            )
 
-    They are those of N tokens where ``own`` [N, ranks], in ``slot`` [N, ranks].
+
+@triton.jit
+def publish_messages(ctx, base, mine, own, slot, S: tl.constexpr):
+    """Publish the flags of the messages of N tokens, stored already, where ``own`` [N, ranks], in ``slot`` [N, ranks].
+
+    The blocks of the ranks are at ``base`` [ranks]. For ranks of other nodes put the messages, then their flags.
     """
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        fence(ctx.control)
-        t = tl.arange(0, N)[:, None]
-        r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
-        for i in range(N * S.WORLD_SIZE):
-            d = i % S.WORLD_SIZE
-            one = (t == i // S.WORLD_SIZE) & (r == d)
-            goes = tl.max(tl.max((one & own).to(tl.int32), 1), 0)
-            if (goes > 0) & (is_intra_node(d, ctx.me, S) == 0):
-                place = tl.max(tl.max(tl.where(one, slot, 0), 1), 0)
-                there = tl.cast(ctx.me * S.MAX_TOKENS + place, tl.int64)
-                put(
-                    ctx.table,
-                    mine + S.OFFSET_MESSAGES + there * S.MESSAGE_BYTES,
-                    staged_at(mine, d, ctx.me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, place, S.MESSAGE_BYTES, S),
-                    S.MESSAGE_BYTES,
-                    mine + S.OFFSET_MESSAGE_FLAG + there * 8,
-                    ctx.call,
-                    d,
-                    S,
-                )
+    flags = flags_of(base, slot, ctx.me, S)
+    mask = intra_node_only(own, tl.arange(0, S.WORLD_SIZE_POW2)[None, :], ctx.me, S)
+    publish(flags, mask, tl.zeros(slot.shape, tl.int64) + ctx.call)
+    between_nodes(put_messages, (ctx, mine, own, slot), S)
 
 
 @triton.jit
@@ -324,11 +339,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
             row = following
             following = behind
-        flags = flags_of(base, slot, ctx.me, S)
-        publish(
-            flags, intra_node_only(own, r[None, :], ctx.me, S), tl.zeros([1, S.WORLD_SIZE_POW2], tl.int64) + ctx.call
-        )
-        put_messages(ctx, mine, own, slot, 1, S)
+        publish_messages(ctx, base, mine, own, slot, S)
     return ok
 
 
@@ -382,13 +393,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
                     )
                     store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
                     row = following
-            flags = flags_of(base, slot, ctx.me, S)
-            publish(
-                flags,
-                intra_node_only(own, r[None, :], ctx.me, S),
-                tl.zeros([S.TOKENS_PER_BATCH, S.WORLD_SIZE_POW2], tl.int64) + ctx.call,
-            )
-            put_messages(ctx, mine, own, slot, S.TOKENS_PER_BATCH, S)
+            publish_messages(ctx, base, mine, own, slot, S)
             if t0 + S.TOKENS_PER_BATCH < end:
                 sent += tl.sum(goes, 0)
                 pairs += count_pairs(expert, owner, S.TOKENS_PER_BATCH * S.TOPK_POW2, S)

@@ -33,19 +33,18 @@ import triton.language as tl
 from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.dispatch.send import (
-    flags_of,
     load_piece,
     load_weights,
     places_of,
-    put_messages,
+    publish_messages,
     store_headers,
     store_piece,
 )
 from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.internode import intra_node_only
+from moelink.kernels.sync.internode import between_nodes
 from moelink.kernels.sync.ll_words import ll_word
-from moelink.kernels.sync.signals import calls_made, count_arrival, own_block, publish
+from moelink.kernels.sync.signals import calls_made, count_arrival, own_block
 from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -75,7 +74,7 @@ def send_heads(ctx, sent, numbers, credits, S: tl.constexpr):
         store_expert_counts(
             ctx, mine, numbers.first_expert, numbers.num_local_experts, tl.zeros([S.NUM_EXPERTS_POW2], tl.int32), S
         )
-        put_counts(ctx, mine, True, 0, S)
+        between_nodes(put_counts, (ctx, mine, True, 0), S)
         away = tl.sum(tl.where(r == ctx.me, 0, messages), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
     return ok
@@ -127,13 +126,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
                     following = load_piece(inputs.x, next_token, (piece + 1) % S.PIECES_PER_ROW, numbers.num_tokens, S)
                     store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
                     row = following
-            flags = flags_of(base, slot, ctx.me, S)
-            publish(
-                flags,
-                intra_node_only(own, r[None, :], ctx.me, S),
-                tl.zeros([N, S.WORLD_SIZE_POW2], tl.int64) + ctx.call,
-            )
-            put_messages(ctx, mine, own, slot, N, S)
+            publish_messages(ctx, base, mine, own, slot, S)
             slot = following_slot
     return ok
 

@@ -25,7 +25,7 @@ to (3, 2), so that a fourth dispatch may store at once, and a third combine may,
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.internode import intra_node_only, tell_inter_node
+from moelink.kernels.sync.internode import between_nodes_or, intra_node_only, tell_inter_node
 from moelink.kernels.sync.signals import (
     I64,
     arrive,
@@ -73,18 +73,23 @@ def ep_grant_credits_kernel(peers, numbers, S: tl.constexpr):
 
 
 @triton.jit
+def _count_and_tell(ctx, phase, role, num_programs, S: tl.constexpr):
+    """Count the call as the last CTA, and tell ranks of other nodes; the others only arrive. Returns 1."""
+    if arrive(ctx.control + _DONE + role, num_programs) > 0:
+        tl.atomic_xchg(ctx.control + role, ctx.call << _SHIFT, sem="relaxed", scope="gpu")
+        fence(ctx.control)
+        tell_inter_node(ctx.table, ctx.me, S.OFFSET_CREDIT + phase * S.WORLD_SIZE * 8, ctx.call, S)
+    return 1
+
+
+@triton.jit
 def count_read(ctx, phase, program, num_programs, S: tl.constexpr, sem: tl.constexpr):
     """Count call ``call`` of ``phase`` as read, together with all other CTAs of the receiving role, as CTA ``program``.
 
-    The last CTA tells ranks of other nodes, for which the order of ``signals.arrive`` is needed.
+    Between nodes the last CTA tells ranks of other nodes, for which the order of ``signals.arrive`` is needed.
     """
     role = _READ + phase * _NEXT
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        if arrive(ctx.control + _DONE + role, num_programs) > 0:
-            tl.atomic_xchg(ctx.control + role, ctx.call << _SHIFT, sem="relaxed", scope="gpu")
-            fence(ctx.control)
-            tell_inter_node(ctx.table, ctx.me, S.OFFSET_CREDIT + phase * S.WORLD_SIZE * 8, ctx.call, S)
-    else:
+    if between_nodes_or(0, _count_and_tell, (ctx, phase, role, num_programs), S) == 0:
         count_arrival(ctx.control, role, program, num_programs, sem)
 
 

@@ -21,7 +21,9 @@ call n that this rank put there. That also holds in a call that a rank refused: 
 
 ``S.NETWORK`` says who carries the bytes: "nvshmem", NVSHMEM's ``putmem_signal_nbi`` by all threads of a CTA; or "ring",
 work entries for the simulated network proxy on the host (``memory.network_proxy``), with which a CPU tests all this.
-There are several nodes where S.WORLD_SIZE > S.NODE_SIZE.
+There are several nodes where S.WORLD_SIZE > S.NODE_SIZE. Only this file and ``kernels.sync.quiesce`` ask whether there
+are. Their functions do nothing on one node, or return what is right there: :func:`between_nodes` does what other files
+need between nodes only, and :func:`direct_or_staged` says where to store what goes to any rank.
 
 Example: 6 ranks, S.NODE_SIZE 2, rank 2: intra-node ranks are 2 and 3; inter-node ranks are 4, 5, 0, 1, numbered 0 to 3
 in its staging regions.
@@ -39,6 +41,22 @@ _ENTRY = tl.constexpr(RING_ENTRY_WORDS)
 _HEADER = tl.constexpr(RING_HEADER_WORDS)
 # NVSHMEM_SIGNAL_SET of nvshmemx_signal_op_t: the word becomes the value. For most others NVSHMEM's device code adds it.
 _SIGNAL_SET = tl.constexpr(9)
+
+
+@triton.jit
+def between_nodes(work, arguments, S: tl.constexpr):
+    """Do ``work(*arguments, S)`` where there are several nodes; on one node do nothing."""
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        work(*arguments, S)
+
+
+@triton.jit
+def between_nodes_or(otherwise, work, arguments, S: tl.constexpr):
+    """Return ``work(*arguments, S)`` where there are several nodes; on one node return ``otherwise``."""
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        return work(*arguments, S)
+    else:
+        return otherwise
 
 
 @triton.jit
@@ -79,13 +97,27 @@ def staged_at(mine, rank, me, offset, items, item, stride, S: tl.constexpr):
 
 @triton.jit
 def direct_or_staged(direct, mine, rank, me, offset, items, item, stride, S: tl.constexpr):
-    """Return where to store what goes to ``rank``: ``direct``, an address in its block, intra-node; else
+    """Return where to store what goes to ``rank``: ``direct``, an address or pointer in its block, intra-node; else
     :func:`staged_at`."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         at = staged_at(mine, rank, me, offset, items, item, stride, S)
-        return tl.where(is_intra_node(rank, me, S), direct, at)
+        return tl.where(is_intra_node(rank, me, S), direct.to(tl.int64), at).to(direct.dtype)
     else:
         return direct
+
+
+@triton.jit
+def own_word_at(base, mine, rank, me, offset, staged, words, word, S: tl.constexpr):
+    """Return where to store word ``word`` of what this rank tells ``rank``, whose block is at ``base``, in int64 words.
+
+    There it has row ``me`` of the region at ``offset``, of ``words`` words. For a rank of another node they are staged,
+    in the region at ``staged``.
+    """
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        row = base + offset + tl.cast(me, tl.int64) * (words * 8)
+        return direct_or_staged(row, mine, rank, me, staged, 1, 0, words * 8, S).to(I64) + word
+    else:
+        return (base + offset).to(I64) + (me * words + word)
 
 
 @core.extern
@@ -136,8 +168,7 @@ def tell(table, mine, word, value, peer, S: tl.constexpr):
 @triton.jit
 def tell_inter_node(table, me, offset, value, S: tl.constexpr):
     """Put ``value`` in word ``me`` of the region at ``offset`` of every rank of another node."""
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        mine = tl.load(table + me)
-        for d in range(S.WORLD_SIZE):
-            if is_intra_node(d, me, S) == 0:
-                tell(table, mine, mine + offset + tl.cast(me, tl.int64) * 8, value, d, S)
+    mine = tl.load(table + me)
+    for d in range(S.WORLD_SIZE):
+        if is_intra_node(d, me, S) == 0:
+            tell(table, mine, mine + offset + tl.cast(me, tl.int64) * 8, value, d, S)

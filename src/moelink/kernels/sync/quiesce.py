@@ -5,6 +5,10 @@ arrived (``kernels.sync.internode`` says why). In an ordinary call this rank wai
 that a rank refused, or for which ranks chose different options, it waits here, because then it reads nothing, or more
 comes than it asked for.
 
+On one node a rank that refuses waits for nobody, because each peer stores for one call after the other. Instead the
+ranks that sent it rows in a combine wait until these have arrived (:func:`wait_until_sent`). Between nodes combine's
+heads say how many messages to wait for; on one node they say which dispatch's rows go home (:func:`odd_dispatch`).
+
 Example: W = 4, S.NODE_SIZE = 2, rank 0 refuses a dispatch. Counts say that rank 2 sends 3 messages and rank 3 none:
 rank 0 waits for the flags of slots 0, 1, 2 of rank 2, and then grants credit.
 """
@@ -13,24 +17,49 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.sync.internode import intra_node_only
-from moelink.kernels.sync.signals import I64, U8, report_failure, wait_all
+from moelink.kernels.sync.lamport_slots import is_small
+from moelink.kernels.sync.signals import I64, U8, odd_one_out, own_block, report_failure, wait_all
 from moelink.memory.protocol import OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
 
 _DISPATCH = tl.constexpr(PHASE_DISPATCH)
 _COMBINE = tl.constexpr(PHASE_COMBINE)
 _BY_ROW = tl.constexpr(OPTIONS_BY_ROW)
 _AT_ONCE = tl.constexpr(64)
+_SENT_AT_ONCE = tl.constexpr(128)
+
+
+@triton.jit
+def awaits_counts(status, S: tl.constexpr):
+    """Return whether this rank waits for counts: if it takes part, and between nodes even if it refuses."""
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        return status >= 0
+    else:
+        return status == 0
 
 
 @triton.jit
 def wait_for_inter_node(mine, offset, mask, ctx, S: tl.constexpr):
     """Wait for the words of the ranks under ``mask`` that are of other nodes, one a rank in the region at ``offset``.
 
-    Returns (arrived, the rank furthest behind, its word).
+    Returns (arrived, the rank furthest behind, its word); on one node (1, 0, 0).
     """
-    r = tl.arange(0, S.WORLD_SIZE_POW2)
-    far = mask & (r < S.WORLD_SIZE) & (intra_node_only(r < S.WORLD_SIZE, r, ctx.me, S) == 0)
-    return wait_all((mine + offset).to(I64) + r, far, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        far = mask & (r < S.WORLD_SIZE) & (intra_node_only(r < S.WORLD_SIZE, r, ctx.me, S) == 0)
+        poison = (mine + S.OFFSET_POISON).to(I64)
+        return wait_all((mine + offset).to(I64) + r, far, ctx.call, poison, ctx.limit, S.CLOCK)
+    else:
+        return tl.full([], 1, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+
+
+@triton.jit
+def first_failure(before, missing_before, arrived, missing, S: tl.constexpr):
+    """Return (arrived, rank that is missing) of a wait, or where it came after one for other nodes, ``before`` and
+    ``missing_before``, which failed, of that one."""
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        missing = tl.where(before > 0, missing, missing_before)
+        arrived = tl.minimum(arrived, before)
+    return arrived, missing
 
 
 @triton.jit
@@ -68,7 +97,87 @@ def quiesce_dispatch(ctx, messages, programs, S: tl.constexpr):
 
 
 @triton.jit
-def quiesce_combine(ctx, S: tl.constexpr):
+def beside_status(received, status, S: tl.constexpr):
+    """Return what the upper half of ``combine_status`` says to each rank [ranks].
+
+    Between nodes it is how many messages' rows go there (of a rank that refuses: flags that it raises), for
+    :func:`quiesce_combine`; on one node the number of the dispatch whose rows go home, for :func:`odd_dispatch`.
+    """
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        messages = tl.load(received + 2 * r, mask=r < S.WORLD_SIZE, other=0)
+        return tl.where(status == 0, messages, S.MAX_TOKENS)
+    else:
+        return tl.zeros([S.WORLD_SIZE_POW2], tl.int32) + _dispatch_of(received, S)
+
+
+@triton.jit
+def odd_dispatch(beside, received, S: tl.constexpr):
+    """Return the rank to blame where heads name other dispatches than the one that ``received`` is of, or -1.
+
+    Between nodes heads name none, and it is -1.
+    """
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        return tl.full([], -1, tl.int32)
+    else:
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        return odd_one_out(beside, r < S.WORLD_SIZE, _dispatch_of(received, S), S.WORLD_SIZE)
+
+
+@triton.jit
+def _dispatch_of(received, S: tl.constexpr):
+    """Return the number of the dispatch whose ``received`` this is, 31 bits of it."""
+    return tl.load(received + 2 * S.WORLD_SIZE + 1)
+
+
+@triton.jit
+def _wait_until_at(ctx, received, home, S: tl.constexpr):
+    """Wait until all rows that this rank sends to ``home`` in this combine have arrived there."""
+    mine = own_block(ctx.control, S)
+    flags = (tl.load(ctx.table + home) + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
+    count = tl.load(received + home * 2) * S.PARTS_PER_ROW
+    if S.LAMPORT_TOKENS > 0:  # Lamport slots need no wait: only this rank stores there, and home clears them
+        count = tl.where(is_small(ctx.control, tl.load(received + home * 2 + 1), ctx.call, S), 0, count)
+    i = tl.arange(0, _SENT_AT_ONCE)
+    ok = tl.full([], 1, tl.int32)
+    for c0 in range(0, count, _SENT_AT_ONCE):
+        if ok > 0:
+            ok, _, got = wait_all(
+                flags + c0 + i, c0 + i < count, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
+            )
+            report_failure(ok, ctx, ctx.me, _COMBINE, ctx.call, got, S)
+    return ok
+
+
+@triton.jit
+def wait_until_sent(ok, ctx, received, refused, first, S: tl.constexpr):
+    """Wait until this rank's own rows have arrived at the ranks that refused a combine; between nodes do nothing.
+
+    ``refused`` [ranks]: the numbers of these ranks, S.WORLD_SIZE in place of others; ``first``: the lowest. Returns 1,
+    or 0 or -1 after an error. The senders are lower CTAs of this launch or CTAs of an earlier one, and wait only until
+    peers begin this call.
+    """
+    if S.NODE_SIZE == S.WORLD_SIZE:
+        for home in range(first, S.WORLD_SIZE):
+            if (ok > 0) & (tl.sum((refused == home).to(tl.int32), 0) > 0):
+                ok = _wait_until_at(ctx, received, home, S)
+    return ok
+
+
+@triton.jit
+def quiesce_combine(ok, needed, ctx, S: tl.constexpr):
+    """Wait between nodes, if ``needed``, for all that is sent back in this combine.
+
+    Returns 1, or 0 or -1 after an error; otherwise ``ok``.
+    """
+    if S.NODE_SIZE < S.WORLD_SIZE:
+        if needed:
+            ok = _wait_for_what_heads_say(ctx, S)
+    return ok
+
+
+@triton.jit
+def _wait_for_what_heads_say(ctx, S: tl.constexpr):
     """Wait for all that is sent back in this combine, by what the heads say.
 
     That is sums, or rows; each row from another node has its own flag. This rank also waits for the ranks of its own
@@ -104,15 +213,27 @@ def quiesce_combine(ctx, S: tl.constexpr):
 
 
 @triton.jit
-def wait_for_choices(ctx, S: tl.constexpr):
-    """Wait for what the ranks of other nodes chose.
-
-    Returns (1, or 0 or -1 after an error; [ranks] whether a rank's rows come). False stands for those ranks of other
-    nodes that send sums or refused the call.
-    """
+def _wait_for_choices(ctx, S: tl.constexpr):
+    """Wait for what the ranks of other nodes chose, and return it as :func:`wait_for_choices` does."""
     mine = tl.load(ctx.table + ctx.me)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     ok, source, got = wait_for_inter_node(mine, S.OFFSET_COMBINE_HEAD, r < S.WORLD_SIZE, ctx, S)
     report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
     status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=r < S.WORLD_SIZE, other=0)
     return ok, intra_node_only(r < S.WORLD_SIZE, r, ctx.me, S) | ((status & 0xFFFFFFFF) == 2 * _BY_ROW)
+
+
+@triton.jit
+def wait_for_choices(ok, needed, ctx, S: tl.constexpr):
+    """Wait between nodes, if ``needed``, for what the ranks of other nodes chose, where rows come that are staged by
+    message.
+
+    Returns (1, or 0 or -1 after an error, otherwise ``ok``; [ranks] whether a rank's rows come). False stands for those
+    ranks of other nodes that send sums or refused the call.
+    """
+    choices = tl.full([S.WORLD_SIZE_POW2], 1, tl.int1)
+    if S.NODE_SIZE < S.WORLD_SIZE and not S.SENDS_SUMS and not S.STAGED_BY_ROW:
+        choices = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
+        if needed:
+            ok, choices = _wait_for_choices(ctx, S)
+    return ok, choices

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.records import Peers
-from moelink.kernels.sync.internode import I64, intra_node_only, is_intra_node, put
+from moelink.kernels.sync.internode import I64, between_nodes, intra_node_only, is_intra_node, put
 from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
@@ -189,6 +189,17 @@ def claim(control):
 
 
 @triton.jit
+def _put_description(peers, me, S: tl.constexpr):
+    """Put the description that lies in the own ``poisons[me]`` at the ranks of other nodes, then poison them."""
+    mine = own_block(peers.control, S)
+    copy = mine + S.OFFSET_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored before, then never changed
+    fence(peers.control)
+    for d in range(S.WORLD_SIZE):
+        if is_intra_node(d, me, S) == 0:
+            put(peers.table, copy, copy, _RECORD * 8, mine + S.OFFSET_POISON, me + 1, d, S)
+
+
+@triton.jit
 def give_up(peers, me, peer, phase, call, expected, got, S: tl.constexpr):
     """Describe an expired wait in ``record`` (host-visible) and at every peer, and poison all ranks, this one included.
 
@@ -205,13 +216,7 @@ def give_up(peers, me, peer, phase, call, expected, got, S: tl.constexpr):
         tl.debug_barrier()
         tl.atomic_xchg(peers.record, _TIMEOUT, sem="release", scope="sys")
         publish((base + S.OFFSET_POISON).to(I64), mask, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + me + 1)
-        if S.NODE_SIZE < S.WORLD_SIZE:
-            mine = own_block(peers.control, S)
-            copy = mine + S.OFFSET_POISONS + tl.cast(me, tl.int64) * (_RECORD * 8)  # stored above, then never changed
-            fence(peers.control)
-            for d in range(S.WORLD_SIZE):
-                if is_intra_node(d, me, S) == 0:
-                    put(peers.table, copy, copy, _RECORD * 8, mine + S.OFFSET_POISON, me + 1, d, S)
+        between_nodes(_put_description, (peers, me), S)
 
 
 @triton.jit
