@@ -13,8 +13,8 @@ import triton.language as tl
 
 import moelink
 from moelink.kernels.combine import reduce
+from moelink.kernels.dispatch import receive_cached
 from moelink.kernels.dispatch import unpack as padding
-from moelink.kernels.dispatch import unpack as place
 from moelink.kernels.launch.constants import dispatch_spec, host_clock
 from moelink.kernels.launch.grid import Cut
 from moelink.kernels.numeric import round_bf16
@@ -195,7 +195,9 @@ def test_the_first_stray_is_the_same_for_all(values, blamed):
 def _noted(rows, sizes, starts, out, S: tl.constexpr):
     i = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
     e = tl.arange(0, 4)
-    found = place._noted_rows(rows + i, i >= 0, tl.load(sizes + e), tl.load(starts + e), tl.load(starts + e) * 2, 10, S)
+    found = receive_cached._noted_rows(
+        rows + i, i >= 0, tl.load(sizes + e), tl.load(starts + e), tl.load(starts + e) * 2, 10, S
+    )
     for n in tl.static_range(4):
         tl.store(out + n * 8 + i, found[n].to(tl.int32))
 

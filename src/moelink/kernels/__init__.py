@@ -7,10 +7,11 @@ records                what kernels receive: peers, inputs, outputs, notes, numb
 dispatch/kernel        both roles in one launch, or in two
 dispatch/route         which rank owns an expert; what precedes a token; block counts
 dispatch/counts        the CTA that tells every rank how many messages and rows come
-dispatch/send          the sender role: CTAs that store messages; send_cached: the same over cached routing
+dispatch/send          the sender role: CTAs that store messages
 dispatch/receive       the receiver role: wait for counts and messages; row_offsets: where rows go
 dispatch/unpack        copies messages to their rows, and zeros the padding of each group
 dispatch/scales        writes the scales of large calls, in a launch of its own
+dispatch/send_cached   the sender role over cached routing; receive_cached: the receiver role
 combine/kernel         both roles in one launch, or in two
 combine/send           the expert role: ``send_tokens_back``
 combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``,
@@ -24,7 +25,7 @@ sync/signals           publish, wait, report failure: the memory order of every 
 sync/ll_words          words that carry their call number, and so need no signal
 sync/lamport_slots     rows that are their own signal: sums of small calls travel home without flags
 sync/credit            when a rank may overwrite a peer's block
-sync/internode         puts to ranks of other nodes; quiesce: waiting for puts that nobody will read
+sync/internode         puts to ranks of other nodes, if there are any; quiesce: waiting for puts that nobody will read
 launch/constants       launch constants: what is fixed when a kernel is compiled
 launch/grid            how many CTAs a launch has, and what each of them does; sm_limit: which SMs they use
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled

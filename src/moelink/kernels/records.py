@@ -172,6 +172,28 @@ class Groups(NamedTuple):
     shared_rows: Any
 
 
+class ReceiverSteps(NamedTuple):
+    """What the receiver role does in one way where it counts, and in another over cached routing: Triton functions.
+
+    Attributes:
+        wait: waits for what all sources say, and computes the rows of each local expert.
+        columns: says how many messages of a source come, and how they are ordered.
+        compare: says which ranks refused this call, or make it otherwise.
+        blame: notes one rank that makes it otherwise.
+        prepare: writes the offsets, and waits for what else is needed to unpack messages.
+        destination: says where the rows of a source go.
+        unpack_headers: finds the rows of messages, and stores what their headers say.
+    """
+
+    wait: Any
+    columns: Any
+    compare: Any
+    blame: Any
+    prepare: Any
+    destination: Any
+    unpack_headers: Any
+
+
 class Source(NamedTuple):
     """What a receiver knows of the messages of one source, from its counts.
 
@@ -220,6 +242,21 @@ class Header(NamedTuple):
     local_ids: Any
     positions: Any
     weights: Any
+
+
+class Placed(NamedTuple):
+    """Where the rows of messages go, [n, rows] each.
+
+    Attributes:
+        row: the row.
+        keep: whether there is one, within the output's capacity.
+        inner, block: for tiles of scales, how far it is into its group, and the group's first block.
+    """
+
+    row: Any
+    keep: Any
+    inner: Any
+    block: Any
 
 
 class CreditNumbers(NamedTuple):

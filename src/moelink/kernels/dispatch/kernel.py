@@ -7,9 +7,10 @@ senders finish on every rank in whatever order the CTAs of a launch run, as long
 kernel therefore runs on a GPU, where CTAs start in ascending order as SMs become free, and in the interpreter, where
 they run one after the other.
 
-A dispatch over cached routing (``S.CACHED_ROUTING``) uses the same launches with another sender role
-(``kernels.dispatch.send_cached``). It reads ``notes`` and ``cached`` (``received`` and ``counts`` of the earlier call)
-where another dispatch would count. Otherwise the kernels fill in ``notes`` and do not read ``cached``.
+A dispatch over cached routing (``S.CACHED_ROUTING``) uses the same launches with other roles
+(``kernels.dispatch.send_cached``, ``kernels.dispatch.receive_cached``); no other file asks. They read ``notes`` and
+``cached`` (``received`` and ``counts`` of the earlier call) where another dispatch would count. Otherwise the kernels
+fill in ``notes`` and do not read ``cached``.
 
 Where a later launch writes the scales (``S.SCALES_LATER``, ``kernels.dispatch.scales``), the receiver stores in
 ``outputs.scales`` the number of the message that each row came with.
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.receive import receive
+from moelink.kernels.dispatch.receive_cached import receive_cached
 from moelink.kernels.dispatch.send import send
 from moelink.kernels.dispatch.send_cached import send_cached
 from moelink.kernels.launch.sm_limit import run_role, run_roles
@@ -40,7 +42,7 @@ def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: 
     sending = (peers, inputs, notes, cached, numbers)
     receiving = (peers, outputs, notes, cached, numbers)
     if S.CACHED_ROUTING:
-        run_roles(send_cached, sending, receive, receiving, peers.control, _SENT, numbers, S)
+        run_roles(send_cached, sending, receive_cached, receiving, peers.control, _SENT, numbers, S)
     else:
         run_roles(send, sending, receive, receiving, peers.control, _SENT, numbers, S)
 
@@ -49,13 +51,11 @@ def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: 
 def ep_dispatch_async_kernel(peers, inputs, notes, cached, numbers, S: tl.constexpr):
     """Run the sender role alone."""
     arguments = (peers, inputs, notes, cached, numbers)
-    if S.CACHED_ROUTING:
-        run_role(send_cached, arguments, peers.control, _SENT, numbers.programs, S)
-    else:
-        run_role(send, arguments, peers.control, _SENT, numbers.programs, S)
+    run_role(send_cached if S.CACHED_ROUTING else send, arguments, peers.control, _SENT, numbers.programs, S)
 
 
 @triton.jit
 def ep_dispatch_wait_kernel(peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run the receiver role alone."""
-    run_role(receive, (peers, outputs, notes, cached, numbers), peers.control, _RECEIVED, numbers.programs, S)
+    arguments = (peers, outputs, notes, cached, numbers)
+    run_role(receive_cached if S.CACHED_ROUTING else receive, arguments, peers.control, _RECEIVED, numbers.programs, S)

@@ -5,9 +5,8 @@ waits for another of this launch. CTA 0 writes the offsets and totals. Each othe
 whichever of its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. The waits
 are acquires (``kernels.sync.signals``), so whatever a source stored before its signal is visible.
 
-Over cached routing (S.CACHED_ROUTING) CTAs wait only for the headers. These must name the call that made the routing,
-the same call on every rank. That call computed where rows go (``kernels.dispatch.row_offsets``,
-``kernels.dispatch.unpack``). If it brought nothing, no rank makes this call.
+Over cached routing some of these steps differ (``kernels.dispatch.receive_cached``). Each role passes its own steps to
+what both do (:func:`receive_by`).
 
 Once all CTAs have read what they need the call is counted as received. The next launch grants credit to every source,
 which may then overwrite its messages (``kernels.sync.credit``). A source that is a call ahead waits for that credit. A
@@ -31,14 +30,13 @@ from moelink.kernels.dispatch.row_offsets import (
     columns_of,
     group_starts,
     header_word,
-    malformed,
     tile_bases,
     wait_for_counts,
+    write_counted_offsets,
     write_nothing,
-    write_row_offsets,
 )
-from moelink.kernels.dispatch.unpack import pad_rows, pad_tiles, unpack_group, who_pads
-from moelink.kernels.records import CallContext, Destination, Groups, Source
+from moelink.kernels.dispatch.unpack import pad_rows, pad_tiles, unpack_group, unpack_headers, who_pads
+from moelink.kernels.records import CallContext, Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
 from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
@@ -46,7 +44,6 @@ from moelink.kernels.sync.signals import (
     I32,
     I64,
     calls_made,
-    first_stray,
     is_poisoned,
     note_malformed,
     note_refusal,
@@ -58,7 +55,6 @@ from moelink.kernels.sync.signals import (
 from moelink.memory.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
-    CODE_ROUTING,
     DISPATCH_RECEIVED,
     PHASE_DISPATCH,
 )
@@ -67,11 +63,10 @@ _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
-_ROUTING = tl.constexpr(CODE_ROUTING)
 
 
 @triton.jit
-def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S: tl.constexpr):
+def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, numbers, S: tl.constexpr):
     """Wait for the ``lane``-th of ``lanes`` shares of the messages of ``source``, and unpack them.
 
     A CTA follows S.MESSAGES_PER_STEP cursors, unpacks whatever has arrived at any of them, and moves these cursors on.
@@ -85,14 +80,7 @@ def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S
     column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
     """
     mine = own_block(ctx.control, S)
-    base = groups.starts + source.before
-    programs = source.programs
-    if S.CACHED_ROUTING:
-        programs = programs * 0
-    elif S.RANK_LAYOUT:
-        r = tl.arange(0, S.WORLD_SIZE_POW2)
-        base = tl.sum(tl.where(r < source.rank, header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S), 0), 0)
-    destination = Destination(base, source.rows, groups.starts, groups.bases)
+    destination, programs = steps.destination(ctx.control, source, groups, S)
     firsts = (mine + S.OFFSET_FIRSTS).to(I32) + source.rank * (S.MAX_SENDERS + 1)
     cursors = lanes * S.MESSAGES_PER_STEP
     cursor = lane + tl.arange(0, S.MESSAGES_PER_STEP) * lanes
@@ -134,7 +122,9 @@ def unpack_messages(ctx, source, lane, lanes, groups, outputs, notes, numbers, S
             report_failure(ok, ctx, source.rank, _PHASE, ctx.call, tl.max(got, 0), S)
             ready = there & (got >= ctx.call)
             if ok > 0:
-                unpack_group(ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S)
+                unpack_group(
+                    steps.unpack_headers, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
+                )
         at += (ready | ((at < last) & (there == 0))).to(tl.int32)
     return ok
 
@@ -163,17 +153,63 @@ def wait_for_firsts(ctx, S: tl.constexpr):
 
 
 @triton.jit
-def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
-    """Run CTA ``program`` of the receiver role. Over ``cached`` routing, ``notes`` are those of the call that made
-    it."""
+def compare(ctx, refused, options, S: tl.constexpr):
+    """Return [ranks] which ranks refused this call or chose other options, and what :func:`blame` needs besides."""
+    mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
+    return mask & ((refused != 0) | (options != S.OPTIONS)), options
+
+
+@triton.jit
+def blame(ctx, options, origin, S: tl.constexpr):
+    """Note the rank that chose other ``options`` [ranks] than most."""
+    mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
+    note_refusal(ctx, odd_one_out(options, mask, S.OPTIONS, S.WORLD_SIZE), _PHASE, _OPTIONS)
+
+
+@triton.jit
+def prepare(ok, program, ctx, outputs, received, cached, numbers, shared, S: tl.constexpr):
+    """Write offsets and totals as CTA 0; then wait, between nodes, for the firsts.
+
+    Returns 1, or 0 or -1 after an error; on one node ``ok``.
+    """
+    if program == 0:
+        write_counted_offsets(ctx, outputs, received, numbers, shared, S)
+    return between_nodes_or(ok, wait_for_firsts, (ctx,), S)
+
+
+@triton.jit
+def destination_of(control, source, groups, S: tl.constexpr):
+    """Return where the rows of ``source`` go: in each group, or in layout "rank" as a whole, behind those of the
+    sources before it. Also return its sending CTAs, each of which sends a column of messages in order."""
+    base = groups.starts + source.before
+    if S.RANK_LAYOUT:
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        base = tl.sum(tl.where(r < source.rank, header_word(control, r, 1, 0, S.MAX_TOKENS, S), 0), 0)
+    return Destination(base, source.rows, groups.starts, groups.bases), source.programs
+
+
+@triton.jit
+def context_of(peers, numbers):
+    """Return the context of this call of the receiver role."""
     call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
-    r = tl.arange(0, S.WORLD_SIZE_POW2)
-    mask = r < S.WORLD_SIZE
-    noted = cached.counts + (numbers.rank if S.ALLREDUCE else 0)
+    return CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+
+
+@triton.jit
+def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
+    """Run CTA ``program`` of the receiver role, which counts what it receives. ``cached`` is not read."""
+    ctx = context_of(peers, numbers)
     ok = -is_poisoned(peers.record, peers.control, S)
-    if S.CACHED_ROUTING:
-        ok = tl.where(tl.load(cached.received + 2 * S.WORLD_SIZE) != 0, -1, ok)
+    receive_by(
+        ReceiverSteps(wait_for_counts, columns_of, compare, blame, prepare, destination_of, unpack_headers),
+        ok, ctx, program, num_programs, outputs, notes, cached, numbers, S,
+    )  # fmt: skip
+
+
+@triton.jit
+def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, numbers, S: tl.constexpr):
+    """Run CTA ``program`` of the receiver role by its ``steps``. ``ok`` is 0, or -1 where no call is made."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
     # All but the first place: one source for each where they suffice, its messages to its programs in turn.
     others = tl.maximum(num_programs - 1, 1)
     number = program - tl.minimum(num_programs - 1, 1)
@@ -184,10 +220,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
     own = tl.zeros([S.POLL_WIDTH], tl.int32)
     if ok == 0:
         if awaits_counts(numbers.status, S):
-            ok, peer, sizes, before, own = wait_for_counts(
-                ctx, noted, numbers.counts_stride, source, numbers.num_local_experts, S
-            )
-            report_failure(ok, ctx, peer, _PHASE, call, call - 1, S)
+            ok, sizes, before, own = steps.wait(ctx, cached, source, numbers, S)
         else:
             # A rank that refuses reads nothing, so it drains at once; each peer stores for one call after the other.
             ok += 1
@@ -200,43 +233,26 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
     else:
         shared = numbers.shared_end - numbers.shared_begin
         starts, aligned, shared_rows = group_starts(sizes, shared, S)
-        count, programs, most = columns_of(peers.control, cached.received, source, S)
-        refused = header_word(peers.control, r, 0, 0, 1, S)
-        messages = header_word(peers.control, r, 1, 0, S.MAX_TOKENS, S)
-        options = header_word(peers.control, r, 5, 0, 0x7FFFFFFF, S)
-        wrong = mask & ((refused != 0) | (options != S.OPTIONS))
-        origin = options
-        if S.CACHED_ROUTING:
-            origin = header_word(peers.control, r, 6, 0, 0x7FFFFFFF, S)
-            wrong = wrong | (mask & (origin != tl.sum(tl.where(r == numbers.me, origin, 0), 0)))
+        count, programs, most = steps.columns(ctx.control, cached, source, S)
+        refused = header_word(ctx.control, r, 0, 0, 1, S)
+        messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
+        options = header_word(ctx.control, r, 5, 0, 0x7FFFFFFF, S)
+        wrong, origin = steps.compare(ctx, refused, options, S)
         if tl.max(wrong.to(tl.int32), 0) > 0:
             if program == 0:
                 write_nothing(outputs, notes.received, numbers, S)
                 peer = tl.min(tl.where(refused != 0, r, S.WORLD_SIZE), 0)
                 if peer < S.WORLD_SIZE:
                     note_refusal(ctx, peer, _PHASE, _REFUSED)
-                elif S.CACHED_ROUTING:
-                    odd = first_stray(options, mask)
-                    if odd < S.WORLD_SIZE:
-                        note_refusal(ctx, odd, _PHASE, _OPTIONS)
-                    else:
-                        note_refusal(ctx, first_stray(origin, mask), _PHASE, _ROUTING)
                 else:
-                    odd = odd_one_out(options, mask, S.OPTIONS, S.WORLD_SIZE)
-                    note_refusal(ctx, odd, _PHASE, _OPTIONS)
+                    steps.blame(ctx, options, origin, S)
                 ok = between_nodes_or(ok, quiesce, (ok, program, ctx), S)
         else:
             bases = starts
             if S.SCALE_LAYOUT == 2:
                 bases, _ = tile_bases(starts, aligned, shared_rows, numbers.capacity, S)
             groups = Groups(sizes, starts, aligned, bases, shared, shared_rows)
-            if program == 0:
-                note_malformed(
-                    peers.control, r, malformed(peers.control, cached.received, numbers.num_local_experts, S)
-                )
-                write_row_offsets(ctx, outputs, notes.received, noted, cached.received, numbers, shared, S)
-            if not S.CACHED_ROUTING:
-                ok = between_nodes_or(ok, wait_for_firsts, (ctx,), S)
+            ok = steps.prepare(ok, program, ctx, outputs, notes.received, cached, numbers, shared, S)
             pad, pads = who_pads(program, num_programs, tl.max(messages, 0), numbers.num_local_experts, S)
             if pad >= 0:
                 if S.ROW_ALIGNMENT > 1:
@@ -246,13 +262,10 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
             while (ok > 0) & (number >= 0) & (source < S.WORLD_SIZE):
                 lanes = tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE)
                 known = Source(source, count, programs, most, before, own)
-                ok = unpack_messages(ctx, known, lane, lanes, groups, outputs, notes, numbers, S)
+                ok = unpack_messages(steps, ctx, known, lane, lanes, groups, outputs, notes, numbers, S)
                 source += others
                 if (ok > 0) & (source < S.WORLD_SIZE):
-                    ok, peer, again, before, own = wait_for_counts(
-                        ctx, noted, numbers.counts_stride, source, numbers.num_local_experts, S
-                    )
-                    report_failure(ok, ctx, peer, _PHASE, call, call - 1, S)
-                    count, programs, most = columns_of(peers.control, cached.received, source, S)
+                    ok, again, before, own = steps.wait(ctx, cached, source, numbers, S)
+                    count, programs, most = steps.columns(ctx.control, cached, source, S)
     if ok > 0:
         count_read(ctx, _PHASE, program, num_programs, S, "relaxed")

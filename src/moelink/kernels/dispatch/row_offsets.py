@@ -4,9 +4,7 @@ role.
 Every CTA sums the very counts that it polled. So between the arrival of the counts and the first row nothing is loaded
 from memory a second time.
 
-Over cached routing (S.CACHED_ROUTING) the offsets come from the earlier call: ``noted`` is a column of its counts,
-``routed`` its ``received``. The receiver then waits only for the headers, and compares them with what the earlier call
-received.
+Over cached routing the offsets come from the earlier call (``kernels.dispatch.receive_cached``).
 
 Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIGNMENT 4: group sizes [3, 1], row_offsets
 [0, 4, 8], handle.counts [[2, 1], [1, 0]].
@@ -16,13 +14,14 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.sync.ll_words import value_at, wait_ll_words
+from moelink.kernels.sync.ll_words import value_at
 from moelink.kernels.sync.quiesce import first_failure, wait_for_inter_node
-from moelink.kernels.sync.signals import I64, check_timeout, clock, own_block
-from moelink.memory.protocol import COUNT_HEADER, OVERFLOW
+from moelink.kernels.sync.signals import I64, check_timeout, clock, note_malformed, own_block, report_failure
+from moelink.memory.protocol import COUNT_HEADER, OVERFLOW, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _OVERFLOW = tl.constexpr(OVERFLOW)
+_PHASE = tl.constexpr(PHASE_DISPATCH)
 
 
 @triton.jit
@@ -74,47 +73,36 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
 
 
 @triton.jit
-def _sum_noted(noted, stride, num_local, S: tl.constexpr):
-    """Sum a column of an earlier call's counts: rows of all sources for each local expert [S.POLL_WIDTH], over cached
-    routing."""
-    step: tl.constexpr = S.WORLD_SIZE_POW2 if S.WORLD_SIZE_POW2 < 8 else 8
-    e = tl.arange(0, S.POLL_WIDTH)
-    sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
-    for s0 in range(0, S.WORLD_SIZE, step):
-        for j in tl.static_range(step):
-            s = s0 + j
-            rows = tl.load(noted + e * stride + s, mask=only(s < S.WORLD_SIZE, e < num_local), other=0)
-            sizes += tl.minimum(tl.maximum(rows, 0), S.MAX_TOKENS * S.TOPK)
-    return sizes
+def wait_for_counts_signals(ctx, S: tl.constexpr):
+    """Wait for the signals of the counts that other nodes put here.
+
+    A word that a network carries announces nothing, not even its own bytes. Returns (arrived, source that is missing).
+    """
+    mine = own_block(ctx.control, S)
+    every = tl.arange(0, S.WORLD_SIZE_POW2) >= 0
+    arrived, missing, _ = wait_for_inter_node(mine, S.OFFSET_COUNTS_FLAG, every, ctx, S)
+    return arrived, missing
 
 
 @triton.jit
-def wait_for_counts(ctx, noted, stride, source, num_local, S: tl.constexpr):
-    """Wait for the counts of every source and sum them; over cached routing wait for the headers and sum what is
-    ``noted``.
+def report_missing(before, missing_before, arrived, missing, ctx, S: tl.constexpr):
+    """Report the first of two waits that failed: the one for signals, or the one for words. Returns whether both
+    arrived: 1, or 0 or -1."""
+    arrived, missing = first_failure(before, missing_before, arrived, missing, S)
+    report_failure(arrived, ctx, missing, _PHASE, ctx.call, ctx.call - 1, S)
+    return arrived
 
-    Returns (arrived, source that is missing, and per local expert [S.POLL_WIDTH] the rows of all sources, of those
-    before ``source``, and of ``source``). Over cached routing the three are: of all, none, of all. A second look at the
-    same call does not wait.
+
+@triton.jit
+def wait_for_counts(ctx, cached, source, numbers, S: tl.constexpr):
+    """Wait for the counts of every source and sum them.
+
+    Returns arrived (1, or 0 or -1 after an error), and per local expert [S.POLL_WIDTH] the rows of all sources, of
+    those before ``source``, and of ``source``. A second look at the same call does not wait.
     """
-    mine = own_block(ctx.control, S)
-    # A word that a network carries announces nothing, not even its own bytes: wait for the put's signal.
-    arrived_inter_node, missing_inter_node, _ = wait_for_inter_node(
-        mine, S.OFFSET_COUNTS_FLAG, tl.arange(0, S.WORLD_SIZE_POW2) >= 0, ctx, S
-    )
-    if S.CACHED_ROUTING:
-        sizes = _sum_noted(noted, stride, num_local, S)
-        before = tl.zeros([S.POLL_WIDTH], tl.int32)
-        own = sizes
-        r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
-        c = tl.arange(0, _HEADER)[None, :]
-        words = (mine + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
-        mask = only(arrived_inter_node > 0, (r < S.WORLD_SIZE) & (c < _HEADER))
-        arrived, missing = wait_ll_words(words, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
-    else:
-        arrived, missing, sizes, before, own = _look_at_counts(ctx, source, arrived_inter_node > 0, num_local, S)
-    arrived, missing = first_failure(arrived_inter_node, missing_inter_node, arrived, missing, S)
-    return arrived, missing, sizes, before, own
+    before, missing_before = wait_for_counts_signals(ctx, S)
+    arrived, missing, sizes, earlier, own = _look_at_counts(ctx, source, before > 0, numbers.num_local_experts, S)
+    return report_missing(before, missing_before, arrived, missing, ctx, S), sizes, earlier, own
 
 
 @triton.jit
@@ -128,48 +116,40 @@ def header_word(control, source, i, low, high, S: tl.constexpr):
 
 
 @triton.jit
-def all_rows(control, noted, stride, num_local, S: tl.constexpr):
-    """Return rows of every source for each local expert [ranks, local experts], limited to [0, T x K] whatever the
-    peers sent."""
-    r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
-    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)[None, :]
-    if S.CACHED_ROUTING:
-        rows = tl.load(noted + e * stride + r, mask=(r < S.WORLD_SIZE) & (e < num_local), other=0)
-    else:
-        words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + _HEADER + e
-        rows = value_at(words, (r < S.WORLD_SIZE) & (e < num_local))
-    return tl.minimum(tl.maximum(rows, 0), S.MAX_TOKENS * S.TOPK)
-
-
-@triton.jit
-def columns_of(control, routed, source, S: tl.constexpr):
+def columns_of(control, cached, source, S: tl.constexpr):
     """Return of ``source``: messages, sending CTAs (0: messages come in any order), and the most messages of one of
     these."""
-    count = header_word(control, source, 1, 0, S.MAX_TOKENS, S)
-    if S.CACHED_ROUTING:
-        count = tl.minimum(count, tl.load(routed + source * 2))
     return (
-        count,
+        header_word(control, source, 1, 0, S.MAX_TOKENS, S),
         header_word(control, source, 3, 0, S.MAX_SENDERS, S),
         header_word(control, source, 4, 0, S.MAX_TOKENS, S),
     )
 
 
 @triton.jit
-def malformed(control, routed, num_local, S: tl.constexpr):
+def _malformed(control, num_local, S: tl.constexpr):
     """Return [ranks]: which sources sent a header or rows that are out of range."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
-    c = tl.arange(0, _HEADER if S.CACHED_ROUTING else S.COUNT_WORDS_POW2)[None, :]
+    c = tl.arange(0, S.COUNT_WORDS_POW2)[None, :]
     words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
-    if S.CACHED_ROUTING:
-        value = value_at(words, (r < S.WORLD_SIZE) & (c < 5))
-        expected = tl.load(routed + r * 2 + c - 1, mask=(r < S.WORLD_SIZE) & (c > 0) & (c < 3), other=0)
-        return tl.max((value != expected).to(tl.int32), 1) != 0
-    else:
-        value = value_at(words, (r < S.WORLD_SIZE) & (c < _HEADER + num_local))
-        most = tl.where(c == 0, 1, tl.where(c == 3, S.MAX_SENDERS, tl.where(c < 5, S.MAX_TOKENS, 0x7FFFFFFF)))
-        most = tl.where(c < _HEADER, most, S.MAX_TOKENS * S.TOPK)
-        return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0
+    value = value_at(words, (r < S.WORLD_SIZE) & (c < _HEADER + num_local))
+    most = tl.where(c == 0, 1, tl.where(c == 3, S.MAX_SENDERS, tl.where(c < 5, S.MAX_TOKENS, 0x7FFFFFFF)))
+    most = tl.where(c < _HEADER, most, S.MAX_TOKENS * S.TOPK)
+    return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0
+
+
+@triton.jit
+def write_counted_offsets(ctx, outputs, received, numbers, shared, S: tl.constexpr):
+    """Write offsets and totals by the counts that came, as CTA 0, and note sources whose counts are out of range."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)[None, :]
+    note_malformed(ctx.control, r, _malformed(ctx.control, numbers.num_local_experts, S))
+    words = (own_block(ctx.control, S) + S.OFFSET_COUNTS).to(I64) + r[:, None] * S.COUNT_WORDS + _HEADER + e
+    rows = value_at(words, (r[:, None] < S.WORLD_SIZE) & (e < numbers.num_local_experts))
+    rows = tl.minimum(tl.maximum(rows, 0), S.MAX_TOKENS * S.TOPK)
+    messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
+    tokens = header_word(ctx.control, r, 2, 0, S.MAX_TOKENS, S)
+    write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, shared, S)
 
 
 @triton.jit
@@ -217,17 +197,13 @@ def write_nothing(outputs, received, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def write_row_offsets(ctx, outputs, received, noted, routed, numbers, shared, S: tl.constexpr):
-    """Write offsets, totals, and what combine needs to know of this call, its number included, as CTA 0."""
+def write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, shared, S: tl.constexpr):
+    """Write offsets, totals, and what combine needs to know of this call, its number included, as CTA 0.
+
+    ``rows`` [ranks, local experts]: rows of every source; ``messages``, ``tokens`` [ranks]: its messages and tokens.
+    """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)
-    rows = all_rows(ctx.control, noted, numbers.counts_stride, numbers.num_local_experts, S)
-    if S.CACHED_ROUTING:
-        messages = tl.load(routed + r * 2, mask=r < S.WORLD_SIZE, other=0)
-        tokens = tl.load(routed + r * 2 + 1, mask=r < S.WORLD_SIZE, other=0)
-    else:
-        messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
-        tokens = header_word(ctx.control, r, 2, 0, S.MAX_TOKENS, S)
     tl.store(outputs.row_offsets, 0)
     if S.RANK_LAYOUT:
         ends = tl.cumsum(messages, 0)

@@ -124,8 +124,7 @@ def store_headers(ids_of, position, owner, token, places, w, first, N: tl.conste
     """Store the header of the messages of N tokens: token, local ids, positions and weights.
 
     ``ids_of``, ``position``, ``owner``, ``w``: [N, slots]; ``token`` [N]; ``places`` [N, ranks] addresses, 0 for none.
-    Over cached routing no positions travel, and local ids travel only where they are an output (layout "rank"), because
-    receivers know the rows.
+    Without ``ids_of`` (None) no local ids travel, and without ``position`` no positions.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
@@ -133,12 +132,12 @@ def store_headers(ids_of, position, owner, token, places, w, first, N: tl.conste
     tl.store((places + S.MESSAGE_TOKEN).to(I32), tl.broadcast_to(token[:, None], (N, S.WORLD_SIZE_POW2)), mask=goes)
     named = goes[:, :, None] & (k < S.TOPK)[None, None, :]
     shape: tl.constexpr = (N, S.WORLD_SIZE_POW2, S.TOPK_POW2)
-    if S.RANK_LAYOUT or not S.CACHED_ROUTING:
+    if ids_of is not None:
         local = tl.where(
             owner[:, None, :] == r[None, :, None], ids_of[:, None, :] - first_of(r, first, S)[None, :, None], -1
         )
         tl.store((places + S.MESSAGE_IDS).to(I32)[:, :, None] + k[None, None, :], local, mask=named)
-    if not S.CACHED_ROUTING:
+    if position is not None:
         tl.store(
             (places + S.MESSAGE_POSITIONS).to(I32)[:, :, None] + k[None, None, :],
             tl.broadcast_to(position[:, None, :], shape),

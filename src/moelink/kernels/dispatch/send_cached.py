@@ -1,10 +1,11 @@
 """Send tokens over the routing of an earlier dispatch (cached routing): nothing is counted, and no positions travel.
 
 What the earlier call computed is still there: ``slot_of`` says where a token's messages go, ``sent`` how many there
-are, and receivers know the rows of each. So CTA 0 tells every rank at once what comes, and the other CTAs wait for no
-CTA of this rank. They take batches of S.TOKENS_PER_BATCH tokens in turn. Slots ascend with the tokens, so messages are
-stored about in the order of their slots, and receivers take them one by one, as with few tokens (``programs`` = 0 in
-the header). With few tokens a CTA sends one token, or serves every ``split``-th rank of one.
+are, and receivers know the rows of each. Local ids travel only where they are an output (layout "rank"). So CTA 0 tells
+every rank at once what comes, and the other CTAs wait for no CTA of this rank. They take batches of S.TOKENS_PER_BATCH
+tokens in turn. Slots ascend with the tokens, so messages are stored about in the order of their slots, and receivers
+take them one by one, as with few tokens (``programs`` = 0 in the header). With few tokens a CTA sends one token, or
+serves every ``split``-th rank of one.
 
 The header has the words of ``kernels.dispatch.counts``, and also the number of the call that made the routing. If ranks
 use routings of different calls, all ranks see it and refuse the call alike (``kernels.dispatch.receive``). The options
@@ -106,15 +107,15 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
             behind = t0 + lanes * N
             following_slot = _slots_at(slot_of, behind + tl.arange(0, N), served, numbers.num_tokens, S)
             own = (slot >= 0) & (slot < S.MAX_TOKENS)
-            expert = token[:, None] + k[None, :]
-            owner = expert
+            expert = None
+            owner = None
             if S.RANK_LAYOUT:
                 inside = (token < numbers.num_tokens)[:, None] & (k < S.TOPK)[None, :]
                 expert = experts_at(inputs.topk_ids, token[:, None] * S.TOPK + k[None, :], inside, S)
                 owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
             places = places_of(base, own, slot, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
-            store_headers(expert, expert, owner, token, places, w, numbers.first_expert, N, S)
+            store_headers(expert, None, owner, token, places, w, numbers.first_expert, N, S)
             end = tl.minimum(t0 + N, numbers.num_tokens)
             for t in range(t0, end):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)

@@ -2,11 +2,10 @@
 padding.
 
 The row of a pair follows from the counts and from the position that came with the message. The receiver notes it in
-``rows_of_message`` for combine. Over cached routing (S.CACHED_ROUTING) the row is the one that the earlier call noted
-there; of the message only the token is checked, which must be the same.
+``rows_of_message`` for combine, and for calls over this routing (``kernels.dispatch.receive_cached``).
 
 Example: 2 local experts, whose groups begin at rows 0 and 4, and rank 1's rows in them at 2 and 4. Its message in slot
-0 names expert 0, position 0: row 2, which is noted. In a later call over this routing the message in slot 0 goes there.
+0 names expert 0, position 0: row 2, which is noted.
 
 Example of padding: S.ROW_ALIGNMENT 4 and group sizes [3, 1]: rows 3, 5, 6, 7 are padding: zero tokens, scales and
 weights, src_info -1.
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.records import Header
+from moelink.kernels.records import Header, Placed
 from moelink.kernels.sync.signals import I32, note_malformed, own_block
 from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
 
@@ -201,123 +200,126 @@ def _load_words(mine, at, block, S: tl.constexpr):
 
 
 @triton.jit
-def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
-    """Load the rows noted at ``places`` [N, rows].
+def load_headers(message, valid, IDS: tl.constexpr, POSITIONS: tl.constexpr, S: tl.constexpr):
+    """Load the headers of the messages at addresses ``message`` [n] that are ``valid``: tokens and weights, and with
+    IDS and POSITIONS these.
 
-    Returns the rows, which of them are within ``capacity``, and for tiles of scales how far each is into its group and
-    the group's first block. The group is the last one that starts at or before the row. Where the earlier call noted
-    nothing (a peer sent malformed data) a row can be any number; it is kept only inside ``capacity`` and inside the
-    group.
-
-    Example: groups of 3 and 1 rows that start at 0 and 4: row 4 is number 0 of group 1.
+    What is not loaded is undefined.
     """
-    row = tl.load(places, mask=mask, other=_ABSENT)
-    keep = (row >= 0) & (row < capacity)
-    inner = row
-    block = row
-    if S.SCALE_LAYOUT == 2:
-        group = tl.sum((starts[None, None, :] <= row[:, :, None]).to(tl.int32), 2) - 1
-        group = tl.reshape(tl.maximum(group, 0), (places.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
-        inner = row - tl.reshape(tl.gather(starts, group, 0), row.shape)
-        block = tl.reshape(tl.gather(bases, group, 0), row.shape)
-        keep = keep & (inner >= 0) & (inner < tl.reshape(tl.gather(sizes, group, 0), row.shape))
-    return row, keep, inner, block
+    token = tl.load((message + S.MESSAGE_TOKEN).to(I32), mask=valid)
+    q = tl.arange(0, S.TOPK_POW2 if S.RANK_LAYOUT else S.ROWS_PER_MESSAGE_POW2)
+    mask = valid[:, None] & (q < S.TOPK)[None, :]
+    local = tl.zeros(mask.shape, tl.int32)
+    position = local
+    w = local
+    if IDS:
+        local = tl.load((message + S.MESSAGE_IDS).to(I32)[:, None] + q[None, :], mask=mask)
+    if POSITIONS:
+        position = tl.load((message + S.MESSAGE_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
+    if S.HAS_WEIGHTS:  # the weight of the fused shared expert's row is 1
+        w = tl.where(
+            mask, tl.load((message + S.MESSAGE_WEIGHTS).to(S.WEIGHT_POINTER)[:, None] + q[None, :], mask=mask), 1.0
+        )
+    return Header(token, local, position, w)
 
 
 @triton.jit
-def unpack_headers(ctx, source, at, valid, header, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Find the rows of the messages numbered ``at`` [N] that are ``valid``, store what their headers say of the rows,
-    and note the rows for combine.
+def store_choices(ctx, source, valid, header, strange, start, fits, outputs, numbers, S: tl.constexpr):
+    """Store the local ids and weights of messages that are ``valid`` at rows ``start`` [n] that are within capacity
+    (``fits``), in layout "rank".
 
-    Returns the rows [N, rows], -1 for none, and for tiles of scales how far each is into its group and the group's
+    Note that ``source`` sent malformed data where an id is out of range or the token ``strange``.
+    """
+    k = tl.arange(0, S.TOPK_POW2)
+    named = valid[:, None] & (k < S.TOPK)[None, :]
+    known = (header.local_ids >= -1) & (header.local_ids < numbers.num_local_experts)
+    note_malformed(ctx.control, source, named & (strange[:, None] | (known == 0)))
+    local = tl.where(known, header.local_ids, -1)
+    here = named & fits[:, None]
+    cell = start.to(tl.int64)[:, None] * S.TOPK + k[None, :]
+    tl.store(outputs.topk_ids + cell, local, mask=here)
+    if S.HAS_WEIGHTS:
+        tl.store(outputs.weights + cell, tl.where(local >= 0, header.weights, 0.0), mask=here)
+
+
+@triton.jit
+def store_slots(ctx, source, valid, header, placed, outputs, numbers, S: tl.constexpr):
+    """Store top-k slots and weights of the rows ``placed``, in layout "expert".
+
+    Returns them with the rows of the fused shared expert, of own tokens whose messages are ``valid``.
+    """
+    row, keep, inner, block = placed.row, placed.keep, placed.inner, placed.block
+    q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
+    if S.FUSED_SHARED_EXPERT:
+        own = valid & (header.token >= numbers.shared_begin) & (header.token < numbers.shared_end)
+        own = own[:, None] & (q == S.TOPK)[None, :] & (tl.zeros(row.shape, tl.int32) + source == ctx.me)
+        number_own = tl.broadcast_to((header.token - numbers.shared_begin)[:, None], row.shape)
+        row = tl.where(own, number_own, row)
+        keep = keep | (own & (row < numbers.capacity))
+        inner = tl.where(own, row, inner)
+        block = tl.where(own, 0, block)
+    slot = tl.broadcast_to(tl.where(q < S.TOPK, q, -1)[None, :], row.shape)
+    tl.store(outputs.src_info + row * 3 + 2, slot, mask=keep)
+    if S.HAS_WEIGHTS:
+        tl.store(outputs.weights + row, header.weights, mask=keep)
+    return Placed(row, keep, inner, block)
+
+
+@triton.jit
+def store_sources(source, token, placed, outputs, numbers, S: tl.constexpr):
+    """Store source rank and ``token`` [n] of the rows ``placed``. Returns the rows, -1 for none."""
+    shape: tl.constexpr = placed.row.shape
+    info = outputs.src_info + placed.row * 3
+    label = numbers.rank if S.ALLREDUCE else source
+    tl.store(info, tl.zeros(shape, tl.int32) + label, mask=placed.keep)
+    tl.store(info + 1, tl.broadcast_to(token[:, None], shape), mask=placed.keep)
+    return tl.where(placed.keep, placed.row, -1)
+
+
+@triton.jit
+def unpack_headers(ctx, source, at, valid, message, destination, outputs, notes, numbers, S: tl.constexpr):
+    """Find the rows of the messages numbered ``at`` [n], at addresses ``message``, that are ``valid``, store what their
+    headers say of the rows, and note the rows for combine.
+
+    Returns the rows [n, rows], -1 for none, and for tiles of scales how far each is into its group and the group's
     first block.
     """
-    token = header.token
-    local = header.local_ids
-    w = header.weights
-    label = numbers.rank if S.ALLREDUCE else source
+    header = load_headers(message, valid, True, not S.RANK_LAYOUT, S)
+    strange = (header.token < 0) | (header.token >= S.MAX_TOKENS)
     q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
-    every = valid[:, None] & (q >= 0)[None, :]
-    if S.CACHED_ROUTING:
-        strange = token != tl.load(notes.message_token + at, mask=valid, other=0)
-    else:
-        strange = (token < 0) | (token >= S.MAX_TOKENS)
-    shape: tl.constexpr = (valid.shape[0], S.ROWS_PER_MESSAGE_POW2)
     if S.RANK_LAYOUT:
-        k = tl.arange(0, S.TOPK_POW2)
-        if S.CACHED_ROUTING:
-            start = tl.load(notes.rows_of_message + at, mask=valid & (strange == 0), other=_ABSENT)
-            fits = (start >= 0) & (start < numbers.capacity)
-            row = start[:, None] + q[None, :]
-            keep = every & fits[:, None]
-        else:
-            start = destination.base + at - source * S.MAX_TOKENS
-            row = start[:, None] + q[None, :]
-            keep = every & (row < numbers.capacity)
-            tl.store(notes.rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
-        info = outputs.src_info + row * 3
-        tl.store(info + 2, tl.zeros(shape, tl.int32) - 1, mask=keep)
-        named = valid[:, None] & (k < S.TOPK)[None, :]
-        known = (local >= -1) & (local < numbers.num_local_experts)
-        note_malformed(ctx.control, source, named & (strange[:, None] | (known == 0)))
-        local = tl.where(known, local, -1)
-        here = named & (fits if S.CACHED_ROUTING else start < numbers.capacity)[:, None]
-        cell = start.to(tl.int64)[:, None] * S.TOPK + k[None, :]
-        tl.store(outputs.topk_ids + cell, local, mask=here)
-        if S.HAS_WEIGHTS:
-            tl.store(outputs.weights + cell, tl.where(local >= 0, w, 0.0), mask=here)
-        inner = row
-        block = row
+        every = valid[:, None] & (q >= 0)[None, :]
+        start = destination.base + at - source * S.MAX_TOKENS
+        row = start[:, None] + q[None, :]
+        keep = every & (row < numbers.capacity)
+        tl.store(notes.rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
+        tl.store(outputs.src_info + row * 3 + 2, tl.zeros(row.shape, tl.int32) - 1, mask=keep)
+        store_choices(ctx, source, valid, header, strange, start, start < numbers.capacity, outputs, numbers, S)
+        placed = Placed(row, keep, row, row)
     else:
+        shape: tl.constexpr = (valid.shape[0], S.ROWS_PER_MESSAGE_POW2)
         mask = valid[:, None] & (q < S.TOPK)[None, :]
-        if S.CACHED_ROUTING:
-            note_malformed(ctx.control, source, valid & strange)
-            valid = valid & (strange == 0)
-            row, keep, inner, block = _noted_rows(
-                notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
-                mask & valid[:, None],
-                destination.sizes,
-                destination.starts,
-                destination.bases,
-                numbers.capacity,
-                S,
-            )
-        else:
-            named = (local >= 0) & (local < numbers.num_local_experts)
-            e = tl.reshape(tl.where(named, local, 0), (valid.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
-            row = tl.reshape(tl.gather(destination.base, e, 0), shape) + header.positions
-            placed = (
-                named
-                & (header.positions >= 0)
-                & (header.positions < tl.reshape(tl.gather(destination.sizes, e, 0), shape))
-            )
-            known = placed | (local == -1)
-            note_malformed(ctx.control, source, mask & (strange[:, None] | (known == 0)))
-            keep = placed & (row < numbers.capacity)
-            tl.store(
-                notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
-                tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)),
-                mask=mask,
-            )
-            inner = row - tl.reshape(tl.gather(destination.starts, e, 0), shape)
-            block = tl.reshape(tl.gather(destination.bases, e, 0), shape)
-        if S.FUSED_SHARED_EXPERT:
-            own = valid & (token >= numbers.shared_begin) & (token < numbers.shared_end)
-            own = own[:, None] & (q == S.TOPK)[None, :] & (tl.zeros(shape, tl.int32) + source == ctx.me)
-            number_own = tl.broadcast_to((token - numbers.shared_begin)[:, None], shape)
-            row = tl.where(own, number_own, row)
-            keep = keep | (own & (row < numbers.capacity))
-            inner = tl.where(own, row, inner)
-            block = tl.where(own, 0, block)
-        info = outputs.src_info + row * 3
-        tl.store(info + 2, tl.broadcast_to(tl.where(q < S.TOPK, q, -1)[None, :], shape), mask=keep)
-        if S.HAS_WEIGHTS:
-            tl.store(outputs.weights + row, w, mask=keep)
-    tl.store(info, tl.zeros(shape, tl.int32) + label, mask=keep)
-    tl.store(info + 1, tl.broadcast_to(token[:, None], shape), mask=keep)
-    if not S.CACHED_ROUTING:
-        tl.store(notes.message_token + at, token, mask=valid)
-    return tl.where(keep, row, -1), inner, block
+        local = tl.where(mask, header.local_ids, -1)
+        named = (local >= 0) & (local < numbers.num_local_experts)
+        e = tl.reshape(tl.where(named, local, 0), (valid.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
+        row = tl.reshape(tl.gather(destination.base, e, 0), shape) + header.positions
+        fits = (
+            named & (header.positions >= 0) & (header.positions < tl.reshape(tl.gather(destination.sizes, e, 0), shape))
+        )
+        known = fits | (local == -1)
+        note_malformed(ctx.control, source, mask & (strange[:, None] | (known == 0)))
+        keep = fits & (row < numbers.capacity)
+        tl.store(
+            notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
+            tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)),
+            mask=mask,
+        )
+        inner = row - tl.reshape(tl.gather(destination.starts, e, 0), shape)
+        block = tl.reshape(tl.gather(destination.bases, e, 0), shape)
+        placed = store_slots(ctx, source, valid, header, Placed(row, keep, inner, block), outputs, numbers, S)
+    rows = store_sources(source, header.token, placed, outputs, numbers, S)
+    tl.store(notes.message_token + at, header.token, mask=valid)
+    return rows, placed.inner, placed.block
 
 
 @triton.jit
@@ -336,13 +338,12 @@ def store_rows(words, c, places, tokens_out, S: tl.constexpr):
 
 
 @triton.jit
-def unpack_group(ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Copy the messages ``slot`` [messages] of ``source`` that are ``valid`` to their rows, and note the rows for
-    combine.
+def unpack_group(unpack, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
+    """Copy the messages ``slot`` [messages] of ``source`` that are ``valid`` to their rows.
 
-    There are S.MESSAGES_PER_STEP of them. Over cached routing the noted rows are read, and ``destination.base`` is not
-    used. Headers are read for all messages at once; payload and scales of each message are read while those of the one
-    before are stored. Loads leave masked values undefined, because moving in an ``other`` value would wait for the
+    There are S.MESSAGES_PER_STEP of them. ``unpack`` is :func:`unpack_headers`, or what does the same over cached
+    routing. Headers are read for all messages at once; payload and scales of each message are read while those of the
+    one before are stored. Loads leave masked values undefined, because moving in an ``other`` value would wait for the
     load.
     """
     mine = own_block(ctx.control, S)
@@ -354,25 +355,7 @@ def unpack_group(ctx, source, slot, valid, destination, outputs, notes, numbers,
     if stores_scales:
         scales = load_scales(mine, _element(number, 0), S)
     message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
-    token = tl.load((message + S.MESSAGE_TOKEN).to(I32), mask=valid)
-    q = tl.arange(0, S.TOPK_POW2 if S.RANK_LAYOUT else S.ROWS_PER_MESSAGE_POW2)
-    mask = valid[:, None] & (q < S.TOPK)[None, :]
-    local = tl.zeros(mask.shape, tl.int32)
-    position = local
-    w = local
-    if S.RANK_LAYOUT or not S.CACHED_ROUTING:
-        local = tl.load((message + S.MESSAGE_IDS).to(I32)[:, None] + q[None, :], mask=mask)
-    if not (S.RANK_LAYOUT or S.CACHED_ROUTING):
-        position = tl.load((message + S.MESSAGE_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
-    if S.HAS_WEIGHTS:  # the weight of the fused shared expert's row is 1
-        w = tl.where(
-            mask, tl.load((message + S.MESSAGE_WEIGHTS).to(S.WEIGHT_POINTER)[:, None] + q[None, :], mask=mask), 1.0
-        )
-    if not (S.RANK_LAYOUT or S.CACHED_ROUTING):
-        local = tl.where(mask, local, -1)
-    to_rows, inner, block = unpack_headers(
-        ctx, source, at, valid, Header(token, local, position, w), destination, outputs, notes, numbers, S
-    )
+    to_rows, inner, block = unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
     if S.SCALES_LATER:
         note_messages(outputs.scales, to_rows, at, S)
     blocks: tl.constexpr = (S.ROW_WORDS + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
