@@ -84,7 +84,7 @@ def narrow_looks(text: str, threads: int) -> list[str]:
 
 
 def forms() -> Iterator[Form]:
-    """Every form of ranks in one node; each format once with a budget of multiprocessors; each format once, and each
+    """Every form of ranks in one node; each format once with an SM limit; each format once, and each
     layout and reduction, of ranks in two nodes."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)

@@ -118,7 +118,7 @@ CALLS = (
     Mutant("counts received are restored as counts sent", "ops/record.py",
            "recv_counts=host[_HEADER + ranks :]", "recv_counts=host[_HEADER : _HEADER + ranks]",
            "test_ops.py::test_a_plan_survives_as_tensors"),
-    Mutant("two communicators may promise the same multiprocessors", "transports/symmetric/sm_budget.py",
+    Mutant("two communicators may promise the same SMs", "transports/symmetric/sm_budget.py",
            "if num_sms + taken > available:", "if num_sms > available:",
            "test_budget.py::test_the_example_of_the_docstring"),
     Mutant("the rows of a source begin a token too early", "contract/layouts.py",
@@ -357,7 +357,7 @@ COMBINE = (
 )
 
 LAUNCH = (
-    Mutant("a budget uses one multiprocessor too many", "kernels/launch/sm_limit.py",
+    Mutant("a budget uses one sm_id too many", "kernels/launch/sm_limit.py",
            "< S.NUM_SMS, _USED, _NOT_USED)", "<= S.NUM_SMS, _USED, _NOT_USED)",
            "test_turns.py::test_example[0]"),
     Mutant("tokens are cut for one program too few", "kernels/launch/grid.py",

@@ -1,4 +1,4 @@
-"""Communicators of one device may together promise no more multiprocessors than it has."""
+"""Communicators of one device may together promise no more SMs than it has."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ from moelink.kernels.combine import reduce
 from moelink.kernels.dispatch import receive_cached
 from moelink.kernels.dispatch import unpack as padding
 from moelink.kernels.launch.constants import dispatch_spec, host_clock
-from moelink.kernels.launch.grid import Cut
+from moelink.kernels.launch.grid import TokenSplit
 from moelink.kernels.numeric import round_bf16
 from moelink.kernels.records import CallContext, CombineInputs, CombineNumbers, CombineOutputs
 from moelink.kernels.sync import internode as network
@@ -286,13 +286,13 @@ def test_a_result_is_its_rows_and_what_is_added():
 
 
 def test_cut():
-    assert Cut.of(3, programs=8, world_size=4) == Cut(1, 2, 6)
-    assert Cut.of(20, programs=8, world_size=4) == Cut(3, 1, 7)
-    assert Cut.of(0, programs=2, world_size=4).programs == 0
+    assert TokenSplit.of(3, programs=8, world_size=4) == TokenSplit(1, 2, 6)
+    assert TokenSplit.of(20, programs=8, world_size=4) == TokenSplit(3, 1, 7)
+    assert TokenSplit.of(0, programs=2, world_size=4).programs == 0
     for tokens in range(40):
         for programs in (1, 3, 7):
             for ranks in (1, 2, 8):
-                cut = Cut.of(tokens, programs=programs, world_size=ranks)
+                cut = TokenSplit.of(tokens, programs=programs, world_size=ranks)
                 assert cut.programs <= programs
                 assert cut.programs * cut.tokens_per_program >= tokens * cut.split
                 assert (cut.programs - cut.split) * cut.tokens_per_program < tokens * cut.split or tokens == 0

@@ -116,7 +116,7 @@ def test_small_calls_equal_oracle_without_flags_and_with(monkeypatch, blocks, dt
 @pytest.mark.parametrize("most", [128, 4096])
 def test_other_token_counts_need_no_other_kernels(monkeypatch, most, fields):
     """What is compiled is keyed on a spec, which knows no token counts, and on options, which must not."""
-    monkeypatch.setattr(cut, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cut, "sm_count", lambda device: 132)
     config = moelink.EPConfig(
         num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=most, world_size=8, **fields
     )
@@ -134,8 +134,8 @@ def test_other_token_counts_need_no_other_kernels(monkeypatch, most, fields):
     (2, 1025, 0, (528, 132)),
 ])  # fmt: skip
 def test_sums_go_without_flags_where_there_is_room(monkeypatch, world_size, most, small, programs):
-    """Rows of 14336 bytes on a device of 132 multiprocessors; ``programs`` that send and that sum."""
-    monkeypatch.setattr(cut, "multiprocessors", lambda device: 132)
+    """Rows of 14336 bytes on a device of 132 SMs; ``programs`` that send and that sum."""
+    monkeypatch.setattr(cut, "sm_count", lambda device: 132)
     fields = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": most}
     device = torch.device("cuda", 0)
     workspace = workspaces.Workspace(moelink.EPConfig(**fields, world_size=world_size))

@@ -106,8 +106,8 @@ def test_columns_of_all_rows():
     assert words[16 * 134 :].eq(words[-1]).all()
 
 
-def test_a_budget_of_multiprocessors_is_kept(monkeypatch):
-    monkeypatch.setattr(cut, "multiprocessors", lambda device: 132)
+def test_an_sm_limit_is_kept(monkeypatch):
+    monkeypatch.setattr(cut, "sm_count", lambda device: 132)
     config = moelink.EPConfig(num_experts=4, topk=2, hidden_size=256, max_tokens_per_rank=512, world_size=2, rank=0)
     cuda = torch.device("cuda")
     assert cut.layout_launch(config, cuda).receive == 660

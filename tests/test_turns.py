@@ -1,4 +1,4 @@
-"""A budget of multiprocessors: which programs work, under seeded schedules; and calls with one equal the oracle."""
+"""An SM limit: which programs work, under seeded schedules; and calls with one equal the oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.runtime.interpreter import interpreter_builder
 import moelink
 from interleaving import Scheduler
 from moelink.kernels.launch import grid as cut
-from moelink.kernels.launch.grid import Cut, Launch
+from moelink.kernels.launch.grid import Launch, TokenSplit
 from moelink.memory.protocol import SM_LIMIT_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import combine as combining
@@ -30,7 +30,7 @@ CROWDED = [3, 0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
 def launched(seed: int, where: list[int], *, programs: int, budget: int, launches: int = 2) -> list[int]:
     """Where each number's work was done, in the last of some launches; each was done once in each of them."""
 
-    def multiprocessor() -> int:
+    def sm_id() -> int:
         return where[interpreter_builder.grid_idx[0]]
 
     words = torch.zeros(SM_LIMIT_WORDS, dtype=torch.int32)
@@ -39,7 +39,7 @@ def launched(seed: int, where: list[int], *, programs: int, budget: int, launche
         times = torch.zeros(len(where), dtype=torch.int32)
 
         def main(times: torch.Tensor = times) -> None:
-            note[(len(where),)](words, times, places, programs, S=Budget(budget, multiprocessor))
+            note[(len(where),)](words, times, places, programs, S=Budget(budget, sm_id))
 
         Scheduler(seed).run([main])
         assert times.tolist() == [1] * programs + [0] * (len(where) - programs)
@@ -50,7 +50,7 @@ def launched(seed: int, where: list[int], *, programs: int, budget: int, launche
 @pytest.mark.quick("one schedule in some shows it, and each takes milliseconds")
 @pytest.mark.parametrize("seed", range(40))
 def test_example(seed):
-    """Six numbers on two of four multiprocessors, which ones is up to the schedule."""
+    """Six numbers on two of four SMs, which ones is up to the schedule."""
     assert len(set(launched(seed, SPREAD, programs=6, budget=2))) == 2
 
 
@@ -84,7 +84,7 @@ def test_a_budget_holds_all_programs_of_a_launch(world_size, layout, num_sms, mo
     for tokens in {0, 1, most // 2, most}:
         for encodes in (False, True):
             launch = cut.dispatch_launch(config, device, tokens, encodes=encodes)
-            senders = 1 + Cut.of(tokens, programs=launch.send, world_size=world_size).programs
+            senders = 1 + TokenSplit.of(tokens, programs=launch.send, world_size=world_size).programs
             assert 0 < launch.receive <= launch.resident * num_sms - senders
         launch = cut.combine_launch(Workspace(config), device, tokens, sums=True)
         assert 0 < launch.receive <= launch.resident * num_sms - launch.send
@@ -94,9 +94,9 @@ def test_a_budget_holds_all_programs_of_a_launch(world_size, layout, num_sms, mo
 
 @pytest.fixture
 def budget(monkeypatch):
-    """Two of three multiprocessors, for all ranks, each of which holds three programs."""
-    monkeypatch.setattr(ranks, "budget_of", lambda config, device: 2)
-    monkeypatch.setattr(ranks, "multiprocessors", lambda device: 3)
+    """Two of three SMs, for all ranks, each of which holds three programs."""
+    monkeypatch.setattr(ranks, "sm_limit_of", lambda config, device: 2)
+    monkeypatch.setattr(ranks, "sm_count", lambda device: 3)
     monkeypatch.setattr(dispatching, "dispatch_launch", lambda *args, **options: Launch(2, 2, resident=3))
     monkeypatch.setattr(dispatching, "layout_launch", lambda *args: Launch(0, 4, resident=3))
     monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(2, 2, resident=3))

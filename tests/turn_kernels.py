@@ -1,4 +1,4 @@
-"""Who works in a launch with a budget of multiprocessors, as ``kernels.launch.sm_limit`` decides it, noted."""
+"""Who works in a launch with an SM limit, as ``kernels.launch.sm_limit`` decides it, noted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Budget:
 
 @triton.jit
 def note(words, times, places, programs, S: tl.constexpr):
-    """Count how often each number is taken, and on which multiprocessor."""
+    """Count how often each number is taken, and on which sm_id."""
     number = turns.take_number(words, programs, S)
     if number < programs:
         tl.atomic_add(times + number, 1)
-        tl.store(places + number, turns.multiprocessor(S.SM_ID))
+        tl.store(places + number, turns.sm_id(S.SM_ID))

@@ -33,7 +33,7 @@ from moelink.contract.tensors import (
 from moelink.errors import ArgumentError
 from moelink.kernels.dispatch import kernel as kernels
 from moelink.kernels.launch.constants import COPY, DispatchSpec, dispatch_spec
-from moelink.kernels.launch.grid import Cut, shared_bounds
+from moelink.kernels.launch.grid import TokenSplit, shared_bounds
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs
 from moelink.memory.pointers import DISPATCH
 from moelink.memory.protocol import STATUS_OK
@@ -126,7 +126,7 @@ def ep_dispatch_wait(
     if not 0 <= num_input_tokens <= ep.params.max_token_per_rank:
         raise ArgumentError("num_input_tokens", f"in [0, {ep.params.max_token_per_rank}]", num_input_tokens)
     spec = _spec(ep, ep.config.format.input_dtypes[0], weights=token_handler.weights is not None)
-    numbers = outputs.numbers(_numbers(ep, num_input_tokens, Cut(1, 1, 0)))
+    numbers = outputs.numbers(_numbers(ep, num_input_tokens, TokenSplit(1, 1, 0)))
     numbers = numbers._replace(programs=ep.dispatch_kernel.n_reduce_sms)
     records = (outputs.outputs, notes_of(ep, routing), outputs.cached)
     launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, S=spec)
@@ -141,7 +141,7 @@ def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale
     return cast(DispatchSpec, relative_to(spec, ep.starts[DISPATCH]))
 
 
-def _numbers(ep: EPBuffers, num_tokens: int, cut: Cut) -> DispatchNumbers:
+def _numbers(ep: EPBuffers, num_tokens: int, cut: TokenSplit) -> DispatchNumbers:
     """Numbers of a dispatch of so many own tokens, but for those of the output."""
     begin, end = shared_bounds(ep.config, num_tokens)
     return DispatchNumbers(
@@ -188,7 +188,7 @@ class _Given:
             x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers)
         )
         self.notes = notes_of(ep, routing)
-        cut = Cut.of(count, programs=ep.dispatch_kernel.n_send_sms, world_size=ep.workspace.world_size)
+        cut = TokenSplit.of(count, programs=ep.dispatch_kernel.n_send_sms, world_size=ep.workspace.world_size)
         self.numbers = _numbers(ep, count, cut)
         self.senders = self.numbers.senders
 

@@ -314,7 +314,7 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, pa
 
 
 @triton.jit
-def sum_small_rows(ctx, inputs, slots, outputs, numbers, token, part, parts, S: tl.constexpr):
+def sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, parts, S: tl.constexpr):
     """Wait for a token's rows while summing them, and store its result. Rows come without flags, in Lamport slots."""
     mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
@@ -340,7 +340,7 @@ def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts
     small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
     if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
         if small:
-            ok = sum_small_rows(ctx, inputs, slots, outputs, numbers, token, part, parts, S)
+            ok = sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, parts, S)
     if small == 0:
         ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
     return ok

@@ -92,7 +92,7 @@ from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
 
 
 @triton.jit
-def places_of(base, own, slot, me, mine, S: tl.constexpr):
+def message_addresses(base, own, slot, me, mine, S: tl.constexpr):
     """Return the addresses [N, ranks] of the messages in ``slot`` [N, ranks], in the blocks at ``base`` [ranks]; 0
     unless ``own``."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
@@ -328,7 +328,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     tl.store(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], tl.where(goes > 0, slot, -1), mask=served)
     ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
-        places = places_of(base, own, slot, ctx.me, mine, S)
+        places = message_addresses(base, own, slot, ctx.me, mine, S)
         store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, numbers.first_expert, 1, S)
         to = tl.sum(places, 0)
         for piece in tl.static_range(S.PIECES_PER_ROW):
@@ -381,7 +381,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             own = (goes > 0) & mask[None, :]
             noted = (token < end)[:, None] & mask[None, :]
             tl.store(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
-            places = places_of(base, own, slot, ctx.me, mine, S)
+            places = message_addresses(base, own, slot, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
             store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
             for t in range(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end)):

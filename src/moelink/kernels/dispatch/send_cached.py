@@ -36,7 +36,7 @@ from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.dispatch.send import (
     load_piece,
     load_weights,
-    places_of,
+    message_addresses,
     publish_messages,
     store_headers,
     store_piece,
@@ -113,7 +113,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
                 inside = (token < numbers.num_tokens)[:, None] & (k < S.TOPK)[None, :]
                 expert = experts_at(inputs.topk_ids, token[:, None] * S.TOPK + k[None, :], inside, S)
                 owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-            places = places_of(base, own, slot, ctx.me, mine, S)
+            places = message_addresses(base, own, slot, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
             store_headers(expert, None, owner, token, places, w, numbers.first_expert, N, S)
             end = tl.minimum(t0 + N, numbers.num_tokens)

@@ -76,7 +76,7 @@ def clock_of(device: torch.device) -> Any:
     return "gcn" if torch.version.hip else "ptx"
 
 
-def budget_of(config: EPConfig, device: torch.device) -> int:
+def sm_limit_of(config: EPConfig, device: torch.device) -> int:
     """Return the SM limit of a launch, 0 for none.
 
     Only NVIDIA devices have one. Elsewhere a launch has as many CTAs as that many SMs hold, wherever they run.
@@ -197,7 +197,7 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16, ALLREDUCE=cfg.mode == "allreduce",
         FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE_CASTS=has_native_casts(device), MAX_THREADS=threads_of(device), CLOCK=clock_of(device),
-        NUM_SMS=budget_of(cfg, device), SM_ID="ptx", OFFSET_POISON=regions["poison"].offset,
+        NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", OFFSET_POISON=regions["poison"].offset,
         OFFSET_POISONS=regions["poisons"].offset, OFFSET_CONTROL=regions["control"].offset,
         OFFSET_CREDIT=regions["credit"].offset, OFFSET_SM_LIMIT=regions["sm_limit"].offset,
         NODE_SIZE=workspace.node_size, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"

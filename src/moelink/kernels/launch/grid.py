@@ -65,7 +65,7 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
     if device.type == "cpu":
         return Launch(2, 2)
     ranks = 1 if config.mode == "allreduce" else config.world_size
-    sms = config.num_sms or multiprocessors(device)
+    sms = config.num_sms or sm_count(device)
     few = config.max_tokens_per_rank <= FEW_TOKENS
     send = sms if few or encodes else 3 * sms // 5
     if config.num_sms is not None:
@@ -90,7 +90,7 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
         return Launch(3, 3)
     config = workspace.config
     ranks = 1 if config.mode == "allreduce" else config.world_size
-    sms = config.num_sms or multiprocessors(device)
+    sms = config.num_sms or sm_count(device)
     send, receive, spread = (3 * sms, 2 * sms, 1) if sums and workspace.lamport_tokens else (4 * sms, sms, 1)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = workspace.combine_parts, ranks * max(1, num_tokens)
@@ -108,11 +108,11 @@ def layout_launch(config: EPConfig, device: torch.device) -> Launch:
     """Choose the CTAs of the scale kernel, which writes the scales of a dispatch in their layout."""
     if device.type == "cpu":
         return Launch(0, 2)
-    return Launch(0, 5 * (config.num_sms or multiprocessors(device)), num_warps=4, resident=5)
+    return Launch(0, 5 * (config.num_sms or sm_count(device)), num_warps=4, resident=5)
 
 
 @dataclass(frozen=True)
-class Cut:
+class TokenSplit:
     """How dispatch's senders share the tokens.
 
     Few tokens: one token per CTA; ``split`` CTAs share a token, and each serves every ``split``-th rank. Many tokens:
@@ -131,7 +131,7 @@ class Cut:
     programs: int
 
     @classmethod
-    def of(cls, num_tokens: int, *, programs: int, world_size: int) -> Cut:
+    def of(cls, num_tokens: int, *, programs: int, world_size: int) -> TokenSplit:
         """Share ``num_tokens`` among at most ``programs`` CTAs."""
         programs = min(programs, MAX_SENDERS)
         if num_tokens <= programs:
@@ -150,7 +150,7 @@ def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
     return part.start, part.stop
 
 
-def multiprocessors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Return the number of SMs of a CUDA device; 1 for a CPU."""
     if device.type == "cpu":
         return 1

@@ -35,7 +35,7 @@ _ASKING, _USED, _NOT_USED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
-def multiprocessor(SMID: tl.constexpr):
+def sm_id(SMID: tl.constexpr):
     """Return the number of the SM that runs this CTA. SMID: "ptx", or (interpreted) a Python function."""
     if SMID == "ptx":
         return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -47,7 +47,7 @@ def multiprocessor(SMID: tl.constexpr):
 def is_used(words, S: tl.constexpr):
     """Return 1 where this CTA's SM is one of the first S.NUM_SMS that had a CTA of this launch."""
     none = tl.full([], 0, tl.int32)
-    state = words + _STATES + multiprocessor(S.SM_ID) % _MOST
+    state = words + _STATES + sm_id(S.SM_ID) % _MOST
     seen = tl.atomic_cas(state, none, none + _ASKING, sem="relaxed", scope="gpu")
     if seen == 0:
         seen = tl.where(tl.atomic_add(words + _ASKED, 1, sem="relaxed", scope="gpu") < S.NUM_SMS, _USED, _NOT_USED)

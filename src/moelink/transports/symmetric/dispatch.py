@@ -13,7 +13,7 @@ from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels.dispatch import kernel as kernels
 from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.launch.constants import COPY, ENCODE, dispatch_spec
-from moelink.kernels.launch.grid import Cut, dispatch_launch, layout_launch, shared_bounds
+from moelink.kernels.launch.grid import TokenSplit, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
@@ -61,7 +61,7 @@ class LaunchPlan:
         )  # fmt: skip
         launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
         later = layout_launch(config, device)
-        cut = Cut.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
+        cut = TokenSplit.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
         senders, kernel = 1 + cut.programs, rank.launcher.kernel
         shared_begin, shared_end = shared_bounds(config, num_tokens)
         outputs = OutputShape.of(config, rows=config.row_capacity, weighted=weights)

@@ -14,8 +14,8 @@ from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
-from moelink.kernels.launch.constants import budget_of, clock_ticks, combine_spec
-from moelink.kernels.launch.grid import multiprocessors
+from moelink.kernels.launch.constants import clock_ticks, combine_spec, sm_limit_of
+from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import CreditNumbers, Peers
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
@@ -89,12 +89,12 @@ class Rank:
         self.nothing = torch.zeros(2 * (workspace.world_size + 1), dtype=torch.int32, device=self.device)
         self.limit = clock_ticks(config.timeout, self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        available = multiprocessors(self.device)
+        available = sm_count(self.device)
         if self.device.type == "cuda":
             SM_BUDGET.claim(self, self.device, config.num_sms, available=available)
         self.launcher = Launcher(
             Peers(self.table, self.record, self.control), self.device, network=self.network,
-            num_sms=budget_of(config, self.device), available=available,
+            num_sms=sm_limit_of(config, self.device), available=available,
             guard=partial(_guard, workspace, memory, self.network),
         )  # fmt: skip
         self._plans: dict[Any, Any] = {}
