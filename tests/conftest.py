@@ -56,6 +56,12 @@ def pytest_sessionfinish(session):
         session.config.workeroutput["deselected"] = session.config.stash.get(DESELECTED, 0)
 
 
+def pytest_runtest_logreport(report):
+    """Show a failure at once where there is a GPU: a run there may be cut off before pytest lists its failures."""
+    if report.failed and torch.cuda.is_available():
+        print(f"\n{report.longreprtext}", flush=True)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
     """Of pytest-xdist: a worker has ended. What workers deselect is missing in the closing line without this."""
