@@ -367,8 +367,14 @@ LAUNCH = (
            "min(resident, ceil_div(programs, budget))", "min(resident, programs // budget)",
            "test_turns.py::test_the_grid_of_a_budget"),
 )
+
+CONTRACT = (
+    Mutant("a launcher takes the other group's pointers", "contract/tensors.py",
+           "if address != ep.pointers[group].data_ptr():", "if address == 0:",
+           "test_contract_arguments.py::test_pointers_of_the_other_group_or_of_other_buffers_are_refused"),
+)
 # fmt: on
 
 MUTANTS = (
-    *FORMATS, *ROUTING, *CALLS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH,
+    *FORMATS, *ROUTING, *CALLS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
 )  # fmt: skip

@@ -149,7 +149,7 @@ def _check_sender(
     row_weights: Tensor | None,
 ) -> None:
     config = ep.config
-    check_pointers(ep, "pointers", pointers)
+    check_pointers(ep, COMBINE, pointers)
     check_counters(ep, atomic_counters)
     check_tensor(ep, "input_tokens", input_tokens, (len(input_tokens), config.hidden_size), config.combine_dtype)
     routing.check(ep)

@@ -121,7 +121,7 @@ def ep_dispatch_wait(
     ``num_input_tokens`` is ``T`` of the first half: rows of the shared group, when one is fused.
     """
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
-    check_pointers(ep, "pointers", pointers)
+    check_pointers(ep, DISPATCH, pointers)
     check_counters(ep, atomic_counters)
     if not 0 <= num_input_tokens <= ep.params.max_token_per_rank:
         raise ArgumentError("num_input_tokens", f"in [0, {ep.params.max_token_per_rank}]", num_input_tokens)
@@ -167,7 +167,7 @@ class _Given:
         input_scales: Tensor | None,
     ) -> None:
         config = ep.config
-        check_pointers(ep, "pointers", pointers)
+        check_pointers(ep, DISPATCH, pointers)
         check_counters(ep, atomic_counters)
         count = check_ids(ep, topk_ids)
         check_tensor(ep, "input_tokens", input_tokens, (count, config.hidden_size), *config.format.input_dtypes)

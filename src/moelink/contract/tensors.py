@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
 from moelink.errors import ArgumentError
+from moelink.memory.protocol import PHASES
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,17 @@ def check_tensor(ep: EPBuffers, name: str, value: object, shape: tuple[int, ...]
         raise ArgumentError(name, f"{list(shape)} {kinds}, contiguous, on {ep.device}", describe(value))
 
 
-def check_pointers(ep: EPBuffers, name: str, pointers: Tensor) -> None:
-    """Raise ArgumentError unless ``pointers`` is a [3, n] table of one group, as ``ep_init`` returned."""
-    check_tensor(ep, name, pointers, tuple(ep.pointers.shape[1:]), torch.int64)
+def check_pointers(ep: EPBuffers, group: int, pointers: Tensor) -> None:
+    """Raise ArgumentError unless ``pointers`` is ``ep.pointers[group]`` itself: kernels store at these addresses.
+
+    Addresses of the tables are compared, not their contents, because the host would have to wait for a device's.
+    """
+    check_tensor(ep, "pointers", pointers, tuple(ep.pointers.shape[1:]), torch.int64)
+    address = pointers.data_ptr()
+    if address != ep.pointers[group].data_ptr():
+        of_other_group = address == ep.pointers[1 - group].data_ptr()
+        got = f"ep.pointers[{1 - group}], of {PHASES[1 - group]}" if of_other_group else "a copy, or another ep's table"
+        raise ArgumentError("pointers", f"ep.pointers[{group}], the table of {PHASES[group]}", got)
 
 
 def check_counters(ep: EPBuffers, atomic_counters: Tensor) -> None:

@@ -1,0 +1,58 @@
+"""What the launchers of the contract refuse, before anything is launched."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cases import Case
+from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, setup
+from moelink import contract
+from moelink.errors import ArgumentError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+
+CASE = Case(setup("bf16"), "uniform", weights="none")
+
+
+def one_rank(case: Case = CASE, **changes) -> SimpleNamespace:
+    """A rank alone, its tensors, and the arguments of its fused launchers. It waits for nobody, so not long either."""
+    (ep,) = ranks_of(params_of(case.setup, 1, **{"timeout": 0.5, **changes}))
+    own, data = Buffers.allocate(ep, weighted=case.weights == "dispatch"), case.data(0)
+    dispatch = {
+        "token_handler": own.handler,
+        "row_offsets": own.row_offsets,
+        "expert_ids": own.expert_ids,
+        "src_info": own.src_info,
+        "atomic_counters": ep.atomic_counters[0],
+        "input_tokens": data.x,
+        "topk_ids": data.topk_ids,
+        "pointers": ep.pointers[0],
+        "routing": own.routing,
+    }
+    combine = {
+        "output_tokens": torch.empty(len(data.x), ep.params.hidden_size, dtype=ep.params.combine_dtype),
+        "atomic_counters": ep.atomic_counters[1],
+        "input_tokens": case.expert_rows(0, len(own.src_info)),
+        "routing": own.routing,
+        "pointers": ep.pointers[1],
+        "topk_ids": data.topk_ids,
+    }
+    return SimpleNamespace(ep=ep, own=own, data=data, dispatch=dispatch, combine=combine)
+
+
+def test_pointers_of_the_other_group_or_of_other_buffers_are_refused() -> None:
+    one, other = one_rank(), one_rank()
+    contract.ep_fused_dispatch(one.ep, **{**one.dispatch, "pointers": one.ep.pointers[contract.DISPATCH]})
+    before = one.ep.memory.local.clone()
+    for wrong in (one.ep.pointers[1], other.ep.pointers[0], one.ep.pointers[0].clone()):
+        got = "ep.pointers[1], of combine" if wrong.data_ptr() == one.ep.pointers[1].data_ptr() else "a copy, or"
+        expected = re.escape(f"pointers: expected ep.pointers[0], the table of dispatch, got {got}")
+        with pytest.raises(ArgumentError, match=expected):
+            contract.ep_fused_dispatch(one.ep, **{**one.dispatch, "pointers": wrong})
+    for launch in (contract.ep_fused_combine, contract.ep_combine_wait):
+        with pytest.raises(ArgumentError, match=re.escape("got ep.pointers[0], of dispatch")):
+            launch(one.ep, **{**one.combine, "pointers": one.ep.pointers[0]})
+    assert torch.equal(one.ep.memory.local, before)
