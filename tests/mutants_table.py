@@ -372,6 +372,12 @@ CONTRACT = (
     Mutant("a launcher takes the other group's pointers", "contract/tensors.py",
            "if address != ep.pointers[group].data_ptr():", "if address == 0:",
            "test_contract_arguments.py::test_pointers_of_the_other_group_or_of_other_buffers_are_refused"),
+    Mutant("zero passes for False", "contract/params.py",
+           "if not isinstance(getattr(self, name), bool):", "if getattr(self, name) not in (True, False):",
+           "test_contract_arguments.py::test_flags_that_are_no_flags_are_refused"),
+    Mutant("use_shmem is accepted with skip_a2a", "contract/params.py",
+           "if self.use_shmem and (self.skip_a2a or self.n_nodes == 1):", "if self.use_shmem and self.n_nodes == 1 and not self.skip_a2a:",
+           "test_contract_arguments.py::test_puts_that_nothing_would_travel_by_are_refused"),
 )
 # fmt: on
 

@@ -246,7 +246,8 @@ def test_parameters_are_checked() -> None:
     with pytest.raises(UnsupportedError, match="n_nodes=2, use_shmem=False"):
         dataclasses.replace(good, n_nodes=2, use_shmem=False)
     assert dataclasses.replace(good, n_nodes=2).nbytes > dataclasses.replace(good, n_gpus_per_node=4).nbytes
-    assert dataclasses.replace(good, use_shmem=True).nbytes == good.nbytes
+    assert dataclasses.replace(good, n_nodes=2, use_shmem=True).nbytes == dataclasses.replace(good, n_nodes=2).nbytes
+    assert dataclasses.replace(good, use_shmem=False).nbytes == good.nbytes
 
 
 @CPU_ONLY

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cases import Case
-from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, setup
+from contract_ranks import Buffers, params_of, ranks_of, setup
 from moelink import contract
-from moelink.errors import ArgumentError
+from moelink.errors import ArgumentError, ConfigError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 
@@ -56,3 +56,27 @@ def test_pointers_of_the_other_group_or_of_other_buffers_are_refused() -> None:
         with pytest.raises(ArgumentError, match=re.escape("got ep.pointers[0], of dispatch")):
             launch(one.ep, **{**one.combine, "pointers": one.ep.pointers[0]})
     assert torch.equal(one.ep.memory.local, before)
+
+
+FLAGS = [
+    *[(name, value) for name in ("fused_shared_expert", "skip_a2a", "pre_reduce") for value in (None, 0, 1, "no")],
+    *[("use_shmem", value) for value in (0, 1, "no")],
+]
+
+
+@pytest.mark.parametrize("name, value", FLAGS)
+@pytest.mark.quick("each flag is checked by itself")
+def test_flags_that_are_no_flags_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected True"):
+        dataclasses.replace(params_of(CASE.setup, 2), **{name: value})
+
+
+def test_puts_that_nothing_would_travel_by_are_refused() -> None:
+    good = params_of(CASE.setup, 2)
+    with pytest.raises(ConfigError, match="use_shmem: expected None or False with n_nodes=1"):
+        dataclasses.replace(good, use_shmem=True)
+    with pytest.raises(ConfigError, match="use_shmem: expected None or False with skip_a2a"):
+        dataclasses.replace(good, skip_a2a=True, allreduce_world_size=2, use_shmem=True)
+    for value in (None, False):
+        assert dataclasses.replace(good, use_shmem=value).n_ranks == 2
+    assert dataclasses.replace(good, n_nodes=2, use_shmem=True).n_ranks == 4

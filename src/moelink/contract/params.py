@@ -38,7 +38,8 @@ class EPParams:
         fused_shared_expert: group 0 of the output is the rank's own tokens.
         skip_a2a: activations are replicated; each rank keeps the rows of its own experts, and nothing travels.
         allreduce_world_size: with ``skip_a2a``, the ranks among which experts and shared rows are divided.
-        use_shmem: puts to ranks of other nodes. None means where there are any; False is refused where there are.
+        use_shmem: puts to ranks of other nodes. None means where there are any. False is refused where there are, and
+            True where there are none: nothing would travel by a put.
         pre_reduce: sum a token's rows on the expert's rank before they travel. False is what the contract does.
         expert_alignment: group sizes are rounded up to a multiple of it.
         n_sms: SMs that a launch is divided over, or None for all of the device (2 on a CPU).
@@ -63,15 +64,23 @@ class EPParams:
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.dispatch_fmt_str not in FORMAT_NAMES and self.dispatch_fmt_str not in format_names():
-            known = ", ".join(map(repr, (*FORMAT_NAMES, *format_names())))
-            raise ConfigError("dispatch_fmt_str", f"one of {known}", self.dispatch_fmt_str)
+        known = (*FORMAT_NAMES, *format_names())
+        if self.dispatch_fmt_str not in known:
+            raise ConfigError("dispatch_fmt_str", f"one of {', '.join(map(repr, known))}", self.dispatch_fmt_str)
+        for name in ("fused_shared_expert", "skip_a2a", "pre_reduce"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, "True or False", getattr(self, name))
+        if self.use_shmem is not None and not isinstance(self.use_shmem, bool):
+            raise ConfigError("use_shmem", "True, False or None", self.use_shmem)
         for name in ("n_gpus_per_node", "n_nodes", "allreduce_world_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(name, "an integer >= 1", value)
         if self.allreduce_world_size > 1 and not self.skip_a2a:
             raise ConfigError("allreduce_world_size", "1 without skip_a2a", self.allreduce_world_size)
+        if self.use_shmem and (self.skip_a2a or self.n_nodes == 1):
+            alone = "with skip_a2a, where nothing travels" if self.skip_a2a else "with n_nodes=1, where no row is put"
+            raise ConfigError("use_shmem", f"None or False {alone}", self.use_shmem)
         if self.use_shmem is False and self.n_nodes > 1 and not self.skip_a2a:
             raise UnsupportedError(
                 f"n_nodes={self.n_nodes}, use_shmem=False: expected puts (use_shmem) to reach ranks of other nodes, "
