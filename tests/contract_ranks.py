@@ -22,7 +22,7 @@ def params_of(setup: Setup, world_size: int, **changes):
         "top_k": fields["topk"],
         "n_experts": fields["num_experts"],
         "max_token_per_rank": fields["max_tokens_per_rank"],
-        "n_gpus_per_node": 1 if replicated else world_size,
+        "n_gpus_per_node": world_size,
         "combine_dtype": fields["combine_dtype"],
         "fused_shared_expert": fields.get("fused_shared_expert", False),
         "skip_a2a": replicated,

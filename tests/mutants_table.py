@@ -378,6 +378,12 @@ CONTRACT = (
     Mutant("use_shmem is accepted with skip_a2a", "contract/params.py",
            "if self.use_shmem and (self.skip_a2a or self.n_nodes == 1):", "if self.use_shmem and self.n_nodes == 1 and not self.skip_a2a:",
            "test_contract_arguments.py::test_puts_that_nothing_would_travel_by_are_refused"),
+    Mutant("the experts of one rank are divided among all", "contract/params.py",
+           "return self.n_experts * (self.n_ranks // self._named_ranks)", "return self.n_experts",
+           "test_contract_arguments.py::test_allreduce_takes_the_experts_of_the_model_or_of_one_rank"),
+    Mutant("allreduce takes any number of ranks", "contract/params.py",
+           "self._named_ranks not in (1, self.allreduce_world_size):", "self._named_ranks < 1:",
+           "test_contract_arguments.py::test_allreduce_refuses_ranks_that_do_not_fit"),
 )
 # fmt: on
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import Case
-from contract_ranks import Buffers, params_of, ranks_of, setup
+from contract_ranks import Buffers, params_of, ranks_of, run, setup
 from moelink import contract
 from moelink.errors import ArgumentError, ConfigError
 
@@ -80,3 +80,25 @@ def test_puts_that_nothing_would_travel_by_are_refused() -> None:
     for value in (None, False):
         assert dataclasses.replace(good, use_shmem=value).n_ranks == 2
     assert dataclasses.replace(good, n_nodes=2, use_shmem=True).n_ranks == 4
+
+
+REPLICATED = Case(setup("bf16", mode="allreduce", fused_shared_expert=True), "uniform", weights="combine")
+
+
+def test_allreduce_takes_the_experts_of_the_model_or_of_one_rank() -> None:
+    case = dataclasses.replace(REPLICATED, setup=dataclasses.replace(REPLICATED.setup, num_experts=6))
+    model, one = params_of(case.setup, 3), params_of(case.setup, 3, n_gpus_per_node=1, n_experts=2)
+    assert (one.num_experts, one.n_ranks, one.n_experts) == (6, 3, 2)
+    assert one.config(1) == model.config(1)
+    eps = ranks_of(one)
+    assert [ep.first_expert for ep in eps] == [0, 2, 4]
+    assert [ep.combine_kernel.n_local_experts for ep in eps] == [2, 2, 2]
+    run(eps, case)  # global ids; every row is on its rank
+
+
+def test_allreduce_refuses_ranks_that_do_not_fit() -> None:
+    good = params_of(REPLICATED.setup, 4)
+    for changes in ({"allreduce_world_size": 1}, {"n_gpus_per_node": 2}, {"n_nodes": 2}):
+        with pytest.raises(ConfigError, match="allreduce_world_size: expected n_gpus_per_node .* those of one rank"):
+            dataclasses.replace(good, **changes)
+    assert dataclasses.replace(good, n_gpus_per_node=2, n_nodes=2).n_ranks == 4

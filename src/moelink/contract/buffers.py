@@ -79,7 +79,7 @@ class EPBuffers:
     @property
     def first_expert(self) -> int:
         """Global id of this rank's first expert."""
-        return ExpertMap(self.params.n_experts, self.params.n_ranks).first(self.my_rank)
+        return ExpertMap(self.params.num_experts, self.params.n_ranks).first(self.my_rank)
 
     @property
     def limit(self) -> int:

@@ -195,7 +195,7 @@ class EPCombineKernel(_LaunchFacts):
 
 def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
     return dict(
-        num_threads=NUM_WARPS * warp_size, n_sms=n_sms, top_k=params.top_k, n_experts=params.n_experts,
+        num_threads=NUM_WARPS * warp_size, n_sms=n_sms, top_k=params.top_k, n_experts=params.num_experts,
         n_ranks=params.n_ranks, max_tokens_per_rank=params.max_token_per_rank,
         p2p_world_size=1 if params.skip_a2a else params.n_gpus_per_node,
         use_shmem=params.use_shmem is not False and params.n_nodes > 1 and not params.skip_a2a,

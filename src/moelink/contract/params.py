@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moelink.arith import is_integer
 from moelink.config import EPConfig
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.formats import format_names
@@ -30,14 +31,16 @@ class EPParams:
         dispatch_fmt_str: "BF16", "BlockwiseFP8", "NVFP4", "MXFP4", or a registered format name.
         hidden_size: elements of a row.
         top_k: expert ids per token.
-        n_experts: routed experts over all ranks, with ``skip_a2a`` too; at least 1, not necessarily a multiple of
+        n_experts: routed experts of all ``n_gpus_per_node * n_nodes`` ranks; at least 1, not necessarily a multiple of
             the ranks.
         max_token_per_rank: most tokens that one rank dispatches.
-        n_gpus_per_node, n_nodes: ranks are their product, numbered node by node.
+        n_gpus_per_node, n_nodes: ranks are their product, numbered node by node. With ``skip_a2a`` that is
+            ``allreduce_world_size``, or 1: then ``n_experts`` counts the experts of each single rank.
         combine_dtype: of expert outputs, of rows on the way home, and of the result.
         fused_shared_expert: group 0 of the output is the rank's own tokens.
         skip_a2a: activations are replicated; each rank keeps the rows of its own experts, and nothing travels.
-        allreduce_world_size: with ``skip_a2a``, the ranks among which experts and shared rows are divided.
+        allreduce_world_size: with ``skip_a2a``, the ranks among which experts and shared rows are divided, and whose
+            results are added. Ids stay global: in [0, :attr:`num_experts`).
         use_shmem: puts to ranks of other nodes. None means where there are any. False is refused where there are, and
             True where there are none: nothing would travel by a put.
         pre_reduce: sum a token's rows on the expert's rank before they travel. False is what the contract does.
@@ -72,12 +75,20 @@ class EPParams:
                 raise ConfigError(name, "True or False", getattr(self, name))
         if self.use_shmem is not None and not isinstance(self.use_shmem, bool):
             raise ConfigError("use_shmem", "True, False or None", self.use_shmem)
-        for name in ("n_gpus_per_node", "n_nodes", "allreduce_world_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(name, "an integer >= 1", value)
+        for name in ("hidden_size", "top_k", "n_experts", "max_token_per_rank", "n_gpus_per_node", "n_nodes",
+                     "allreduce_world_size", "expert_alignment", "n_sms"):  # fmt: skip
+            value, least = getattr(self, name), 0 if name == "max_token_per_rank" else 1
+            if (value is not None or name != "n_sms") and not is_integer(value, least):
+                raise ConfigError(name, f"an integer >= {least}", value)
         if self.allreduce_world_size > 1 and not self.skip_a2a:
             raise ConfigError("allreduce_world_size", "1 without skip_a2a", self.allreduce_world_size)
+        if self.skip_a2a and self._named_ranks not in (1, self.allreduce_world_size):
+            raise ConfigError(
+                "allreduce_world_size",
+                f"n_gpus_per_node * n_nodes = {self._named_ranks} with skip_a2a (n_experts then counts the experts of "
+                "them all), or n_gpus_per_node = n_nodes = 1 (n_experts then counts those of one rank)",
+                self.allreduce_world_size,
+            )
         if self.use_shmem and (self.skip_a2a or self.n_nodes == 1):
             alone = "with skip_a2a, where nothing travels" if self.skip_a2a else "with n_nodes=1, where no row is put"
             raise ConfigError("use_shmem", f"None or False {alone}", self.use_shmem)
@@ -91,7 +102,17 @@ class EPParams:
     @property
     def n_ranks(self) -> int:
         """Ranks among which the experts are divided."""
-        return self.allreduce_world_size if self.skip_a2a else self.n_gpus_per_node * self.n_nodes
+        return self.allreduce_world_size if self.skip_a2a else self._named_ranks
+
+    @property
+    def _named_ranks(self) -> int:
+        """Ranks whose experts ``n_experts`` counts."""
+        return self.n_gpus_per_node * self.n_nodes
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of the whole model. Ids are in [0, num_experts)."""
+        return self.n_experts * (self.n_ranks // self._named_ranks)
 
     @property
     def workspace(self) -> Workspace:
@@ -111,7 +132,7 @@ class EPParams:
     def config(self, rank: int) -> EPConfig:
         """The same settings under this package's names."""
         return EPConfig(
-            num_experts=self.n_experts,
+            num_experts=self.num_experts,
             topk=self.top_k,
             hidden_size=self.hidden_size,
             max_tokens_per_rank=self.max_token_per_rank,
