@@ -11,6 +11,7 @@ from cases import Case
 from contract_ranks import Buffers, params_of, ranks_of, run, setup
 from moelink import contract
 from moelink.errors import ArgumentError, ConfigError
+from moelink.memory import create_all
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 
@@ -102,3 +103,22 @@ def test_allreduce_refuses_ranks_that_do_not_fit() -> None:
         with pytest.raises(ConfigError, match="allreduce_world_size: expected n_gpus_per_node .* those of one rank"):
             dataclasses.replace(good, **changes)
     assert dataclasses.replace(good, n_gpus_per_node=2, n_nodes=2).n_ranks == 4
+
+
+def test_a_block_of_ones_own_needs_its_rank() -> None:
+    params = params_of(REPLICATED.setup, 3)
+    (alone,) = create_all(["cpu"], params.nbytes)
+    with pytest.raises(
+        ArgumentError, match=re.escape("my_rank: expected this process's rank in [0, 3), got None, and")
+    ):
+        contract.ep_init(params, alone)
+    for wrong in (-1, 3, True, 1.0):
+        with pytest.raises(ArgumentError, match=re.escape("my_rank: expected an integer in [0, 3)")):
+            contract.ep_init(params, alone, my_rank=wrong)
+    assert [contract.ep_init(params, alone, my_rank=rank).first_expert for rank in range(3)] == [0, 3, 5]
+    second = create_all(["cpu"] * 3, params.nbytes)[1]
+    assert contract.ep_init(params, second).my_rank == 1
+    with pytest.raises(ArgumentError, match="memory: expected rank 2's view of 3 blocks, got rank 1's of 3"):
+        contract.ep_init(params, second, my_rank=2)
+    single = params_of(REPLICATED.setup, 1)
+    assert contract.ep_init(single, alone).my_rank == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moelink.arith import is_integer
 from moelink.config import EPConfig
 from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel, combine_kernel, dispatch_kernel
 from moelink.contract.params import EPParams
@@ -120,6 +121,22 @@ def _warp_size() -> int:
     return 64 if torch.version.hip else 32
 
 
+def _rank_of(params: EPParams, memory: SymmetricMemory, my_rank: int | None) -> int:
+    """Return which rank this is, after comparing the blocks with the parameters."""
+    whole = memory.world_size == params.n_ranks
+    if my_rank is not None and not (is_integer(my_rank, 0) and my_rank < params.n_ranks):
+        raise ArgumentError("my_rank", f"an integer in [0, {params.n_ranks})", my_rank)
+    if my_rank is None and params.skip_a2a and not whole:
+        blocks = f"None, and memory with {memory.world_size} of {params.n_ranks} blocks"
+        raise ArgumentError("my_rank", f"this process's rank in [0, {params.n_ranks})", blocks)
+    rank = memory.rank if my_rank is None else my_rank
+    if (whole or not params.skip_a2a) and (not whole or rank != memory.rank):
+        raise ArgumentError(
+            "memory", f"rank {rank}'s view of {params.n_ranks} blocks", f"rank {memory.rank}'s of {memory.world_size}"
+        )
+    return rank
+
+
 def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = None) -> EPBuffers:
     """Lay the buffers of both groups out in ``memory`` and return their addresses, this rank's number and its counters.
 
@@ -130,7 +147,8 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         params: sizes and options.
         memory: this rank's view of all ranks' blocks, :attr:`EPParams.nbytes` or more each. With ``skip_a2a`` a block
             of one's own is enough.
-        my_rank: this rank; default that of ``memory``. Needed when ``memory`` holds a single block with ``skip_a2a``.
+        my_rank: this rank; default that of ``memory``. With ``skip_a2a`` it is needed unless ``memory`` holds a block
+            of every rank, because a block of one's own does not say whose it is.
 
     Raises:
         ArgumentError: the blocks are too few or too small, or there is no such rank.
@@ -146,14 +164,8 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         >>> eps[1].my_rank, tuple(eps[1].dev_ptrs.shape), tuple(eps[1].pointers.shape)
         (1, (2, 3), (2, 3, 2))
     """
-    rank = memory.rank if my_rank is None else my_rank
+    rank = _rank_of(params, memory, my_rank)
     device = memory.local.device
-    if not 0 <= rank < params.n_ranks:
-        raise ArgumentError("my_rank", f"in [0, {params.n_ranks})", rank)
-    if not params.skip_a2a and (memory.world_size != params.n_ranks or rank != memory.rank):
-        raise ArgumentError(
-            "memory", f"rank {rank}'s view of {params.n_ranks} blocks", f"rank {memory.rank}'s of {memory.world_size}"
-        )
     if memory.nbytes < params.nbytes:
         raise ArgumentError("memory", f"blocks of at least {params.nbytes} bytes", f"{memory.nbytes} bytes")
     if device.type == "cpu" and not is_interpreted():
