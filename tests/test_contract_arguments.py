@@ -122,3 +122,28 @@ def test_a_block_of_ones_own_needs_its_rank() -> None:
         contract.ep_init(params, second, my_rank=2)
     single = params_of(REPLICATED.setup, 1)
     assert contract.ep_init(single, alone).my_rank == 0
+
+
+def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """Room for ``tensor`` that begins ``by`` bytes past a multiple of 16."""
+    room = torch.zeros(tensor.nbytes + 32, dtype=torch.uint8)
+    start = -room.data_ptr() % 16 + by
+    return room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def test_outputs_begin_at_a_multiple_of_16_bytes() -> None:
+    case = Case(setup("nvfp4", pre_reduce=True), "uniform", weights="dispatch")
+    one = one_rank(case)
+    right = {**one.dispatch, "router_weights": one.data.topk_weights}
+    before = one.ep.memory.local.clone()
+    for name in ("row_offsets", "expert_ids", "src_info"):
+        with pytest.raises(ArgumentError, match=f"{name}: expected memory that begins at a multiple of 16 bytes"):
+            contract.ep_fused_dispatch(one.ep, **{**right, name: shifted(right[name], 4)})
+    for name in ("output_tokens", "output_scales", "scales_offsets", "weights"):
+        part = getattr(one.own.handler, name)
+        moved = dataclasses.replace(one.own.handler, **{name: shifted(part, 4)})
+        with pytest.raises(ArgumentError, match=f"{name}: .* got an address 4 bytes past a multiple"):
+            contract.ep_fused_dispatch(one.ep, **{**right, "token_handler": moved})
+    assert torch.equal(one.ep.memory.local, before)
+    handler = dataclasses.replace(one.own.handler, output_tokens=shifted(one.own.handler.output_tokens, 16))
+    contract.ep_fused_dispatch(one.ep, **{**right, "token_handler": handler})

@@ -26,6 +26,7 @@ from moelink.contract.tensors import (
     TokenHandler,
     check_counters,
     check_ids,
+    check_output,
     check_pointers,
     check_tensor,
     describe,
@@ -56,7 +57,8 @@ def ep_fused_dispatch(
 ) -> None:
     """Quantise and send tokens to their experts' ranks, wait for what others send, and pack it: one launch.
 
-    ``T`` tokens of this rank, ``G`` groups: local experts, and before them the shared one when it is fused.
+    ``T`` tokens of this rank, ``G`` groups: local experts, and before them the shared one when it is fused. Tensors
+    that are filled begin at a multiple of 16 bytes.
 
     Args:
         ep: what ``ep_init`` returned.
@@ -214,10 +216,10 @@ class _Outputs:
     ) -> None:
         token_handler.check(ep)
         rows, groups = len(token_handler.output_tokens), ep.config.num_groups
-        check_tensor(ep, "row_offsets", row_offsets, (groups + 1,), torch.int32)
-        check_tensor(ep, "src_info", src_info, (rows, 3), torch.int32)
+        check_output(ep, "row_offsets", row_offsets, (groups + 1,), torch.int32)
+        check_output(ep, "src_info", src_info, (rows, 3), torch.int32)
         if expert_ids is not None:
-            check_tensor(ep, "expert_ids", expert_ids, (groups,), torch.int32)
+            check_output(ep, "expert_ids", expert_ids, (groups,), torch.int32)
         routing.check(ep)
         scales = token_handler.output_scales
         self.outputs = DispatchOutputs(

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
 from moelink.errors import ArgumentError
+from moelink.memory.layout import ALIGNMENT
 from moelink.memory.protocol import PHASES
 
 
 @dataclass(frozen=True)
 class TokenHandler:
     """Output tensors whose dtypes and shapes the dispatch format decides. Uninitialised; the caller's, call after call.
+
+    Each begins at a multiple of 16 bytes, as torch allocates it.
 
     Attributes:
         output_tokens: [rows, width] of the payload dtype. Its rows are the capacity: what does not fit is dropped and
@@ -49,16 +52,16 @@ class TokenHandler:
         """Raise ArgumentError unless the tensors fit the parameters."""
         fmt, rows = ep.config.format, len(self.output_tokens)
         shapes = _handler_shapes(ep, rows)
-        check_tensor(ep, "output_tokens", self.output_tokens, shapes["output_tokens"], fmt.payload_dtype)
+        check_output(ep, "output_tokens", self.output_tokens, shapes["output_tokens"], fmt.payload_dtype)
         for name, dtype in (("output_scales", fmt.scale_dtype), ("scales_offsets", torch.int32)):
             value, shape = getattr(self, name), shapes.get(name)
             if (value is None) != (shape is None):
                 expected = "None" if shape is None else f"a tensor {list(shape)}"
                 raise ArgumentError(name, f"{expected} for format {fmt.name!r}", describe(value))
             if value is not None and shape is not None and dtype is not None:
-                check_tensor(ep, name, value, shape, dtype)
+                check_output(ep, name, value, shape, dtype)
         if self.weights is not None:
-            check_tensor(ep, "weights", self.weights, (rows,), ep.config.weight_dtype)
+            check_output(ep, "weights", self.weights, (rows,), ep.config.weight_dtype)
 
 
 def _handler_shapes(ep: EPBuffers, rows: int) -> dict[str, tuple[int, ...]]:
@@ -136,6 +139,15 @@ def check_tensor(ep: EPBuffers, name: str, value: object, shape: tuple[int, ...]
     if not (fits and isinstance(value, Tensor) and value.is_contiguous() and value.device == ep.device):
         kinds = " or ".join(map(str, dtypes))
         raise ArgumentError(name, f"{list(shape)} {kinds}, contiguous, on {ep.device}", describe(value))
+
+
+def check_output(ep: EPBuffers, name: str, value: object, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """:func:`check_tensor` of a tensor that dispatch fills: rows are stored in words of ALIGNMENT bytes."""
+    check_tensor(ep, name, value, shape, *dtypes)
+    past = value.data_ptr() % ALIGNMENT if isinstance(value, Tensor) else 0
+    if past:
+        expected = f"memory that begins at a multiple of {ALIGNMENT} bytes, as torch allocates it"
+        raise ArgumentError(name, expected, f"an address {past} bytes past a multiple")
 
 
 def check_pointers(ep: EPBuffers, group: int, pointers: Tensor) -> None:
