@@ -390,6 +390,12 @@ CONTRACT = (
     Mutant("an output of the caller may begin at 4 bytes", "contract/tensors.py",
            "past = value.data_ptr() % ALIGNMENT", "past = value.data_ptr() % 4",
            "test_contract_arguments.py::test_outputs_begin_at_a_multiple_of_16_bytes"),
+    Mutant("a program of seven threads passes", "contract/layouts.py",
+           "if self.num_threads % self.warp_size or", "if self.num_threads < 1 or",
+           "test_contract_names.py::test_impossible_launch_facts_are_refused"),
+    Mutant("the shared expert's group is not counted", "contract/layouts.py",
+           "return self.n_local_experts + self.fused_shared_expert", "return self.n_local_experts",
+           "test_contract_names.py::test_a_fused_shared_expert_adds_a_group_that_is_not_sent"),
 )
 # fmt: on
 

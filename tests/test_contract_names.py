@@ -11,7 +11,7 @@ import pytest
 from contract_names import PAGES
 from moelink import contract
 from moelink.contract.layouts import combine_kernel, dispatch_kernel
-from moelink.errors import ArgumentError, UnsupportedError
+from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.kernels.launch.constants import is_interpreted
 
 DOCS = Path(__file__).parent.parent / "docs" / "contract.md"
@@ -25,12 +25,53 @@ FACTS = dict(
 def test_launch_facts() -> None:
     kernel = contract.EPCombineKernel(**FACTS)
     assert (kernel.n_local_experts, kernel.n_warps) == (32, 8)
-    assert (kernel.n_send_sms, kernel.n_reduce_sms, kernel.n_wait_sms) == (131, 132, 1)
+    assert (kernel.n_send_sms, kernel.n_reduce_sms, kernel.n_wait_sms) == (131, 131, 1)
+    assert kernel.n_reduce_sms + kernel.n_wait_sms == kernel.n_sms
     assert dataclasses.replace(kernel, n_experts=7, n_ranks=3, p2p_world_size=3).n_local_experts == 3
     assert dataclasses.replace(kernel, warp_size=64).n_warps == 4
     with pytest.raises(UnsupportedError, match="p2p_world_size=4"):
         dataclasses.replace(kernel, p2p_world_size=4)
     assert dataclasses.replace(kernel, p2p_world_size=2, use_shmem=True).inter_node_ranks == 6
+
+
+IMPOSSIBLE = [
+    *[(name, value) for name in FACTS for value in (-3, 2.0, True, None)],
+    *[(name, 0) for name in FACTS if name != "max_tokens_per_rank"],
+    ("num_threads", 7), ("num_threads", 2048), ("warp_size", 16), ("p2p_world_size", 3), ("p2p_world_size", 16),
+    *[(name, "no") for name in ("use_shmem", "fused_shared_expert", "skip_a2a")],
+]  # fmt: skip
+
+
+def test_impossible_launch_facts_are_refused() -> None:
+    for kind in (contract.EPCombineKernel, contract.EPDispatchKernel):
+        for name, value in IMPOSSIBLE:
+            with pytest.raises(ConfigError, match=f"^{name}: expected "):
+                kind(**{**FACTS, name: value})
+        with pytest.raises(ConfigError, match="use_shmem: expected False with skip_a2a"):
+            kind(**FACTS, use_shmem=True, skip_a2a=True)
+        assert kind(**{**FACTS, "max_tokens_per_rank": 0}).n_warps == 8
+        assert kind(**FACTS, use_shmem=True).inter_node_ranks == 0
+    with pytest.raises(ConfigError, match="n_parts"):
+        contract.EPCombineKernel(**FACTS, n_parts=0)
+    with pytest.raises(ConfigError, match="pre_reduce"):
+        contract.EPCombineKernel(**FACTS, pre_reduce=1)
+
+
+def test_a_fused_shared_expert_adds_a_group_that_is_not_sent() -> None:
+    plain = contract.EPCombineKernel(**FACTS)
+    fused = dataclasses.replace(plain, fused_shared_expert=True)
+    assert (plain.n_groups, plain.max_shared_rows) == (32, 0)
+    assert (fused.n_groups, fused.max_shared_rows) == (33, 128)
+    assert dataclasses.replace(fused, skip_a2a=True, n_ranks=3, p2p_world_size=1).max_shared_rows == 43
+    params = contract.EPParams(
+        dispatch_fmt_str="BF16", hidden_size=16, top_k=2, n_experts=7, max_token_per_rank=5, n_gpus_per_node=3,
+        fused_shared_expert=True,
+    )  # fmt: skip
+    for kernel in (dispatch_kernel(params, n_sms=2), combine_kernel(params, n_sms=2)):
+        assert (kernel.n_groups, kernel.max_shared_rows) == (
+            params.config(0).num_groups,
+            params.config(0).max_shared_rows,
+        )
 
 
 def test_layouts_in_worked_numbers() -> None:

@@ -73,7 +73,7 @@ def ep_fused_combine(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
         row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
     )  # fmt: skip
-    numbers = given.numbers._replace(programs=given.numbers.senders + ep.combine_kernel.n_reduce_sms)
+    numbers = given.numbers._replace(programs=given.numbers.senders + ep.n_sms)
     launch(
         ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, (given.inputs, given.outputs, given.notes),
         numbers, S=given.spec, **_EXACT,
@@ -127,7 +127,7 @@ def ep_combine_wait(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
         row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
     )  # fmt: skip
-    numbers = given.numbers._replace(programs=ep.combine_kernel.n_reduce_sms)
+    numbers = given.numbers._replace(programs=ep.n_sms)
     launch(
         ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, (given.inputs, given.outputs, given.notes),
         numbers, S=given.spec, **_EXACT,

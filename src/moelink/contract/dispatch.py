@@ -82,7 +82,7 @@ def ep_fused_dispatch(
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
     given.require_weights(token_handler)
     numbers = outputs.numbers(given.numbers)
-    numbers = numbers._replace(programs=given.senders + ep.dispatch_kernel.n_reduce_sms)
+    numbers = numbers._replace(programs=given.senders + ep.n_sms)
     records = (given.inputs, outputs.outputs, given.notes, outputs.cached)
     launch(ep, kernels.ep_fused_dispatch_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
 
@@ -129,7 +129,7 @@ def ep_dispatch_wait(
         raise ArgumentError("num_input_tokens", f"in [0, {ep.params.max_token_per_rank}]", num_input_tokens)
     spec = _spec(ep, ep.config.format.input_dtypes[0], weights=token_handler.weights is not None)
     numbers = outputs.numbers(_numbers(ep, num_input_tokens, TokenSplit(1, 1, 0)))
-    numbers = numbers._replace(programs=ep.dispatch_kernel.n_reduce_sms)
+    numbers = numbers._replace(programs=ep.n_sms)
     records = (outputs.outputs, notes_of(ep, routing), outputs.cached)
     launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, S=spec)
     grant_credits(ep, pointers, atomic_counters, spec)

@@ -27,14 +27,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moelink.arith import align_up, ceil_div
+from moelink.arith import align_up, ceil_div, is_integer
 from moelink.contract.params import EPParams
-from moelink.errors import ArgumentError, UnsupportedError
+from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.memory.layout import REGION_ALIGNMENT
 from moelink.memory.protocol import COUNT_HEADER
 
 NUM_WARPS = 8
 """Warps of every program of a communication kernel on a GPU."""
+
+MOST_THREADS_OF_A_DEVICE = 1024
+"""Most threads that a program can have on any device."""
 
 
 def _inside(name: str, value: int, size: int) -> int:
@@ -48,14 +51,21 @@ class _LaunchFacts:
     """Parameters of the kernel objects, and what follows from them.
 
     Attributes:
-        num_threads: threads of a program.
+        num_threads: threads of a program, a multiple of ``warp_size`` up to 1024.
         n_sms: SMs that a launch is divided over.
-        top_k, n_experts, n_ranks, max_tokens_per_rank: as in :class:`EPParams`.
+        top_k, n_ranks, max_tokens_per_rank: as in :class:`EPParams`.
+        n_experts: experts of all ``n_ranks``.
         msg_bytes: bytes of a message (dispatch), of a row (combine).
-        p2p_world_size: ranks that address each other's memory.
-        use_shmem: puts to the ranks outside, which there must be for them.
-        fused_shared_expert, skip_a2a: as in :class:`EPParams`.
-        warp_size: threads of a warp.
+        p2p_world_size: ranks that address each other's memory, a divisor of ``n_ranks``.
+        use_shmem: puts to the ranks outside, which there must be for them. Where there are none outside it changes
+            nothing, as in the contract.
+        fused_shared_expert: whether a group of this rank's own tokens stands before the others and does not travel.
+        skip_a2a: as in :class:`EPParams`; not together with ``use_shmem``.
+        warp_size: threads of a warp, 32 or 64.
+
+    Raises:
+        ConfigError: no device could be launched with these facts.
+        UnsupportedError: ranks that are out of reach without puts.
     """
 
     num_threads: int
@@ -72,12 +82,34 @@ class _LaunchFacts:
     warp_size: int = 32
 
     def __post_init__(self) -> None:
+        for name in ("num_threads", "n_sms", "top_k", "n_experts", "n_ranks", "msg_bytes", "max_tokens_per_rank",
+                     "p2p_world_size", "warp_size"):  # fmt: skip
+            self._integer(name, 0 if name == "max_tokens_per_rank" else 1)
+        for name in ("use_shmem", "fused_shared_expert", "skip_a2a"):
+            self._flag(name)
+        if self.warp_size not in (32, 64):
+            raise ConfigError("warp_size", "32 or 64", self.warp_size)
+        if self.num_threads % self.warp_size or self.num_threads > MOST_THREADS_OF_A_DEVICE:
+            expected = f"a multiple of warp_size {self.warp_size}, at most {MOST_THREADS_OF_A_DEVICE}"
+            raise ConfigError("num_threads", expected, self.num_threads)
+        if self.n_ranks % self.p2p_world_size:
+            raise ConfigError("p2p_world_size", f"a divisor of n_ranks {self.n_ranks}", self.p2p_world_size)
+        if self.skip_a2a and self.use_shmem:
+            raise ConfigError("use_shmem", "False with skip_a2a, where nothing travels", self.use_shmem)
         if not self.use_shmem and self.inter_node_ranks:
             raise UnsupportedError(
                 f"p2p_world_size={self.p2p_world_size}, use_shmem=False: expected all {self.n_ranks} ranks to address "
                 f"each other's memory, got {self.p2p_world_size} that do; pass use_shmem=True, or "
                 f"p2p_world_size={self.n_ranks}"
             )
+
+    def _integer(self, name: str, least: int) -> None:
+        if not is_integer(getattr(self, name), least):
+            raise ConfigError(name, f"an integer >= {least}", getattr(self, name))
+
+    def _flag(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise ConfigError(name, "True or False", getattr(self, name))
 
     @property
     def inter_node_ranks(self) -> int:
@@ -95,13 +127,27 @@ class _LaunchFacts:
         return max(1, self.n_sms - 1)
 
     @property
+    def n_groups(self) -> int:
+        """Groups of the rank that owns most experts: they, and before them the shared one where it is fused."""
+        return self.n_local_experts + self.fused_shared_expert
+
+    @property
+    def max_shared_rows(self) -> int:
+        """Rows [0, max_shared_rows) may be those of the fused shared expert, which are not sent: one for each own
+        token, with ``skip_a2a`` for each of this rank's part of the tokens."""
+        if not self.fused_shared_expert:
+            return 0
+        return ceil_div(self.max_tokens_per_rank, self.n_ranks if self.skip_a2a else 1)
+
+    @property
     def n_reduce_sms(self) -> int:
-        """Programs that place what arrives (dispatch) or sum it (combine)."""
-        return self.n_sms
+        """Programs that do nothing but place what arrives (dispatch) or sum it (combine), each waiting for the rows of
+        its own tokens."""
+        return self.n_sms - self.n_wait_sms
 
     @property
     def n_wait_sms(self) -> int:
-        """Of those, programs that also wait for a word from every rank."""
+        """Programs that first wait for a word from every rank, and then work as those of ``n_reduce_sms`` do."""
         return 1
 
     @property
@@ -162,6 +208,11 @@ class EPCombineKernel(_LaunchFacts):
 
     pre_reduce: bool = False
     n_parts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._flag("pre_reduce")
+        self._integer("n_parts", 1)
 
     def send_buf_layout(self, row: int) -> int:
         """Row ``row`` of the expert outputs, which are sent from where they are; across nodes its copy that is put.
