@@ -396,6 +396,21 @@ CONTRACT = (
     Mutant("the shared expert's group is not counted", "contract/layouts.py",
            "return self.n_local_experts + self.fused_shared_expert", "return self.n_local_experts",
            "test_contract_names.py::test_a_fused_shared_expert_adds_a_group_that_is_not_sent"),
+    Mutant("a second half takes fewer tokens than the first", "contract/tensors.py",
+           "if num_tokens not in numbers:", "if num_tokens > max(numbers):",
+           "test_contract_arguments.py::test_the_second_half_of_a_dispatch_takes_as_many_tokens_as_the_first"),
+    Mutant("combine takes any number of tokens", "contract/combine.py",
+           "check_dispatched(ep, routing, count)", "check_dispatched(ep, routing)",
+           "test_contract_arguments.py::test_combine_takes_as_many_tokens_as_its_dispatch"),
+    Mutant("what a graph captured is forgotten", "contract/notes.py",
+           "return self.captured if self.latest is None else {*self.captured, self.latest}", "return self.captured if self.latest is None else {self.latest}",
+           "test_contract_arguments.py::test_what_a_graph_captured_stays_right"),
+    Mutant("the second half does not ask for the first one's weights", "contract/dispatch.py",
+           "for each in sent if each.num_tokens == num_input_tokens}", "for each in sent if each.num_tokens < 0}",
+           "test_contract_arguments.py::test_weights_given_to_one_half_only_are_refused_there"),
+    Mutant("the first device launches before the second is checked", "contract/devices.py",
+           "    second = [\n        prepare_dispatch_wait(", "    _start(first)\n    second = [\n        prepare_dispatch_wait(",
+           "test_contract_arguments.py::test_a_bad_argument_on_one_device_leaves_all_of_them_usable"),
 )
 # fmt: on
 

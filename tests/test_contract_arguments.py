@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from cases import Case
-from contract_ranks import Buffers, params_of, ranks_of, run, setup
+from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, run, setup
 from moelink import contract
+from moelink.contract import EPRouting
+from moelink.contract.notes import Given, Noted
 from moelink.errors import ArgumentError, ConfigError
 from moelink.memory import create_all
+from moelink.memory.protocol import COMBINE_SENT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 
@@ -147,3 +150,118 @@ def test_outputs_begin_at_a_multiple_of_16_bytes() -> None:
     assert torch.equal(one.ep.memory.local, before)
     handler = dataclasses.replace(one.own.handler, output_tokens=shifted(one.own.handler.output_tokens, 16))
     contract.ep_fused_dispatch(one.ep, **{**right, "token_handler": handler})
+
+
+SHARED = Case(setup("bf16", fused_shared_expert=True), "uniform", weights="none")
+
+
+def start_dispatch(one: SimpleNamespace, tokens: int, **options) -> None:
+    """The first half of a dispatch of the rank's first so many tokens."""
+    x, ids = one.data.x[:tokens], one.data.topk_ids[:tokens]
+    contract.ep_dispatch_async(
+        one.ep, one.ep.atomic_counters[0], x, ids, one.ep.pointers[0], one.own.routing, **options
+    )
+
+
+def finish_dispatch(one: SimpleNamespace, tokens: int, **changes) -> None:
+    """The second half, with ``changes``."""
+    names = ("token_handler", "row_offsets", "expert_ids", "src_info", "pointers", "atomic_counters", "routing")
+    outputs = {name: one.dispatch[name] for name in names}
+    contract.ep_dispatch_wait(one.ep, **{**outputs, **changes}, num_input_tokens=tokens)
+
+
+def test_the_second_half_of_a_dispatch_takes_as_many_tokens_as_the_first() -> None:
+    one = one_rank(SHARED)
+    with pytest.raises(ArgumentError, match="routing: expected the one that ep_dispatch_async was given"):
+        finish_dispatch(one, 3)
+    start_dispatch(one, 3)
+    for wrong in (2, 4, 0):
+        with pytest.raises(ArgumentError, match=f"num_input_tokens: expected 3 tokens, as .* was given, got {wrong}"):
+            finish_dispatch(one, wrong)
+    for wrong in (True, 3.0, -1, None):
+        with pytest.raises(ArgumentError, match="num_input_tokens: expected an integer in"):
+            finish_dispatch(one, wrong)
+    with pytest.raises(ArgumentError, match="routing: expected the one"):
+        finish_dispatch(one, 3, routing=contract.EPRouting.allocate(one.ep))
+    again = contract.EPRouting(
+        **{f.name: getattr(one.own.routing, f.name) for f in dataclasses.fields(one.own.routing)}
+    )
+    finish_dispatch(one, 3, routing=again)  # another object around the same tensors
+    one.ep.raise_error()
+    assert one.own.row_offsets[1] == 3
+
+
+def test_combine_takes_as_many_tokens_as_its_dispatch() -> None:
+    one, other = one_rank(), one_rank()
+    with pytest.raises(ArgumentError, match="routing: expected one that a dispatch of these buffers has filled"):
+        contract.ep_fused_combine(one.ep, **one.combine)
+    count = len(one.data.x)
+    for buffers in (one, other):
+        contract.ep_fused_dispatch(buffers.ep, **buffers.dispatch)
+    for wrong in (count - 1, count + 1, 0):
+        ids = torch.zeros(wrong, one.ep.params.top_k, dtype=torch.int32)
+        output = torch.empty(wrong, one.ep.params.hidden_size, dtype=torch.bfloat16)
+        changes = {"topk_ids": ids, "output_tokens": output}
+        for launch in (contract.ep_fused_combine, contract.ep_combine_wait):
+            with pytest.raises(ArgumentError, match=f"topk_ids: expected {count} tokens, as .* was given, got {wrong}"):
+                launch(one.ep, **{**one.combine, **changes})
+    assert not one.ep.atomic_counters[0][COMBINE_SENT]
+    copied = EPRouting(**{f.name: getattr(other.own.routing, f.name).clone() for f in dataclasses.fields(EPRouting)})
+    for wrong in (other.own.routing, copied):
+        with pytest.raises(ArgumentError, match="a dispatch of these buffers has filled"):
+            contract.ep_fused_combine(one.ep, **{**one.combine, "routing": wrong})
+    outs = [torch.empty_like(one.combine["output_tokens"]) for _ in range(2)]
+    for routing, out in zip((one.own.routing, one.own.routing.clone(one.ep)), outs, strict=True):
+        contract.ep_fused_combine(one.ep, **{**one.combine, "routing": routing, "output_tokens": out})
+    one.ep.raise_error()
+    assert torch.equal(*outs)
+
+
+def test_what_a_graph_captured_stays_right() -> None:
+    noted = Noted()
+    noted.add(Given(8, weighted=True), captured=True)
+    noted.add(Given(3, weighted=False), captured=False)
+    noted.add(Given(4, weighted=False), captured=False)
+    noted.add(Given(5, weighted=False), captured=True)
+    assert noted.given() == {(8, True), (4, False), (5, False)}
+
+
+def test_weights_given_to_one_half_only_are_refused_there() -> None:
+    one = one_rank(Case(setup("bf16", pre_reduce=True), "uniform", weights="dispatch"))
+    count, weights = len(one.data.x), one.data.topk_weights
+    bare = dataclasses.replace(one.own.handler, weights=None)
+    start_dispatch(one, count, router_weights=weights)
+    with pytest.raises(ArgumentError, match="token_handler.weights: expected a tensor, as router_weights of"):
+        finish_dispatch(one, count, token_handler=bare)
+    finish_dispatch(one, count)
+    start_dispatch(one, count)
+    with pytest.raises(ArgumentError, match="token_handler.weights: expected None without router_weights of"):
+        finish_dispatch(one, count)
+    finish_dispatch(one, count, token_handler=bare)
+    for first, expected in ((True, "those of ep_combine_async"), (False, "None, as in ep_combine_async")):
+        given = {True: one.own.handler.weights, False: None}
+        sent = {name: one.combine[name] for name in ("atomic_counters", "input_tokens", "routing", "pointers")}
+        contract.ep_combine_async(one.ep, **sent, row_weights=given[first])
+        with pytest.raises(ArgumentError, match=f"row_weights: expected {expected}"):
+            contract.ep_combine_wait(one.ep, **one.combine, row_weights=given[not first])
+        contract.ep_combine_wait(one.ep, **one.combine, row_weights=given[first])
+    one.ep.raise_error()
+
+
+def test_a_bad_argument_on_one_device_leaves_all_of_them_usable() -> None:
+    case = Case(setup("bf16", pre_reduce=True), "uniform", weights="dispatch")
+    eps = ranks_of(params_of(case.setup, 2, timeout=0.5))
+    good = [Buffers.allocate(ep, weighted=True) for ep in eps]
+    bare = dataclasses.replace(good[1], handler=dataclasses.replace(good[1].handler, weights=None))
+    late = dataclasses.replace(good[1], src_info=good[1].src_info.long())
+    for bad, name in ((bare, "token_handler.weights"), (late, "src_info")):
+        with pytest.raises(ArgumentError, match=name):
+            dispatch_all(eps, [good[0], bad], case)
+        assert not any(ep.memory.local.any() for ep in eps)
+    dispatch_all(eps, good, case)
+    before = [ep.memory.local.clone() for ep in eps]
+    swapped = dataclasses.replace(good[1], handler=dataclasses.replace(good[1].handler, weights=torch.ones(1)))
+    with pytest.raises(ArgumentError, match="row_weights"):
+        combine_all(eps, [good[0], swapped], case)
+    assert all(torch.equal(ep.memory.local, was) for ep, was in zip(eps, before, strict=True))
+    run(eps, dataclasses.replace(case, seed=1))

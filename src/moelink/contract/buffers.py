@@ -10,6 +10,7 @@ from torch import Tensor
 from moelink.arith import is_integer
 from moelink.config import EPConfig
 from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel, combine_kernel, dispatch_kernel
+from moelink.contract.notes import CallNotes
 from moelink.contract.params import EPParams
 from moelink.errors import ArgumentError, PeerAbortedError, PeerTimeoutError, UnsupportedError
 from moelink.kernels.launch.constants import clock_ticks, is_interpreted
@@ -46,6 +47,7 @@ class EPBuffers:
         starts: first byte of each group's recv buffer in a block.
         network: what carries rows to other nodes; :meth:`close` ends it.
         launcher: what launches kernels on this rank's device.
+        notes: what launches were given.
     """
 
     params: EPParams
@@ -62,6 +64,7 @@ class EPBuffers:
     starts: tuple[int, int] = field(repr=False)
     network: Network = field(repr=False)
     launcher: Launcher = field(repr=False)
+    notes: CallNotes = field(default_factory=CallNotes, repr=False)
 
     def close(self) -> None:
         """Carry to its end what is under way between nodes; before the blocks are closed. Safe to call twice."""

@@ -11,10 +11,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
-from moelink.contract.launch import grant_credits, launch, notes_of, or_dummy, relative_to
+from moelink.contract.launch import Prepared, grant_credits, launch, notes_of, or_dummy, relative_to
+from moelink.contract.notes import Given
 from moelink.contract.tensors import (
     EPRouting,
     check_counters,
+    check_dispatched,
     check_ids,
     check_pointers,
     check_tensor,
@@ -55,9 +57,10 @@ def ep_fused_combine(
             has none.
         atomic_counters: ``ep.atomic_counters[1]``.
         input_tokens: [rows, hidden_size] of ``combine_dtype``: row i is the experts' output for row i of dispatch's.
-        routing: filled by the dispatch that is combined. It may be an earlier one, and combined before.
+        routing: filled by the dispatch that is combined. It may be an earlier one, and combined before, or its
+            ``clone``.
         pointers: ``ep.pointers[1]``: [3, W] send, recv and recv_count of every rank.
-        topk_ids: [T, top_k], the ids of that dispatch.
+        topk_ids: [T, top_k], the ids of that dispatch; ``T`` is its number of tokens.
         router_weights: [T, top_k] of the accumulation dtype, multiplied with the rows at home (without ``pre_reduce``).
         row_weights: [rows] ``token_handler.weights`` of a dispatch that was given weights, multiplied where the rows
             are (with ``pre_reduce`` or ``skip_a2a``). Without either kind rows are summed unweighted.
@@ -69,15 +72,31 @@ def ep_fused_combine(
     Raises:
         ArgumentError: a tensor does not fit; nothing was launched.
     """
-    given = _Given(
+    prepare_fused_combine(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
         row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
-    )  # fmt: skip
+    )()  # fmt: skip
+
+
+def prepare_fused_combine(
+    ep: EPBuffers,
+    output_tokens: Tensor,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    routing: EPRouting,
+    pointers: Tensor,
+    topk_ids: Tensor,
+    **options: Any,
+) -> Prepared:
+    """Check the arguments of :func:`ep_fused_combine`; the result launches it."""
+    given = _Given(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
     numbers = given.numbers._replace(programs=given.numbers.senders + ep.n_sms)
-    launch(
-        ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, (given.inputs, given.outputs, given.notes),
-        numbers, S=given.spec, **_EXACT,
-    )  # fmt: skip
+    records = (given.inputs, given.outputs, given.notes)
+
+    def start() -> None:
+        launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **_EXACT)
+
+    return start
 
 
 def ep_combine_async(
@@ -93,16 +112,32 @@ def ep_combine_async(
 
     With ``skip_a2a`` nothing travels, and nothing is launched.
     """
+    prepare_combine_async(ep, atomic_counters, input_tokens, routing, pointers, row_weights=row_weights)()
+
+
+def prepare_combine_async(
+    ep: EPBuffers,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    routing: EPRouting,
+    pointers: Tensor,
+    *,
+    row_weights: Tensor | None,
+) -> Prepared:
+    """Check the arguments of :func:`ep_combine_async`; the result launches it."""
     _check_sender(ep, atomic_counters, input_tokens, routing, pointers, row_weights)
+    check_dispatched(ep, routing)
     spec = _spec(ep, row_weights=row_weights is not None)
-    if spec.ALLREDUCE:
-        return
     inputs = CombineInputs(input_tokens, or_dummy(row_weights, pointers), *[pointers] * 4)
+    records = (inputs, notes_of(ep, routing))
     numbers = _numbers(ep, 0, len(input_tokens))._replace(programs=ep.combine_kernel.n_send_sms)
-    launch(
-        ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, (inputs, notes_of(ep, routing)), numbers,
-        S=spec, **_EXACT,
-    )  # fmt: skip
+
+    def start() -> None:
+        ep.notes.add_combine(routing.slot_of, Given(0, row_weights is not None))
+        if not spec.ALLREDUCE:
+            launch(ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, S=spec, **_EXACT)
+
+    return start
 
 
 def ep_combine_wait(
@@ -121,18 +156,47 @@ def ep_combine_wait(
 ) -> None:
     """The second half: wait for the rows and sum them.
 
-    ``input_tokens`` are read again with ``skip_a2a`` and for the fused shared expert.
+    ``input_tokens`` are read again with ``skip_a2a`` and for the fused shared expert. ``routing`` and ``row_weights``
+    are those of the first half.
+
+    Raises:
+        ArgumentError: a tensor does not fit, or something differs from the first half; nothing was launched.
     """
-    given = _Given(
+    start = prepare_combine_wait(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
         row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
     )  # fmt: skip
+    sent = ep.notes.combines(routing.slot_of)
+    if not sent and not ep.params.skip_a2a:
+        raise ArgumentError("routing", "the one that ep_combine_async was given", "one that it was not given")
+    weighted = {each.weighted for each in sent}
+    if len(weighted) == 1 and (row_weights is not None) not in weighted:
+        expected = "those of ep_combine_async" if weighted.pop() else "None, as in ep_combine_async"
+        raise ArgumentError("row_weights", expected, describe(row_weights))
+    start()
+
+
+def prepare_combine_wait(
+    ep: EPBuffers,
+    output_tokens: Tensor,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    routing: EPRouting,
+    pointers: Tensor,
+    topk_ids: Tensor,
+    **options: Any,
+) -> Prepared:
+    """Check the arguments of :func:`ep_combine_wait`, but not against those of the first half; the result launches
+    it."""
+    given = _Given(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
     numbers = given.numbers._replace(programs=ep.n_sms)
-    launch(
-        ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, (given.inputs, given.outputs, given.notes),
-        numbers, S=given.spec, **_EXACT,
-    )  # fmt: skip
-    grant_credits(ep, pointers, atomic_counters, given.spec)
+    records = (given.inputs, given.outputs, given.notes)
+
+    def start() -> None:
+        launch(ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **_EXACT)
+        grant_credits(ep, pointers, atomic_counters, given.spec)
+
+    return start
 
 
 def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
@@ -210,6 +274,7 @@ class _Given:
                 raise ArgumentError("shared", "None with fused_shared_expert or skip_a2a", describe(shared))
             check_tensor(ep, "shared", shared, shape, config.combine_dtype)
         bias, hook, tensors = _epilogue(ep, epilogue_fn, count)
+        check_dispatched(ep, routing, count)
         self.spec = _spec(
             ep, row_weights=row_weights is not None, home_weights=router_weights is not None, reduce=reduce,
             shared=shared is not None, epilogue="" if bias is None else "bias" if bias.dim() == 1 else "residual",

@@ -2,7 +2,8 @@
 
 Every argument but ``ep`` is what the launcher of one device takes, as a list with one entry per device. On GPUs each
 device gets one fused launch, all of them before the host waits for any. CPUs run launches one after the other, so there
-every rank's first half runs before any second half.
+every rank's first half runs before any second half. The arguments of all devices are checked before the first launch:
+when one is refused, no device has launched anything, and the next call works.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
-from moelink.contract.combine import ep_combine_async, ep_combine_wait, ep_fused_combine
-from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch
+from moelink.contract.combine import prepare_combine_async, prepare_combine_wait, prepare_fused_combine
+from moelink.contract.dispatch import (
+    prepare_dispatch_async,
+    prepare_dispatch_wait,
+    prepare_fused_dispatch,
+    require_weights,
+)
+from moelink.contract.launch import Prepared
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
@@ -35,7 +42,7 @@ def distributed_ep_dispatch(
     router_weights: Sequence[Tensor] | None = None,
     input_scales: Sequence[Tensor] | None = None,
 ) -> None:
-    """:func:`ep_fused_dispatch` on all devices of this process at once.
+    """:func:`~moelink.contract.ep_fused_dispatch` on all devices of this process at once.
 
     Raises:
         ArgumentError: lists of different lengths, or what a launcher refuses.
@@ -48,26 +55,20 @@ def distributed_ep_dispatch(
     )
     inputs = _lists(count, atomic_counters=atomic_counters, input_tokens=input_tokens, topk_ids=topk_ids)
     ends = _lists(count, pointers=pointers, routing=routing)
+    options = [dict(router_weights=w, input_scales=scale) for w, scale in zip(weights, scales, strict=True)]
     if _launches_overlap(ep):
-        for i in range(count):
-            ep_fused_dispatch(
-                ep[i], *outputs[i], *inputs[i], *ends[i], router_weights=weights[i], input_scales=scales[i]
-            )
+        _start([prepare_fused_dispatch(ep[i], *outputs[i], *inputs[i], *ends[i], **options[i]) for i in range(count)])
         return
-    for i in range(count):
-        ep_dispatch_async(ep[i], *inputs[i], *ends[i], router_weights=weights[i], input_scales=scales[i])
-    for i in range(count):
-        ep_dispatch_wait(
-            ep[i],
-            token_handler[i],
-            row_offsets[i],
-            expert_ids[i],
-            src_info[i],
-            pointers[i],
-            atomic_counters[i],
-            routing[i],
-            num_input_tokens=len(input_tokens[i]),
-        )
+    first = [prepare_dispatch_async(ep[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
+    closing = _lists(count, pointers=pointers, atomic_counters=atomic_counters, routing=routing)
+    second = [
+        prepare_dispatch_wait(ep[i], *outputs[i], *closing[i], num_input_tokens=len(input_tokens[i]))
+        for i in range(count)
+    ]
+    for handler, given in zip(token_handler, weights, strict=True):
+        require_weights(handler, given is not None, because="router_weights")
+    _start(first)
+    _start(second)
 
 
 def distributed_ep_combine(
@@ -84,7 +85,7 @@ def distributed_ep_combine(
     shared: Sequence[Tensor] | None = None,
     epilogue_fn: Sequence[Tensor | Hook] | None = None,
 ) -> None:
-    """:func:`ep_fused_combine` on all devices of this process at once.
+    """:func:`~moelink.contract.ep_fused_combine` on all devices of this process at once.
 
     Raises:
         ArgumentError: lists of different lengths, or what a launcher refuses.
@@ -105,13 +106,18 @@ def distributed_ep_combine(
         for row, home, add, epilogue in zip(travelled, *spread, strict=True)
     ]
     if _launches_overlap(ep):
-        for i in range(count):
-            ep_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i])
+        _start([prepare_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)])
         return
-    for i in range(count):
-        ep_combine_async(ep[i], *inputs[i], row_weights=travelled[i])
-    for i in range(count):
-        ep_combine_wait(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i])
+    first = [prepare_combine_async(ep[i], *inputs[i], row_weights=travelled[i]) for i in range(count)]
+    second = [prepare_combine_wait(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)]
+    _start(first)
+    _start(second)
+
+
+def _start(prepared: Sequence[Prepared]) -> None:
+    """Launch on each device, once the arguments of all are checked."""
+    for start in prepared:
+        start()
 
 
 def _launches_overlap(ep: Sequence[EPBuffers]) -> bool:

@@ -19,13 +19,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from moelink.arith import is_integer
 from moelink.contract.buffers import EPBuffers
-from moelink.contract.launch import grant_credits, launch, notes_of, or_dummy, relative_to
+from moelink.contract.launch import Prepared, grant_credits, launch, notes_of, or_dummy, relative_to
+from moelink.contract.notes import Given
 from moelink.contract.tensors import (
     EPRouting,
     TokenHandler,
     check_counters,
     check_ids,
+    check_num_tokens,
     check_output,
     check_pointers,
     check_tensor,
@@ -78,13 +81,41 @@ def ep_fused_dispatch(
     Raises:
         ArgumentError: a tensor does not fit; nothing was launched.
     """
+    prepare_fused_dispatch(
+        ep, token_handler, row_offsets, expert_ids, src_info, atomic_counters, input_tokens, topk_ids, pointers,
+        routing, router_weights=router_weights, input_scales=input_scales,
+    )()  # fmt: skip
+
+
+def prepare_fused_dispatch(
+    ep: EPBuffers,
+    token_handler: TokenHandler,
+    row_offsets: Tensor,
+    expert_ids: Tensor | None,
+    src_info: Tensor,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    topk_ids: Tensor,
+    pointers: Tensor,
+    routing: EPRouting,
+    *,
+    router_weights: Tensor | None,
+    input_scales: Tensor | None,
+) -> Prepared:
+    """Check the arguments of :func:`ep_fused_dispatch`; the result launches it."""
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
-    given.require_weights(token_handler)
+    require_weights(token_handler, given.noted.weighted, because="router_weights")
     numbers = outputs.numbers(given.numbers)
     numbers = numbers._replace(programs=given.senders + ep.n_sms)
     records = (given.inputs, outputs.outputs, given.notes, outputs.cached)
-    launch(ep, kernels.ep_fused_dispatch_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
+
+    def start() -> None:
+        ep.notes.add_dispatch(routing.slot_of, given.noted)
+        outputs.note()
+        launch(ep, kernels.ep_fused_dispatch_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
+
+    return start
 
 
 def ep_dispatch_async(
@@ -99,11 +130,34 @@ def ep_dispatch_async(
     input_scales: Tensor | None = None,
 ) -> None:
     """The first half of :func:`ep_fused_dispatch`: start the transfers. Inputs stay unmodified until the other half."""
+    prepare_dispatch_async(
+        ep, atomic_counters, input_tokens, topk_ids, pointers, routing, router_weights=router_weights,
+        input_scales=input_scales,
+    )()  # fmt: skip
+
+
+def prepare_dispatch_async(
+    ep: EPBuffers,
+    atomic_counters: Tensor,
+    input_tokens: Tensor,
+    topk_ids: Tensor,
+    pointers: Tensor,
+    routing: EPRouting,
+    *,
+    router_weights: Tensor | None,
+    input_scales: Tensor | None,
+) -> Prepared:
+    """Check the arguments of :func:`ep_dispatch_async`; the result launches it."""
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
     cached = CachedRouting(routing.received, routing.counts)
     numbers = given.numbers._replace(programs=given.senders)
     records = (given.inputs, given.notes, cached)
-    launch(ep, kernels.ep_dispatch_async_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
+
+    def start() -> None:
+        ep.notes.add_dispatch(routing.slot_of, given.noted)
+        launch(ep, kernels.ep_dispatch_async_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
+
+    return start
 
 
 def ep_dispatch_wait(
@@ -120,19 +174,64 @@ def ep_dispatch_wait(
 ) -> None:
     """The second half: wait for the transfers and pack what came.
 
-    ``num_input_tokens`` is ``T`` of the first half: rows of the shared group, when one is fused.
+    ``num_input_tokens`` is ``T`` of the first half: rows of the shared group, when one is fused. ``routing`` is that of
+    the first half, and ``token_handler`` has weights exactly when that was given weights.
+
+    Raises:
+        ArgumentError: a tensor does not fit, or something differs from the first half; nothing was launched.
     """
+    start = prepare_dispatch_wait(
+        ep, token_handler, row_offsets, expert_ids, src_info, pointers, atomic_counters, routing,
+        num_input_tokens=num_input_tokens,
+    )  # fmt: skip
+    sent = ep.notes.dispatches(routing.slot_of)
+    if not sent:
+        raise ArgumentError("routing", "the one that ep_dispatch_async was given", "one that it was not given")
+    check_num_tokens("num_input_tokens", num_input_tokens, sent, where="ep_dispatch_async")
+    weighted = {each.weighted for each in sent if each.num_tokens == num_input_tokens}
+    if len(weighted) == 1:
+        require_weights(token_handler, weighted.pop(), because="router_weights of ep_dispatch_async")
+    start()
+
+
+def prepare_dispatch_wait(
+    ep: EPBuffers,
+    token_handler: TokenHandler,
+    row_offsets: Tensor,
+    expert_ids: Tensor | None,
+    src_info: Tensor,
+    pointers: Tensor,
+    atomic_counters: Tensor,
+    routing: EPRouting,
+    *,
+    num_input_tokens: int,
+) -> Prepared:
+    """Check the arguments of :func:`ep_dispatch_wait`, but not against those of the first half; the result launches
+    it."""
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
     check_pointers(ep, DISPATCH, pointers)
     check_counters(ep, atomic_counters)
-    if not 0 <= num_input_tokens <= ep.params.max_token_per_rank:
-        raise ArgumentError("num_input_tokens", f"in [0, {ep.params.max_token_per_rank}]", num_input_tokens)
+    most = ep.params.max_token_per_rank
+    if not is_integer(num_input_tokens, 0) or num_input_tokens > most:
+        raise ArgumentError("num_input_tokens", f"an integer in [0, {most}]", num_input_tokens)
     spec = _spec(ep, ep.config.format.input_dtypes[0], weights=token_handler.weights is not None)
     numbers = outputs.numbers(_numbers(ep, num_input_tokens, TokenSplit(1, 1, 0)))
     numbers = numbers._replace(programs=ep.n_sms)
     records = (outputs.outputs, notes_of(ep, routing), outputs.cached)
-    launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, S=spec)
-    grant_credits(ep, pointers, atomic_counters, spec)
+
+    def start() -> None:
+        outputs.note()
+        launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, S=spec)
+        grant_credits(ep, pointers, atomic_counters, spec)
+
+    return start
+
+
+def require_weights(token_handler: TokenHandler, weighted: bool, *, because: str) -> None:
+    """Raise ArgumentError unless weights that travel have a tensor, and others have none."""
+    if weighted != (token_handler.weights is not None):
+        expected = f"a tensor, as {because} are given" if weighted else f"None without {because}"
+        raise ArgumentError("token_handler.weights", expected, describe(token_handler.weights))
 
 
 def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale: bool = False) -> DispatchSpec:
@@ -183,8 +282,8 @@ class _Given:
             if not config.format.uses_input_scale:
                 raise ArgumentError("input_scales", f"None for format {config.format.name!r}", describe(input_scales))
             check_tensor(ep, "input_scales", input_scales, (max(1, input_scales.numel()),), torch.float32)
-        self._weighted = router_weights is not None
-        self.spec = _spec(ep, input_tokens.dtype, weights=self._weighted, input_scale=input_scales is not None)
+        self.noted = Given(count, router_weights is not None)
+        self.spec = _spec(ep, input_tokens.dtype, weights=self.noted.weighted, input_scale=input_scales is not None)
         x = input_tokens.view(torch.uint8) if self.spec.SOURCE == COPY else input_tokens
         self.inputs = DispatchInputs(
             x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers)
@@ -193,12 +292,6 @@ class _Given:
         cut = TokenSplit.of(count, programs=ep.dispatch_kernel.n_send_sms, world_size=ep.workspace.world_size)
         self.numbers = _numbers(ep, count, cut)
         self.senders = self.numbers.senders
-
-    def require_weights(self, token_handler: TokenHandler) -> None:
-        """Weights travel to a tensor, or there is no such tensor."""
-        if self._weighted != (token_handler.weights is not None):
-            expected = "a tensor, as router_weights are given" if self._weighted else "None without router_weights"
-            raise ArgumentError("token_handler.weights", expected, describe(token_handler.weights))
 
 
 class _Outputs:
@@ -228,8 +321,13 @@ class _Outputs:
             or_dummy(token_handler.weights, dummy), dummy, routing.num_recv_tokens, routing.overflow, routing.counts,
         )  # fmt: skip
         self.cached = CachedRouting(routing.received, routing.counts)
+        self._notes, self._rows = ep.notes, rows
         scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
         self._extents = {"capacity": rows, "scale_rows": scale_rows, "counts_stride": ep.config.world_size}
+
+    def note(self) -> None:
+        """Note the capacity, for ``ep.check()``."""
+        self._notes.add_rows(self._rows)
 
     def numbers(self, numbers: DispatchNumbers) -> DispatchNumbers:
         """``numbers`` with those of the output."""

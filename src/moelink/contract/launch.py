@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -37,6 +37,10 @@ def or_dummy(tensor: Tensor | None, dummy: Tensor) -> Tensor:
 def notes_of(ep: EPBuffers, routing: EPRouting) -> RoutingNotes:
     """The caller's tensors, as kernels know them. What only a dispatch over a cached routing would read is not kept."""
     return RoutingNotes(routing.rows_of_message, routing.message_token, routing.received, ep.spare, routing.slot_of)
+
+
+Prepared = Callable[[], None]
+"""A launch whose arguments are checked. Calling it launches."""
 
 
 def grant_credits(ep: EPBuffers, pointers: Tensor, atomic_counters: Tensor, spec: Any) -> None:

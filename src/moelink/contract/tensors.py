@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
+from moelink.contract.notes import Given
 from moelink.errors import ArgumentError
 from moelink.memory.layout import ALIGNMENT
 from moelink.memory.protocol import PHASES
@@ -104,7 +106,15 @@ class EPRouting:
     def allocate(cls, ep: EPBuffers) -> EPRouting:
         """New tensors, zero."""
         shapes = _routing_shapes(ep)
-        return cls(**{name: torch.zeros(shape, dtype=torch.int32, device=ep.device) for name, shape in shapes.items()})
+        made = cls(**{name: torch.zeros(shape, dtype=torch.int32, device=ep.device) for name, shape in shapes.items()})
+        ep.notes.forget(made.slot_of)
+        return made
+
+    def clone(self, ep: EPBuffers) -> EPRouting:
+        """A copy in new tensors, which combine takes as it takes this one. (Copies made otherwise are refused.)"""
+        made = EPRouting(**{field.name: getattr(self, field.name).clone() for field in fields(self)})
+        ep.notes.copy(self.slot_of, made.slot_of)
+        return made
 
     def check(self, ep: EPBuffers) -> None:
         """Raise ArgumentError unless the tensors fit the parameters."""
@@ -179,3 +189,20 @@ def check_ids(ep: EPBuffers, topk_ids: Tensor) -> int:
         raise ArgumentError("topk_ids", f"at most max_token_per_rank = {most} tokens", describe(topk_ids))
     check_tensor(ep, "topk_ids", topk_ids, (count, ep.params.top_k), torch.int32, torch.int64)
     return count
+
+
+def check_num_tokens(name: str, num_tokens: int, given: Iterable[Given], *, where: str) -> None:
+    """Raise ArgumentError unless the launch ``where`` was given so many tokens."""
+    numbers = sorted({each.num_tokens for each in given})
+    if num_tokens not in numbers:
+        raise ArgumentError(name, f"{' or '.join(map(str, numbers))} tokens, as {where} was given", num_tokens)
+
+
+def check_dispatched(ep: EPBuffers, routing: EPRouting, num_tokens: int | None = None) -> None:
+    """Raise ArgumentError unless a dispatch of these buffers filled ``routing``, from ``num_tokens`` own tokens."""
+    given = ep.notes.dispatches(routing.slot_of)
+    if not given:
+        expected = "one that a dispatch of these buffers has filled, or its clone()"
+        raise ArgumentError("routing", expected, "one that none of them was given")
+    if num_tokens is not None:
+        check_num_tokens("topk_ids", num_tokens, given, where="the dispatch of this routing")
