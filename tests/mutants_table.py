@@ -411,6 +411,15 @@ CONTRACT = (
     Mutant("the first device launches before the second is checked", "contract/devices.py",
            "    second = [\n        prepare_dispatch_wait(", "    _start(first)\n    second = [\n        prepare_dispatch_wait(",
            "test_contract_arguments.py::test_a_bad_argument_on_one_device_leaves_all_of_them_usable"),
+    Mutant("a peer's options count as a refusal", "control/error_record.py",
+           "if code not in _DIFFERENCES:", "if code in (CODE_OPTIONS, *_DIFFERENCES):",
+           "test_contract_errors.py::test_a_rank_with_other_options_is_named_on_every_rank"),
+    Mutant("a rank that there is not is blamed", "control/error_record.py",
+           "peer if peer in range(self.world_size) else self.rank", "peer if peer >= 0 else self.rank",
+           "test_contract_errors.py::test_no_error_names_a_rank_that_there_is_not"),
+    Mutant("ids out of range are not told", "control/error_record.py",
+           "if each.invalid:", "if each.invalid < 0:",
+           "test_contract_errors.py::test_check_counts_ids_out_of_range"),
 )
 # fmt: on
 

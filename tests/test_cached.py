@@ -102,7 +102,7 @@ def test_equals_a_dispatch_that_counts(fmt, filled_memory):
         outs, plain = (transport.combine(combine_requests(case, ranks, recvs)).wait() for recvs in (chained, expected))
         for a, b in zip(outs, plain, strict=True):
             assert_bitwise_equal(a, b)
-        losses = [rank.take_losses() for rank in transport.ranks]
+        losses = [rank.errors.take_losses() for rank in transport.ranks]
         assert [dropped for dropped, _ in losses] == [4 * int(recv.overflow) for recv in first]
         transport.close()
 

@@ -92,13 +92,16 @@ class UnsupportedError(MoelinkError, RuntimeError):
 class CapacityError(MoelinkError, RuntimeError):
     """Rows did not fit ``capacity``. They contributed zero and were counted.
 
-    Raised by ``check()``. Recover: raise ``capacity`` (None never overflows) or balance the routing.
+    Raised by ``check()``. Recover: raise ``capacity`` (None never overflows), with the contract's launchers the rows of
+    ``output_tokens``, or balance the routing.
     """
 
-    def __init__(self, rank: int, dropped: int, capacity: int) -> None:
+    def __init__(
+        self, rank: int, dropped: int, capacity: int, *, remedy: str = "raise capacity (None never drops rows)"
+    ) -> None:
         super().__init__(
             f"rank {rank}: {dropped} rows did not fit capacity {capacity}: expected no dropped rows, got {dropped} "
-            "since the last check; raise capacity (None never drops rows) or balance the routing"
+            f"since the last check; {remedy} or balance the routing"
         )
         self.rank, self.dropped, self.capacity = rank, dropped, capacity
 

@@ -12,13 +12,14 @@ from moelink.config import EPConfig
 from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel, combine_kernel, dispatch_kernel
 from moelink.contract.notes import CallNotes
 from moelink.contract.params import EPParams
-from moelink.errors import ArgumentError, PeerAbortedError, PeerTimeoutError, UnsupportedError
+from moelink.control.error_record import ErrorRecord, Losses, raise_losses
+from moelink.errors import ArgumentError, UnsupportedError
 from moelink.kernels.launch.constants import clock_ticks, is_interpreted
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import Peers
 from moelink.memory import Network, SymmetricMemory, connect
 from moelink.memory.pointers import COMBINE, DISPATCH, REGIONS, pointer_table
-from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
+from moelink.memory.protocol import RECORD_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 
@@ -38,6 +39,7 @@ class EPBuffers:
             words ``moelink.memory.protocol`` names: calls made, programs arrived, ids refused, rows dropped, bytes
             moved.
         record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
+        errors: what reads it.
         memory: the blocks; closing them is the caller's.
         n_sms: SMs that launches are divided over.
         spare: [G or W + 1] int32, where numbers go that nobody wants: of groups, and of messages, for dispatches over
@@ -56,6 +58,7 @@ class EPBuffers:
     pointers: Tensor
     atomic_counters: tuple[Tensor, Tensor]
     record: Tensor = field(repr=False)
+    errors: ErrorRecord = field(repr=False)
     memory: SymmetricMemory = field(repr=False)
     n_sms: int
     spare: Tensor = field(repr=False)
@@ -100,24 +103,40 @@ class EPBuffers:
         """Layout and launch facts of combine."""
         return combine_kernel(self.params, n_sms=self.n_sms, warp_size=_warp_size())
 
+    def check(self) -> None:
+        """Wait for this rank's device, and raise the first error, as :meth:`moelink.Communicator.check` does.
+
+        Not inside a CUDA graph. Kernels check values that the host does not see; only here is it told of lost rows.
+
+        Raises:
+            PeerTimeoutError, PeerAbortedError, ProtocolError: as :meth:`raise_error`.
+            ProtocolError: a peer sent counts or indices out of range.
+            CapacityError: rows did not fit ``output_tokens`` since the last check.
+            RoutingError: ids outside [-1, num_experts) were met since the last check, and acted as -1.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.raise_error()
+        malformed = self.errors.malformed()
+        if malformed is not None:
+            raise malformed
+        dropped, invalid = self.errors.take_losses()
+        capacity = self.config.max_rows if self.notes.fewest_rows is None else self.notes.fewest_rows
+        losses = Losses(self.my_rank, dropped, capacity, invalid, self.config.num_experts)
+        raise_losses([losses], remedy="allocate more rows for output_tokens")
+
     def raise_error(self) -> None:
         """Raise what the kernels that have run so far met; nothing is waited for.
 
         Raises:
             PeerTimeoutError: a peer did not arrive. These buffers are poisoned: every later launch returns at once.
             PeerAbortedError: a peer refused a call; the next one works.
+            ProtocolError: ranks make a call with different options; no data moved.
+            MoelinkError: the network to other nodes has stopped.
         """
-        words = self.record.tolist()
-        if words[0]:
-            rank, peer, phase, call, expected, got = words[1:7]
-            detail = "" if rank == self.my_rank else f"reported by rank {rank}"
-            raise PeerTimeoutError(
-                rank=rank, peer=peer, phase=PHASES[phase], call=call, expected=expected, got=got, detail=detail
-            )
-        if words[ABORT_RECORD]:
-            self.record[ABORT_RECORD:] = 0
-            _, peer, phase, call = words[ABORT_RECORD + 1 : ABORT_RECORD + 5]
-            raise PeerAbortedError(rank=self.my_rank, peer=peer, phase=PHASES[phase], call=call)
+        error = self.errors.error() if self.network.failure is None else self.network.failure.with_traceback(None)
+        if error is not None:
+            raise error
 
 
 def _warp_size() -> int:
@@ -199,6 +218,9 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         pointers=pointers,
         atomic_counters=(control, control),
         record=record,
+        errors=ErrorRecord(
+            record, control, rank=rank, me=0 if params.skip_a2a else rank, world_size=workspace.world_size
+        ),
         memory=memory,
         n_sms=n_sms,
         spare=torch.empty(

@@ -50,7 +50,7 @@ class CallNotes:
     A routing is known by the address of ``slot_of``: other objects around the same tensors are the same routing.
 
     Attributes:
-        fewest_rows: rows of the smallest output that dispatches were given since the last check, or None.
+        fewest_rows: rows of the smallest output that a dispatch was given, or None before the first.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.errors import CapacityError, RoutingError, UnsupportedError
+from moelink.control.error_record import Losses, raise_losses
+from moelink.errors import UnsupportedError
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
@@ -66,12 +67,10 @@ class CollectiveTransport:
         found = [(int(total[0][0]), int(total[0][1])) if total else (0, 0) for total in self._losses]
         for total in self._losses:
             total.clear()
-        for config, (dropped, _) in zip(self._configs, found, strict=True):
-            if dropped:
-                raise CapacityError(config.rank, dropped, config.row_capacity)
-        for config, (_, invalid) in zip(self._configs, found, strict=True):
-            if invalid:
-                raise RoutingError(config.rank, invalid, config.num_experts)
+        raise_losses(
+            Losses(config.rank, dropped, config.row_capacity, invalid, config.num_experts)
+            for config, (dropped, invalid) in zip(self._configs, found, strict=True)
+        )
 
     def traffic(self) -> Traffic:
         """Bytes of rows sent to other ranks so far."""

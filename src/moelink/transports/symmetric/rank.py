@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -10,28 +10,17 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from moelink.config import EPConfig
+from moelink.control.error_record import ErrorRecord
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.probe import Failure
 from moelink.env import DEBUG
-from moelink.errors import MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError
+from moelink.errors import MoelinkError
 from moelink.kernels.launch.constants import clock_ticks, combine_spec, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import CreditNumbers, Peers
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.memory import Network, SymmetricMemory, connect
-from moelink.memory.protocol import (
-    ABORT_RECORD,
-    CALL_SHIFT,
-    CODE_OPTIONS,
-    CODE_ROUTING,
-    DISPATCH_RECEIVED,
-    INVALID_IDS,
-    MALFORMED,
-    OVERFLOW,
-    PHASES,
-    RECORD_WORDS,
-)
+from moelink.memory.protocol import ABORT_RECORD, RECORD_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.notes import NotesLayout
@@ -68,8 +57,6 @@ class Rank:
         self, config: EPConfig, memory: SymmetricMemory, workspace: Workspace, detector: FailureDetector | None = None
     ) -> None:
         self.config, self.memory, self.workspace = config, memory, workspace
-        self._detector = detector
-        self._failure: PeerTimeoutError | None = None
         self.device = memory.local.device
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.weight_dtype, self.notes = config.weight_dtype, NotesLayout.of(workspace)
@@ -82,7 +69,9 @@ class Rank:
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
-        self._words = self.record.numpy()
+        self.errors = ErrorRecord(
+            self.record, self.control, rank=config.rank, me=self.me, world_size=workspace.world_size, detector=detector
+        )
         # For the latest dispatch only: the scale kernel reads it before the next dispatch begins
         # (``kernels.dispatch.scales``).
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
@@ -174,6 +163,7 @@ class Rank:
             self.memory.close()
             # A reference to the block from here would keep it mapped for as long as the communicator lives.
             self.control, self.table = self.nothing.long(), self.memory.pointers
+            self.errors.control = self.control
             self.launcher.forget()
             self._plans = {}
 
@@ -202,66 +192,4 @@ class Rank:
         """
         if self.network.failure is not None:
             return self.network.failure.with_traceback(None)
-        if not (self._words[0] or self._words[ABORT_RECORD]):
-            return None
-        words = self.record.tolist()
-        if words[0]:
-            if self._failure is None:
-                self._failure = self._find_fault(words[1:7])
-            return self._failure.with_traceback(None)
-        if words[ABORT_RECORD]:
-            self.record[ABORT_RECORD:] = 0
-            _, peer, phase, call = words[ABORT_RECORD + 1 : ABORT_RECORD + 5]
-            differences = {
-                CODE_OPTIONS: "with other options",
-                CODE_ROUTING: "over the routing of another call",
-            }
-            if words[ABORT_RECORD] in differences:
-                return ProtocolError(
-                    f"rank {self.config.rank}: rank {peer} calls {PHASES[phase]} (call {call}) "
-                    f"{differences[words[ABORT_RECORD]]} than most ranks: expected the same weights, routing and "
-                    "reduce on all ranks, got different ones; pass the same on every rank",
-                    rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call,
-                )  # fmt: skip
-            return PeerAbortedError(rank=self.config.rank, peer=peer, phase=PHASES[phase], call=call)
-        return self.malformed() if self.device.type == "cpu" else None
-
-    def malformed(self) -> ProtocolError | None:
-        """Return the error about malformed data, or None. Synchronises.
-
-        Malformed is a count, an id or a position out of range that a peer sent. Kernels do not use it.
-        """
-        bits = int(self.control[MALFORMED])
-        if bits == 0:
-            return None
-        peer = (bits & -bits).bit_length() - 1
-        call = max(int(self.control[DISPATCH_RECEIVED]) >> CALL_SHIFT, 0)
-        return ProtocolError(
-            f"rank {self.config.rank}: rank {peer} sent malformed data in dispatch, up to call {call}: expected counts "
-            "and indices in range, got others, whose rows were dropped; run one moelink version on every rank, then "
-            "close and init again",
-            rank=self.config.rank, peer=peer, phase="dispatch", call=call,
-        )  # fmt: skip
-
-    def _find_fault(self, words: Sequence[int]) -> PeerTimeoutError:
-        """Return the error that an error record describes; a failure detector is asked which ranks live.
-
-        A peer may have written the record, so no word of it is trusted.
-        """
-        told_by, peer, phase, call, expected, got = words
-        ranks = range(self.workspace.world_size)
-        suspicion = Failure(
-            peer if peer in ranks else told_by if told_by in ranks else self.me,
-            PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), max(got, 0),
-        )  # fmt: skip
-        detail = "" if told_by == self.config.rank else f"reported by rank {told_by}"
-        if self._detector is not None:
-            suspicion = self._detector.confirm(suspicion)
-        return suspicion.error(self.config.rank, detail)
-
-    def take_losses(self) -> tuple[int, int]:
-        """Return the rows dropped for ``capacity`` and the ids out of range since the last call. Synchronises."""
-        dropped, invalid = int(self.control[OVERFLOW]), int(self.control[INVALID_IDS])
-        if dropped or invalid:
-            self.control[INVALID_IDS : OVERFLOW + 1] = 0
-        return dropped, invalid
+        return self.errors.error()

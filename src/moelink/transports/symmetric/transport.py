@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
+from moelink.control.error_record import Losses, raise_losses
 from moelink.control.failure_detector import FailureDetector
-from moelink.errors import CapacityError, RoutingError
 from moelink.memory import SymmetricMemory
 from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
@@ -225,16 +225,11 @@ class SymmetricTransport:
             rank.synchronize()
         self._raise_error()
         for rank in self.ranks:
-            nonsense = rank.malformed()
+            nonsense = rank.errors.malformed()
             if nonsense is not None:
                 raise nonsense
-        losses = [rank.take_losses() for rank in self.ranks]
-        for rank, (dropped, _) in zip(self.ranks, losses, strict=True):
-            if dropped:
-                raise CapacityError(rank.config.rank, dropped, rank.config.row_capacity)
-        for rank, (_, invalid) in zip(self.ranks, losses, strict=True):
-            if invalid:
-                raise RoutingError(rank.config.rank, invalid, rank.config.num_experts)
+        losses = [(rank.config, *rank.errors.take_losses()) for rank in self.ranks]
+        raise_losses(Losses(c.rank, dropped, c.row_capacity, invalid, c.num_experts) for c, dropped, invalid in losses)
 
     def traffic(self) -> Traffic:
         """Return the bytes of messages and rows sent to other ranks so far. Synchronises on CUDA."""

@@ -1,0 +1,142 @@
+"""Read what the kernels of a rank report: the error record on the host, and the counts of what was lost on the device.
+
+:class:`moelink.Communicator` and the contract's ``EPBuffers`` raise the same errors because both read them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from moelink.control.failure_detector import FailureDetector
+from moelink.control.probe import Failure
+from moelink.errors import CapacityError, MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError, RoutingError
+from moelink.memory.protocol import (
+    ABORT_RECORD,
+    CALL_SHIFT,
+    CODE_OPTIONS,
+    CODE_ROUTING,
+    DISPATCH_RECEIVED,
+    INVALID_IDS,
+    MALFORMED,
+    OVERFLOW,
+    PHASES,
+)
+
+_DIFFERENCES = {CODE_OPTIONS: "with other options", CODE_ROUTING: "over the routing of another call"}
+
+
+class ErrorRecord:
+    """The errors of one rank, as its kernels describe them.
+
+    Attributes:
+        words: [RECORD_WORDS] int64 on the host, written by the rank's kernels.
+        control: [CONTROL_WORDS] int64, the rank's counters.
+        rank: its number, which errors name.
+        me: its place among those that exchange.
+        world_size: how many these are.
+    """
+
+    def __init__(
+        self,
+        words: Tensor,
+        control: Tensor,
+        *,
+        rank: int,
+        me: int,
+        world_size: int,
+        detector: FailureDetector | None = None,
+    ) -> None:
+        """``detector`` is asked which ranks live, where there is one."""
+        self.words, self.control, self.rank, self.me, self.world_size = words, control, rank, me, world_size
+        self._detector = detector
+        self._array = words.numpy()
+        self._failure: PeerTimeoutError | None = None
+
+    def error(self) -> MoelinkError | None:
+        """Return the error to raise, or None: the first expired wait, or (once) a peer's refusal. Waits for nothing."""
+        if not (self._array[0] or self._array[ABORT_RECORD]):
+            return None
+        words = self.words.tolist()
+        if words[0]:
+            if self._failure is None:
+                self._failure = self._find_fault(words[1:7])
+            return self._failure.with_traceback(None)
+        self.words[ABORT_RECORD:] = 0
+        return self._refusal(*words[ABORT_RECORD : ABORT_RECORD + 5])
+
+    def _find_fault(self, words: list[int]) -> PeerTimeoutError:
+        """Return the error of an expired wait. A peer may have written its words, so none of them is trusted."""
+        told_by, peer, phase, call, expected, got = words
+        ranks = range(self.world_size)
+        suspicion = Failure(
+            peer if peer in ranks else told_by if told_by in ranks else self.me,
+            PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), max(got, 0),
+        )  # fmt: skip
+        detail = "" if told_by == self.rank else f"reported by rank {told_by}"
+        if self._detector is not None:
+            suspicion = self._detector.confirm(suspicion)
+        return suspicion.error(self.rank, detail)
+
+    def _refusal(self, code: int, _me: int, peer: int, phase: int, call: int) -> PeerAbortedError | ProtocolError:
+        """Return the error about a peer that refused a call, or makes it otherwise."""
+        if code not in _DIFFERENCES:
+            return PeerAbortedError(rank=self.rank, peer=peer, phase=PHASES[phase], call=call)
+        # Where no rank sent what this one's receiving half expects, kernels name a rank that there is not.
+        peer = peer if peer in range(self.world_size) else self.rank
+        return ProtocolError(
+            f"rank {self.rank}: rank {peer} calls {PHASES[phase]} (call {call}) {_DIFFERENCES[code]} than most ranks: "
+            "expected the same weights, routing and reduce on all ranks, got different ones; pass the same on every "
+            "rank",
+            rank=self.rank, peer=peer, phase=PHASES[phase], call=call,
+        )  # fmt: skip
+
+    def malformed(self) -> ProtocolError | None:
+        """Return the error about malformed data, or None. Synchronises.
+
+        Malformed is a count, an id or a position out of range that a peer sent. Kernels do not use it.
+        """
+        bits = int(self.control[MALFORMED])
+        if bits == 0:
+            return None
+        peer = (bits & -bits).bit_length() - 1
+        call = max(int(self.control[DISPATCH_RECEIVED]) >> CALL_SHIFT, 0)
+        return ProtocolError(
+            f"rank {self.rank}: rank {peer} sent malformed data in dispatch, up to call {call}: expected counts "
+            "and indices in range, got others, whose rows were dropped; run one moelink version on every rank, then "
+            "close and init again",
+            rank=self.rank, peer=peer, phase="dispatch", call=call,
+        )  # fmt: skip
+
+    def take_losses(self) -> tuple[int, int]:
+        """Return the rows dropped for the capacity and the ids out of range since the last call. Synchronises."""
+        dropped, invalid = int(self.control[OVERFLOW]), int(self.control[INVALID_IDS])
+        if dropped or invalid:
+            self.control[INVALID_IDS : OVERFLOW + 1] = 0
+        return dropped, invalid
+
+
+class Losses(NamedTuple):
+    """What one rank lost since the last check: rows that did not fit its output, and ids out of range."""
+
+    rank: int
+    dropped: int
+    capacity: int
+    invalid: int
+    num_experts: int
+
+
+def raise_losses(losses: Iterable[Losses], **remedy: str) -> None:
+    """Raise CapacityError for the first rank that dropped rows, or RoutingError for the first with ids out of range.
+
+    ``remedy`` is that of :class:`~moelink.errors.CapacityError`.
+    """
+    losses = list(losses)
+    for each in losses:
+        if each.dropped:
+            raise CapacityError(each.rank, each.dropped, each.capacity, **remedy)
+    for each in losses:
+        if each.invalid:
+            raise RoutingError(each.rank, each.invalid, each.num_experts)
