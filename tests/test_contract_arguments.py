@@ -265,3 +265,46 @@ def test_a_bad_argument_on_one_device_leaves_all_of_them_usable() -> None:
         combine_all(eps, [good[0], swapped], case)
     assert all(torch.equal(ep.memory.local, was) for ep, was in zip(eps, before, strict=True))
     run(eps, dataclasses.replace(case, seed=1))
+
+
+SIZES = [  # ranks, experts, top_k
+    (8, 8, 8), (8, 256, 8), (3, 7, 4), (2, 4, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, experts, top_k", SIZES)
+@pytest.mark.quick("each has another bound")
+def test_rows_at_worst_of_distinct_ids(ranks: int, experts: int, top_k: int) -> None:
+    params = contract.EPParams(
+        dispatch_fmt_str="BF16", hidden_size=8, top_k=top_k, n_experts=experts, max_token_per_rank=5,
+        n_gpus_per_node=ranks,
+    )  # fmt: skip
+    # Every token names rank 0's experts first.
+    most = sum(min(top_k, params.config(0).num_local_experts) for _ in range(5 * ranks))
+    assert params.max_recv_tokens == most
+    if experts % ranks == 0:
+        assert most == 5 * min(experts, ranks * top_k)
+    replicated = dataclasses.replace(params, skip_a2a=True, allreduce_world_size=ranks)
+    assert replicated.max_recv_tokens == most // ranks
+    shared = dataclasses.replace(params, fused_shared_expert=True, expert_alignment=4)
+    assert shared.max_recv_tokens == most + 5 + 3 * shared.config(0).num_groups
+
+
+def test_the_bound_holds_all_rows() -> None:
+    case = Case(setup("bf16"), "one_expert", weights="none")
+    params = params_of(case.setup, 3)
+    eps = ranks_of(params)
+    ids = [torch.arange(3, dtype=torch.int32).repeat(params.max_token_per_rank, 1) for _ in eps]  # all of rank 0
+    buffers = [Buffers.allocate(ep, rows=params.max_recv_tokens) for ep in eps]
+    contract.distributed_ep_dispatch(
+        eps,
+        *[[getattr(b, name) for b in buffers] for name in ("handler", "row_offsets", "expert_ids", "src_info")],
+        [ep.atomic_counters[0] for ep in eps],
+        [torch.ones(len(each), params.hidden_size, dtype=torch.bfloat16) for each in ids],
+        ids,
+        [ep.pointers[0] for ep in eps],
+        [b.routing for b in buffers],
+    )
+    for ep in eps:
+        ep.check()
+    assert int(buffers[0].row_offsets[-1]) == params.max_recv_tokens

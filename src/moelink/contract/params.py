@@ -126,8 +126,15 @@ class EPParams:
 
     @property
     def max_recv_tokens(self) -> int:
-        """Rows that a rank's output needs at worst, padding and shared rows included."""
-        return self.config(0).max_rows
+        """Rows that an output needs at worst if the ids of each token are distinct, padding and shared rows included.
+
+        A token then has at most min(top_k, local experts) rows on a rank: Tmax x min(E, R x k) routed rows where the
+        ranks own equally many experts. ``config(rank).max_rows`` is the worst case of repeated ids, which
+        ``TokenHandler.allocate`` makes room for by itself.
+        """
+        config = self.config(0)
+        repeated = max(0, config.topk - config.num_local_experts)
+        return config.max_rows - config.max_recv_tokens * repeated
 
     def config(self, rank: int) -> EPConfig:
         """The same settings under this package's names."""

@@ -36,7 +36,11 @@ class TokenHandler:
 
     @classmethod
     def allocate(cls, ep: EPBuffers, *, rows: int | None = None, weighted: bool = False) -> TokenHandler:
-        """New tensors for ``rows`` rows (default: the worst case)."""
+        """New tensors for ``rows`` rows.
+
+        The default is the worst case of any ids. Where those of each token are distinct, as the contract demands,
+        ``ep.params.max_recv_tokens`` rows are enough.
+        """
         config = ep.config
         fmt, count = config.format, config.max_rows if rows is None else rows
         shapes = _handler_shapes(ep, count)
