@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from contract_names import PAGES
+from contract_ranks import params_of, ranks_of, setup
 from moelink import contract
 from moelink.contract.layouts import combine_kernel, dispatch_kernel
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.kernels.launch.constants import is_interpreted
+from moelink.memory import workspace
+from moelink.memory.protocol import CONTROL_WORDS, COUNT_HEADER, RECORD_WORDS
 
 DOCS = Path(__file__).parent.parent / "docs" / "contract.md"
 
@@ -152,6 +155,16 @@ def test_every_name_of_the_contract_has_a_row(page: str) -> None:
     assert not set(PAGES[page]) - sections[page], f"{page}: names without a row"
 
 
+def test_the_page_begins_with_what_a_port_changes() -> None:
+    text = DOCS.read_text()
+    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert sections[:3] == ["What to change in a port", "Two ways to call it", "Errors"]
+    assert text.count("```python") >= 3
+    assert "<!-- test: skip" not in text  # tests/test_docs.py runs all of them
+    for name in ("raise_error", "check", "PeerTimeoutError", "CapacityError", "RoutingError", "ProtocolError"):
+        assert name in text[text.index("## Errors") : text.index("## Struct_ep_init")]
+
+
 def test_names_that_the_docs_promise_exist() -> None:
     text = DOCS.read_text()
     promised = set(re.findall(r"`(?:moelink\.)?((?:kernels|contract)\.[A-Za-z_.]+)`", text))
@@ -168,3 +181,29 @@ def test_names_that_the_docs_promise_exist() -> None:
             break
         else:
             pytest.fail(name)
+
+
+@pytest.mark.parametrize(
+    "number, pattern",
+    [
+        (CONTROL_WORDS, r"`ep\.atomic_counters\[0\]`: \[(\d+)\] int64"),
+        (CONTROL_WORDS, r"the same (\d+) words"),
+        (COUNT_HEADER, r"counts \[R, (\d+) \+ L\] int64"),
+    ],
+)
+@pytest.mark.quick("each is another number")
+def test_numbers_of_the_page_are_those_of_the_protocol(number: int, pattern: str) -> None:
+    assert re.findall(pattern, DOCS.read_text()) == [str(number)]
+
+
+def test_numbers_of_the_docstrings_are_those_of_the_protocol() -> None:
+    text = " ".join((contract.EPBuffers.__doc__ or "").split())
+    assert re.findall(r"of group 1, \[(\d+)\] int64", text) == [str(CONTROL_WORDS)]
+    assert re.findall(r"record: \[(\d+)\] int64", text) == [str(RECORD_WORDS)]
+    header = f"counts [R, {COUNT_HEADER} + L] int64"
+    assert header in (importlib.import_module("moelink.contract.layouts").__doc__ or "")
+    assert f"control [{CONTROL_WORDS}] int64" in " ".join((workspace.__doc__ or "").split())
+    if is_interpreted():
+        (ep,) = ranks_of(params_of(setup(), 1))
+        assert {tuple(group.shape) for group in ep.atomic_counters} == {(CONTROL_WORDS,)}
+        assert tuple(ep.record.shape) == (RECORD_WORDS,)

@@ -4,6 +4,7 @@
 params       ``EPParams``: what the contract fixes when it compiles
 layouts      ``EPCombineKernel``, ``EPDispatchKernel``: layout functions and launch facts
 buffers      ``ep_init`` -> ``EPBuffers``: pointer tables, rank, counters, error record
+notes        what the host notes of launches, to compare second halves and combines with
 tensors      ``TokenHandler``, ``EPRouting``: what the caller allocates once and passes to every call
 dispatch     ``ep_fused_dispatch``, ``ep_dispatch_async``, ``ep_dispatch_wait``
 combine      ``ep_fused_combine``, ``ep_combine_async``, ``ep_combine_wait``
