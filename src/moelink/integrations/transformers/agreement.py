@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
+from moelink.control.values import gather_values
 from moelink.integrations.transformers.errors import CheckpointError
 
 
@@ -15,8 +14,7 @@ def agreed(problem: BaseException | None, group: dist.ProcessGroup | None) -> No
     ``group`` is None for one rank.
     """
     if group is not None:
-        told: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, None if problem is None else str(problem), group=group)
+        told = gather_values(None if problem is None else str(problem), group)
         if problem is None:
             for rank, text in enumerate(told):
                 if text is not None:

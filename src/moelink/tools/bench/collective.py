@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moelink
+from moelink.control.values import gather_values
 from moelink.routing import ExpertMap
 from moelink.testing import run_ranks
 from moelink.tools.bench import presets
@@ -199,8 +200,7 @@ def rank_main(rank: int, world_size: int, case: Case) -> RankResult:
         y_rows = run_experts(rows.rows, rows.row_offsets, first)
         outputs = {"moelink": out, "baseline": baseline.combine(y_rows, rows, batch)}
         gate = correctness_gate(case, batch, outputs, torch.equal(recv.tokens, rows.rows))
-        verdicts: list[str] = [""] * world_size
-        dist.all_gather_object(verdicts, gate)
+        verdicts: list[str] = gather_values(gate)
         sent = baseline.bytes_sent(batch)
         counted = {
             "moelink_dispatch": traffic.dispatch, "moelink_combine": traffic.combine,

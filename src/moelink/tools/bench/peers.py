@@ -27,6 +27,7 @@ from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.routing import ExpertMap
 from moelink.tools.bench.presets import Case, Settings
+from moelink.tools.bench.timing import everyone
 from moelink.tools.bench.workload import Workload, num_copies, output_rows, rank_ids, rows_needed
 
 FLASHINFER = "FlashInfer one-sided"
@@ -54,14 +55,10 @@ class _TorchComm:
         return dist.get_world_size()
 
     def allgather(self, data: Any) -> list[Any]:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, data)
-        return everyone
+        return everyone(data)
 
     def bcast(self, data: Any, root: int = 0) -> Any:
-        box = [data]
-        dist.broadcast_object_list(box, src=root)
-        return box[0]
+        return everyone(data if dist.get_rank() == root else None)[root]
 
     def barrier(self) -> None:
         dist.all_reduce(torch.zeros(1))

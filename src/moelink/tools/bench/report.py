@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from moelink.tools.bench.ceiling import Ceiling, CeilingSamples, ceiling_of
 from moelink.tools.bench.contenders import SYMMETRIC
@@ -54,6 +54,30 @@ class RankReport:
     messages: tuple[tuple[tuple[int, ...], ...], ...] = ()
     capacities: tuple[int, ...] = ()
     rows: tuple[RankRow, ...] = ()
+
+    @classmethod
+    def decode(cls, said: dict[str, Any]) -> RankReport:
+        """The report that a rank sent as the values of its fields (``dataclasses.asdict``)."""
+        return cls(
+            device=said["device"],
+            gate=said["gate"],
+            ceiling=CeilingSamples(**{**said["ceiling"], "microseconds": _tuples(said["ceiling"]["microseconds"])}),
+            gates=_tuples(said["gates"]),
+            messages=_tuples(said["messages"]),
+            capacities=_tuples(said["capacities"]),
+            rows=tuple(RankRow(**{**row, "phases": _samples(row["phases"])}) for row in said["rows"]),
+        )
+
+
+def _samples(said: dict[Phase, dict[str, Any]]) -> dict[Phase, PhaseSamples]:
+    return {
+        phase: PhaseSamples(**{name: _tuples(value) for name, value in each.items()}) for phase, each in said.items()
+    }
+
+
+def _tuples(value: Any) -> Any:
+    """``value`` with tuples for the lists that JSON makes of them."""
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
             report = run_case(report, index, case, plan, rank, world_size, clock)
             if report.gate:
                 break
-        return everyone(report)
+        return [RankReport.decode(said) for said in everyone(asdict(report))]
 
 
 def compile_ahead(plan: Plan, rank: int, world_size: int, device: torch.device) -> None:

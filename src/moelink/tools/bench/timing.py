@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
+from moelink.control.values import gather_values
 from moelink.errors import MoelinkError
 
 T = TypeVar("T")
@@ -33,10 +34,8 @@ def host_barrier() -> None:
 
 
 def everyone(value: T) -> list[T]:
-    """Gather ``value`` of every rank, by rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Gather ``value`` of every rank, by rank. Collective. As :func:`moelink.control.values.gather_values`."""
+    return gather_values(value)
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str]:

@@ -1,0 +1,87 @@
+"""Gather small values of all ranks over a caller's process group, as JSON: nothing that a peer sends is unpickled.
+
+``torch.distributed.all_gather_object`` unpickles what peers send, and a pickle runs code. Here a value is JSON text, in
+which a byte string stands as ``{"bytes": "<hexadecimal>"}``. Sizes are exchanged and checked before the text.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moelink.errors import ProtocolError, UnsupportedError
+
+MAX_VALUE_BYTES = 1 << 26
+"""No rank's text is longer."""
+
+_PHASE = "an exchange of values"
+
+
+def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather ``value`` of every rank, by rank. Collective over ``group``, None for the default group.
+
+    Args:
+        value: None, bool, int, float, str, bytes, and lists, tuples and dicts with text keys of these. Tuples arrive as
+            lists.
+
+    Raises:
+        TypeError: the value holds something else; before any communication.
+        UnsupportedError: a rank's text is longer than ``MAX_VALUE_BYTES``; on every rank.
+        ProtocolError: a peer's text is malformed; it names the peer.
+    """
+    text = json.dumps(value, default=_hexadecimal).encode()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    device = _device(group)
+
+    def gather(mine: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(parts, mine, group=group)
+        return [part.cpu() for part in parts]
+
+    sizes = [int(size) for size in gather(torch.tensor([len(text)], device=device))]
+    longest = max(sizes)
+    if longest > MAX_VALUE_BYTES or min(sizes) < 1:
+        raise UnsupportedError(
+            f"{_PHASE}: expected 1 to {MAX_VALUE_BYTES} bytes from each rank, got {sizes}; gather less at a time"
+        )
+    padded = torch.frombuffer(bytearray(text.ljust(longest, b" ")), dtype=torch.uint8).to(device)
+    return [
+        _decode(part[:size].numpy().tobytes(), rank=rank, peer=peer)
+        for peer, (part, size) in enumerate(zip(gather(padded), sizes, strict=True))
+    ]
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """The CPU where the group has a backend for it, else this process's CUDA device (a group of NCCL alone)."""
+    backends = dist.get_backend_config(group)
+    if "cuda" in backends and "cpu" not in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _hexadecimal(value: object) -> dict[str, str]:
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    raise TypeError(f"expected values of JSON or bytes, got {type(value).__name__}; gather a simpler value")
+
+
+def _bytes_of(said: dict[str, Any]) -> Any:
+    return bytes.fromhex(said["bytes"]) if said.keys() == {"bytes"} else said
+
+
+def _decode(text: bytes, *, rank: int, peer: int) -> Any:
+    try:
+        return json.loads(text, object_hook=_bytes_of)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError(
+            f"rank {rank}: expected a JSON value from rank {peer} in {_PHASE}, got a malformed one "
+            f"({type(error).__name__}: {error}); install the same moelink version on every rank",
+            rank=rank,
+            peer=peer,
+            phase="init",
+            call=0,
+        ) from error
