@@ -424,8 +424,23 @@ CONTRACT = (
            "if each.invalid:", "if each.invalid < 0:",
            "test_contract_errors.py::test_check_counts_ids_out_of_range"),
 )
+
+TRUST = (
+    Mutant("what peers say is unpickled", "integrations/transformers/agreement.py",
+           "        told = gather_values(", "        dist.all_gather_object(told := [None], problem)\n        told = gather_values(",
+           "test_trust.py::test_nothing_in_the_package_unpickles_what_a_peer_or_a_file_holds"),
+    Mutant("a routing file may hold a pickle", "tools/plan/routing.py",
+           "allow_pickle=False", "allow_pickle=True",
+           "test_trust.py::test_nothing_in_the_package_unpickles_what_a_peer_or_a_file_holds"),
+    Mutant("an index may leave its folder", "integrations/transformers/checkpoint.py",
+           'or ".." in path.parts', "or False",
+           "test_checkpoint_index.py::test_a_malformed_index_is_refused"),
+    Mutant("a malformed index ends in any error", "integrations/transformers/checkpoint.py",
+           "except (ValueError, TypeError, KeyError, RecursionError)", "except (ValueError, TypeError)",
+           "test_checkpoint_index.py::test_a_malformed_index_is_refused"),
+)
 # fmt: on
 
 MUTANTS = (
-    *FORMATS, *ROUTING, *CALLS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
+    *FORMATS, *ROUTING, *CALLS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT, *TRUST,
 )  # fmt: skip

@@ -223,7 +223,10 @@ def test_mishaps_reach_every_rank_and_end_in_clear_errors(
     files = files_by_expert(folders["mixtral"])
     write(broken, folders["mixtral"], files, leave_out={"expert-7.safetensors"})
     build("mixtral", num_local_experts=2).save_pretrained(small)
-    said = run_ranks(mishaps, 3, folders["mixtral"], str(broken), str(small), timeout=120)
+    malformed = tmp_path / "malformed"
+    write(malformed, folders["mixtral"], files, leave_out=set())
+    (malformed / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": 7}}')
+    said = run_ranks(mishaps, 3, folders["mixtral"], str(broken), str(small), str(malformed), timeout=120)
     assert [s["experts"] for s in said] == [3, 3, 2]
     for rank, s in enumerate(said):
         assert s["small"] == "ConfigError: num_experts: expected at least one expert for each of 3 ranks, got 2"
@@ -232,5 +235,6 @@ def test_mishaps_reach_every_rank_and_end_in_clear_errors(
             "file expert-7.safetensors, which should hold tensors model.layers.0.block_sparse_moe.experts.7.w1"
             in (s["broken"])
         )
+        assert s["malformed"].startswith(f"CheckpointError: {'' if rank == 1 else 'rank 1: '}checkpoint {malformed}")
         assert "save_pretrained of the ParallelModel" in s["saved"]
         assert off_by(s["logits"], truths["mixtral"].logits) < FP32_LOGITS

@@ -206,10 +206,11 @@ def on_gpus(rank: int, world_size: int, folders: dict[str, str], saved: str) -> 
     }
 
 
-def mishaps(rank: int, world_size: int, folder: str, broken: str, small: str) -> dict[str, Any]:
+def mishaps(rank: int, world_size: int, folder: str, broken: str, small: str, malformed: str) -> dict[str, Any]:
     """What wrong uses say, and that the ranks can go on afterwards, with experts that their number does not divide."""
     said: dict[str, Any] = {}
-    for what, where in {"small": small, "broken": broken}.items():
+    mine = malformed if rank == 1 else folder
+    for what, where in {"small": small, "broken": broken, "malformed": mine}.items():
         try:
             from_pretrained(where, device="cpu", **COMMON)
         except moelink.MoelinkError as error:

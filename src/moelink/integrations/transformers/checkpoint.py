@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,36 @@ from moelink.integrations.transformers.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+def read_index(text: bytes, folder: Path) -> dict[str, str]:
+    """Read the text of an index: the name of the file by the name of the tensor.
+
+    File names are relative to ``folder`` and stay inside of it. (A file may be a link to a place outside, as in the
+    cache of the Hugging Face hub; who may make links in the folder may replace its files, too.)
+
+    Raises:
+        CheckpointError: the text is not the JSON of an index, or a file is named that is not in the folder.
+    """
+    where = f"checkpoint {folder / INDEX}"
+    try:
+        index = json.loads(text)
+        files = index["weight_map"]
+        if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
+            raise TypeError("weight_map is not a table of texts")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: expected JSON with weight_map, the file of each tensor, got another text "
+            f"({type(error).__name__}: {error}); download the file again"
+        ) from error
+    for tensor, file in files.items():
+        path = PurePosixPath(file)
+        if path.suffix != ".safetensors" or path.is_absolute() or ".." in path.parts or not file.isprintable():
+            raise CheckpointError(
+                f"{where}: {tensor}: expected the name of a safetensors file in the folder, got {file!r}; load "
+                "checkpoints from a source that you trust"
+            )
+    return files
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,8 @@ class Checkpoint:
     """The safetensors files in ``folder``, open for reading to ``device``. Also a context manager.
 
     Raises:
-        CheckpointError: the folder has neither ``model.safetensors`` nor an index of several files.
+        CheckpointError: the folder has neither ``model.safetensors`` nor an index of several files, or the index is
+            malformed.
     """
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
@@ -59,8 +90,7 @@ class Checkpoint:
     def _where(self) -> dict[str, str]:
         """File name by tensor name."""
         if (self.folder / INDEX).is_file():
-            index = json.loads((self.folder / INDEX).read_text())
-            return dict(index["weight_map"])
+            return read_index((self.folder / INDEX).read_bytes(), self.folder)
         if (self.folder / SINGLE).is_file():
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         raise CheckpointError(
