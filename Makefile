@@ -14,7 +14,7 @@ MERMAID := 11.12.0
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
 .PHONY: demo test test-full mutants lint format test-newest gpu-test bench picture
-.PHONY: docs docs-serve reference wheel wheel-check clean
+.PHONY: docs docs-serve reference wheel wheel-check lock clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
 	$(BIN)/moelink demo --ranks 4
@@ -64,33 +64,52 @@ reference: $(STAMP)  ## the reference pages that are made from the command line 
 
 wheel:  ## dist/moelink-*.whl
 	rm -rf dist
-	$(PYTHON) -m venv --upgrade-deps build/venv
-	build/venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv --clear build/venv
+	build/venv/bin/pip install --quiet --require-hashes -r requirements/build.txt
+	build/venv/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 wheel-check: wheel  ## install the wheel into an empty environment, and run the demonstration there
 	rm -rf build/wheel-check
-	$(PYTHON) -m venv --upgrade-deps build/wheel-check
+	$(PYTHON) -m venv build/wheel-check
 	build/wheel-check/bin/pip install --quiet "$$(echo dist/moelink-*.whl)[cli]" -c $(CONSTRAINTS)
 	cd build/wheel-check && env -u PYTHONPATH bin/python -c "import moelink as m; assert 'wheel-check' in m.__file__, m"
 	cd build/wheel-check && env -u PYTHONPATH bin/moelink demo --ranks 2
 
+# torch's own dependencies for CUDA come with it, at the versions that it names.
+UV := build/lock/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate --upgrade \
+  --custom-compile-command "make lock" -c constraints.txt
+NOT_LOCKED := torch cuda-toolkit cuda-bindings cuda-pathfinder nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc \
+  nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse \
+  nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvtx
+
+lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, with the hashes of their files
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet uv
+	$(UV) pyproject.toml --extra cli --extra plot --extra transformers --group dev \
+	  $(NOT_LOCKED:%=--no-emit-package %) -o requirements/dev.txt
+	$(UV) --group build -o requirements/build.txt
+	$(UV) --group docs -o requirements/docs.txt
+
 clean:
 	rm -rf .venv .venv-docs .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
-INSTALL := $(BIN)/pip install --quiet -e '.[cli,plot,transformers]' --group dev
-
-# The stamp is written last, so an interrupted installation is repeated. CUDA builds of torch insist on a Triton of their
-# own: where pip finds no other, the first set of versions has no solution and the second one is taken.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv --upgrade-deps $(VENV)
-	$(INSTALL) -c $(CONSTRAINTS) || $(INSTALL) -c constraints-cuda.txt
+# What is installed is pinned by hash (requirements/, see `make lock`), but for torch: which build of it a machine gets, for
+# CPUs or for one of CUDA's versions, depends on where its pip looks, and each has hashes of its own. CUDA builds insist on
+# a Triton of their own: where pip finds no other, the first set of versions has no solution and the second one is taken.
+# The stamp is written last, so an interrupted installation is repeated.
+TORCH := $(BIN)/pip install --quiet torch triton
+$(STAMP): pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements/dev.txt -r requirements/build.txt
+	$(TORCH) -c $(CONSTRAINTS) || $(TORCH) -c constraints-cuda.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 # The site needs neither torch nor moelink: griffe reads the sources. Mermaid draws its diagrams and comes with it, so that
 # no page asks another host for it; without npm, diagrams are shown as text.
-$(DOCS_STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv --upgrade-deps $(DOCS_VENV)
-	$(DOCS_BIN)/pip install --quiet --group docs -c constraints.txt
+$(DOCS_STAMP): pyproject.toml requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_BIN)/pip install --quiet --require-hashes -r requirements/docs.txt
 	if command -v npm > /dev/null; then \
 	  npm pack --silent --pack-destination $(DOCS_VENV) mermaid@$(MERMAID) && \
 	  tar -xzOf $(DOCS_VENV)/mermaid-$(MERMAID).tgz package/dist/mermaid.min.js > $(DOCS_VENV)/mermaid.min.js; fi

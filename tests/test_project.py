@@ -37,10 +37,33 @@ def test_hooks_have_the_versions_of_the_constraints() -> None:
         assert pins[name] == version, f"{name}: expected the pin of constraints.txt, {pins[name]}, got {version}"
 
 
-def test_docs_dependencies_are_pinned() -> None:
-    (group,) = re.findall(r"^docs = \[(.*)\]$", text_of("pyproject.toml"), re.MULTILINE)
-    pins = re.findall(r"^([\w-]+)==", text_of("constraints.txt"), re.MULTILINE)
-    assert set(re.findall(r'"([\w-]+)"', group)) <= set(pins)
+def locked(name: str) -> dict[str, int]:
+    """How many hashes each package of a file in requirements/ has, at each of its versions."""
+    entries = re.split(r"^(?=[a-z])", text_of(f"requirements/{name}.txt"), flags=re.MULTILINE)[1:]
+    pins = [re.match(r"([a-z0-9._-]+)==[\w.]+( ; .*)? \\$", entry, re.MULTILINE) for entry in entries]
+    assert all(pins), "every entry is a version with hashes"
+    return {
+        pin[1]: len(re.findall("--hash=sha256:[0-9a-f]{64}", entry)) for pin, entry in zip(pins, entries, strict=True)
+    }
+
+
+@pytest.mark.quick("each is a file of its own")
+@pytest.mark.parametrize("name", ["dev", "build", "docs"])
+def test_what_is_installed_is_pinned_by_hash(name: str) -> None:
+    hashes = locked(name)
+    assert all(hashes.values()), hashes
+    group = text_of("pyproject.toml").split(f"\n{name} = [")[1].split("]")[0]
+    wanted = {found.lower().replace("_", "-") for found in re.findall(r'"([\w-]+)', group)}
+    assert wanted
+    assert wanted <= hashes.keys()
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    used = [line for path in (ROOT / ".github" / "workflows").glob("*.yml") for line in path.read_text().splitlines()]
+    used = [line for line in used if "uses:" in line]
+    assert used
+    for line in used:
+        assert re.search(r"uses: [\w/-]+@[0-9a-f]{40}  # v[\d.]+$", line), line
 
 
 SUBJECTS = {
