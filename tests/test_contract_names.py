@@ -11,7 +11,8 @@ import pytest
 from contract_names import PAGES
 from contract_ranks import params_of, ranks_of, setup
 from moelink import contract
-from moelink.contract.layouts import combine_kernel, dispatch_kernel
+from moelink.contract.combine_kernel import combine_kernel
+from moelink.contract.layouts import dispatch_kernel
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.kernels.launch.constants import is_interpreted
 from moelink.memory import workspace

@@ -266,7 +266,7 @@ def test_a_call_is_counted_by_all_its_programs():
 def _finish(y, out, shared, bias, S: tl.constexpr):
     c = tl.arange(0, 2)
     numbers = CombineNumbers(0, 0, 0, 4, 1, 3, 4, 0, 1, 0, 0, 0, 1)
-    total = reduce.copy_shared_expert_outputs(c * 0 + 1.5, y, numbers, 3, c, S)
+    total = c * 0 + 1.5 + reduce.shared_expert_output(y, numbers, 3, c, S).to(S.SUM_DTYPE)
     reduce.finish(total, CombineOutputs(out, (bias,)), CombineInputs(y, y, y, y, shared, bias), 3, c, S)
 
 

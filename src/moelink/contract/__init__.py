@@ -2,7 +2,8 @@
 
 ===========  ==========================================================================================
 params       ``EPParams``: what the contract fixes when it compiles
-layouts      ``EPCombineKernel``, ``EPDispatchKernel``: layout functions and launch facts
+layouts      ``EPDispatchKernel``: layout functions and launch facts
+combine_kernel  ``EPCombineKernel``: the same of combine, and its phases
 buffers      ``ep_init`` -> ``EPBuffers``: pointer tables, rank, counters, error record
 notes        what the host notes of launches, to compare second halves and combines with
 tensors      ``TokenHandler``, ``EPRouting``: what the caller allocates once and passes to every call
@@ -17,9 +18,10 @@ errors. These functions allocate nothing and hide nothing. ``docs/contract.md`` 
 
 from moelink.contract.buffers import EPBuffers, ep_init
 from moelink.contract.combine import ep_combine_async, ep_combine_wait, ep_fused_combine
+from moelink.contract.combine_kernel import EPCombineKernel
 from moelink.contract.devices import distributed_ep_combine, distributed_ep_dispatch
 from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch
-from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel
+from moelink.contract.layouts import EPDispatchKernel
 from moelink.contract.params import EPParams
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.memory.pointers import COMBINE, DISPATCH, RECV, RECV_COUNT, SEND, pointer_table

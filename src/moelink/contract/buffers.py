@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moelink.arith import is_integer
 from moelink.config import EPConfig
-from moelink.contract.layouts import EPCombineKernel, EPDispatchKernel, combine_kernel, dispatch_kernel
+from moelink.contract.combine_kernel import EPCombineKernel, combine_kernel
+from moelink.contract.layouts import EPDispatchKernel, dispatch_kernel
 from moelink.contract.notes import CallNotes
 from moelink.contract.params import EPParams
 from moelink.control.error_record import ErrorRecord, Losses, raise_losses

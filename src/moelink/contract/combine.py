@@ -6,12 +6,12 @@ multiply-add), so results are the same bits everywhere.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from moelink.contract.buffers import EPBuffers
 from moelink.contract.launch import Prepared, grant_credits, launch, notes_of, or_dummy, relative_to
+from moelink.contract.layouts import NUM_WARPS
 from moelink.contract.notes import Given
 from moelink.contract.tensors import (
     EPRouting,
@@ -31,7 +31,11 @@ from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutput
 from moelink.memory.pointers import COMBINE
 from moelink.memory.protocol import STATUS_OK
 
-_EXACT = {"enable_fp_fusion": False}
+if TYPE_CHECKING:
+    from moelink.contract.buffers import EPBuffers
+
+EXACT = {"enable_fp_fusion": False}
+"""Compiler options of every kernel of combine."""
 
 
 def ep_fused_combine(
@@ -89,12 +93,12 @@ def prepare_fused_combine(
     **options: Any,
 ) -> Prepared:
     """Check the arguments of :func:`ep_fused_combine`; the result launches it."""
-    given = _Given(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
+    given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
     numbers = given.numbers._replace(programs=given.numbers.senders + ep.n_sms)
     records = (given.inputs, given.outputs, given.notes)
 
     def start() -> None:
-        launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **_EXACT)
+        launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **EXACT)
 
     return start
 
@@ -123,19 +127,26 @@ def prepare_combine_async(
     pointers: Tensor,
     *,
     row_weights: Tensor | None,
+    senders: int | None = None,
+    num_warps: int = NUM_WARPS,
 ) -> Prepared:
-    """Check the arguments of :func:`ep_combine_async`; the result launches it."""
+    """Check the arguments of :func:`ep_combine_async`; the result launches it, with ``senders`` CTAs or as many as
+    ``ep`` says."""
     _check_sender(ep, atomic_counters, input_tokens, routing, pointers, row_weights)
     check_dispatched(ep, routing)
-    spec = _spec(ep, row_weights=row_weights is not None)
+    spec = spec_of(ep, row_weights=row_weights is not None)
     inputs = CombineInputs(input_tokens, or_dummy(row_weights, pointers), *[pointers] * 4)
     records = (inputs, notes_of(ep, routing))
-    numbers = _numbers(ep, 0, len(input_tokens))._replace(programs=ep.combine_kernel.n_send_sms)
+    programs = ep.combine_kernel.n_send_sms if senders is None else senders
+    numbers = combine_numbers(ep, 0, len(input_tokens))._replace(programs=programs)
 
     def start() -> None:
         ep.notes.add_combine(routing.slot_of, Given(0, row_weights is not None))
         if not spec.ALLREDUCE:
-            launch(ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, S=spec, **_EXACT)
+            launch(
+                ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, num_warps=num_warps,
+                S=spec, **EXACT,
+            )  # fmt: skip
 
     return start
 
@@ -188,18 +199,19 @@ def prepare_combine_wait(
 ) -> Prepared:
     """Check the arguments of :func:`ep_combine_wait`, but not against those of the first half; the result launches
     it."""
-    given = _Given(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
+    given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
     numbers = given.numbers._replace(programs=ep.n_sms)
     records = (given.inputs, given.outputs, given.notes)
 
     def start() -> None:
-        launch(ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **_EXACT)
+        launch(ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **EXACT)
         grant_credits(ep, pointers, atomic_counters, given.spec)
 
     return start
 
 
-def _spec(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
+def spec_of(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **options: Any) -> CombineSpec:
+    """Launch constants of a combine, relative to its pointers; ``options``: of ``combine_spec``."""
     spec = combine_spec(ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options)
     return cast(CombineSpec, relative_to(spec, ep.starts[COMBINE]))
 
@@ -224,7 +236,7 @@ def _check_sender(
         check_tensor(ep, "row_weights", row_weights, (len(input_tokens),), config.weight_dtype)
 
 
-def _numbers(ep: EPBuffers, num_tokens: int, y_rows: int) -> CombineNumbers:
+def combine_numbers(ep: EPBuffers, num_tokens: int, y_rows: int) -> CombineNumbers:
     """Numbers of a combine of so many own tokens and rows, in one pass."""
     begin, end = shared_bounds(ep.config, num_tokens)
     return CombineNumbers(
@@ -234,7 +246,7 @@ def _numbers(ep: EPBuffers, num_tokens: int, y_rows: int) -> CombineNumbers:
     )  # fmt: skip
 
 
-class _Given:
+class CheckedCombine:
     """Checked tensors of a combine."""
 
     def __init__(
@@ -275,7 +287,7 @@ class _Given:
             check_tensor(ep, "shared", shared, shape, config.combine_dtype)
         bias, hook, tensors = _epilogue(ep, epilogue_fn, count)
         check_dispatched(ep, routing, count)
-        self.spec = _spec(
+        self.spec = spec_of(
             ep, row_weights=row_weights is not None, home_weights=router_weights is not None, reduce=reduce,
             shared=shared is not None, epilogue="" if bias is None else "bias" if bias.dim() == 1 else "residual",
             hook=hook,
@@ -287,7 +299,7 @@ class _Given:
         self.outputs = CombineOutputs(output_tokens, tensors or (pointers,))
         self.notes = notes_of(ep, routing)
         senders = 0 if self.spec.ALLREDUCE else ep.combine_kernel.n_send_sms
-        self.numbers = _numbers(ep, count, len(input_tokens))._replace(senders=senders)
+        self.numbers = combine_numbers(ep, count, len(input_tokens))._replace(senders=senders)
 
 
 def _epilogue(

@@ -6,18 +6,20 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from moelink.contract.buffers import EPBuffers
 from moelink.contract.layouts import NUM_WARPS
 from moelink.contract.tensors import EPRouting
 from moelink.kernels.records import CreditNumbers, Peers, RoutingNotes
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.memory.pointers import RECV
+
+if TYPE_CHECKING:
+    from moelink.contract.buffers import EPBuffers
 
 
 @lru_cache(maxsize=256)
@@ -57,10 +59,12 @@ def launch(
     atomic_counters: Tensor,
     records: tuple[Any, ...],
     numbers: Any,
+    *,
+    num_warps: int = NUM_WARPS,
     **options: Any,
 ) -> None:
     """Launch ``function`` on the current stream of ep's device, with ``records`` of the caller's tensors."""
-    kernel = ep.launcher.kernel(function, numbers.programs, num_warps=NUM_WARPS, **options)
+    kernel = ep.launcher.kernel(function, numbers.programs, num_warps=num_warps, **options)
     given = [tensor for record in records for tensor in _tensors(record)]
     with nullcontext() if ep.device.type == "cpu" else torch.cuda.device(ep.device):
         peers = Peers(pointers[RECV], ep.record, atomic_counters)

@@ -40,14 +40,15 @@ MOST_THREADS_OF_A_DEVICE = 1024
 """Most threads that a program can have on any device."""
 
 
-def _inside(name: str, value: int, size: int) -> int:
+def inside(name: str, value: int, size: int) -> int:
+    """``value``, a coordinate of a buffer; ArgumentError unless it is in [0, size)."""
     if not 0 <= value < size:
         raise ArgumentError(name, f"in [0, {size})", value)
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LaunchFacts:
+class LaunchFacts:
     """Parameters of the kernel objects, and what follows from them.
 
     Attributes:
@@ -165,8 +166,8 @@ class _LaunchFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EPDispatchKernel(_LaunchFacts):
-    """Layout and launch facts of dispatch: the sibling of :class:`EPCombineKernel`."""
+class EPDispatchKernel(LaunchFacts):
+    """Layout and launch facts of dispatch: the sibling of :class:`~moelink.contract.EPCombineKernel`."""
 
     def send_buf_layout(self, slot: int, far: int = 0) -> int:
         """Message ``slot`` for the ``far``-th rank of another node (counted from the next node on, around).
@@ -178,73 +179,23 @@ class EPDispatchKernel(_LaunchFacts):
                 "send_buf_layout: expected ranks of several nodes, got one node, where dispatch has no send buffer "
                 "(its pointer is 0); write no sends there"
             )
-        at = _inside("far", far, self.inter_node_ranks) * self._tokens + _inside("slot", slot, self._tokens)
+        at = inside("far", far, self.inter_node_ranks) * self._tokens + inside("slot", slot, self._tokens)
         return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_buf_layout(self, source: int, slot: int) -> int:
         """Message ``slot`` of rank ``source``. 7552-byte messages, 128 tokens: (1, 2) is at 130 * 7552 = 981760."""
-        at = _inside("source", source, self._copies) * self._tokens + _inside("slot", slot, self._tokens)
+        at = inside("source", source, self._copies) * self._tokens + inside("slot", slot, self._tokens)
         return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
 
     def recv_count_layout(self, source: int, local_expert: int) -> int:
         """The word that counts rows from rank ``source`` for a local expert. 32 experts: (1, 0) is at 8 * 48 = 384."""
         row = COUNT_HEADER + self.n_local_experts
-        word = COUNT_HEADER + _inside("local_expert", local_expert, self.n_local_experts)
-        return (_inside("source", source, self._copies) * row + word) * 8
+        word = COUNT_HEADER + inside("local_expert", local_expert, self.n_local_experts)
+        return (inside("source", source, self._copies) * row + word) * 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class EPCombineKernel(_LaunchFacts):
-    """Layout and launch facts of combine.
-
-    Its phases are the kernels' functions of the same names: ``send_tokens_back`` (``kernels.combine.send``),
-    ``wait_for_all_arrivals``, ``reduce_and_copy_to_output`` and ``copy_shared_expert_outputs``
-    (``kernels.combine.reduce``).
-
-    Attributes:
-        pre_reduce: as in :class:`EPParams`.
-        n_parts: parts in which a message's row travels, each with a flag (``Workspace.combine_parts``).
-    """
-
-    pre_reduce: bool = False
-    n_parts: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._flag("pre_reduce")
-        self._integer("n_parts", 1)
-
-    def send_buf_layout(self, row: int) -> int:
-        """Row ``row`` of the expert outputs, which are sent from where they are; across nodes its copy that is put.
-        With ``pre_reduce`` that holds sums instead, and ``row`` is far * max_tokens_per_rank + slot of the message, far
-        as in :meth:`EPDispatchKernel.send_buf_layout`."""
-        if row < 0:
-            raise ArgumentError("row", "at least 0", row)
-        return row * (align_up(self.msg_bytes, REGION_ALIGNMENT) if self.inter_node_ranks else self.msg_bytes)
-
-    def recv_buf_layout(self, token: int, copy: int) -> int:
-        """The row of ``token`` in slot ``copy`` (with pre_reduce: formed by rank ``copy``).
-
-        14336-byte rows, 8 slots, 128 tokens: (5, 2) is at (5 * 8 + 2) * 14336 = 602112; with pre_reduce at
-        (2 * 128 + 5) * 14336 = 3741696.
-        """
-        _inside("token", token, self._tokens)
-        if self.pre_reduce:
-            at = _inside("copy", copy, self._copies) * self._tokens + token
-        else:
-            at = token * self.top_k + _inside("copy", copy, self.top_k)
-        return at * align_up(self.msg_bytes, REGION_ALIGNMENT)
-
-    def recv_count_layout(self, sender: int, slot: int, part: int = 0) -> int:
-        """The int64 flag of part ``part`` of message ``slot`` of rank ``sender``.
-
-        128 tokens: (1, 3) is at (128 + 3) * 8 = 1048; in 4 parts (1, 3, 2) at ((128 + 3) * 4 + 2) * 8 = 4208.
-        """
-        message = _inside("sender", sender, self._copies) * self._tokens + _inside("slot", slot, self._tokens)
-        return (message * self.n_parts + _inside("part", part, self.n_parts)) * 8
-
-
-def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
+def facts_of(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
+    """The facts that both phases have in common with these parameters."""
     return dict(
         num_threads=NUM_WARPS * warp_size, n_sms=n_sms, top_k=params.top_k, n_experts=params.num_experts,
         n_ranks=params.n_ranks, max_tokens_per_rank=params.max_token_per_rank,
@@ -256,13 +207,4 @@ def _facts(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
 
 def dispatch_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPDispatchKernel:
     """The facts of a dispatch with these parameters."""
-    return EPDispatchKernel(**_facts(params, n_sms, warp_size), msg_bytes=params.workspace.message_bytes)
-
-
-def combine_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPCombineKernel:
-    """The facts of a combine with these parameters."""
-    row = params.config(0).combine_row_bytes
-    return EPCombineKernel(
-        **_facts(params, n_sms, warp_size), msg_bytes=row, pre_reduce=params.pre_reduce,
-        n_parts=params.workspace.combine_parts,
-    )  # fmt: skip
+    return EPDispatchKernel(**facts_of(params, n_sms, warp_size), msg_bytes=params.workspace.message_bytes)

@@ -56,6 +56,8 @@ class CallNotes:
     def __init__(self) -> None:
         self._dispatches: dict[int, Noted] = {}
         self._combines: dict[int, Noted] = {}
+        self._arrivals: dict[int, Noted] = {}
+        self._copies: dict[int, Noted] = {}
         self.fewest_rows: int | None = None
 
     def add_dispatch(self, slot_of: Tensor, given: Given) -> None:
@@ -65,6 +67,14 @@ class CallNotes:
     def add_combine(self, slot_of: Tensor, given: Given) -> None:
         """Note the first half of a combine."""
         self._combines.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=_is_captured(slot_of))
+
+    def add_arrival(self, slot_of: Tensor, given: Given) -> None:
+        """Note that all rows of a combine are waited for, in a phase of their own."""
+        self._arrivals.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=_is_captured(slot_of))
+
+    def add_copy(self, output_tokens: Tensor, given: Given) -> None:
+        """Note that the shared expert's rows are copied to an output."""
+        self._copies.setdefault(output_tokens.data_ptr(), Noted()).add(given, captured=_is_captured(output_tokens))
 
     def add_rows(self, rows: int) -> None:
         """Note the rows of a dispatch's output."""
@@ -78,10 +88,26 @@ class CallNotes:
         """Return the same of the latest first half of a combine."""
         return self._combines.get(slot_of.data_ptr(), Noted()).given()
 
+    def arrivals(self, slot_of: Tensor) -> set[Given]:
+        """Return the same of the latest wait that no reduction has followed."""
+        return self._arrivals.get(slot_of.data_ptr(), Noted()).given()
+
+    def copies(self, output_tokens: Tensor) -> set[Given]:
+        """Return the same of the latest copy to this output that no reduction has followed."""
+        return self._copies.get(output_tokens.data_ptr(), Noted()).given()
+
+    def finish(self, slot_of: Tensor, output_tokens: Tensor) -> None:
+        """Note the reduction that the wait and the copy were for. What graphs captured stays."""
+        for notes, tensor in ((self._arrivals, slot_of), (self._copies, output_tokens)):
+            noted = notes.pop(tensor.data_ptr(), None)
+            if noted is not None and noted.captured:
+                notes[tensor.data_ptr()] = Noted(None, noted.captured)
+
     def forget(self, slot_of: Tensor) -> None:
         """Drop the notes of whatever routing was at this address before."""
         self._dispatches.pop(slot_of.data_ptr(), None)
         self._combines.pop(slot_of.data_ptr(), None)
+        self._arrivals.pop(slot_of.data_ptr(), None)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Note that the routing at ``target`` is a copy of the one at ``source``."""

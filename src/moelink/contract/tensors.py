@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moelink.contract.buffers import EPBuffers
 from moelink.contract.notes import Given
 from moelink.errors import ArgumentError
 from moelink.memory.layout import ALIGNMENT
 from moelink.memory.protocol import PHASES
+
+if TYPE_CHECKING:
+    from moelink.contract.buffers import EPBuffers
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ dispatch/scales        writes the scales of large calls, in a launch of its own
 dispatch/send_cached   the sender role over cached routing; receive_cached: the receiver role
 combine/kernel         both roles in one launch, or in two
 combine/send           the expert role: ``send_tokens_back``
-combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``,
-                       ``copy_shared_expert_outputs``
+combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
+combine/phases         the home role in launches of its own: wait, ``copy_shared_expert_outputs``, reduce
 =====================  ==============================================================================================
 
 The parts that they are built from:

@@ -1,6 +1,7 @@
 """Reduce the rows that came home: the home role of combine, on the rank that owns the token.
 
-Its three steps are ``wait_for_all_arrivals``, ``reduce_and_copy_to_output`` and ``copy_shared_expert_outputs``.
+Its steps for a token are ``wait_for_all_arrivals`` and ``reduce_and_copy_to_output``. ``kernels.combine.phases``
+launches them apart, for all tokens.
 
 CTAs share the tokens, and with few tokens also the blocks of columns. For its token a CTA waits for exactly that
 token's rows: ``combine_flag`` of rank r, in the token's message slot there (``slot_of``, noted by dispatch's sender),
@@ -59,13 +60,12 @@ from moelink.memory.protocol import CODE_ABORT, CODE_OPTIONS, CODE_ROUTING, COMB
 
 
 @triton.jit
-def copy_shared_expert_outputs(total, y, numbers, token, c, S: tl.constexpr):
-    """Add the fused shared expert's row of this token: row token - shared_begin of this rank's own expert outputs."""
+def shared_expert_output(y, numbers, token, c, S: tl.constexpr):
+    """Load the fused shared expert's row of this token: row token - shared_begin of this rank's own expert outputs, or
+    zeros where it has none."""
     row = token - numbers.shared_begin
     keep = (row >= 0) & (token < numbers.shared_end) & (row < numbers.y_rows)
-    return total + tl.load(y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0).to(
-        S.SUM_DTYPE
-    )
+    return tl.load(y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0)
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
                     )
         if S.REDUCES:
             if S.FUSED_SHARED_EXPERT:
-                total = copy_shared_expert_outputs(total, inputs.y, numbers, token, c, S)
+                total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
             finish(total, outputs, inputs, token, c, S)
 
 
@@ -325,7 +325,7 @@ def sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, pa
             if ok > 0:
                 c = c0 + tl.arange(0, S.BLOCK_SIZE)
                 if S.FUSED_SHARED_EXPERT:
-                    total = copy_shared_expert_outputs(total, inputs.y, numbers, token, c, S)
+                    total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
                 finish(total, outputs, inputs, token, c, S)
     return ok
 
@@ -347,12 +347,26 @@ def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts
 
 
 @triton.jit
+def parts_of_token(num_tokens, num_programs, S: tl.constexpr):
+    """Return into how many parts of its columns a token is divided: all blocks if the CTAs suffice, else 1."""
+    blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
+    return tl.where(num_tokens * blocks <= num_programs, blocks, 1)
+
+
+@triton.jit
+def awaited_slots(notes, token, brought, choices, S: tl.constexpr):
+    """Return a token's message slots [ranks] at the ranks whose rows come, -1 for others. ``choices``: of
+    :func:`wait_for_choices`."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    slots = tl.load(notes.slot_of + token * S.WORLD_SIZE + r, mask=r < S.WORLD_SIZE, other=-1)
+    return tl.where(choices, tl.where(brought, slots, -1), -1)
+
+
+@triton.jit
 def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the home role."""
     call = calls_made(peers.control, _ROLE) + 1
     ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
-    r = tl.arange(0, S.WORLD_SIZE_POW2)
-    mask = r < S.WORLD_SIZE
     brought = tl.load(notes.received + 2 * S.WORLD_SIZE) == 0
     if not S.ALLREDUCE:  # in allreduce mode no call is counted
         brought = brought & (is_refused(peers.control, call, numbers.slot_begin) == 0)
@@ -364,16 +378,14 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
             note_refused(peers.control, call)
         ok = quiesce_combine(ok, (ok > 0) & brought & (program == 0) & (numbers.status != 0), ctx, S)
     ok, choices = wait_for_choices(ok, (ok > 0) & brought & (numbers.status == 0), ctx, S)
-    blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
-    parts = tl.where(numbers.num_tokens * blocks <= num_programs, blocks, 1)
+    parts = parts_of_token(numbers.num_tokens, num_programs, S)
     items = numbers.num_tokens * parts
     # Where there are CTAs to spare, the first one sums nothing, because it waits for the heads.
     spare = (num_programs > items).to(tl.int32)
     for i in range(tl.where(program < spare, items, program - spare), items, tl.maximum(num_programs - spare, 1)):
         if ok > 0:
             token = i // parts
-            slots = tl.load(notes.slot_of + token * S.WORLD_SIZE + r, mask=mask, other=-1)
-            slots = tl.where(choices, tl.where(brought, slots, -1), -1)
+            slots = awaited_slots(notes, token, brought, choices, S)
             ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
