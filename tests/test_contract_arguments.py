@@ -12,7 +12,9 @@ from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_
 from moelink import contract
 from moelink.contract import EPRouting
 from moelink.contract.notes import Given, Noted
+from moelink.epilogues import cast
 from moelink.errors import ArgumentError, ConfigError
+from moelink.hooks import Hook
 from moelink.memory import create_all
 from moelink.memory.protocol import COMBINE_SENT
 
@@ -265,6 +267,67 @@ def test_a_bad_argument_on_one_device_leaves_all_of_them_usable() -> None:
         combine_all(eps, [good[0], swapped], case)
     assert all(torch.equal(ep.memory.local, was) for ep, was in zip(eps, before, strict=True))
     run(eps, dataclasses.replace(case, seed=1))
+
+
+def test_every_rank_is_there_once() -> None:
+    eps = ranks_of(params_of(CASE.setup, 3, timeout=0.5))
+    buffers = [Buffers.allocate(ep) for ep in eps]
+    other = ranks_of(params_of(CASE.setup, 3, timeout=0.6))
+    refused = (
+        ((0, 1, 1), "ep: expected each rank once, got rank 1 2 times; pass what each rank's own"),
+        ((0, 1), "ep: expected all 3 ranks, because each waits for the others, got 2, without rank 2; with a process"),
+        ((2,), "got 1, without rank 0, 1;"),
+        ((), "ep: expected a list of what ep_init returned, one per device, got list"),
+    )
+    for launch in (dispatch_all, combine_all):
+        for which, expected in refused:
+            with pytest.raises(ArgumentError, match=re.escape(expected)):
+                launch_on(launch, [eps[i] for i in which], [buffers[i] for i in which])
+        with pytest.raises(ArgumentError, match="ep: expected buffers of equal EPParams, got different ones"):
+            launch_on(launch, [*eps[:2], other[2]], buffers)
+        assert not any(ep.memory.local.any() for ep in eps)
+    with pytest.raises(ArgumentError, match="ep: expected a list of what ep_init returned"):
+        contract.distributed_ep_dispatch(eps[0], *[None] * 9)
+    run(eps, CASE)
+
+
+def launch_on(launch, eps, buffers) -> None:
+    """``launch`` on some ranks; where there are none, the launchers get as few arguments."""
+    if eps:
+        launch(eps, buffers, CASE)
+    elif launch is dispatch_all:
+        contract.distributed_ep_dispatch([], *[[]] * 9)
+    else:
+        contract.distributed_ep_combine([], *[[]] * 6)
+
+
+def test_a_part_of_the_ranks_will_do_where_nothing_travels() -> None:
+    eps = ranks_of(params_of(REPLICATED.setup, 3))
+    own, data = Buffers.allocate(eps[1]), REPLICATED.data(1)
+    arguments = (own.handler, own.row_offsets, own.expert_ids, own.src_info, eps[1].atomic_counters[0], data.x,
+                 data.topk_ids, eps[1].pointers[0], own.routing)  # fmt: skip
+    contract.distributed_ep_dispatch([eps[1]], *[[each] for each in arguments])
+    eps[1].check()
+    assert int(own.row_offsets[1]) == 1
+    with pytest.raises(ArgumentError, match="each rank once"):
+        contract.distributed_ep_dispatch([eps[1]] * 2, *[[each] * 2 for each in arguments])
+
+
+def test_hooks_are_refused_or_checked() -> None:
+    one = one_rank(Case(setup("nvfp4"), "uniform", weights="none"))
+    hook = Hook(None, lambda tensors: torch.ones(1))
+    for name in ("input_scales", "router_weights"):
+        with pytest.raises(ArgumentError, match=f"{name}: expected .* got Hook"):
+            contract.ep_fused_dispatch(one.ep, **one.dispatch, **{name: hook})
+    contract.ep_fused_dispatch(one.ep, **one.dispatch)
+    with pytest.raises(ArgumentError, match="router_weights: expected .* got Hook"):
+        contract.ep_fused_combine(one.ep, **one.combine, router_weights=hook)
+    short = cast(torch.zeros(len(one.data.x) - 1, one.ep.params.hidden_size))
+    with pytest.raises(ArgumentError, match=f"at least {len(one.data.x)} rows"):
+        contract.ep_fused_combine(one.ep, **one.combine, epilogue_fn=short)
+    with pytest.raises(ArgumentError, match="epilogue_fn: expected a tensor or a Hook, got function"):
+        contract.ep_fused_combine(one.ep, **one.combine, epilogue_fn=one_rank)
+    assert not one.ep.atomic_counters[0][COMBINE_SENT]
 
 
 SIZES = [  # ranks, experts, top_k

@@ -194,6 +194,21 @@ def test_router_weights_and_input_scale_take_a_hook():
     assert torch.equal(recv.tokens, plain.tokens)
 
 
+@pytest.mark.parametrize("transport", ("collective", "symmetric"))
+def test_a_triton_function_that_would_not_run_is_refused(transport):
+    data = rank_data(seed=3, rank=0, num_tokens=5, hidden_size=64, num_experts=4, topk=2)
+    weights = Hook(epilogues.cast, lambda tensors, token, slot: token + slot + 1.0)
+    scale = Hook(epilogues.cast, lambda tensors: torch.ones(1))
+    options = dict(num_experts=4, topk=2, hidden_size=64, max_tokens_per_rank=5, transport=transport)
+    with moelink.init(**options, dispatch_format="nvfp4") as ep:
+        with pytest.raises(ArgumentError, match="topk_weights: expected a hook with triton_fn=None.*=cast"):
+            ep.dispatch(data.x, data.topk_ids, weights)
+        with pytest.raises(ArgumentError, match="input_scale: expected a hook with triton_fn=None"):
+            ep.dispatch(data.x, data.topk_ids, input_scale=scale)
+        recv = ep.dispatch(data.x, data.topk_ids)
+        assert int(recv.num_recv_tokens) == 10
+
+
 def test_weights_have_the_dtype_that_is_asked_for():
     weights = torch.tensor([[0.1, 0.2], [0.3, 0.4]], dtype=torch.float64)
     hook = Hook(None, lambda tensors, token, slot: tensors[0][token, slot], (weights,))

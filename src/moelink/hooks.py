@@ -21,7 +21,8 @@ class Hook:
 
     Attributes:
         triton_fn: ``@triton.jit`` function for kernels, or None when only the collective transport is used. Its first
-            argument is the tuple of pointers to ``tensors``.
+            argument is the tuple of pointers to ``tensors``. None for an input scale and for router weights, which are
+            evaluated in torch on every transport; anything else is refused there.
         torch_fn: the same arithmetic in torch. Its first argument is the tuple ``tensors``. Its form by use:
 
             * input scale: ``torch_fn(tensors) -> fp32 tensor of one element``
@@ -42,15 +43,23 @@ class Hook:
     check: Callable[[int, int, torch.device], None] | None = None
 
 
+def _require_torch_only(name: str, hook: Hook) -> None:
+    """Raise ArgumentError if a hook that runs in torch on every transport brings a Triton function, too."""
+    if hook.triton_fn is not None:
+        expected = "a hook with triton_fn=None, because its torch_fn is what runs, on every transport"
+        raise ArgumentError(name, expected, f"triton_fn={getattr(hook.triton_fn, '__name__', hook.triton_fn)}")
+
+
 def evaluate_input_scale(scale: Tensor | Hook | None, *, device: torch.device | None = None) -> Tensor | None:
     """Evaluate the global input scale: an fp32 tensor of one element, or None.
 
     ``device``: device of the result for a hook, which may return a number.
 
     Raises:
-        ArgumentError: a hook returned other than one element.
+        ArgumentError: a hook returned other than one element, or has a ``triton_fn``, which would not run.
     """
     if isinstance(scale, Hook):
+        _require_torch_only("input_scale", scale)
         scale = torch.as_tensor(scale.torch_fn(scale.tensors), dtype=torch.float32, device=device)
         if scale.numel() != 1:
             raise ArgumentError("input_scale", "a hook that returns one element", f"shape {list(scale.shape)}")
@@ -63,9 +72,11 @@ def evaluate_weights(
     """Evaluate router weights: [num_tokens, topk] of ``dtype``, or None.
 
     Raises:
-        ArgumentError: a hook returned a tensor on another device, or one that does not broadcast to that shape.
+        ArgumentError: a hook returned a tensor on another device, or one that does not broadcast to that shape, or has
+            a ``triton_fn``, which would not run.
     """
     if isinstance(weights, Hook):
+        _require_torch_only("topk_weights", weights)
         token = torch.arange(num_tokens, device=device)[:, None]
         slot = torch.arange(topk, device=device)[None, :]
         given = torch.as_tensor(weights.torch_fn(weights.tensors, token, slot))

@@ -309,8 +309,12 @@ def _epilogue(
     if isinstance(epilogue_fn, Hook):
         if epilogue_fn.triton_fn is None:
             raise ArgumentError("epilogue_fn", "a Hook with a triton_fn", "one without")
+        if epilogue_fn.check is not None:
+            epilogue_fn.check(count, ep.config.hidden_size, ep.device)
         return None, epilogue_fn.triton_fn, epilogue_fn.tensors
     if epilogue_fn is not None:
+        if not isinstance(epilogue_fn, Tensor):
+            raise ArgumentError("epilogue_fn", "a tensor or a Hook", type(epilogue_fn).__name__)
         hidden = ep.config.hidden_size
         shape = (hidden,) if epilogue_fn.dim() == 1 else (count, hidden)
         check_tensor(ep, "epilogue_fn", epilogue_fn, shape, epilogue_fn.dtype)

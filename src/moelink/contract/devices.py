@@ -45,9 +45,10 @@ def distributed_ep_dispatch(
     """:func:`~moelink.contract.ep_fused_dispatch` on all devices of this process at once.
 
     Raises:
-        ArgumentError: lists of different lengths, or what a launcher refuses.
+        ArgumentError: an ``ep`` is missing or twice in the list, lists have different lengths, or what a launcher
+            refuses; nothing was launched on any device.
     """
-    count = len(ep)
+    count = _check_ranks(ep)
     weights = _spread("router_weights", router_weights, count)
     scales = _spread("input_scales", input_scales, count)
     outputs = _lists(
@@ -88,9 +89,10 @@ def distributed_ep_combine(
     """:func:`~moelink.contract.ep_fused_combine` on all devices of this process at once.
 
     Raises:
-        ArgumentError: lists of different lengths, or what a launcher refuses.
+        ArgumentError: an ``ep`` is missing or twice in the list, lists have different lengths, or what a launcher
+            refuses; nothing was launched on any device.
     """
-    count = len(ep)
+    count = _check_ranks(ep)
     outputs = _lists(count, output_tokens=output_tokens)
     inputs = _lists(
         count, atomic_counters=atomic_counters, input_tokens=input_tokens, routing=routing, pointers=pointers
@@ -118,6 +120,32 @@ def _start(prepared: Sequence[Prepared]) -> None:
     """Launch on each device, once the arguments of all are checked."""
     for start in prepared:
         start()
+
+
+def _check_ranks(ep: Sequence[EPBuffers]) -> int:
+    """Return how many devices there are; ArgumentError unless each rank is there once.
+
+    Where nothing travels (``skip_a2a``) no rank waits for another, and a part of the ranks will do.
+    """
+    if isinstance(ep, EPBuffers) or not ep or not all(isinstance(each, EPBuffers) for each in ep):
+        raise ArgumentError("ep", "a list of what ep_init returned, one per device", type(ep).__name__)
+    params, ranks = ep[0].params, [each.my_rank for each in ep]
+    if any(each.params != params for each in ep):
+        raise ArgumentError("ep", "buffers of equal EPParams", "different ones")
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        got = f"rank {twice[0]} {ranks.count(twice[0])} times; pass what each rank's own ep_init returned"
+        raise ArgumentError("ep", "each rank once", got)
+    missing = sorted(set(range(params.n_ranks)) - set(ranks))
+    if missing and not params.skip_a2a:
+        names = ", ".join(map(str, missing))
+        raise ArgumentError(
+            "ep",
+            f"all {params.n_ranks} ranks, because each waits for the others",
+            f"{len(ranks)}, without rank {names}; with a process per device call ep_fused_dispatch and "
+            "ep_fused_combine there",
+        )
+    return len(ranks)
 
 
 def _launches_overlap(ep: Sequence[EPBuffers]) -> bool:

@@ -281,7 +281,8 @@ class _Given:
         if input_scales is not None:
             if not config.format.uses_input_scale:
                 raise ArgumentError("input_scales", f"None for format {config.format.name!r}", describe(input_scales))
-            check_tensor(ep, "input_scales", input_scales, (max(1, input_scales.numel()),), torch.float32)
+            elements = input_scales.numel() if isinstance(input_scales, Tensor) else 1
+            check_tensor(ep, "input_scales", input_scales, (max(1, elements),), torch.float32)
         self.noted = Given(count, router_weights is not None)
         self.spec = _spec(ep, input_tokens.dtype, weights=self.noted.weighted, input_scale=input_scales is not None)
         x = input_tokens.view(torch.uint8) if self.spec.SOURCE == COPY else input_tokens
