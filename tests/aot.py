@@ -43,7 +43,7 @@ def records_of(kernel):
     """The record, or the pointer's type, of each argument of ``kernel``."""
     from moelink.kernels import records
 
-    phase = "Combine" if "combine" in kernel.__name__ else "Dispatch"
+    phase = "Dispatch" if re.search("dispatch|scales", kernel.__name__) else "Combine"  # phases of combine, too
     known = {
         "peers": records.Peers, "notes": records.RoutingNotes, "cached": records.CachedRouting,
         **{name: getattr(records, phase + name.title()) for name in ("inputs", "outputs", "numbers")},

@@ -26,7 +26,10 @@ from aot import source_of
 from cases import FORMATS
 from matrix_configs import CONFIGS, Config
 from matrix_configs import Form as MatrixForm
+from moelink.contract import EPParams
+from moelink.contract.launch import relative_to
 from moelink.kernels.combine import kernel as combine
+from moelink.kernels.combine import phases
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import CombineSpec, DispatchSpec, combine_spec, dispatch_spec
 from moelink.memory.workspace import Workspace
@@ -89,6 +92,7 @@ def forms() -> Iterator[Form]:
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
     yield short_rows()
+    yield from contract_forms()
     for fmt in FORMATS:
         entry = next(config for config in CONFIGS if config.form.dispatch_format == fmt)
         of_entry = list(forms_of(entry, "budget: ", world_size=WORLD, num_sms=24))
@@ -108,6 +112,35 @@ def short_rows() -> Form:
     config = moelink.EPConfig(num_experts=8, topk=2, hidden_size=64, max_tokens_per_rank=4, world_size=WORLD, rank=0)
     spec = combine_spec(Workspace(config), torch.device("cuda"), row_weights=False, home_weights=False)
     return "short rows combine", combine.ep_fused_combine_kernel, spec, {}
+
+
+def contract_forms() -> Iterator[Form]:
+    """The launchers of the contract, whose constants count from their pointers: each format once, each kind of sums in
+    phases."""
+    device = torch.device("cuda")
+    shape: dict[str, Any] = dict(top_k=8, n_experts=30, max_token_per_rank=300, n_gpus_per_node=4, hidden_size=6144)
+    for i, fmt in enumerate(FORMATS):
+        fused, sums = i % 2 == 0, i % 3 == 0
+        params = EPParams(
+            dispatch_fmt_str=fmt, fused_shared_expert=fused, pre_reduce=sums, skip_a2a=i % 3 == 1,
+            allreduce_world_size=4 if i % 3 == 1 else 1, **shape,
+        )  # fmt: skip
+        workspace, config = params.workspace, params.config(0)
+        dtype, local = config.format.input_dtypes[0], i % 3 == 1
+        x = "*u8" if dtype == config.format.payload_dtype else NAMES[dtype]
+        spec = relative_to(
+            dispatch_spec(workspace, device, input_dtype=dtype, quantized=False, weights=sums, later=False), 128
+        )
+        name = f"contract: {fmt} fused={fused} sums={sums} local={local} "
+        yield f"{name}dispatch", dispatch.ep_fused_dispatch_kernel, spec, {"x": x}
+        combined = relative_to(combine_spec(workspace, device, row_weights=sums, home_weights=not sums), 128)
+        pointers = {"topk_ids": "*i32"}
+        yield f"{name}combine", combine.ep_fused_combine_kernel, combined, pointers
+        yield f"{name}wait", phases.ep_wait_for_all_arrivals_kernel, combined, pointers
+        last = dataclasses.replace(combined, FUSED_SHARED_EXPERT=0, HAS_SHARED=fused)
+        yield f"{name}reduce", phases.ep_reduce_and_copy_to_output_kernel, last, pointers
+        if fused:
+            yield f"{name}copy", phases.ep_copy_shared_expert_outputs_kernel, combined, pointers
 
 
 def forms_of(entry: Config, prefix: str, **more: int) -> Iterator[Form]:

@@ -33,8 +33,10 @@ def params_of(setup: Setup, world_size: int, **changes):
     return contract.EPParams(**{**names, **changes})
 
 
-def ranks_of(params) -> list:
-    memories = create_all(["cpu"] * params.n_ranks, params.nbytes)
+def ranks_of(params, *devices: str) -> list:
+    """All ranks, on ``devices`` in turn; default the CPU."""
+    places = [(devices or ("cpu",))[rank % max(1, len(devices))] for rank in range(params.n_ranks)]
+    memories = create_all(places, params.nbytes)
     return [contract.ep_init(params, memory) for memory in memories]
 
 
@@ -81,6 +83,11 @@ class Buffers:
         return {name: Packed.of(values.get(name)) for name in FIELDS}
 
 
+def on_devices(eps: Sequence, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each rank's tensor on its device."""
+    return [tensor.to(ep.device) for ep, tensor in zip(eps, tensors, strict=True)]
+
+
 def dispatch_all(eps: Sequence, buffers: Sequence[Buffers], case: Case) -> None:
     """One dispatch of a case on all ranks."""
     datas = [case.data(rank) for rank in range(len(eps))]
@@ -91,11 +98,11 @@ def dispatch_all(eps: Sequence, buffers: Sequence[Buffers], case: Case) -> None:
         [b.expert_ids for b in buffers],
         [b.src_info for b in buffers],
         [ep.atomic_counters[contract.DISPATCH] for ep in eps],
-        [d.x for d in datas],
-        [d.topk_ids for d in datas],
+        on_devices(eps, [d.x for d in datas]),
+        on_devices(eps, [d.topk_ids for d in datas]),
         [ep.pointers[contract.DISPATCH] for ep in eps],
         [b.routing for b in buffers],
-        router_weights=[d.topk_weights for d in datas] if case.weights == "dispatch" else None,
+        router_weights=on_devices(eps, [d.topk_weights for d in datas]) if case.weights == "dispatch" else None,
     )
 
 
@@ -107,20 +114,23 @@ def combine_all(eps: Sequence, buffers: Sequence[Buffers], case: Case) -> list[t
     for d in datas:
         shape = (len(d.x), params.hidden_size) if case.reduce else (len(d.x), params.top_k, params.hidden_size)
         outs.append(torch.full(shape, float("nan"), dtype=params.combine_dtype))
+    outs = on_devices(eps, outs)
     travelled = case.weights == "dispatch"
     contract.distributed_ep_combine(
         eps,
         outs,
         [ep.atomic_counters[contract.COMBINE] for ep in eps],
-        [case.expert_rows(rank, len(b.src_info)) for rank, b in enumerate(buffers)],
+        on_devices(eps, [case.expert_rows(rank, len(b.src_info)) for rank, b in enumerate(buffers)]),
         [b.routing for b in buffers],
         [ep.pointers[contract.COMBINE] for ep in eps],
-        [d.topk_ids for d in datas],
-        router_weights=[d.topk_weights for d in datas] if case.weights == "combine" else None,
+        on_devices(eps, [d.topk_ids for d in datas]),
+        router_weights=on_devices(eps, [d.topk_weights for d in datas]) if case.weights == "combine" else None,
         row_weights=[b.handler.weights for b in buffers] if travelled else None,
-        shared=[case.shared_rows(rank) for rank in range(len(eps))] if case.shared else None,
+        shared=on_devices(eps, [case.shared_rows(rank) for rank in range(len(eps))]) if case.shared else None,
     )
     for ep in eps:
+        if ep.device.type == "cuda":
+            torch.cuda.synchronize(ep.device)
         ep.raise_error()
     return outs
 

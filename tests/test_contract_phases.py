@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cases import SCALE_LAYOUTS, Case, Packed, Result, check_case
-from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, setup
+from contract_ranks import Buffers, combine_all, dispatch_all, on_devices, params_of, ranks_of, setup
 from moelink import contract
 from moelink.epilogues import cast
 from moelink.errors import ArgumentError, PeerTimeoutError
@@ -21,27 +21,29 @@ def combine_in_phases(eps, buffers, case, **facts) -> list[torch.Tensor]:
     """A combine of a case, phase by phase, each on all ranks. ``facts``: of the kernel object."""
     kernels = [dataclasses.replace(ep.combine_kernel, **facts) for ep in eps]
     datas = [case.data(rank) for rank in range(len(eps))]
+    ids = on_devices(eps, [d.topk_ids for d in datas])
     params, outs = eps[0].params, []
     for d in datas:
         shape = (len(d.x), params.hidden_size) if case.reduce else (len(d.x), params.top_k, params.hidden_size)
         outs.append(torch.full(shape, float("nan"), dtype=params.combine_dtype))
-    rows = [case.expert_rows(rank, len(b.src_info)) for rank, b in enumerate(buffers)]
+    outs = on_devices(eps, outs)
+    rows = on_devices(eps, [case.expert_rows(rank, len(b.src_info)) for rank, b in enumerate(buffers)])
     travelled = [b.handler.weights for b in buffers]
     ends = [(b.routing, ep.pointers[1], ep.atomic_counters[1]) for ep, b in zip(eps, buffers, strict=True)]
     for kernel, ep, y, weights, end in zip(kernels, eps, rows, travelled, ends, strict=True):
         kernel.send_tokens_back(ep, y, *end, row_weights=weights)
-    for kernel, ep, d, end in zip(kernels, eps, datas, ends, strict=True):
-        kernel.wait_for_all_arrivals(ep, *end, d.topk_ids)
+    for kernel, ep, of_rank, end in zip(kernels, eps, ids, ends, strict=True):
+        kernel.wait_for_all_arrivals(ep, *end, of_rank)
     if params.fused_shared_expert:
         for kernel, ep, y, out in zip(kernels, eps, rows, outs, strict=True):
             kernel.copy_shared_expert_outputs(ep, y, out)
     for rank, (kernel, ep, y, out) in enumerate(zip(kernels, eps, rows, outs, strict=True)):
         kernel.reduce_and_copy_to_output(
-            ep, out, *ends[rank], datas[rank].topk_ids,
+            ep, out, *ends[rank], ids[rank],
             input_tokens=y if params.skip_a2a else None,
-            router_weights=datas[rank].topk_weights if case.weights == "combine" else None,
+            router_weights=datas[rank].topk_weights.to(ep.device) if case.weights == "combine" else None,
             row_weights=travelled[rank] if params.skip_a2a else None,
-            shared=case.shared_rows(rank) if case.shared else None,
+            shared=case.shared_rows(rank).to(ep.device) if case.shared else None,
         )  # fmt: skip
     for ep in eps:
         ep.check()

@@ -9,6 +9,7 @@ notes        what the host notes of launches, to compare second halves and combi
 tensors      ``TokenHandler``, ``EPRouting``: what the caller allocates once and passes to every call
 dispatch     ``ep_fused_dispatch``, ``ep_dispatch_async``, ``ep_dispatch_wait``
 combine      ``ep_fused_combine``, ``ep_combine_async``, ``ep_combine_wait``
+warmup       what ``EPBuffers.warmup`` compiles
 devices      ``distributed_ep_dispatch``, ``distributed_ep_combine``: all devices of one process
 ===========  ==========================================================================================
 

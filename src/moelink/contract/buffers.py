@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +14,10 @@ from moelink.contract.combine_kernel import EPCombineKernel, combine_kernel
 from moelink.contract.layouts import EPDispatchKernel, dispatch_kernel
 from moelink.contract.notes import CallNotes
 from moelink.contract.params import EPParams
+from moelink.contract.warmup import warm_up
 from moelink.control.error_record import ErrorRecord, Losses, raise_losses
 from moelink.errors import ArgumentError, UnsupportedError
+from moelink.hooks import Hook
 from moelink.kernels.launch.constants import clock_ticks, is_interpreted
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import Peers
@@ -103,6 +106,35 @@ class EPBuffers:
     def combine_kernel(self) -> EPCombineKernel:
         """Layout and launch facts of combine."""
         return combine_kernel(self.params, n_sms=self.n_sms, warp_size=_warp_size())
+
+    def warmup(
+        self,
+        *,
+        input_dtypes: Sequence[torch.dtype] | None = None,
+        id_dtypes: Sequence[torch.dtype] = (torch.int32,),
+        forms: Sequence[str] = ("fused", "split"),
+        epilogues: Sequence[Tensor | Hook | None] = (),
+        shared: bool = False,
+    ) -> None:
+        """Compile the launchers' kernels and load them onto the device, without running any or waiting for a rank.
+
+        Otherwise the first launch of each form compiles, which takes seconds, while peers wait for this rank; two ranks
+        on one device would wait for each other. Compiled are: dispatch of each input dtype, with and without router
+        weights that travel and with and without an input scale if the format takes one; combine with every kind of
+        weights that these parameters allow, and unreduced. A form that is not among them compiles at its first launch:
+        other dtypes, a Hook, tensors that do not begin at 16 bytes. Does nothing on CPUs.
+
+        Args:
+            input_dtypes: dtypes of ``input_tokens``; default the first that the format takes, bf16.
+            id_dtypes: dtypes of ``topk_ids``: int32, int64.
+            forms: "fused", "split" and "phases" (of ``combine_kernel``), those that you launch.
+            epilogues: what you pass as ``epilogue_fn``: a tensor for at least one token, or a Hook.
+            shared: whether you pass ``shared=``.
+
+        Raises:
+            ArgumentError: a dtype or a form that there is not; nothing was compiled.
+        """
+        warm_up(self, input_dtypes=input_dtypes, id_dtypes=id_dtypes, forms=forms, epilogues=epilogues, shared=shared)
 
     def check(self) -> None:
         """Wait for this rank's device, and raise the first error, as :meth:`moelink.Communicator.check` does.

@@ -1,9 +1,9 @@
 """One process that drives all ranks of a node: the contract's multi-device operations, for every format.
 
 Every argument but ``ep`` is what the launcher of one device takes, as a list with one entry per device. On GPUs each
-device gets one fused launch, all of them before the host waits for any. CPUs run launches one after the other, so there
-every rank's first half runs before any second half. The arguments of all devices are checked before the first launch:
-when one is refused, no device has launched anything, and the next call works.
+device gets one fused launch, all of them before the host waits for any. CPUs, and ranks that share a GPU, run launches
+one after the other, so there every rank's first half runs before any second half. The arguments of all devices are
+checked before the first launch: when one is refused, no device has launched anything, and the next call works.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def distributed_ep_dispatch(
     ends = _lists(count, pointers=pointers, routing=routing)
     options = [dict(router_weights=w, input_scales=scale) for w, scale in zip(weights, scales, strict=True)]
     if _launches_overlap(ep):
-        _start([prepare_fused_dispatch(ep[i], *outputs[i], *inputs[i], *ends[i], **options[i]) for i in range(count)])
+        _start(
+            ep, [prepare_fused_dispatch(ep[i], *outputs[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
+        )
         return
     first = [prepare_dispatch_async(ep[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
     closing = _lists(count, pointers=pointers, atomic_counters=atomic_counters, routing=routing)
@@ -68,8 +70,8 @@ def distributed_ep_dispatch(
     ]
     for handler, given in zip(token_handler, weights, strict=True):
         require_weights(handler, given is not None, because="router_weights")
-    _start(first)
-    _start(second)
+    _start(ep, first)
+    _start(ep, second)
 
 
 def distributed_ep_combine(
@@ -108,16 +110,24 @@ def distributed_ep_combine(
         for row, home, add, epilogue in zip(travelled, *spread, strict=True)
     ]
     if _launches_overlap(ep):
-        _start([prepare_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)])
+        _start(ep, [prepare_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)])
         return
     first = [prepare_combine_async(ep[i], *inputs[i], row_weights=travelled[i]) for i in range(count)]
     second = [prepare_combine_wait(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)]
-    _start(first)
-    _start(second)
+    _start(ep, first)
+    _start(ep, second)
 
 
-def _start(prepared: Sequence[Prepared]) -> None:
-    """Launch on each device, once the arguments of all are checked."""
+def _start(ep: Sequence[EPBuffers], prepared: Sequence[Prepared]) -> None:
+    """Launch on each device, once the arguments of all are checked.
+
+    Before that compile what is not compiled yet: to load a kernel may synchronise a device, where a kernel that runs
+    already would wait for one that this process has not launched.
+    """
+    if len(ep) > 1 and ep[0].device.type == "cuda":
+        for each, start in zip(ep, prepared, strict=True):
+            with each.launcher.preparing():
+                start()
     for start in prepared:
         start()
 
@@ -149,8 +159,11 @@ def _check_ranks(ep: Sequence[EPBuffers]) -> int:
 
 
 def _launches_overlap(ep: Sequence[EPBuffers]) -> bool:
-    """Launches on different devices run side by side, or there is only one."""
-    return len(ep) == 1 or ep[0].device.type == "cuda"
+    """Each rank has a GPU of its own, where its launch runs beside the others, or there is only one rank.
+
+    On one GPU, as on a CPU, launches run one after the other.
+    """
+    return len(ep) == 1 or (ep[0].device.type == "cuda" and len({each.device for each in ep}) == len(ep))
 
 
 def _spread(name: str, values: Sequence[object] | None, count: int) -> list[Any]:

@@ -14,13 +14,12 @@ A CPU runs programs and launches one after the other: with several ranks in a pr
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from moelink.arith import is_integer
-from moelink.contract.buffers import EPBuffers
 from moelink.contract.launch import Prepared, grant_credits, launch, notes_of, or_dummy, relative_to
 from moelink.contract.notes import Given
 from moelink.contract.tensors import (
@@ -41,6 +40,9 @@ from moelink.kernels.launch.grid import TokenSplit, shared_bounds
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs
 from moelink.memory.pointers import DISPATCH
 from moelink.memory.protocol import STATUS_OK
+
+if TYPE_CHECKING:
+    from moelink.contract.buffers import EPBuffers
 
 
 def ep_fused_dispatch(
