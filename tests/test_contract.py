@@ -231,6 +231,15 @@ def test_ep_init_refuses_what_cannot_work() -> None:
     assert contract.ep_init(replicated, alone, my_rank=2).first_expert == 5
 
 
+def test_memory_of_processes_is_for_as_many_as_there_are() -> None:
+    params = params_of(setup(), 1)
+    memory = contract.create_memory(params, device="cpu")
+    assert (memory.rank, memory.world_size, len(memory.local), memory.local.any()) == (0, 1, params.nbytes, False)
+    memory.close()
+    with pytest.raises(ArgumentError, match="group: expected 2 ranks, as params say, got 1"):
+        contract.create_memory(params_of(setup(), 2), device="cpu")
+
+
 def test_parameters_are_checked() -> None:
     good = params_of(setup(), 2)
     for name, expected in (("BF16", "bf16"), ("BlockwiseFP8", "fp8_block128"), ("NVFP4", "nvfp4"), ("MXFP4", "mxfp4")):

@@ -4,6 +4,7 @@
 params       ``EPParams``: what the contract fixes when it compiles
 layouts      ``EPDispatchKernel``: layout functions and launch facts
 combine_kernel  ``EPCombineKernel``: the same of combine, and its phases
+memory       ``create_memory``: a block on every rank, where ranks are processes
 buffers      ``ep_init`` -> ``EPBuffers``: pointer tables, rank, counters, error record
 notes        what the host notes of launches, to compare second halves and combines with
 tensors      ``TokenHandler``, ``EPRouting``: what the caller allocates once and passes to every call
@@ -23,6 +24,7 @@ from moelink.contract.combine_kernel import EPCombineKernel
 from moelink.contract.devices import distributed_ep_combine, distributed_ep_dispatch
 from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch
 from moelink.contract.layouts import EPDispatchKernel
+from moelink.contract.memory import create_memory
 from moelink.contract.params import EPParams
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.memory.pointers import COMBINE, DISPATCH, RECV, RECV_COUNT, SEND, pointer_table
@@ -39,6 +41,7 @@ __all__ = [
     "EPParams",
     "EPRouting",
     "TokenHandler",
+    "create_memory",
     "distributed_ep_combine",
     "distributed_ep_dispatch",
     "ep_combine_async",

@@ -62,7 +62,7 @@ def _transport(
     config: EPConfig, device: torch.device, world: World, agreement: Agreement, detector: FailureDetector
 ) -> Transport:
     if choose_transport(config, [device], machines=len(set(agreement.machines))) == "symmetric":
-        memory = _memory_of_group(config, device, world, name=agreement.identity)
+        memory = memory_of_group(config, Workspace(config).nbytes, device, world, name=agreement.identity)
         return _symmetric([config], [memory], agreement.identity, detector)
     wire = GroupWire(
         add_data_group(world, device, config.timeout),
@@ -81,8 +81,8 @@ def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device
     return _symmetric(configs, create_all(devices, Workspace(configs[0]).nbytes), identity)
 
 
-def _memory_of_group(config: EPConfig, device: torch.device, world: World, *, name: str) -> SymmetricMemory:
-    nbytes = Workspace(config).nbytes
+def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: World, *, name: str) -> SymmetricMemory:
+    """Allocate a block of ``nbytes`` on every rank of ``world``. Collective; ``name`` is that of the communicator."""
     if config.mode == "allreduce":  # nothing travels: a block of one's own is enough
         return create_all([device], nbytes)[0]
 
