@@ -128,9 +128,7 @@ def contract_forms() -> Iterator[Form]:
         workspace, config = params.workspace, params.config(0)
         dtype, local = config.format.input_dtypes[0], i % 3 == 1
         x = "*u8" if dtype == config.format.payload_dtype else NAMES[dtype]
-        spec = relative_to(
-            dispatch_spec(workspace, device, input_dtype=dtype, quantized=False, weights=sums, later=False), 128
-        )
+        spec = relative_to(dispatch_spec(workspace, device, input_dtype=dtype, quantized=False, weights=sums), 128)
         name = f"contract: {fmt} fused={fused} sums={sums} local={local} "
         yield f"{name}dispatch", dispatch.ep_fused_dispatch_kernel, spec, {"x": x}
         combined = relative_to(combine_spec(workspace, device, row_weights=sums, home_weights=not sums), 128)

@@ -1,6 +1,7 @@
 """Benchmarks that are started on their own: what of them needs no GPU."""
 
 import importlib.util
+import json
 import re
 import sys
 from fractions import Fraction
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from moelink.memory.workspace import Workspace
-from moelink.tools.bench import Case, collective, document, host, ncu, quotients, render, sweep
+from moelink.tools.bench import Case, collective, document, host, launchers, ncu, quotients, render, sweep
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def test_every_result_has_a_command_that_exists() -> None:
         assert importlib.util.find_spec(module), module
 
 
-@pytest.mark.parametrize("module", [collective, host, ncu, quotients, render, sweep])
+@pytest.mark.parametrize("module", [collective, host, launchers, ncu, quotients, render, sweep])
 def test_scripts_explain_themselves(
     module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +42,50 @@ def test_scripts_explain_themselves(
         module.main()
     assert done.value.code == 0
     assert (module.__doc__ or "").splitlines()[0] in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_launchers_are_compared_with_a_communicator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "launchers.json"
+    sizes = "--tokens 2 --ranks 1 2 --formats bf16 fp8_block128 --hidden-size 128 --experts 4 --topk 2 --samples 2"
+    monkeypatch.setattr(sys, "argv", ["launchers", *sizes.split(), "--out", str(out), "--commit", "abc1234"])
+    launchers.main()
+    result = json.loads(out.read_text())
+    assert (result["benchmark"], result["schema_version"], result["gate"]["passed"]) == ("launchers", 1, True)
+    assert [(row["ranks"], row["form"], row["case"]["format"]) for row in result["rows"]] == [
+        (1, "fused", "bf16"), (1, "fused", "fp8_block128"), (2, "split", "bf16"), (2, "split", "fp8_block128"),
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert row["us"].keys() == {"launchers", "communicator"}
+        assert all(figure["samples"] == 2 and figure["median"] > 0 for figure in row["us"].values())
+        assert row["quotient"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_launchers_are_launched_as_a_communicator_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels with the same options and as many CTAs, and constants that differ in where they count from."""
+    from moelink.kernels.launch.launcher import Launcher
+
+    launched: list[tuple[str, int, dict[str, Any]]] = []
+    launch = Launcher.launch
+
+    def noting(self: Launcher, kernel: Any, *args: Any, **more: Any) -> None:
+        launched.append((kernel.function.__name__, kernel.count, kernel.options))
+        launch(self, kernel, *args, **more)
+
+    monkeypatch.setattr(Launcher, "launch", noting)
+    for ranks in (1, 3):
+        for fmt in ("bf16", "fp8_block128"):
+            case = Case(tokens=5, hidden_size=128, num_experts=6, topk=2, format=fmt)
+            given, kinds = launchers.inputs(case, ranks, CPU), []
+            for side_of in (launchers.TransportSide, launchers.LauncherSide):
+                side = side_of(case, given, CPU, 20.0)
+                launched.clear()
+                side.pair()
+                side.check()
+                kinds.append(sorted(map(str, launched)))
+                side.close()
+            assert kinds[0] == kinds[1]
 
 
 def test_the_head_of_a_result_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:

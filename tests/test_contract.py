@@ -42,6 +42,29 @@ def test_split_launchers_equal_the_oracle(case: Case) -> None:
         run(eps, dataclasses.replace(case, seed=seed))
 
 
+@CPU_ONLY
+@pytest.mark.parametrize("fmt", ("bf16", "nvfp4"))
+def test_sums_without_flags_equal_the_oracle(fmt: str) -> None:
+    case = Case(setup(fmt, pre_reduce=True, fused_shared_expert=True), "holes", weights="dispatch")
+    eps = ranks_of(params_of(case.setup, 3, lamport=True))
+    for seed in range(3):
+        run(eps, dataclasses.replace(case, seed=seed))
+        assert not any(ep.workspace.regions["rows"].view(ep.memory.local).any() for ep in eps)
+    (ep, *_), buffers = eps, Buffers.allocate(eps[0])
+    with pytest.raises(ArgumentError, match="lamport: expected False for phases"):
+        ep.combine_kernel.wait_for_all_arrivals(
+            ep, buffers.routing, ep.pointers[1], ep.atomic_counters[1], case.data(0).topk_ids
+        )
+
+
+@pytest.mark.parametrize("changes", ({}, {"pre_reduce": True, "n_nodes": 2}, {"pre_reduce": True, "skip_a2a": True}))
+@pytest.mark.quick("each is another reason")
+def test_sums_without_flags_need_sums_that_travel_within_a_node(changes: dict) -> None:
+    good = params_of(setup(), 1)
+    with pytest.raises(ConfigError, match="lamport: expected False without pre_reduce, with skip_a2a and between"):
+        dataclasses.replace(good, **changes, lamport=True)
+
+
 NODES = [
     Case(setup("bf16"), "skewed", weights="combine"),
     Case(setup("fp8_block128", pre_reduce=True), "holes", weights="dispatch"),

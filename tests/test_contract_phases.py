@@ -106,7 +106,7 @@ def noting(kernel, launched):
     """``kernel``, a method of a launcher, with a note of every launch in ``launched``."""
 
     def prepare(function, programs, **options):
-        launched.append((function.__name__, programs, options.get("num_warps")))
+        launched.append((function.__name__, programs, getattr(options["launch"], "num_warps", None)))
         return kernel(function, programs, **options)
 
     return prepare

@@ -18,7 +18,8 @@ from moelink.contract.warmup import warm_up
 from moelink.control.error_record import ErrorRecord, Losses, raise_losses
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook
-from moelink.kernels.launch.constants import clock_ticks, is_interpreted
+from moelink.kernels.launch.constants import clock_ticks, is_interpreted, sm_limit_of
+from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import Peers
 from moelink.memory import Network, SymmetricMemory, connect
@@ -45,12 +46,14 @@ class EPBuffers:
         record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
         errors: what reads it.
         memory: the blocks; closing them is the caller's.
-        n_sms: SMs that launches are divided over.
+        n_sms: SMs that launches keep to.
         spare: [G or W + 1] int32, where numbers go that nobody wants: of groups, and of messages, for dispatches over
             the same routing.
         config: the parameters under this package's names.
         workspace: regions of a block.
         starts: first byte of each group's recv buffer in a block.
+        message_of_row: [most rows] int32: the message that each row came with, from a dispatch of many tokens to the
+            launch that writes its scales.
         network: what carries rows to other nodes; :meth:`close` ends it.
         launcher: what launches kernels on this rank's device.
         notes: what launches were given.
@@ -69,6 +72,7 @@ class EPBuffers:
     config: EPConfig = field(repr=False)
     workspace: Workspace = field(repr=False)
     starts: tuple[int, int] = field(repr=False)
+    message_of_row: Tensor = field(repr=False)
     network: Network = field(repr=False)
     launcher: Launcher = field(repr=False)
     notes: CallNotes = field(default_factory=CallNotes, repr=False)
@@ -241,9 +245,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
     pointers = pointer_table(workspace, blocks if params.skip_a2a else network.table)
     control = workspace.regions["control"].view(memory.local)
     record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    n_sms = params.n_sms
-    if n_sms is None:
-        n_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    n_sms = params.n_sms or (sm_count(device) if device.type == "cuda" else 2)
     return EPBuffers(
         params=params,
         my_rank=rank,
@@ -263,5 +265,12 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         workspace=workspace,
         starts=(workspace.regions[REGIONS[DISPATCH][0]].offset, workspace.regions[REGIONS[COMBINE][0]].offset),
         network=network,
-        launcher=Launcher(Peers(network.table, record, control), device, network=network),
+        launcher=Launcher(
+            Peers(network.table, record, control),
+            device,
+            network=network,
+            num_sms=sm_limit_of(params.config(rank), device),
+            available=sm_count(device),
+        ),
+        message_of_row=torch.empty(params.config(rank).max_rows, dtype=torch.int32, device=device),
     )

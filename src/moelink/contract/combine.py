@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from moelink.contract.launch import Prepared, grant_credits, launch, notes_of, or_dummy, relative_to
-from moelink.contract.layouts import NUM_WARPS
 from moelink.contract.notes import Given
 from moelink.contract.tensors import (
     EPRouting,
@@ -26,7 +25,7 @@ from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import CombineSpec, combine_spec
-from moelink.kernels.launch.grid import shared_bounds
+from moelink.kernels.launch.grid import Launch, combine_launch, shared_bounds
 from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs
 from moelink.memory.pointers import COMBINE
 from moelink.memory.protocol import STATUS_OK
@@ -94,11 +93,15 @@ def prepare_fused_combine(
 ) -> Prepared:
     """Check the arguments of :func:`ep_fused_combine`; the result launches it."""
     given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
-    numbers = given.numbers._replace(programs=given.numbers.senders + ep.n_sms)
+    how = launch_of(ep, len(topk_ids), given.spec)
+    senders = 0 if given.spec.ALLREDUCE else how.send
+    numbers = given.numbers._replace(programs=senders + how.receive, senders=senders, spread=how.spread)
     records = (given.inputs, given.outputs, given.notes)
 
     def start() -> None:
-        launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **EXACT)
+        launch(
+            ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec, **EXACT
+        )
 
     return start
 
@@ -127,25 +130,25 @@ def prepare_combine_async(
     pointers: Tensor,
     *,
     row_weights: Tensor | None,
-    senders: int | None = None,
-    num_warps: int = NUM_WARPS,
+    how: Launch | None = None,
 ) -> Prepared:
-    """Check the arguments of :func:`ep_combine_async`; the result launches it, with ``senders`` CTAs or as many as
-    ``ep`` says."""
+    """Check the arguments of :func:`ep_combine_async`; the result launches it, as ``how`` says, or as a communicator
+    would."""
     _check_sender(ep, atomic_counters, input_tokens, routing, pointers, row_weights)
     check_dispatched(ep, routing)
     spec = spec_of(ep, row_weights=row_weights is not None)
     inputs = CombineInputs(input_tokens, or_dummy(row_weights, pointers), *[pointers] * 4)
     records = (inputs, notes_of(ep, routing))
-    programs = ep.combine_kernel.n_send_sms if senders is None else senders
-    numbers = combine_numbers(ep, 0, len(input_tokens))._replace(programs=programs)
+    tokens = max(each.num_tokens for each in ep.notes.dispatches(routing.slot_of))
+    chosen = launch_of(ep, tokens, spec) if how is None else how
+    numbers = combine_numbers(ep, tokens, len(input_tokens))._replace(programs=chosen.send, spread=chosen.spread)
 
     def start() -> None:
         ep.notes.add_combine(routing.slot_of, Given(0, row_weights is not None))
         if not spec.ALLREDUCE:
             launch(
-                ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, num_warps=num_warps,
-                S=spec, **EXACT,
+                ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, chosen, S=spec,
+                **EXACT,
             )  # fmt: skip
 
     return start
@@ -200,11 +203,14 @@ def prepare_combine_wait(
     """Check the arguments of :func:`ep_combine_wait`, but not against those of the first half; the result launches
     it."""
     given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
-    numbers = given.numbers._replace(programs=ep.n_sms)
+    how = launch_of(ep, len(topk_ids), given.spec)
+    numbers = given.numbers._replace(programs=how.receive)
     records = (given.inputs, given.outputs, given.notes)
 
     def start() -> None:
-        launch(ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, S=given.spec, **EXACT)
+        launch(
+            ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec, **EXACT
+        )
         grant_credits(ep, pointers, atomic_counters, given.spec)
 
     return start
@@ -214,6 +220,11 @@ def spec_of(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **o
     """Launch constants of a combine, relative to its pointers; ``options``: of ``combine_spec``."""
     spec = combine_spec(ep.workspace, ep.device, row_weights=row_weights, home_weights=home_weights, **options)
     return cast(CombineSpec, relative_to(spec, ep.starts[COMBINE]))
+
+
+def launch_of(ep: EPBuffers, num_tokens: int, spec: CombineSpec) -> Launch:
+    """How a combine of so many own tokens is launched: as a communicator's."""
+    return combine_launch(ep.workspace, ep.device, num_tokens, sums=bool(spec.SENDS_SUMS))
 
 
 def _check_sender(
@@ -298,8 +309,7 @@ class CheckedCombine:
         )  # fmt: skip
         self.outputs = CombineOutputs(output_tokens, tensors or (pointers,))
         self.notes = notes_of(ep, routing)
-        senders = 0 if self.spec.ALLREDUCE else ep.combine_kernel.n_send_sms
-        self.numbers = combine_numbers(ep, count, len(input_tokens))._replace(senders=senders)
+        self.numbers = combine_numbers(ep, count, len(input_tokens))
 
 
 def _epilogue(

@@ -12,7 +12,7 @@ from torch import Tensor
 from moelink.arith import align_up
 from moelink.contract.combine import EXACT, CheckedCombine, combine_numbers, prepare_combine_async, spec_of
 from moelink.contract.launch import grant_credits, launch, notes_of
-from moelink.contract.layouts import LaunchFacts, facts_of, inside
+from moelink.contract.layouts import NUM_WARPS_COMBINE, LaunchFacts, facts_of, inside
 from moelink.contract.notes import Given
 from moelink.contract.params import EPParams
 from moelink.contract.tensors import (
@@ -28,6 +28,7 @@ from moelink.contract.tensors import (
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels.combine import phases
+from moelink.kernels.launch.grid import Launch
 from moelink.kernels.records import CombineInputs, CombineOutputs
 from moelink.memory.layout import REGION_ALIGNMENT
 from moelink.memory.pointers import COMBINE
@@ -122,8 +123,7 @@ class EPCombineKernel(LaunchFacts):
         """
         self._check(ep)
         prepare_combine_async(
-            ep, atomic_counters, input_tokens, routing, pointers, row_weights=row_weights, senders=self.n_send_sms,
-            num_warps=self.n_warps,
+            ep, atomic_counters, input_tokens, routing, pointers, row_weights=row_weights, how=self._launch(),
         )()  # fmt: skip
 
     def wait_for_all_arrivals(
@@ -158,7 +158,7 @@ class EPCombineKernel(LaunchFacts):
         numbers = combine_numbers(ep, count, 0)._replace(programs=self.n_wait_sms)
         launch(
             ep, phases.ep_wait_for_all_arrivals_kernel, pointers, atomic_counters, (inputs, notes_of(ep, routing)),
-            numbers, num_warps=self.n_warps, S=spec, **EXACT,
+            numbers, self._launch(), S=spec, **EXACT,
         )  # fmt: skip
 
     def copy_shared_expert_outputs(self, ep: EPBuffers, input_tokens: Tensor, output_tokens: Tensor) -> None:
@@ -195,7 +195,7 @@ class EPCombineKernel(LaunchFacts):
         inputs = CombineInputs(input_tokens, *[unused] * 5)
         launch(
             ep, phases.ep_copy_shared_expert_outputs_kernel, unused, ep.atomic_counters[COMBINE],
-            (inputs, CombineOutputs(output_tokens, (unused,))), numbers, num_warps=self.n_warps,
+            (inputs, CombineOutputs(output_tokens, (unused,))), numbers, self._launch(),
             S=spec_of(ep, row_weights=False), **EXACT,
         )  # fmt: skip
 
@@ -253,12 +253,18 @@ class EPCombineKernel(LaunchFacts):
         launch(
             ep, phases.ep_reduce_and_copy_to_output_kernel, pointers, atomic_counters,
             (inputs, given.outputs, given.notes), given.numbers._replace(programs=max(1, self.n_reduce_sms)),
-            num_warps=self.n_warps, S=spec, **EXACT,
+            self._launch(), S=spec, **EXACT,
         )  # fmt: skip
         grant_credits(ep, pointers, atomic_counters, spec)
 
+    def _launch(self) -> Launch:
+        """How a phase is launched."""
+        return Launch(self.n_send_sms, max(1, self.n_reduce_sms), num_warps=self.n_warps)
+
     def _check(self, ep: EPBuffers) -> None:
         """Raise ArgumentError unless the facts are those of ``ep`` and a phase can be launched with them."""
+        if ep.params.lamport:
+            raise ArgumentError("lamport", "False for phases: sums without flags are summed while they arrive", True)
         known = ep.combine_kernel
         for field in dataclasses.fields(self):
             if field.name not in ("n_sms", "num_threads") and getattr(self, field.name) != getattr(known, field.name):
@@ -287,6 +293,6 @@ def combine_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPCo
     """The facts of a combine with these parameters."""
     row = params.config(0).combine_row_bytes
     return EPCombineKernel(
-        **facts_of(params, n_sms, warp_size), msg_bytes=row, pre_reduce=params.pre_reduce,
+        **facts_of(params, n_sms, warp_size, num_warps=NUM_WARPS_COMBINE), msg_bytes=row, pre_reduce=params.pre_reduce,
         n_parts=params.workspace.combine_parts,
     )  # fmt: skip

@@ -35,8 +35,9 @@ from moelink.contract.tensors import (
 )
 from moelink.errors import ArgumentError
 from moelink.kernels.dispatch import kernel as kernels
-from moelink.kernels.launch.constants import COPY, DispatchSpec, dispatch_spec
-from moelink.kernels.launch.grid import TokenSplit, shared_bounds
+from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
+from moelink.kernels.launch.constants import COPY, ENCODE, DispatchSpec, dispatch_spec
+from moelink.kernels.launch.grid import Launch, TokenSplit, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs
 from moelink.memory.pointers import DISPATCH
 from moelink.memory.protocol import STATUS_OK
@@ -108,14 +109,15 @@ def prepare_fused_dispatch(
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
     require_weights(token_handler, given.noted.weighted, because="router_weights")
-    numbers = outputs.numbers(given.numbers)
-    numbers = numbers._replace(programs=given.senders + ep.n_sms)
-    records = (given.inputs, outputs.outputs, given.notes, outputs.cached)
+    how = given.how
+    numbers = outputs.numbers(given.numbers)._replace(programs=given.senders + how.receive)
+    records = (given.inputs, outputs.record(given.spec), given.notes, outputs.cached)
 
     def start() -> None:
         ep.notes.add_dispatch(routing.slot_of, given.noted)
         outputs.note()
-        launch(ep, kernels.ep_fused_dispatch_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
+        launch(ep, kernels.ep_fused_dispatch_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec)
+        outputs.lay_out_scales(pointers, atomic_counters, numbers, given.spec)
 
     return start
 
@@ -157,7 +159,9 @@ def prepare_dispatch_async(
 
     def start() -> None:
         ep.notes.add_dispatch(routing.slot_of, given.noted)
-        launch(ep, kernels.ep_dispatch_async_kernel, pointers, atomic_counters, records, numbers, S=given.spec)
+        launch(
+            ep, kernels.ep_dispatch_async_kernel, pointers, atomic_counters, records, numbers, given.how, S=given.spec
+        )
 
     return start
 
@@ -217,13 +221,14 @@ def prepare_dispatch_wait(
     if not is_integer(num_input_tokens, 0) or num_input_tokens > most:
         raise ArgumentError("num_input_tokens", f"an integer in [0, {most}]", num_input_tokens)
     spec = _spec(ep, ep.config.format.input_dtypes[0], weights=token_handler.weights is not None)
-    numbers = outputs.numbers(_numbers(ep, num_input_tokens, TokenSplit(1, 1, 0)))
-    numbers = numbers._replace(programs=ep.n_sms)
-    records = (outputs.outputs, notes_of(ep, routing), outputs.cached)
+    how = _launch_of(ep, num_input_tokens, spec)
+    numbers = outputs.numbers(_numbers(ep, num_input_tokens, TokenSplit(1, 1, 0)))._replace(programs=how.receive)
+    records = (outputs.record(spec), notes_of(ep, routing), outputs.cached)
 
     def start() -> None:
         outputs.note()
-        launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, S=spec)
+        launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, how, S=spec)
+        outputs.lay_out_scales(pointers, atomic_counters, numbers, spec)
         grant_credits(ep, pointers, atomic_counters, spec)
 
     return start
@@ -239,9 +244,13 @@ def require_weights(token_handler: TokenHandler, weighted: bool, *, because: str
 def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale: bool = False) -> DispatchSpec:
     spec = dispatch_spec(
         ep.workspace, ep.device, input_dtype=input_dtype, quantized=False, weights=weights, input_scale=input_scale,
-        later=False,
     )  # fmt: skip
     return cast(DispatchSpec, relative_to(spec, ep.starts[DISPATCH]))
+
+
+def _launch_of(ep: EPBuffers, num_tokens: int, spec: DispatchSpec) -> Launch:
+    """How a dispatch of so many own tokens is launched: as a communicator's."""
+    return dispatch_launch(ep.config, ep.device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
 
 
 def _numbers(ep: EPBuffers, num_tokens: int, cut: TokenSplit) -> DispatchNumbers:
@@ -292,7 +301,8 @@ class _Given:
             x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers)
         )
         self.notes = notes_of(ep, routing)
-        cut = TokenSplit.of(count, programs=ep.dispatch_kernel.n_send_sms, world_size=ep.workspace.world_size)
+        self.how = _launch_of(ep, count, self.spec)
+        cut = TokenSplit.of(count, programs=self.how.send, world_size=ep.workspace.world_size)
         self.numbers = _numbers(ep, count, cut)
         self.senders = self.numbers.senders
 
@@ -318,7 +328,8 @@ class _Outputs:
             check_output(ep, "expert_ids", expert_ids, (groups,), torch.int32)
         routing.check(ep)
         scales = token_handler.output_scales
-        self.outputs = DispatchOutputs(
+        self._ep, self._scales, self._row_offsets = ep, scales, row_offsets
+        self._outputs = DispatchOutputs(
             token_handler.output_tokens.view(torch.uint8), dummy if scales is None else scales.view(torch.uint8),
             row_offsets, or_dummy(expert_ids, ep.spare), src_info, or_dummy(token_handler.scales_offsets, dummy),
             or_dummy(token_handler.weights, dummy), dummy, routing.num_recv_tokens, routing.overflow, routing.counts,
@@ -327,6 +338,24 @@ class _Outputs:
         self._notes, self._rows = ep.notes, rows
         scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
         self._extents = {"capacity": rows, "scale_rows": scale_rows, "counts_stride": ep.config.world_size}
+
+    def record(self, spec: DispatchSpec) -> DispatchOutputs:
+        """What the kernels fill. Where a launch of its own writes the scales, they note each row's message instead."""
+        if not spec.SCALES_LATER:
+            return self._outputs
+        return self._outputs._replace(scales=self._ep.message_of_row)
+
+    def lay_out_scales(
+        self, pointers: Tensor, atomic_counters: Tensor, numbers: DispatchNumbers, spec: DispatchSpec
+    ) -> None:
+        """Launch the scale kernel where the receiver only noted the message that each row came with."""
+        if not spec.SCALES_LATER:
+            return
+        assert self._scales is not None
+        how = layout_launch(self._ep.config, self._ep.device)
+        tensors = (self._row_offsets, self._ep.message_of_row, self._scales.view(torch.uint8))
+        numbers = numbers._replace(programs=how.receive)
+        launch(self._ep, ep_lay_out_scales_kernel, pointers, atomic_counters, tensors, numbers, how, S=spec)
 
     def note(self) -> None:
         """Note the capacity, for ``ep.check()``."""

@@ -12,8 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moelink.contract.layouts import NUM_WARPS
 from moelink.contract.tensors import EPRouting
+from moelink.kernels.launch.grid import Launch
 from moelink.kernels.records import CreditNumbers, Peers, RoutingNotes
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.memory.pointers import RECV
@@ -49,7 +49,7 @@ def grant_credits(ep: EPBuffers, pointers: Tensor, atomic_counters: Tensor, spec
     """After a receiving half on CPUs, where the ranks of a process may run one after the other: say that it has read.
     Elsewhere the next launch that sends says so (``kernels.sync.credit``)."""
     if ep.device.type == "cpu" and not spec.ALLREDUCE:
-        launch(ep, ep_grant_credits_kernel, pointers, atomic_counters, (), CreditNumbers(ep.me, 1), S=spec)
+        launch(ep, ep_grant_credits_kernel, pointers, atomic_counters, (), CreditNumbers(ep.me, 1), None, S=spec)
 
 
 def launch(
@@ -59,12 +59,12 @@ def launch(
     atomic_counters: Tensor,
     records: tuple[Any, ...],
     numbers: Any,
-    *,
-    num_warps: int = NUM_WARPS,
+    how: Launch | None,
     **options: Any,
 ) -> None:
-    """Launch ``function`` on the current stream of ep's device, with ``records`` of the caller's tensors."""
-    kernel = ep.launcher.kernel(function, numbers.programs, num_warps=num_warps, **options)
+    """Launch ``function`` as ``how`` says on the current stream of ep's device, with ``records`` of the caller's
+    tensors."""
+    kernel = ep.launcher.kernel(function, numbers.programs, launch=how, **options)
     given = [tensor for record in records for tensor in _tensors(record)]
     with nullcontext() if ep.device.type == "cpu" else torch.cuda.device(ep.device):
         peers = Peers(pointers[RECV], ep.record, atomic_counters)

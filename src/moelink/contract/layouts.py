@@ -33,8 +33,8 @@ from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.memory.layout import REGION_ALIGNMENT
 from moelink.memory.protocol import COUNT_HEADER
 
-NUM_WARPS = 8
-"""Warps of every program of a communication kernel on a GPU."""
+NUM_WARPS, NUM_WARPS_COMBINE = 8, 4
+"""Warps of a CTA of dispatch, and of combine, on a GPU (``kernels.launch.grid``)."""
 
 MOST_THREADS_OF_A_DEVICE = 1024
 """Most threads that a program can have on any device."""
@@ -53,7 +53,7 @@ class LaunchFacts:
 
     Attributes:
         num_threads: threads of a program, a multiple of ``warp_size`` up to 1024.
-        n_sms: SMs that a launch is divided over.
+        n_sms: SMs of the device, or those that launches keep to: CTAs of a phase of combine.
         top_k, n_ranks, max_tokens_per_rank: as in :class:`EPParams`.
         n_experts: experts of all ``n_ranks``.
         msg_bytes: bytes of a message (dispatch), of a row (combine).
@@ -124,7 +124,7 @@ class LaunchFacts:
 
     @property
     def n_send_sms(self) -> int:
-        """Programs that move rows to other ranks. (In dispatch one more counts.)"""
+        """CTAs of ``send_tokens_back``."""
         return max(1, self.n_sms - 1)
 
     @property
@@ -142,13 +142,12 @@ class LaunchFacts:
 
     @property
     def n_reduce_sms(self) -> int:
-        """Programs that do nothing but place what arrives (dispatch) or sum it (combine), each waiting for the rows of
-        its own tokens."""
+        """CTAs of ``reduce_and_copy_to_output``, which sum what has arrived."""
         return self.n_sms - self.n_wait_sms
 
     @property
     def n_wait_sms(self) -> int:
-        """Programs that first wait for a word from every rank, and then work as those of ``n_reduce_sms`` do."""
+        """CTAs of ``wait_for_all_arrivals``."""
         return 1
 
     @property
@@ -194,10 +193,10 @@ class EPDispatchKernel(LaunchFacts):
         return (inside("source", source, self._copies) * row + word) * 8
 
 
-def facts_of(params: EPParams, n_sms: int, warp_size: int) -> dict[str, Any]:
+def facts_of(params: EPParams, n_sms: int, warp_size: int, *, num_warps: int = NUM_WARPS) -> dict[str, Any]:
     """The facts that both phases have in common with these parameters."""
     return dict(
-        num_threads=NUM_WARPS * warp_size, n_sms=n_sms, top_k=params.top_k, n_experts=params.num_experts,
+        num_threads=num_warps * warp_size, n_sms=n_sms, top_k=params.top_k, n_experts=params.num_experts,
         n_ranks=params.n_ranks, max_tokens_per_rank=params.max_token_per_rank,
         p2p_world_size=1 if params.skip_a2a else params.n_gpus_per_node,
         use_shmem=params.use_shmem is not False and params.n_nodes > 1 and not params.skip_a2a,

@@ -44,8 +44,11 @@ class EPParams:
         use_shmem: puts to ranks of other nodes. None means where there are any. False is refused where there are, and
             True where there are none: nothing would travel by a put.
         pre_reduce: sum a token's rows on the expert's rank before they travel. False is what the contract does.
+        lamport: let sums of small calls travel without flags (``kernels.sync.lamport_slots``), as a communicator's do,
+            where all sums of a call find room. That is faster, but ``EPCombineKernel`` does not describe where such
+            sums are, and its phases are refused. Only with ``pre_reduce``, on one node, without ``skip_a2a``.
         expert_alignment: group sizes are rounded up to a multiple of it.
-        n_sms: SMs that a launch is divided over, or None for all of the device (2 on a CPU).
+        n_sms: SMs that launches keep to, or None for all of the device (on a CPU 2 CTAs, of the phases).
         timeout: seconds after which a wait gives up.
     """
 
@@ -62,6 +65,7 @@ class EPParams:
     allreduce_world_size: int = 1
     use_shmem: bool | None = None
     pre_reduce: bool = False
+    lamport: bool = False
     expert_alignment: int = 1
     n_sms: int | None = None
     timeout: float = 60.0
@@ -70,7 +74,7 @@ class EPParams:
         known = (*FORMAT_NAMES, *format_names())
         if self.dispatch_fmt_str not in known:
             raise ConfigError("dispatch_fmt_str", f"one of {', '.join(map(repr, known))}", self.dispatch_fmt_str)
-        for name in ("fused_shared_expert", "skip_a2a", "pre_reduce"):
+        for name in ("fused_shared_expert", "skip_a2a", "pre_reduce", "lamport"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, "True or False", getattr(self, name))
         if self.use_shmem is not None and not isinstance(self.use_shmem, bool):
@@ -92,6 +96,9 @@ class EPParams:
         if self.use_shmem and (self.skip_a2a or self.n_nodes == 1):
             alone = "with skip_a2a, where nothing travels" if self.skip_a2a else "with n_nodes=1, where no row is put"
             raise ConfigError("use_shmem", f"None or False {alone}", self.use_shmem)
+        if self.lamport and (self.skip_a2a or self.n_nodes > 1 or not self.pre_reduce):
+            expected = "False without pre_reduce, with skip_a2a and between nodes, where no sums travel without flags"
+            raise ConfigError("lamport", expected, True)
         if self.use_shmem is False and self.n_nodes > 1 and not self.skip_a2a:
             raise UnsupportedError(
                 f"n_nodes={self.n_nodes}, use_shmem=False: expected puts (use_shmem) to reach ranks of other nodes, "
@@ -117,7 +124,7 @@ class EPParams:
     @property
     def workspace(self) -> Workspace:
         """Regions of a rank's block."""
-        return Workspace(self.config(0), lamport=False)
+        return Workspace(self.config(0), lamport=self.lamport)
 
     @property
     def nbytes(self) -> int:

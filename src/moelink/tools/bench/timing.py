@@ -138,7 +138,8 @@ class WallClock:
 class CudaClock:
     """Events on the current stream of ``device``.
 
-    ``flush_bytes`` are written before each sample; the default process group needs a backend for ``device``.
+    ``flush_bytes`` are written before each sample; the default process group, if there is one, needs a backend for
+    ``device``.
     """
 
     def __init__(self, device: torch.device, *, flush_bytes: int) -> None:
@@ -149,7 +150,8 @@ class CudaClock:
     def align(self) -> None:
         """See :class:`Clock`. Queued on the device; the host does not wait."""
         self._flush.zero_()
-        dist.all_reduce(self._token)
+        if dist.is_initialized():
+            dist.all_reduce(self._token)
 
     def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
         """See :class:`Clock`."""
