@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ArgumentError, UnsupportedError
+from moelink.nn.gated import gated_activation
 from moelink.ops.rows import dequantized
 
 __all__ = ["Activation", "dequantized", "grouped_experts", "grouped_matmul", "has_grouped_mm"]
@@ -40,7 +41,8 @@ def grouped_experts(
         row_offsets: [G + 1] int32 on the device of ``tokens``.
         gate_up: [G, 2 * I, H] of the dtype of ``tokens``: in each group I rows of gate, then I rows of up.
         down: [G, H, I] of the same dtype.
-        activation: what is applied to gate.
+        activation: what is applied to gate, or a :class:`moelink.activation.Clamp`. Of the functions that
+            :func:`moelink.nn.gated.known_activation` knows only the rows that exist are computed.
 
     Returns:
         [R, H] of the same dtype, differentiable in ``tokens``, ``gate_up`` and ``down``. Groups without rows give
@@ -65,8 +67,8 @@ def grouped_experts(
     groups, doubled, hidden = gate_up.shape
     if down.shape != (groups, hidden, doubled // 2):
         raise ArgumentError("down", f"shape {[groups, hidden, doubled // 2]}, as gate_up has it", list(down.shape))
-    gate, up = grouped_matmul(tokens, row_offsets, gate_up).chunk(2, dim=1)
-    return grouped_matmul(activation(gate) * up, row_offsets, down)
+    inner = gated_activation(grouped_matmul(tokens, row_offsets, gate_up), row_offsets, activation)
+    return grouped_matmul(inner, row_offsets, down)
 
 
 def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:

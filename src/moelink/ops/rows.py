@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moelink.config import EPConfig
+from moelink.formats import get_format
 from moelink.formats.plain import Plain
 from moelink.output import DispatchOutput
 
@@ -63,7 +64,8 @@ def dequantized(
 ) -> Tensor:
     """Dequantise as :func:`dequantize`, from the configuration alone. Does not synchronise with the host.
 
-    Rows that already have ``dtype`` in a format that carries numbers as they are (bf16, fp32, fp64) are not copied.
+    Rows that already have ``dtype`` in a format that carries numbers as they are (bf16, fp32, fp64) are not copied. Of
+    quantised rows in layout "expert" only those that exist are read and written; a kernel asks the device how many.
     """
     fmt, scales = config.format, recv.scales
     dtype = dtype or config.combine_dtype
@@ -73,15 +75,60 @@ def dequantized(
         return fmt.dequantize(recv.tokens, None, input_scale).to(dtype)
     with torch.no_grad():
         if config.layout == "expert":
-            rows = torch.arange(recv.tokens.shape[0], device=recv.tokens.device)
-            groups = torch.searchsorted(recv.row_offsets[1:].contiguous(), rows, right=True)
-            scales = fmt.scale_layout.gather(
-                scales,
-                rows=rows,
-                groups=groups.clamp(max=config.num_groups - 1),
-                row_offsets=recv.row_offsets,
-                scale_width=fmt.scale_width(config.hidden_size),
-            )
-        value = fmt.dequantize(recv.tokens, scales, input_scale).to(dtype)
+            value = torch.ops.moelink.dequantize_rows(
+                recv.tokens, scales, recv.row_offsets, recv.scales_offsets, input_scale, fmt.name, config.hidden_size,
+                dtype,
+            )  # fmt: skip
+        else:
+            value = fmt.dequantize(recv.tokens, scales, input_scale).to(dtype)
     carrier = recv.handle.carrier
     return value if carrier is None else _Straight.apply(value, carrier)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.library.custom_op("moelink::dequantize_rows", mutates_args=())
+def _dequantize_rows(
+    tokens: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    scales_offsets: Tensor | None,
+    input_scale: Tensor | None,
+    format: str,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    fmt = get_format(format)
+    out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
+    if tokens.is_cuda and dtype != torch.float64:
+        from moelink.kernels import dequantize as kernel
+
+        if kernel.can_dequantize(fmt):
+            kernel.launch(tokens, scales, row_offsets, scales_offsets, input_scale, out, fmt)
+            return out
+    # Nobody waits for a device here on CPUs; elsewhere all rows are read, as the host does not know how many there are.
+    count = out.shape[0] if tokens.is_cuda else min(int(row_offsets[-1]), out.shape[0])
+    rows = torch.arange(count, device=tokens.device)
+    groups = torch.searchsorted(row_offsets[1:].contiguous(), rows, right=True)
+    assert fmt.scale_layout is not None
+    by_row = fmt.scale_layout.gather(
+        scales,
+        rows=rows,
+        groups=groups.clamp(max=row_offsets.shape[0] - 2),
+        row_offsets=row_offsets,
+        scale_width=fmt.scale_width(hidden_size),
+    )
+    out[:count] = fmt.dequantize(tokens[:count], by_row, input_scale).to(dtype)
+    return out
+
+
+@_dequantize_rows.register_fake
+def _dequantize_rows_fake(
+    tokens: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    scales_offsets: Tensor | None,
+    input_scale: Tensor | None,
+    format: str,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], hidden_size, dtype=dtype)

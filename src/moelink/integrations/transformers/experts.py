@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import activations
 
 import moelink
 from moelink.errors import UnsupportedError
@@ -34,6 +38,19 @@ def check_experts(module: nn.Module) -> None:
         )
 
 
+_SAME_AS_TORCH: dict[type, Activation] = {
+    activations.SiLUActivation: functional.silu,
+    activations.GELUActivation: functional.gelu,
+    activations.GELUTanh: functools.partial(functional.gelu, approximate="tanh"),
+}
+
+
+def plain_activation(module: Activation) -> Activation:
+    """The function of torch that transformers' module computes, which experts compute for the rows that exist only;
+    ``module`` itself where there is none."""
+    return _SAME_AS_TORCH.get(type(module), module)
+
+
 def run_experts(
     ep: moelink.Communicator,
     hidden_states: Tensor,
@@ -59,7 +76,7 @@ def run_experts(
         x, weights = shared_by_ranks(x, group), shared_by_ranks(weights, group)
     recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous())
     rows = dequantized(recv, ep.config, dtype=gate_up.dtype)
-    y = grouped_experts(rows, recv.row_offsets, gate_up, down, activation=activation)
+    y = grouped_experts(rows, recv.row_offsets, gate_up, down, activation=plain_activation(activation))
     out = ep.combine(y.to(ep.config.combine_dtype), recv)
     return (total_over_ranks(out, group) if replicated else out).to(hidden_states.dtype)
 

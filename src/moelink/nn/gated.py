@@ -1,0 +1,195 @@
+"""The gated activation between the two grouped products, for the rows that exist: an operator with its gradient.
+
+Legend: ``R`` rows, ``I`` intermediate_size, ``G`` groups. On CUDA a kernel reads the number of rows on the device
+(:mod:`moelink.kernels.gated`, which states the formulas), so a call costs what its rows cost and not what its buffers
+could hold; rows behind ``row_offsets[-1]`` are not touched. Elsewhere the same formulas run in torch on those rows.
+
+The arithmetic is fp32 (fp64 for fp64 rows), rounded once at the end. Torch's ``silu(gate) * up`` in bf16 rounds twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moelink.activation import Clamp
+from moelink.errors import ArgumentError
+
+Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """A gated activation that :func:`gated_activation` knows.
+
+    Attributes:
+        kind: "silu", "gelu" (by erf), "gelu_tanh" (its approximation), or "clamped": ``g sigmoid(alpha g) (u + 1)``
+            with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
+        alpha, limit: of the clamped kind; 1 for the others, which have none.
+
+    Raises:
+        ArgumentError: there is no such kind.
+    """
+
+    kind: Kind
+    alpha: float = 1.0
+    limit: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ArgumentError("kind", f"one of {', '.join(get_args(Kind))}", repr(self.kind))
+
+
+def known_activation(activation: Callable[[Tensor], Tensor] | Clamp) -> GatedActivation | None:
+    """What ``activation`` is, or None for a function that is none of the known ones.
+
+    Known are ``torch.nn.functional.silu`` and ``gelu`` (also as ``functools.partial(gelu, approximate="tanh")``), the
+    modules ``torch.nn.SiLU`` and ``GELU``, but no class derived from them, and :class:`moelink.activation.Clamp`.
+
+    >>> known_activation(torch.nn.GELU("tanh"))
+    GatedActivation(kind='gelu_tanh', alpha=1.0, limit=1.0)
+    >>> known_activation(torch.relu) is None
+    True
+    """
+    if isinstance(activation, Clamp):
+        return GatedActivation("clamped", float(activation.alpha), float(activation.limit))
+    if activation is functional.silu or type(activation) is torch.nn.SiLU:
+        return GatedActivation("silu")
+    approximate = "none" if activation is functional.gelu else None
+    if type(activation) is torch.nn.GELU:
+        approximate = activation.approximate
+    elif isinstance(activation, functools.partial) and activation.func is functional.gelu and not activation.args:
+        approximate = activation.keywords.get("approximate", "none")
+    return {"none": GatedActivation("gelu"), "tanh": GatedActivation("gelu_tanh")}.get(approximate or "")
+
+
+def gated_activation(gate_up: Tensor, row_offsets: Tensor, activation: Callable[[Tensor], Tensor] | Clamp) -> Tensor:
+    """``activation(gate) * up`` of rows [gate | up]: [R, 2 * I] to [R, I], differentiable once.
+
+    Args:
+        gate_up: [R, 2 * I] bf16, fp16, fp32 or fp64.
+        row_offsets: [G + 1] int32 on the same device; rows from ``row_offsets[-1]`` on are undefined, in and out, and
+            so are their gradients.
+        activation: what is applied to gate. Of those that :func:`known_activation` knows only the rows that exist are
+            computed. Any other function of each element is applied to all R rows by torch's own operators.
+
+    Nothing synchronises with the host on CUDA.
+    """
+    known = known_activation(activation)
+    if known is None:
+        gate, up = gate_up.chunk(2, dim=1)
+        return activation(gate) * up  # type: ignore[operator, no-any-return]
+    return torch.ops.moelink.gated_activation(  # type: ignore[no-any-return]
+        gate_up, row_offsets, known.kind, known.alpha, known.limit
+    )
+
+
+def twin(gate_up: Tensor, known: GatedActivation) -> Tensor:
+    """The same of all rows with torch's operators: [R, 2 * I] to [R, I], of the same dtype.
+
+    >>> twin(torch.tensor([[0.0, 32.0, 4.0, 2.0]]), GatedActivation("silu"))
+    tensor([[ 0., 64.]])
+    """
+    gate, up, _, _ = _inputs(gate_up, known)
+    return (_activated(gate, known)[0] * up).to(gate_up.dtype)
+
+
+def gradient_twin(grad: Tensor, gate_up: Tensor, known: GatedActivation) -> Tensor:
+    """The gradient of :func:`twin` for ``grad`` [R, I] with torch's operators: [R, 2 * I], of the dtype of ``gate_up``.
+
+    >>> gradient_twin(torch.tensor([[3.0, 1.0]]), torch.tensor([[32.0, 0.0, 1.0, 6.0]]), GatedActivation("silu"))
+    tensor([[ 3.,  3., 96.,  0.]])
+    """
+    gate, up, gate_passes, up_passes = _inputs(gate_up, known)
+    activated, slope = _activated(gate, known)
+    z = grad.to(gate.dtype)
+    dgate, dup = z * up * slope, z * activated
+    if gate_passes is not None and up_passes is not None:
+        dgate, dup = dgate.where(gate_passes, 0), dup.where(up_passes, 0)
+    return torch.cat([dgate, dup], dim=1).to(gate_up.dtype)
+
+
+def _inputs(gate_up: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gate and the factor beside it in the dtype of the arithmetic, and where gradients pass (None: everywhere)."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=1)
+    if known.kind != "clamped":
+        return gate, up, None, None
+    inside, bounded = gate.clamp(max=known.limit), up.clamp(-known.limit, known.limit)
+    return inside, bounded + 1, ~(gate > known.limit), ~(up.abs() > known.limit)
+
+
+def _activated(gate: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative, by the table of :mod:`moelink.kernels.gated`."""
+    if known.kind == "gelu":
+        inner = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+        return gate * inner, inner + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+    if known.kind == "gelu_tanh":
+        factor = math.sqrt(2 / math.pi)
+        t = torch.tanh(factor * (gate + 0.044715 * gate**3))
+        slope = factor * (1 + 3 * 0.044715 * gate * gate)
+        return 0.5 * gate * (1 + t), 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * slope
+    s = torch.sigmoid(known.alpha * gate)
+    return gate * s, s + known.alpha * gate * s * (1 - s)
+
+
+def _rows(row_offsets: Tensor, rows: int) -> int:
+    """How many rows there are, for tensors on the host."""
+    return min(int(row_offsets[-1]), rows)
+
+
+@torch.library.custom_op("moelink::gated_activation", mutates_args=())
+def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    if gate_up.is_cuda:
+        from moelink.kernels.gated import launch_forward
+
+        if out.numel():
+            launch_forward(gate_up.contiguous(), row_offsets, out, kind, alpha, limit)
+        return out
+    count = _rows(row_offsets, len(out))
+    out[:count] = twin(gate_up[:count], GatedActivation(kind, alpha, limit))  # type: ignore[arg-type]
+    return out
+
+
+@torch.library.custom_op("moelink::gated_activation_gradient", mutates_args=())
+def _gradient(grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    if gate_up.is_cuda:
+        from moelink.kernels.gated import launch_backward
+
+        if out.numel():
+            launch_backward(grad.contiguous(), gate_up.contiguous(), row_offsets, out, kind, alpha, limit)
+        return out
+    count = _rows(row_offsets, len(out))
+    out[:count] = gradient_twin(grad[:count], gate_up[:count], GatedActivation(kind, alpha, limit))  # type: ignore[arg-type]
+    return out
+
+
+@_gated.register_fake
+def _gated_fake(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@_gradient.register_fake
+def _gradient_fake(grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate_up, row_offsets, *ctx.rest = inputs
+    ctx.save_for_backward(gate_up, row_offsets)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gate_up, row_offsets = ctx.saved_tensors
+    return torch.ops.moelink.gated_activation_gradient(grad, gate_up, row_offsets, *ctx.rest), None, None, None, None
+
+
+_gated.register_autograd(_backward, setup_context=_save)

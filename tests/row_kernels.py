@@ -1,0 +1,77 @@
+"""Compiles the kernels of a layer's rows (gated activation, dequantisation) for a GPU that is not there.
+
+``python row_kernels.py sm_90`` needs TRITON_INTERPRET unset. No spills; rows are read and written in wide words.
+"""
+
+import re
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moelink.formats import get_format
+from moelink.kernels.activation import group_elements
+from moelink.kernels.dequantize import DequantizeConstants, dequantize_rows_kernel
+from moelink.kernels.gated import GatedConstants, gated_activation_kernel, gated_gradient_kernel
+
+WIDE = re.compile(r"(?:ld|st)\.global\S*\.(?:v4\.b32|v2\.b64|v2\.b32|b64|v4\.f32)")
+
+
+def compiled(target, kernel, signature, constants):
+    """The assembly of ``kernel`` for a target without such a GPU; pointers are multiples of 16 bytes."""
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    signature = {**signature, "rows": "i32", "S": "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    return triton.compile(ASTSource(kernel, signature, {"S": constants}, aligned), target=gpu).asm
+
+
+def check(asm, what):
+    if "amdgcn" in asm:
+        assert ".private_segment_fixed_size: 0" in asm["amdgcn"], what
+        return
+    assert ".local" not in asm["ptx"], what
+    words = WIDE.findall(asm["ptx"])
+    assert any(word.startswith("ld") for word in words), f"{what}: narrow loads"
+    assert any(word.startswith("st") for word in words), f"{what}: narrow stores"
+
+
+def check_gated(target, kind, dtype, inner):
+    bf16 = dtype == "bf16"
+    constants = GatedConstants(
+        INTERMEDIATE_SIZE=inner, PIECE=min(128, inner & -inner), PIECES=2048 // min(128, inner & -inner), NUM_GROUPS=32,
+        KIND=kind, ALPHA=1.702, LIMIT=7.0, DOUBLE=dtype == "fp64", TO_BF16=bf16, NATIVE_CASTS=target.startswith("sm"),
+    )  # fmt: skip
+    stored = "*u16" if bf16 else f"*{dtype}"
+    forward = {"gate_up": f"*{dtype}", "row_offsets": "*i32", "out": stored}
+    backward = {"grad": f"*{dtype}", "gate_up": f"*{dtype}", "row_offsets": "*i32", "dgate_up": stored}
+    check(compiled(target, gated_activation_kernel, forward, constants), f"{target} {kind} {dtype}")
+    check(compiled(target, gated_gradient_kernel, backward, constants), f"{target} gradient of {kind} {dtype}")
+
+
+def check_dequantize(target, name, dtype, hidden=7168):
+    fmt = get_format(name)
+    codec, group = fmt.codec(), group_elements(fmt, hidden)
+    constants = DequantizeConstants(
+        HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=2048 // group,
+        GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES, NUM_GROUPS=32,
+        HALVINGS=5, DECODE_FN=codec.decode, SCALE_LAYOUT=fmt.scale_layout.name, HAS_INPUT_SCALE=name == "nvfp4",
+        TO_BF16=dtype == "bf16", NATIVE_CASTS=target.startswith("sm"),
+    )  # fmt: skip
+    signature = {
+        "tokens": f"*u{8 * codec.ELEMENT_BYTES}", "scales": "*fp32" if codec.SCALE_BYTES == 4 else "*u8",
+        "row_offsets": "*i32", "scales_offsets": "*i32", "input_scale": "*fp32",
+        "out": "*u16" if dtype == "bf16" else f"*{dtype}",
+    }  # fmt: skip
+    check(compiled(target, dequantize_rows_kernel, signature, constants), f"{target} {name} to {dtype}")
+
+
+if __name__ == "__main__":
+    target = sys.argv[1]
+    for kind in ("silu", "gelu", "gelu_tanh", "clamped"):
+        check_gated(target, kind, "bf16", 768)
+    check_gated(target, "silu", "fp32", 2880)
+    check_gated(target, "silu", "fp64", 256)
+    for name in ("fp8_block128", "mxfp8", "nvfp4", "mxfp4"):
+        check_dequantize(target, name, "bf16")
+    check_dequantize(target, "fp8_block128", "fp32")
