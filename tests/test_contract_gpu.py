@@ -61,12 +61,27 @@ def test_phases_on_one_device(shared: bool, world_size: int, device: str) -> Non
     case = case_of("bf16", shared)
     eps = ranks_of(params_of(case.setup, world_size), device)
     buffers = [Buffers.allocate(ep) for ep in eps]
-    dispatch_all(eps, buffers, case)
     for n_sms in (2, 16):
+        # A dispatch grants credit for the phases' combine, which nothing else does on one device.
+        dispatch_all(eps, buffers, case)
         outs = combine_in_phases(eps, buffers, case, n_sms=n_sms)
+        dispatch_all(eps, buffers, case)
         for out, want in zip(outs, combine_all(eps, buffers, case), strict=True):
             assert torch.equal(out, want)
     check_case(case, world_size, [Result(b.fields(), Packed.of(out)) for b, out in zip(buffers, outs, strict=True)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_device_combines_a_dispatch_twice(device: str) -> None:
+    """Nothing that a rank launches later can grant the credit for the first combine: its own launch has to."""
+    case = case_of("bf16", True)
+    eps = ranks_of(params_of(case.setup, 3, timeout=10), device)
+    buffers = [Buffers.allocate(ep) for ep in eps]
+    for _ in range(2):
+        dispatch_all(eps, buffers, case)
+    for _ in range(3):
+        outs = combine_all(eps, buffers, case)
+    check_case(case, 3, [Result(b.fields(), Packed.of(out)) for b, out in zip(buffers, outs, strict=True)])
 
 
 @pytest.mark.gpu

@@ -198,10 +198,12 @@ def prepare_combine_wait(
     routing: EPRouting,
     pointers: Tensor,
     topk_ids: Tensor,
+    *,
+    in_turn: bool = False,
     **options: Any,
 ) -> Prepared:
     """Check the arguments of :func:`ep_combine_wait`, but not against those of the first half; the result launches
-    it."""
+    it. ``in_turn``: ranks share a GPU, and run one after the other."""
     given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
     how = launch_of(ep, len(topk_ids), given.spec)
     numbers = given.numbers._replace(programs=how.receive)
@@ -211,7 +213,7 @@ def prepare_combine_wait(
         launch(
             ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec, **EXACT
         )
-        grant_credits(ep, pointers, atomic_counters, given.spec)
+        grant_credits(ep, pointers, atomic_counters, given.spec, in_turn=in_turn)
 
     return start
 

@@ -65,7 +65,7 @@ def distributed_ep_dispatch(
     first = [prepare_dispatch_async(ep[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
     closing = _lists(count, pointers=pointers, atomic_counters=atomic_counters, routing=routing)
     second = [
-        prepare_dispatch_wait(ep[i], *outputs[i], *closing[i], num_input_tokens=len(input_tokens[i]))
+        prepare_dispatch_wait(ep[i], *outputs[i], *closing[i], num_input_tokens=len(input_tokens[i]), in_turn=True)
         for i in range(count)
     ]
     for handler, given in zip(token_handler, weights, strict=True):
@@ -113,7 +113,9 @@ def distributed_ep_combine(
         _start(ep, [prepare_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)])
         return
     first = [prepare_combine_async(ep[i], *inputs[i], row_weights=travelled[i]) for i in range(count)]
-    second = [prepare_combine_wait(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)]
+    second = [
+        prepare_combine_wait(ep[i], *outputs[i], *inputs[i], *ids[i], in_turn=True, **options[i]) for i in range(count)
+    ]
     _start(ep, first)
     _start(ep, second)
 

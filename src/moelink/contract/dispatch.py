@@ -211,9 +211,10 @@ def prepare_dispatch_wait(
     routing: EPRouting,
     *,
     num_input_tokens: int,
+    in_turn: bool = False,
 ) -> Prepared:
     """Check the arguments of :func:`ep_dispatch_wait`, but not against those of the first half; the result launches
-    it."""
+    it. ``in_turn``: ranks share a GPU, and run one after the other."""
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
     check_pointers(ep, DISPATCH, pointers)
     check_counters(ep, atomic_counters)
@@ -229,7 +230,7 @@ def prepare_dispatch_wait(
         outputs.note()
         launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, how, S=spec)
         outputs.lay_out_scales(pointers, atomic_counters, numbers, spec)
-        grant_credits(ep, pointers, atomic_counters, spec)
+        grant_credits(ep, pointers, atomic_counters, spec, in_turn=in_turn)
 
     return start
 

@@ -45,10 +45,12 @@ Prepared = Callable[[], None]
 """A launch whose arguments are checked. Calling it launches."""
 
 
-def grant_credits(ep: EPBuffers, pointers: Tensor, atomic_counters: Tensor, spec: Any) -> None:
-    """After a receiving half on CPUs, where the ranks of a process may run one after the other: say that it has read.
-    Elsewhere the next launch that sends says so (``kernels.sync.credit``)."""
-    if ep.device.type == "cpu" and not spec.ALLREDUCE:
+def grant_credits(
+    ep: EPBuffers, pointers: Tensor, atomic_counters: Tensor, spec: Any, *, in_turn: bool = False
+) -> None:
+    """After a receiving half on a device whose ranks run one after the other (CPUs, and with ``in_turn`` GPUs): say
+    that it has read. Elsewhere the next launch that sends says so (``kernels.sync.credit``)."""
+    if (in_turn or ep.device.type == "cpu") and not spec.ALLREDUCE:
         launch(ep, ep_grant_credits_kernel, pointers, atomic_counters, (), CreditNumbers(ep.me, 1), None, S=spec)
 
 

@@ -118,7 +118,7 @@ def _combine_options(
 def _combines(ep: EPBuffers, forms: Sequence[str], ids: Tensor, given: dict[str, Any]) -> Iterator[Callable[[], None]]:
     config, kernel = ep.config, ep.combine_kernel
     names = ("router_weights", "row_weights", "shared", "epilogue_fn")
-    options = {name: given.get(name) for name in names}
+    options: dict[str, Any] = {name: given.get(name) for name in names}
     slots = () if given.get("reduce", True) else (config.topk,)
     y = torch.empty(1, config.hidden_size, dtype=config.combine_dtype, device=ep.device)
     out = torch.empty(len(ids), *slots, config.hidden_size, dtype=config.combine_dtype, device=ep.device)
