@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moelink import ops
 from moelink.config import EPConfig, Layout, Mode, TransportName
-from moelink.control.group import World, connect, default_device, plain_device
+from moelink.control.group import World, connect, default_device, leave, plain_device
 from moelink.control.handshake import refuse
 from moelink.control.recovery import check_survivors, config_of_survivors, named_as_before, regroup
 from moelink.errors import ClosedError, ConfigError
@@ -100,8 +100,11 @@ def init(
             world_size=world.world_size,
             rank=world.rank,
         )
-    except ConfigError:
-        refuse(world, usable)
+    except ConfigError as error:
+        try:
+            refuse(world, usable)
+        finally:
+            leave(world, error)
         raise
     return _open(config, where, world)
 

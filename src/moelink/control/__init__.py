@@ -2,6 +2,9 @@
 
 ====================  ==================================================================================================
 ``group``             find the peers: torchrun's variables or a ProcessGroup, then a store and groups of moelink's own
+``meeting``           let the ranks of a group meet in a store, at ``init``, once or again
+``roster``            what each rank shows of itself there, and the list of all of them
+``stores``            open a store, and use it without waiting in it
 ``handshake``         compare configurations and exchange addresses, once, at ``init``
 ``probe``             a socket per rank that answers "how far are you", and takes reports of failures
 ``failure_detector``  name the rank at fault when a call fails, and report it to the peers

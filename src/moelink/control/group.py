@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,9 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from moelink.errors import ConfigError, PeerTimeoutError, UnsupportedError
+from moelink.control.meeting import Meeting
+from moelink.control.probe import ProbeServer
+from moelink.control.stores import LauncherStore
+from moelink.errors import ConfigError, MoelinkError, PeerError, PeerTimeoutError, UnsupportedError
 
 _LIMIT = 1 << 20
+_PAUSE_SECONDS = 2e-4
+_GRACE_SECONDS = 0.25
+"""How long a rank goes on with an exchange after a peer has said that it gave up: it may have all that it needs."""
+_LINGER_SECONDS = 1.0
+"""How long a rank that gave up goes on answering probes and serving its store."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,10 @@ class World:
         group: the caller's group; None for one rank, and for survivors, which form no group of torch's.
         store: store that only these ranks use: a prefix of the default group's store, or the store that one of the
             survivors hosts.
+        meeting: the ranks' :class:`~moelink.control.meeting.Meeting`, which lasts until they have set up; else None.
+        probe_server: this rank's.
+        made_group: the default group was made here, not by the caller.
+        launched: the launcher's store, which is held because this process may host it.
     """
 
     rank: int
@@ -38,6 +51,18 @@ class World:
     data: Any = None
     group: Any = None
     store: Any = None
+    meeting: Meeting | None = None
+    probe_server: ProbeServer | None = None
+    made_group: bool = False
+    launched: tuple[Any, ...] = ()
+
+    def alone(self) -> World:
+        """Return the world of one rank, which needs nothing of a meeting."""
+        if self.meeting is not None:
+            self.meeting.finish()
+        if self.probe_server is not None:
+            self.probe_server.close()
+        return World(rank=0, world_size=1, launched=self.launched)
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
@@ -73,24 +98,24 @@ def default_device() -> torch.device:
 def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World:
     """Find the peers. Collective over ``group``, or over torchrun's world; without either this rank is alone.
 
-    An initialised default group is used and never destroyed. The groups made here are not registered with torch, so a
-    failed call leaves the caller's groups intact, and closing one communicator cannot disturb another.
+    An initialised default group is used and never destroyed. Without one, torchrun's world gets one. The groups made
+    here for moelink are not registered with torch, so a failed call leaves the caller's groups intact, and closing one
+    communicator cannot disturb another. How ranks meet: :mod:`moelink.control.meeting`.
 
     Raises:
         PeerTimeoutError: a rank did not arrive within ``timeout`` seconds.
         UnsupportedError: this process is not in ``group``.
+        ConfigError: torchrun's variables are incomplete.
     """
+    deadline = time.monotonic() + timeout
+    launcher = LauncherStore() if is_launched() and "MASTER_ADDR" in os.environ else None
     if group is None and not dist.is_initialized():
         if not is_launched():
             return World(rank=0, world_size=1)
+        launcher = launcher or LauncherStore()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        except dist.DistError as error:
-            # Translate time-outs only. A port in use, or a host name that does not resolve, names no missing rank.
-            if not re.search(r"time(d )?out", str(error), re.IGNORECASE):
-                raise
-            raise _late(int(os.environ["RANK"]), [], str(error)) from error
+        world = _meet_launched(launcher, backend, timeout, deadline)
+        return world if world.world_size > 1 else world.alone()
     ranks = dist.get_process_group_ranks(group)
     rank, world_size = dist.get_rank(group), len(ranks)
     if rank < 0:
@@ -100,31 +125,128 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         )
     if world_size == 1:
         return World(rank=0, world_size=1)
-    return meet(_room(ranks, rank), rank, world_size, timeout, group=group or dist.group.WORLD)
+    default = dist.distributed_c10d._get_default_store()
+    root = launcher.root_of(default) if launcher is not None else None
+    host_rank = ranks.index(0) if 0 in ranks and root is not None and launcher and launcher.host_rank == 0 else -1
+    base = PrefixStore(_place(ranks), default if root is None else root)
+    return meet(
+        base, rank, world_size, timeout, deadline=deadline, group=group or dist.group.WORLD, host_rank=host_rank
+    )
 
 
-def meet(store: Any, rank: int, world_size: int, timeout: float, *, group: Any = None) -> World:
-    """Meet the ranks that use ``store``, which must be empty and theirs alone. Collective over them.
+def _place(ranks: Sequence[int]) -> str:
+    """Name the prefix in which these ranks of the default group meet."""
+    return f"moelink/{'.'.join(map(str, ranks))}"
+
+
+def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadline: float) -> World:
+    """Meet the ranks that the launcher started, and make the default group."""
+    held: list[Any] = []
+
+    def open_store() -> Any:
+        held[:] = [launcher.open(deadline, timeout)]
+        return PrefixStore(_place(range(launcher.world_size)), held[0])
+
+    def connect_all(room: Any, left: threading.Event) -> Any:
+        control = _connect_gloo(room, launcher.rank, launcher.world_size, timeout, deadline)
+        dist.init_process_group(
+            backend, store=PrefixStore("default", room), rank=launcher.rank, world_size=launcher.world_size,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+        if left.is_set():
+            dist.destroy_process_group()
+        return control
+
+    try:
+        world = _meet(
+            open_store, connect_all, launcher.rank, launcher.world_size, deadline,
+            has_group=False, host_rank=launcher.host_rank, reopens=True,
+        )  # fmt: skip
+    except MoelinkError:
+        _keep(held)
+        raise
+    return dataclasses.replace(world, group=dist.group.WORLD, made_group=True, launched=tuple(held))
+
+
+def meet(
+    store: Any,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    *,
+    deadline: float | None = None,
+    group: Any = None,
+    host_rank: int = -1,
+) -> World:
+    """Meet the ranks that share ``store``, a prefix that is theirs alone. Collective over them.
+
+    Args:
+        store: where they meet.
+        rank, world_size: this rank, and how many meet.
+        timeout: of the groups that are made.
+        deadline: until when they must have met; None: in ``timeout`` seconds.
+        group: the caller's group of these ranks.
+        host_rank: the rank whose process hosts the store, -1 if none does.
 
     Raises:
-        PeerTimeoutError: a rank did not arrive within ``timeout`` seconds.
+        PeerTimeoutError: a rank did not arrive in time, or (PeerLostError) its process is gone.
     """
-    limit = timedelta(seconds=timeout)
+    end = time.monotonic() + timeout if deadline is None else deadline
+
+    def connect_all(room: Any, _left: threading.Event) -> Any:
+        return _connect_gloo(room, rank, world_size, timeout, end)
+
+    world = _meet(lambda: store, connect_all, rank, world_size, end, host_rank=host_rank)
+    return dataclasses.replace(world, group=group)
+
+
+def _meet(
+    open_store: Callable[[], Any],
+    connect_all: Callable[[Any, threading.Event], Any],
+    rank: int,
+    world_size: int,
+    deadline: float,
+    **options: Any,
+) -> World:
+    probe_server = ProbeServer()
+    meeting = Meeting(
+        open_store,
+        connect_all,
+        rank=rank,
+        world_size=world_size,
+        address=probe_server.address,
+        deadline=deadline,
+        **options,
+    )
     try:
-        store.set(f"arrived/{rank}", b"1")
-        store.wait([f"arrived/{peer}" for peer in range(world_size)], limit)
-        control: Any = dist.ProcessGroupGloo(PrefixStore("control", store), rank, world_size, limit)
-    except RuntimeError as error:
-        raise _late(rank, _missing(store, world_size), str(error)) from error
-    return World(rank, world_size, control=control, group=group, store=store)
+        control = meeting.wait()
+    except BaseException as error:
+        meeting.abandon(error)
+        probe_server.close()
+        raise
+    return World(rank, world_size, control=control, store=meeting.room, meeting=meeting, probe_server=probe_server)
+
+
+def _connect_gloo(room: Any, rank: int, world_size: int, timeout: float, deadline: float) -> Any:
+    """Connect gloo's mesh by ``deadline``; its calls may take ``timeout`` seconds then."""
+    left = timedelta(seconds=max(deadline - time.monotonic(), 0.05))
+    mesh: Any = dist.ProcessGroupGloo(PrefixStore("control", room), rank, world_size, left)
+    mesh._set_default_timeout(timedelta(seconds=timeout))
+    return mesh
+
+
+def _keep(things: Sequence[Any]) -> None:
+    """Hold ``things``, a store that this process serves among them, while peers learn what happened."""
+    timer = threading.Timer(_LINGER_SECONDS, lambda _: None, [tuple(things)])
+    timer.daemon = True
+    timer.start()
 
 
 def meet_again(world: World, timeout: float) -> World:
     """Make another world of the same ranks, under a prefix of their store. Collective; raises as :func:`meet`."""
     if world.store is None:
         return World(rank=0, world_size=1)
-    corner = str(world.store.add(f"count/{world.rank}", 1))
-    return meet(PrefixStore(corner, world.store), world.rank, world.world_size, timeout, group=world.group)
+    return meet(PrefixStore("again", world.store), world.rank, world.world_size, timeout, group=world.group)
 
 
 def add_data_group(world: World, device: torch.device, timeout: float) -> World:
@@ -137,29 +259,6 @@ def add_data_group(world: World, device: torch.device, timeout: float) -> World:
     return dataclasses.replace(world, data=data)
 
 
-def _missing(store: Any, world_size: int) -> list[int]:
-    """List the ranks that have not arrived; empty when the store does not answer."""
-    try:
-        return [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
-    except RuntimeError:
-        return []
-
-
-def _room(ranks: Sequence[int], rank: int) -> Any:
-    """Make a prefix of the default group's store that this communicator alone uses.
-
-    The n-th communicator over the same ranks gets the n-th prefix. Each rank counts its communicators in the store, so
-    this process keeps no state.
-    """
-    base = PrefixStore(f"moelink/{'.'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
-    return PrefixStore(str(base.add(f"count/{rank}", 1)), base)
-
-
-def _late(rank: int, missing: Sequence[int], detail: str) -> PeerTimeoutError:
-    peer = missing[0] if missing else -1
-    return PeerTimeoutError(rank=rank, peer=peer, phase="init", call=0, expected=0, got=None, detail=detail[:200])
-
-
 def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
     """Gather every rank's ``payload`` (at most 1 MiB), by rank. Sizes are exchanged and checked before the bytes.
 
@@ -169,14 +268,11 @@ def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
     """
     if world.control is None:
         return [payload]
-    limit = timedelta(seconds=timeout)
+    deadline = time.monotonic() + timeout
 
     def gather(mine: torch.Tensor) -> list[torch.Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(world.world_size)]
-        try:
-            world.control.allgather([everyone], [mine]).wait(limit)
-        except RuntimeError as error:
-            raise _late(world.rank, [], str(error)) from error
+        _await(world.control.allgather([everyone], [mine]), world, deadline)
         return everyone
 
     sizes = [int(size) for size in gather(torch.tensor([len(payload)], device="cpu"))]
@@ -186,6 +282,43 @@ def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
         )
     padded = torch.frombuffer(bytearray(payload.ljust(max(sizes) + 1, b"\0")), dtype=torch.uint8)
     return [bytes(data[:size].numpy().tobytes()) for data, size in zip(gather(padded), sizes, strict=True)]
+
+
+def _await(work: Any, world: World, deadline: float) -> None:
+    """Wait for an exchange of the set-up: until it is over, a peer says that it failed, or the deadline."""
+    told: float | None = None
+    try:
+        while not work.is_completed():
+            now = time.monotonic()
+            failure = world.meeting.failure() if world.meeting is not None else None
+            told = told or (now if failure is not None else None)
+            if failure is not None and told is not None and now > told + _GRACE_SECONDS:
+                raise failure
+            if now > deadline:
+                raise _late(world, "it did not take part in the set-up")
+            time.sleep(_PAUSE_SECONDS)
+        work.wait()
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise _late(world, str(error)) from error
+
+
+def _late(world: World, detail: str) -> PeerTimeoutError:
+    if world.meeting is not None:
+        return world.meeting.fail(detail)
+    return PeerTimeoutError(rank=world.rank, peer=-1, phase="init", call=0, expected=0, got=None, detail=detail[:200])
+
+
+def leave(world: World, error: BaseException | None) -> None:
+    """End the set-up that failed with ``error``: tell the peers, and undo what the meeting made."""
+    if world.meeting is not None:
+        world.meeting.abandon(error)
+    if world.probe_server is not None:
+        world.probe_server.close(after=_LINGER_SECONDS)
+    if world.made_group and dist.is_initialized():
+        _keep([world.launched, dist.distributed_c10d._get_default_store()])
+        dist.destroy_process_group()
 
 
 def release(world: World) -> None:

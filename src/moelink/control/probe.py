@@ -149,8 +149,13 @@ class ProbeServer:
                 self.failure = Failure(peer, _PHASES[phase], call, expected, got)
         connection.sendall(_PROGRESS.pack(self.call))
 
-    def close(self) -> None:
-        """Stop answering. Safe to call twice."""
+    def close(self, after: float = 0.0) -> None:
+        """Stop answering, ``after`` seconds from now. Safe to call twice."""
+        if after > 0:
+            timer = threading.Timer(after, self.close)
+            timer.daemon = True
+            timer.start()
+            return
         # shutdown wakes the thread out of accept; close alone would leave it there.
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)

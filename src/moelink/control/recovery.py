@@ -39,17 +39,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, meet
 from moelink.control.probe import GONE, GONE_IN_WORDS, NO_ANSWER, read_proposal
+from moelink.control.stores import BoundedError, bounded, reach, serve
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerLostError, PeerTimeoutError
 
 PHASE = "recover"
@@ -60,6 +59,7 @@ _GRACE_SECONDS = 2.0
 _LINGER_SECONDS = 1.0
 """How long a refused list stays published, so that every other rank sees it for longer than ``_GRACE_SECONDS``."""
 _PAUSE_SECONDS = 0.02
+_LAST_WORD_SECONDS = 0.5
 
 
 NOTHING = 0
@@ -137,19 +137,19 @@ def regroup(detector: FailureDetector, survivors: tuple[int, ...], timeout: floa
         PeerTimeoutError: a rank in the list has not called recover within ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
-    server = _serve(detector.addresses[survivors[0]].host, timeout) if detector.rank == survivors[0] else None
+    server = serve(detector.addresses[survivors[0]].host, timeout) if detector.rank == survivors[0] else None
     mine = Proposal(survivors, secrets.token_bytes(16), 0 if server is None else server.port)
     board = _Board(detector, mine)
     try:
         while True:
             agreed = _agree(board, deadline)
-            store = server or _connect(board, agreed[survivors[0]], deadline)
+            store = server or _connect(board, agreed[survivors[0]], deadline, timeout)
             corner = PrefixStore(f"moelink/{board.corner(agreed).hex()}", store)
-            if _all_arrived(board, agreed, corner, deadline):
+            if _bounded_arrival(board, agreed, corner, deadline):
                 break
         with named_as_before(detector, survivors):
-            left = max(deadline - time.monotonic(), 1.0)
-            return meet(corner, survivors.index(detector.rank), len(survivors), left)
+            end = max(deadline, time.monotonic() + 1.0)
+            return meet(corner, survivors.index(detector.rank), len(survivors), timeout, deadline=end, host_rank=0)
     except ConfigMismatchError:
         board.withdraw(after=_LINGER_SECONDS)
         raise
@@ -285,6 +285,14 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
     return True
 
 
+def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
+    """Do as :func:`_all_arrived`, also when the store's host is stopped, which keeps torch's client waiting."""
+    try:
+        return bounded(lambda: _all_arrived(board, agreed, corner, deadline), deadline + _LAST_WORD_SECONDS)
+    except BoundedError:
+        raise _late(board.rank, board.mine.ranks[0], "its store does not answer") from None
+
+
 @contextmanager
 def named_as_before(detector: FailureDetector | None, survivors: Sequence[int]) -> Iterator[None]:
     """Translate a PeerTimeoutError of the block, in which survivors meet, to the old numbers of the ranks.
@@ -296,10 +304,14 @@ def named_as_before(detector: FailureDetector | None, survivors: Sequence[int]) 
     except PeerTimeoutError as error:
         if detector is None:
             raise
+        if error.phase == PHASE:
+            raise
         peer = survivors[error.peer] if 0 <= error.peer < len(survivors) else _silent(detector, survivors)
-        raise _late(
-            detector.rank, peer, "it agreed to the new group, and stopped while the group was set up"
-        ) from error
+        what = "ended" if isinstance(error, PeerLostError) else "stopped"
+        raise type(error)(
+            rank=detector.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None,
+            detail=f"it agreed to the new group, and {what} while the group was set up",
+        ) from error  # fmt: skip
 
 
 def _silent(detector: FailureDetector, survivors: Sequence[int]) -> int:
@@ -310,20 +322,13 @@ def _silent(detector: FailureDetector, survivors: Sequence[int]) -> int:
     return -1
 
 
-def _serve(host: str, timeout: float) -> Any:
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
-
-
-def _connect(board: _Board, host: Proposal, deadline: float) -> Any:
-    peer = board.mine.ranks[0]
-    left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+def _connect(board: _Board, host: Proposal, deadline: float, timeout: float) -> Any:
+    end = max(deadline, time.monotonic() + 1.0)
     try:
-        return dist.TCPStore(board.host, host.port, is_master=False, wait_for_workers=False, timeout=left)  # type: ignore[attr-defined]
-    except RuntimeError as error:
+        return bounded(lambda: reach(board.host, host.port, end, timeout), end)
+    except (RuntimeError, BoundedError) as error:
         board.read()
-        raise _late(board.rank, peer, "its store does not answer") from error
+        raise _late(board.rank, board.mine.ranks[0], "its store does not answer") from error
 
 
 def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:

@@ -10,9 +10,8 @@ import torch
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.group import World, add_data_group, gather_bytes
+from moelink.control.group import World, add_data_group, gather_bytes, leave
 from moelink.control.handshake import Agreement, agree
-from moelink.control.probe import ProbeServer
 from moelink.errors import UnsupportedError
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all
 from moelink.memory.workspace import Workspace
@@ -48,14 +47,17 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> Buil
     if world.world_size == 1:
         identity = secrets.token_hex(8)
         return Built(build_in_process([config], [device], identity), identity, None)
-    probe_server = ProbeServer()
+    if world.meeting is None or world.probe_server is None:
+        raise ValueError("expected a world whose ranks have met, got one that never did; use control.group.meet")
     try:
-        agreement = agree(world, config, probe_server.address, secrets.token_hex(8))
-        detector = FailureDetector(rank=world.rank, probe_server=probe_server, addresses=agreement.addresses)
-        return Built(_transport(config, device, world, agreement, detector), agreement.identity, detector)
-    except BaseException:
-        probe_server.close()
+        agreement = agree(world, config, world.probe_server.address, secrets.token_hex(8))
+        detector = FailureDetector(rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses)
+        transport = _transport(config, device, world, agreement, detector)
+        world.meeting.finish()
+    except BaseException as error:
+        leave(world, error)
         raise
+    return Built(transport, agreement.identity, detector)
 
 
 def _transport(

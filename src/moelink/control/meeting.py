@@ -1,0 +1,453 @@
+"""Let the ranks of a communicator meet in a store: once, after a failure again, and always in bounded time.
+
+A store that outlives a failure holds what failed attempts wrote, and ranks fail differently: one is late, one has given
+up already, one is restarted by its launcher. Counters per rank would disagree from then on. So an attempt has a name
+that the ranks agree on. All keys are under one prefix of the store, which the ranks of one group share.
+
+===========  =======================  ======================================================================
+key          written by               value
+===========  =======================  ======================================================================
+``entry/r``  rank r alone             state, a random nonce of its attempt, the address of its probe server
+``roster``   rank 0 alone             all ranks' nonces and addresses; its digest is the name of the *room*
+``failed``   any rank, the last wins  a room, and why it is of no use
+``room/..``  gloo, in that room       addresses of its sockets
+===========  =======================  ======================================================================
+
+One attempt, with what each rank writes (w) and waits for:
+
+1. *Enter.* w ``entry/r`` = WAITING with a new nonce.
+2. *Agree.* Rank 0 waits until every entry is WAITING and every probe server in them has answered, then w ``roster``.
+   The others wait for a roster with their own nonce in their own place.
+3. *Connect.* Ranks connect gloo's mesh in the room, in a thread. Rank 0 watches the entries meanwhile: if one is
+   another than in the roster, its rank has begun again, so rank 0 w ``failed`` = room, VOID, and goes to step 1. Every
+   rank watches ``failed``: on VOID of its own room it goes to step 1.
+4. *Set up.* w ``entry/r`` = ENTERED. The handshake and the exchanges of memory go over the mesh. Ranks watch
+   ``failed`` and rank 0's process; rank 0 watches all processes. A rank that raises w ``failed`` = room, the rank at
+   fault, and the others raise the same.
+5. *Leave.* Each rank deletes its entry and gloo's address, rank 0 the other two keys as well. After a failure the
+   entry stays as LEFT, until the rank's next attempt: so the others can tell who gave up from who never came.
+
+Why an attempt cannot be mixed up with another:
+
+* A room is a digest of the nonces of all ranks. A rank goes into a room only if its own current nonce is in it. So in
+  one room all ranks are in the same attempt, and what an earlier attempt left in the store has another name.
+* A rank that has given up does not appear in a later room: its entry is LEFT. If rank 0 had read the entry before,
+  the room has a member that will not come. That rank looks at the roster after it has changed its entry, and voids the
+  room if its nonce is there; or rank 0, which looks at the entries after it has written the roster, finds the entry
+  changed. One of the two reads comes after the other's write, so one of the two finds out.
+* Nobody has left step 4 before everybody is in it, because its first exchange needs all ranks. A rank enters step 4
+  only when its entry is ENTERED. So when rank 0 begins the next attempt, no entry of this one is WAITING, and rank 0
+  cannot take a rank that is still in step 4 of this room for one that has come to the next.
+* A mesh is connected only if all ranks of the room connect. So a room that is voided because a member never came has
+  nobody in step 4.
+
+Why it ends: all calls of the store are made in a thread that the rank does not wait for after its deadline, and so are
+gloo's. At the deadline a rank names, in this order, a rank whose process is gone, one that has not come, and one whose
+probe server does not answer. A rank whose process is gone counts as not come yet in steps 1 and 2, because a launcher
+may be starting it again; in steps 3 and 4 it ends the attempt at once.
+
+As in every agreement over a network that may fail, the last step can fail on one rank and not on another: a rank that
+dies or is cut off in step 4 may leave some with a communicator. Their first call then names it, and ``init`` works
+again on all of them, because none of this depends on how an attempt before has ended.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from moelink.control.probe import GONE_IN_WORDS, Address, ProbeResult, probe_all
+from moelink.control.roster import ENTERED, LEFT, NONCE_BYTES, WAITING, Entry, decode_roster, digest, encode_roster
+from moelink.control.stores import peek
+from moelink.errors import PeerLostError, PeerTimeoutError
+
+_VOID, _FAILED = 0, 1
+_NEWS = struct.Struct("<16sBq?")
+_PAUSE_SECONDS = 0.01
+_PROBE_EVERY_SECONDS = 0.5
+_FIRST_LOOK_SECONDS = 0.1
+_LAST_WORD_SECONDS = 0.3
+"""How long after its deadline a rank waits for its own threads, to name the rank at fault."""
+
+
+@dataclass(frozen=True)
+class Setback:
+    """Why an attempt failed: ``peer`` (-1: unknown) is at fault, and its process is gone if ``lost``."""
+
+    peer: int
+    detail: str
+    lost: bool = False
+
+    def error(self, rank: int) -> PeerTimeoutError:
+        """Return the exception that ``rank`` raises for it."""
+        kind = PeerLostError if self.lost else PeerTimeoutError
+        return kind(rank=rank, peer=self.peer, phase="init", call=0, expected=0, got=None, detail=self.detail[:200])
+
+
+class _VoidError(Exception):
+    """A member of the room has begun again: so does this rank."""
+
+
+class _SetbackError(Exception):
+    def __init__(self, setback: Setback) -> None:
+        self.setback = setback
+
+
+class Meeting:
+    """One rank's way through an attempt, from its entry until :meth:`finish` or :meth:`abandon`.
+
+    Attributes:
+        rank, world_size: this rank, and how many meet.
+        deadline: of the whole attempt, on the monotonic clock.
+        room: prefix of the store that belongs to these ranks and this attempt, once :meth:`wait` has returned.
+        addresses: the ranks' probe servers, then.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Any],
+        connect: Callable[[Any, threading.Event], Any],
+        *,
+        rank: int,
+        world_size: int,
+        address: Address,
+        deadline: float,
+        has_group: bool = True,
+        host_rank: int = -1,
+        reopens: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            open_store: returns the prefix that these ranks share. It may wait, and fail with torch's errors.
+            connect: makes the mesh in the room, the prefix it is given. It undoes what it can if the event is set.
+            rank, world_size, deadline: see above.
+            address: this rank's probe server.
+            has_group: this rank has torch's default group, or needs none. All ranks must say the same.
+            host_rank: the rank whose process hosts the store, -1 if none does.
+            reopens: whether ``open_store`` may succeed after it or the store has failed.
+        """
+        self.rank, self.world_size, self.deadline = rank, world_size, deadline
+        self.room: Any = None
+        self.addresses: tuple[Address, ...] = ()
+        self._open_store, self._connect, self._reopens = open_store, connect, reopens
+        self._mine = Entry(WAITING, secrets.token_bytes(NONCE_BYTES), address, has_group)
+        self._host_rank = host_rank
+        self._store: Any = None
+        self._seen: dict[int, Entry] = {}
+        self._name = b""
+        self._mesh: Any = None
+        self._setback: Setback | None = None
+        self._connected, self._closed = threading.Event(), threading.Event()
+        self._farewell: Setback | None = None
+        self._thread = threading.Thread(target=self._run, name="moelink-meeting", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Any:
+        """Wait until all ranks have met and connected; return the mesh.
+
+        Raises:
+            PeerTimeoutError: they have not by the deadline, or (PeerLostError) the process of one is gone.
+        """
+        while not self._connected.wait(0.02):
+            if self._setback is not None or time.monotonic() > self.deadline + _LAST_WORD_SECONDS:
+                raise self.fail("the mesh was not connected")
+        return self._mesh
+
+    def failure(self) -> PeerTimeoutError | None:
+        """Return the error that ends this attempt, once there is one."""
+        if self._setback is not None:
+            return self._setback.error(self.rank)
+        return self.fail("it did not take part in the set-up") if time.monotonic() > self.deadline else None
+
+    def fail(self, detail: str) -> PeerTimeoutError:
+        """Return the error of this attempt, which has failed here: what a peer told, or what probes show."""
+        suspect = None if self._setback is not None else self._suspect()
+        end = min(time.monotonic() + _LAST_WORD_SECONDS, self.deadline)
+        while self._setback is None and (suspect is None or not suspect.lost) and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)  # a peer that gave up first says why
+        self._setback = self._setback or suspect or Setback(self._unheard(), detail)
+        return self._setback.error(self.rank)
+
+    def finish(self) -> None:
+        """Leave with a communicator. Removes this attempt's keys; waits for the store at most a second.
+
+        Raises:
+            PeerTimeoutError: another rank has left without one.
+        """
+        if self._setback is not None:
+            raise self._setback.error(self.rank)
+        self._end(None, seconds=1.0)
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Leave without a communicator, because ``error`` was raised here. Peers in the room raise soon, too.
+
+        They go on for a moment, so that an error that every rank finds in the same exchange is raised by every rank.
+        """
+        if isinstance(error, PeerTimeoutError):
+            detail = f"rank {self.rank} says so: {error}"[:150]
+            self._end(Setback(error.peer, detail, lost=isinstance(error, PeerLostError)), seconds=0.1)
+        else:
+            why = f"it raised {type(error).__name__} in init" if error is not None else "it gave up"
+            self._end(Setback(self.rank, why), seconds=_LAST_WORD_SECONDS)
+
+    def _end(self, farewell: Setback | None, *, seconds: float) -> None:
+        if not self._closed.is_set():
+            self._farewell = farewell
+            self._closed.set()
+            self._thread.join(seconds)
+
+    def _unheard(self) -> int:
+        """The rank to name when nothing else is known: the store's host if the store keeps this thread waiting."""
+        return -1 if self._connected.is_set() or self._host_rank == self.rank else self._host_rank
+
+    # From here on everything runs in the meeting's own thread, except _suspect.
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.is_set():
+                try:
+                    self._attempt()
+                    return
+                except _VoidError:
+                    continue
+                except RuntimeError as error:  # torch's: the store's host is gone, or has not come yet
+                    if not self._reopens or time.monotonic() + 0.1 > self.deadline or self._connected.is_set():
+                        self._setback = self._setback or self._suspect() or self._store_failed(error)
+                        return
+                    self._store = None
+                    self._closed.wait(0.1)
+        except _SetbackError as error:
+            self._setback = self._setback or error.setback
+        except Exception as error:  # noqa: BLE001 - this thread has nobody else to tell
+            self._setback = Setback(self.rank, f"{type(error).__name__}: {error}")
+        finally:
+            with suppress(RuntimeError):
+                self._clean_up()
+
+    def _attempt(self) -> None:
+        if self._store is None:
+            self._store = self._open_store()
+        self._mine = replace(self._mine, state=WAITING, nonce=secrets.token_bytes(NONCE_BYTES))
+        self._name = b""
+        self._store.set(f"entry/{self.rank}", self._mine.encode())
+        roster = self._publish() if self.rank == 0 else self._find()
+        if roster is None:
+            return  # closed meanwhile
+        self._seen = dict(enumerate(roster))
+        self._name = digest(roster)
+        self.addresses = tuple(entry.address for entry in roster)
+        without = [rank for rank, entry in enumerate(roster) if not entry.has_group]
+        if 0 < len(without) < self.world_size:
+            raise _SetbackError(Setback(without[0], "it has no default process group, and others do: destroy theirs"))
+        room = PrefixStore(f"room/{self._name.hex()}", self._store)
+        if self._join(room, roster):
+            self.room = room
+            self._store.set(f"entry/{self.rank}", replace(self._mine, state=ENTERED).encode())
+            self._connected.set()
+            self._attend()
+
+    def _publish(self) -> list[Entry] | None:
+        """Rank 0: wait until all have come and answer, and write the roster."""
+        pause = max(_PAUSE_SECONDS, 0.0005 * self.world_size)
+        while not self._closed.is_set():
+            entries = self._read_entries()
+            waiting = {rank: entry for rank, entry in entries.items() if entry.state == WAITING}
+            if len(waiting) == self.world_size:
+                roster = [waiting[rank] for rank in range(self.world_size)]
+                results = self._probe(waiting)
+                if all(result.reached >= 0 for result in results.values()):
+                    self._store.set("roster", encode_roster(roster))
+                    return roster
+            self._give_up_late(entries)
+            self._closed.wait(pause)
+        return None
+
+    def _find(self) -> list[Entry] | None:
+        """Another rank: wait for a roster with this rank's entry."""
+        while not self._closed.is_set():
+            roster = decode_roster(peek(self._store, "roster"))
+            if len(roster) == self.world_size and roster[self.rank] == self._mine:
+                return roster
+            if time.monotonic() > self.deadline:
+                self._give_up_late(self._read_entries())
+            self._closed.wait(_PAUSE_SECONDS)
+        return None
+
+    def _give_up_late(self, everybody: dict[int, Entry]) -> None:
+        """After the deadline: raise the setback that names who has not come."""
+        self._seen = entries = {rank: entry for rank, entry in everybody.items() if entry.state != LEFT}
+        if time.monotonic() <= self.deadline:
+            return
+        results = self._probe(entries)
+        lost = [rank for rank, result in results.items() if result.lost]
+        left = [rank for rank, entry in everybody.items() if entry.state == LEFT]
+        # A rank that gave up a moment ago did so because of one that is missing here, too: name that one.
+        missing = [rank for rank in range(self.world_size) if rank not in everybody] or left
+        silent = [rank for rank, result in results.items() if result.reached < 0 and not result.lost]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        if lost:
+            raise _SetbackError(Setback(lost[0], GONE_IN_WORDS, lost=True))
+        if missing:
+            raise _SetbackError(Setback(missing[0], _say(missing, "", "have not called init", "has not called init")))
+        if silent:
+            raise _SetbackError(Setback(silent[0], _say(silent, "called init and", "do not answer", "does not answer")))
+        raise _SetbackError(Setback(others[0] if others else -1, "the ranks came too late to meet"))
+
+    def _join(self, room: Any, roster: Sequence[Entry]) -> bool:
+        """Connect the mesh, in a thread; watch the others meanwhile. False if this rank has been closed."""
+        outcome: list[Any] = []
+        left = threading.Event()
+
+        def connect() -> None:
+            try:
+                outcome.append(self._connect(room, left))
+            except Exception as error:  # noqa: BLE001 - judged below, whatever torch raises
+                outcome.append(error)
+            finally:
+                if left.is_set():
+                    _forget_gloo(room, self.rank)
+
+        threading.Thread(target=connect, name="moelink-connect", daemon=True).start()
+        begin = time.monotonic()
+        next_look, next_probe = begin + _FIRST_LOOK_SECONDS, begin + _PROBE_EVERY_SECONDS
+        try:
+            while not outcome:
+                self._closed.wait(0.002)
+                now = time.monotonic()
+                if self._closed.is_set():
+                    raise _SetbackError(Setback(self.rank, "it gave up"))
+                if now > self.deadline:
+                    raise _SetbackError(self._suspect() or Setback(-1, "gloo's mesh was not connected"))
+                if now > next_look:
+                    next_look = now + 5 * _PAUSE_SECONDS
+                    self._hear()
+                    if self.rank == 0 and self._read_entries(waiting=roster) != dict(enumerate(roster)):
+                        self._tell(_VOID, Setback(-1, ""))
+                        raise _VoidError
+                if now > next_probe:
+                    self._raise_lost()
+                    next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
+        except BaseException:
+            left.set()
+            raise
+        if isinstance(outcome[0], Exception):
+            self._hear()
+            self._raise_lost()
+            setback = self._suspect() or Setback(-1, f"gloo's mesh was not connected: {outcome[0]}")
+            raise _SetbackError(setback) from outcome[0]
+        self._mesh = outcome[0]
+        return True
+
+    def _attend(self) -> None:
+        """Watch the others while this rank sets up."""
+        next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
+        while not self._closed.wait(2 * _PAUSE_SECONDS):
+            try:
+                self._hear()
+            except _VoidError:
+                raise _SetbackError(Setback(0, "it has begun again")) from None
+            if time.monotonic() > next_probe:
+                self._raise_lost()
+                next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
+
+    def _hear(self) -> None:
+        """Raise what a peer has written of this room."""
+        news = peek(self._store, "failed")
+        if len(news) < _NEWS.size:
+            return
+        name, kind, peer, lost = _NEWS.unpack_from(news)
+        if name != self._name:
+            return
+        if kind == _VOID:
+            raise _VoidError
+        known = peer if peer in range(self.world_size) else -1
+        raise _SetbackError(Setback(known, news[_NEWS.size :].decode(errors="replace"), lost))
+
+    def _tell(self, kind: int, setback: Setback) -> None:
+        news = _NEWS.pack(self._name, kind, setback.peer, setback.lost) + setback.detail.encode()[:200]
+        self._store.set("failed", news)
+
+    def _read_entries(self, waiting: Sequence[Entry] = ()) -> dict[int, Entry]:
+        """Read the entries there are. With ``waiting``, one that has ENTERED since reads as it was."""
+        entries = {}
+        for rank in range(self.world_size):
+            entry = Entry.decode(peek(self._store, f"entry/{rank}"))
+            if entry is not None:
+                same = waiting and replace(entry, state=WAITING) == waiting[rank]
+                entries[rank] = waiting[rank] if same else entry
+        return entries
+
+    def _probe(self, entries: Mapping[int, Entry], ranks: Iterable[int] | None = None) -> dict[int, ProbeResult]:
+        """Probe ``ranks`` of ``entries`` (None: all), except this one; results by rank."""
+        places = [entries.get(rank, self._mine).address for rank in range(self.world_size)]
+        others = [rank for rank in sorted(entries if ranks is None else ranks) if rank != self.rank]
+        return probe_all(places, others) if others else {}
+
+    def _raise_lost(self) -> None:
+        """Rank 0 probes all others, and the others probe rank 0: raise if the process of one is gone."""
+        results = self._probe(self._seen, None if self.rank == 0 else [0])
+        lost = [rank for rank, result in results.items() if result.lost]
+        if lost:
+            self._hear()  # a rank that gave up first says why, and ends then
+            raise _SetbackError(Setback(lost[0], GONE_IN_WORDS, lost=True))
+
+    def _suspect(self) -> Setback | None:
+        """Probe all that were seen: name one whose process is gone, or else one that does not answer."""
+        results = self._probe(dict(self._seen))
+        for rank, result in results.items():
+            if result.lost:
+                return Setback(rank, GONE_IN_WORDS, lost=True)
+        silent = [rank for rank, result in results.items() if result.reached < 0]
+        return (
+            Setback(silent[0], _say(silent, "called init and", "do not answer", "does not answer")) if silent else None
+        )
+
+    def _store_failed(self, error: RuntimeError) -> Setback:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Setback(self._host_rank, f"the store that ranks meet in does not answer: {text}")
+
+    def _clean_up(self) -> None:
+        """Remove what this rank wrote, and tell the room if this rank has failed."""
+        if self._store is None:
+            return
+        failed = self._farewell if self._closed.is_set() else self._setback
+        entry = Entry.decode(peek(self._store, f"entry/{self.rank}"))
+        if entry is not None and entry.nonce == self._mine.nonce:
+            if failed is None and self._connected.is_set():
+                self._store.delete_key(f"entry/{self.rank}")
+            else:
+                self._store.set(f"entry/{self.rank}", replace(self._mine, state=LEFT).encode())
+        if failed is None and self._connected.is_set():
+            _forget_gloo(self.room, self.rank)
+            if self.rank == 0:
+                self._store.delete_key("roster")
+                self._store.delete_key("failed")
+            return
+        if self._name:
+            self._tell(_FAILED, failed or Setback(self.rank, "it gave up"))
+            return
+        roster = decode_roster(peek(self._store, "roster"))
+        if self.rank < len(roster) and roster[self.rank].nonce == self._mine.nonce:
+            self._name = digest(roster)
+            self._tell(_VOID, Setback(-1, ""))
+
+
+def _say(ranks: Sequence[int], before: str, many: str, one: str) -> str:
+    if len(ranks) == 1:
+        return " ".join(f"it {before} {one}".split())
+    return " ".join(f"ranks {', '.join(map(str, ranks))} {before} {many}".split())
+
+
+def _forget_gloo(room: Any, rank: int) -> None:
+    """Delete what gloo wrote of this rank's sockets."""
+    with suppress(RuntimeError):
+        room.delete_key(f"control/0/{rank}")

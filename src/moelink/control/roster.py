@@ -1,0 +1,71 @@
+"""Say who meets at ``init``: what each rank shows of itself, and the list of all of them that rank 0 writes.
+
+Nothing that is read here is trusted: a malformed entry is no entry.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from moelink.control.probe import Address
+
+WAITING, ENTERED, LEFT = b"W", b"E", b"L"
+"""States of an entry: the rank waits for the others, it sets up with them, it has given up."""
+
+NONCE_BYTES = 16
+_FLAG = 1 + NONCE_BYTES
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one rank shows to those that it meets. ``has_group``: it has torch's default group already."""
+
+    state: bytes
+    nonce: bytes
+    address: Address
+    has_group: bool = False
+
+    def encode(self) -> bytes:
+        """Encode as bytes, for the store."""
+        return self.state + self.nonce + bytes([self.has_group]) + self.address.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Entry | None:
+        """Decode what :meth:`encode` returned; None for anything else."""
+        if data[:1] not in (WAITING, ENTERED, LEFT):
+            return None
+        try:
+            return cls(
+                data[:1], data[1:_FLAG], Address.decode(data[_FLAG + 1 :]), has_group=data[_FLAG : _FLAG + 1] == b"\1"
+            )
+        except (ValueError, struct.error):
+            return None
+
+
+def encode_roster(entries: Sequence[Entry]) -> bytes:
+    """Encode the entries of all ranks, by rank."""
+    parts = [entry.encode() for entry in entries]
+    return b"".join(struct.pack("<H", len(part)) + part for part in parts)
+
+
+def decode_roster(data: bytes) -> list[Entry]:
+    """Decode what :func:`encode_roster` returned; empty for anything else."""
+    entries: list[Entry] = []
+    while data:
+        if len(data) < 2:
+            return []
+        (size,) = struct.unpack_from("<H", data)
+        entry = Entry.decode(data[2 : 2 + size])
+        if entry is None:
+            return []
+        entries.append(entry)
+        data = data[2 + size :]
+    return entries
+
+
+def digest(roster: Sequence[Entry]) -> bytes:
+    """Return the name of the room of these ranks."""
+    return blake2b(encode_roster(roster), digest_size=16).digest()

@@ -1,0 +1,124 @@
+"""Open the stores in which ranks meet, and use a store without waiting in it.
+
+A call of torch's store client may wait longer than its timeout when the store's host is stopped or unreachable. So
+whoever must not wait makes such calls through :func:`bounded`, in a thread that can be left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from moelink.errors import ConfigError
+
+T = TypeVar("T")
+
+_ABSENT = b"?"
+_SMALLEST = timedelta(milliseconds=50)
+
+
+class BoundedError(Exception):
+    """A call did not return by its deadline."""
+
+
+def bounded(call: Callable[[], T], deadline: float) -> T:
+    """Return what ``call`` returns, or raise what it raises, by ``deadline`` of the monotonic clock.
+
+    Raises:
+        BoundedError: the call had not returned. Its thread is left behind, and ends when the call does.
+    """
+    results: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            results.append((True, call()))
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            results.append((False, error))
+
+    thread = threading.Thread(target=run, name="moelink-bounded", daemon=True)
+    thread.start()
+    thread.join(max(deadline - time.monotonic(), 0.0))
+    if not results:
+        raise BoundedError
+    returned, value = results[0]
+    if not returned:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def peek(store: Any, key: str) -> bytes:
+    """Return the value of ``key``, empty if there is none. Unlike ``get`` it never waits for the key to appear."""
+    value = bytes(store.compare_set(key, _ABSENT, _ABSENT))
+    return b"" if value == _ABSENT else value
+
+
+def serve(host: str, timeout: float) -> Any:
+    """Open a store on a free port of ``host``'s interface, and of no other."""
+    with socket.create_server((host, 0), backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+
+def reach(host: str, port: int, deadline: float, timeout: float) -> Any:
+    """Connect to a store by ``deadline``; its own calls wait ``timeout`` seconds then."""
+    left = max(timedelta(seconds=deadline - time.monotonic()), _SMALLEST)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+class LauncherStore:
+    """The store that torchrun's variables name: rank 0 hosts it, or (``TORCHELASTIC_USE_AGENT_STORE``) the launcher.
+
+    Attributes:
+        rank, world_size: of this process, as the launcher says.
+        host_rank: the rank that hosts the store, or -1.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Raises ConfigError for a variable that is missing, or that is not a number."""
+        self.rank = _number(environ, "RANK")
+        self.world_size = _number(environ, "WORLD_SIZE")
+        self.port = _number(environ, "MASTER_PORT")
+        self.host = environ.get("MASTER_ADDR", "")
+        if not self.host:
+            raise ConfigError("MASTER_ADDR", "the address of rank 0's host, in the environment", None)
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError("RANK", f"a number in [0, WORLD_SIZE = {self.world_size})", self.rank)
+        self.host_rank = -1 if environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
+        self._use_libuv = environ.get("USE_LIBUV", "1") == "1"
+
+    def open(self, deadline: float, timeout: float) -> Any:
+        """Connect, or serve on the host's rank, which shares what this process serves at that port already."""
+        if self.rank != self.host_rank:
+            return reach(self.host, self.port, deadline, timeout)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self.host, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout),
+            multi_tenant=True, use_libuv=self._use_libuv,
+        )  # fmt: skip
+
+    def root_of(self, store: Any) -> Any:
+        """Return the launcher's own store where ``store``, a default group's, is a prefix of it; else None."""
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore) and (store.host, store.port) == (self.host, self.port):  # type: ignore[attr-defined]
+            return store
+        return None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except (KeyError, ValueError):
+        raise ConfigError(name, "a whole number in the environment, as torchrun sets it", environ.get(name)) from None

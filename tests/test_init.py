@@ -1,0 +1,123 @@
+"""``init`` fails in bounded time, names the rank at fault, and may be repeated, whatever went wrong before."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import init_ranks
+import moelink
+from init_ranks import SPARE, TIMEOUT, faults_of, run_schedule
+from moelink.control.meeting import Meeting
+from moelink.control.probe import ProbeServer
+from moelink.control.stores import BoundedError, bounded, peek, reach, serve
+from moelink.testing import run_ranks
+from tiers import seeds
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["no_group", "group"])
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+@pytest.mark.parametrize("fault", ["late", "typo", "mismatch"])
+def test_init_works_again_after_ranks_failed_differently(fault: str, transport: str, given: bool) -> None:
+    """Closes over: ranks that count their attempts apart, or read what an earlier attempt left in the store."""
+    first, wrong, last = run_ranks(init_ranks.repeated, 3, transport, fault, given)
+    for tried in (first, last):
+        assert tried[0].kind == {"late": "PeerTimeoutError", "typo": "PeerAbortedError"}.get(
+            fault, "ConfigMismatchError"
+        )
+        assert tried[0].peer == (1 if fault != "mismatch" else -1), tried
+        assert tried[0].took < TIMEOUT + 1
+        assert [told.kind for told in tried[1:]] == [""], tried
+    assert [told.kind for told in wrong] == {"late": [""], "typo": ["ConfigError", ""]}.get(
+        fault, ["ConfigMismatchError", ""]
+    )
+
+
+@pytest.mark.parametrize("place", ["connecting", "entered", "handshake"])
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("blow", ["die", "stop"])
+def test_a_rank_that_dies_or_stops_in_init_is_named_in_time(blow: str, victim: int, place: str) -> None:
+    results = run_ranks(init_ranks.struck, 4, place, blow, victim, mortal={victim} if blow == "die" else ())
+    for rank, told in enumerate(results):
+        if rank == victim:
+            continue
+        assert told.kind == ("PeerLostError" if blow == "die" else "PeerTimeoutError") or victim == 0, told
+        assert told.peer == victim, told
+        assert told.took < TIMEOUT + 1 + SPARE, told
+        assert told.took < TIMEOUT or (blow, place) != ("die", "handshake"), told
+
+
+def test_init_without_the_host_of_the_store_names_it_in_time() -> None:
+    for told in run_ranks(init_ranks.without_the_store, 3, mortal={0})[1:]:
+        assert (told.kind, told.peer) == ("PeerTimeoutError", 0), told
+        assert told.took < TIMEOUT + 1
+
+
+def test_init_works_after_the_default_group_was_destroyed() -> None:
+    for tried in run_ranks(init_ranks.regrouped, 3):
+        assert [told.kind for told in tried] == [""] * 3
+
+
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_communicator_leaves_no_key_in_the_store(transport: str) -> None:
+    for counts in run_ranks(init_ranks.counted_keys, 3, transport):
+        assert len(set(counts)) == 1, counts
+
+
+def test_a_store_listens_on_one_interface() -> None:
+    """Closes over: torch's own socket, which listens on every interface."""
+    store = serve("127.0.0.1", 5.0)
+    with open("/proc/net/tcp") as table:
+        listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
+    assert f"0100007F:{store.port:04X}" in listening
+    assert not any(place.endswith(f":{store.port:04X}") and place.startswith("0000") for place in listening)
+    reached = reach("127.0.0.1", store.port, time.monotonic() + 5, 5.0)
+    reached.set("key", b"value")
+    assert (peek(store, "key"), peek(reached, "none")) == (b"value", b"")
+
+
+def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
+    """Ranks 0 and 2 wait for rank 1. Rank 0's time is up earlier, and its entry says so."""
+    store, servers, meetings = dist.HashStore(), [ProbeServer(), ProbeServer()], []
+    for rank, seconds, server in ((0, 0.2, servers[0]), (2, 0.6, servers[1])):
+        meetings.append(
+            Meeting(
+                lambda: store, lambda *_: None, rank=rank, world_size=3, address=server.address,
+                deadline=time.monotonic() + seconds,
+            )
+        )  # fmt: skip
+    for meeting in meetings:
+        with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*has not called init"):
+            meeting.wait()
+        meeting.abandon()
+    for server in servers:
+        server.close()
+
+
+def test_a_call_that_does_not_return_is_left_behind() -> None:
+    start = time.monotonic()
+    with pytest.raises(BoundedError):
+        bounded(lambda: time.sleep(2), start + 0.1)
+    assert time.monotonic() < start + 1
+    assert bounded(lambda: 3, time.monotonic() + 5) == 3
+    with pytest.raises(KeyError):
+        bounded(lambda: {}[1], time.monotonic() + 5)
+
+
+@seeds(20, 300)
+def test_random_schedules_of_init(seeds: Any) -> None:
+    """Ranks are killed and started again, stopped, late, or mistype: all come to a communicator, and every failure on
+    the way is an error of moelink, in time."""
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        for seed, results in zip(seeds, pool.map(run_schedule, seeds), strict=True):
+            faults = faults_of(seed)
+            print(f"seed {seed}: {faults}: {[len(tried or ()) for tried in results]} attempts")
+            stopped = {fault.rank: fault.seconds for fault in faults if fault.kind == "stop"}
+            for rank, tried in enumerate(results):
+                assert tried is not None, f"seed {seed}: rank {rank} hangs"
+                for told in tried:
+                    assert told.took < 1.5 + 1 + SPARE + stopped.get(rank, 0.0), f"seed {seed}, rank {rank}: {told}"
