@@ -17,7 +17,7 @@ import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 import moelink.ops
 from moelink import communicator
-from moelink.control import recovery
+from moelink.control import surroundings
 from moelink.testing import assert_bitwise_equal, rank_data
 
 FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}
@@ -290,7 +290,7 @@ def wrong_lists(rank: int, world_size: int) -> bool:
     assert str(lists[rank]) in str(caught.value)
     check_round_trip(ep, rank)
     if rank == 2:
-        time.sleep(TIMEOUT + 1)
+        time.sleep(2 * TIMEOUT + 2)
     else:
         with pytest.raises(moelink.PeerTimeoutError, match=r"rank 2 did not arrive in recover.*has not called") as told:
             ep.recover([0, 1, 2])
@@ -316,7 +316,7 @@ def death_in_recover(rank: int, world_size: int, moment: str) -> tuple[str, int]
     assert caught(ep, rank).peer == 3
     if rank == 0:
         if moment == "meeting":
-            recovery.meet = lambda *_, **__: die()
+            surroundings.meet = lambda *_, **__: die()
         elif moment == "building":
             communicator.build_in_group = lambda *_: die()
         else:
@@ -327,6 +327,60 @@ def death_in_recover(rank: int, world_size: int, moment: str) -> tuple[str, int]
     check_round_trip(new, rank)
     new.close()
     return type(told.value).__name__, told.value.peer
+
+
+def late_after_recover(rank: int, world_size: int) -> bool:
+    """Rank 2 comes late, to init and to recover, so that little of the timeout is left there, and to the next call."""
+    if rank == 2:
+        time.sleep(2.0)
+    ep = moelink.init(**FIELDS, timeout=3.0, transport="collective")
+    if rank == 2:
+        time.sleep(1.7)
+    check_round_trip(ep, rank)
+    if rank == 0:
+        die()
+    assert caught(ep, rank).peer == 0
+    if rank == 2:
+        time.sleep(2.0)
+    new = ep.recover([1, 2])
+    check_round_trip(new, rank)
+    if rank == 2:
+        time.sleep(1.7)
+    check_round_trip(new, rank)
+    new.close()
+    return True
+
+
+def left_out(rank: int, world_size: int) -> bool:
+    """Of three ranks that recover, the first dies at the end of the set-up. One survivor has its communicator."""
+    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    check_round_trip(ep, rank)
+    build = communicator.build_in_group
+
+    def last_exchange(*arguments: Any) -> Any:
+        built = build(*arguments)
+        if rank == 0:
+            die()
+        if rank == 1:
+            time.sleep(0.3)
+            raise moelink.PeerLostError(rank=1, peer=0, phase="init", call=0, expected=0, got=None)
+        return built
+
+    communicator.build_in_group = last_exchange
+    if rank == 2:
+        new = ep.recover([0, 1, 2])
+        time.sleep(2 * TIMEOUT)
+        new.close()
+        return True
+    with pytest.raises(moelink.PeerLostError) as told:
+        ep.recover([0, 1, 2])
+    assert told.value.peer == 0
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 2 has gone on with ranks .0, 1, 2.") as told_again:
+        ep.recover([1, 2])
+    assert told_again.value.peer == 1
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 2 has gone on"):
+        ep.recover([1])
+    return True
 
 
 def gradients(rank: int, world_size: int) -> bool:

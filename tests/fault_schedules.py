@@ -82,7 +82,7 @@ class PretendedProbeServer:
     call: int = 0
     failure: Failure | None = None
 
-    def close(self) -> None:
+    def close(self, after: float = 0.0) -> None:
         """Nothing is open."""
 
 

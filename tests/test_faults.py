@@ -85,9 +85,10 @@ def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
     board: Any = SimpleNamespace(
         rank=1, mine=Proposal((0, 1, 2), bytes(16), 0), others=[0, 2], show=lambda corner: None,
         agree=lambda shown: None, read=lambda: answers.pop(0),
+        around=SimpleNamespace(now=time.monotonic, sleep=lambda _: time.sleep(0.02)),
     )  # fmt: skip
     with pytest.raises(moelink.PeerTimeoutError, match="rank 2 did not arrive in recover.*has not called") as told:
-        _agree(board, deadline=time.monotonic() + 0.1)
+        _agree(board, begin=time.monotonic() - 1.0, timeout=0.05)
     assert told.value.peer == 2
 
 
@@ -97,6 +98,16 @@ def test_a_death_in_recover_is_named_and_recover_works_again(moment: str) -> Non
         kind, peer = result
         assert peer == 0
         assert kind == "PeerLostError" or (kind == "PeerTimeoutError" and moment != "at once")
+
+
+def test_a_recovered_communicator_waits_as_long_as_the_old_one() -> None:
+    """Closes over: a new communicator whose timeout is what recover had left of it."""
+    assert run_ranks(fault_ranks.late_after_recover, 3, mortal={0}) == [None, True, True]
+
+
+def test_who_is_left_out_does_not_go_on_alone() -> None:
+    """Rank 2 has gone on from the last exchange, in which rank 0 died; rank 1 has not."""
+    assert run_ranks(fault_ranks.left_out, 3, mortal={0}) == [None, True, True]
 
 
 def test_a_recovered_communicator_trains() -> None:

@@ -15,8 +15,16 @@ from moelink import ops
 from moelink.config import EPConfig, Layout, Mode, TransportName
 from moelink.control.group import World, connect, default_device, leave, plain_device
 from moelink.control.handshake import refuse
-from moelink.control.recovery import check_survivors, config_of_survivors, named_as_before, regroup
-from moelink.errors import ClosedError, ConfigError
+from moelink.control.recovery import (
+    LINGER_SECONDS,
+    check_survivors,
+    config_of_survivors,
+    go_on,
+    named_as_before,
+    regroup,
+)
+from moelink.control.surroundings import ProcessSurroundings
+from moelink.errors import ClosedError, ConfigError, PeerTimeoutError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
@@ -305,7 +313,8 @@ class Communicator:
         Raises:
             ArgumentError: ``ranks`` is not acceptable here; nothing has changed.
             ConfigMismatchError: another rank recovers with other ranks.
-            PeerTimeoutError: a rank in the list did not come within ``timeout``, or (PeerLostError) is gone.
+            PeerTimeoutError: a rank in the list did not come in time, or (PeerLostError) is gone. If it names this
+                rank, the others have gone on without it: it cannot recover any more.
             ClosedError: after :meth:`close`.
         """
         detector = self._session.detector
@@ -314,14 +323,25 @@ class Communicator:
         survivors = check_survivors(ranks, self.config)
         config = config_of_survivors(self.config, survivors)
         world = World(rank=0, world_size=1)
-        if detector is not None and len(survivors) > 1:
-            world = regroup(detector, survivors, self.config.timeout)
+        around = ProcessSurroundings(detector) if detector is not None else None
+        if around is not None and detector is not None:
+            if detector.left_out is not None:
+                raise detector.left_out
+            if len(survivors) > 1:
+                try:
+                    world = regroup(around, survivors, self.config.timeout)
+                except PeerTimeoutError as error:
+                    detector.left_out = error if error.peer == error.rank else None
+                    raise
         # Memory and SMs of the old generation make room for the new one.
         self._context.gradients.close()
         self._session.release()
-        with named_as_before(detector, survivors):
+        with named_as_before(around, survivors):
             recovered = _open(config, self.device, world)
-        self.close()
+        if around is not None and detector is not None:
+            go_on(around, survivors)
+            detector.close(after=3 * self.config.timeout + LINGER_SECONDS)
+        self._context.gradients.close()
         return recovered
 
     def close(self) -> None:

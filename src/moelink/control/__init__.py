@@ -8,6 +8,7 @@
 ``handshake``         compare configurations and exchange addresses, once, at ``init``
 ``probe``             a socket per rank that answers "how far are you", and takes reports of failures
 ``failure_detector``  name the rank at fault when a call fails, and report it to the peers
+``surroundings``      what a recovery needs of the world: a clock, its peers, a store
 ``recovery``          let the surviving ranks agree on a new, smaller group
 ====================  ==================================================================================================
 """

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from moelink.control.probe import Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe_all
+from moelink.errors import PeerTimeoutError
 
 _REPORT_SECONDS = 0.3
 
@@ -18,11 +19,13 @@ class FailureDetector:
         probe_server: this rank's own.
         addresses: the address of every rank's probe server, this rank's included.
         closed: :meth:`close` was called. Peers' probes of this rank are refused from then on.
+        left_out: the error of a recovery in which the others had gone on without this rank, or None.
     """
 
     def __init__(self, *, rank: int, probe_server: ProbeServer, addresses: Sequence[Address]) -> None:
         self.rank, self.probe_server, self.addresses = rank, probe_server, tuple(addresses)
         self.closed = False
+        self.left_out: PeerTimeoutError | None = None
 
     def enter(self) -> int:
         """Count a call of this rank, so that probes see its progress. Returns the call's number, from 1."""
@@ -87,7 +90,7 @@ class FailureDetector:
         del results[self.rank]
         return results
 
-    def close(self) -> None:
-        """Stop answering probes. Safe to call twice."""
+    def close(self, after: float = 0.0) -> None:
+        """Stop answering probes, ``after`` seconds from now. Safe to call twice."""
         self.closed = True
-        self.probe_server.close()
+        self.probe_server.close(after)

@@ -10,12 +10,19 @@ opened. Each rank reads the proposals of all the ranks in its own list, again an
 * the process of one is gone: PeerLostError;
 * one has another list, for longer than ``_GRACE_SECONDS``: ConfigMismatchError (a shorter time may be left from an
   attempt that failed there too, and that the rank is about to repeat);
-* ``timeout`` seconds have passed: PeerTimeoutError, naming a rank that has no proposal.
+* one does not answer for ``timeout`` seconds, or has no proposal when every call of the old communicator must be over
+  (twice ``timeout``, because ranks enter a call up to ``timeout`` apart): PeerTimeoutError, which names it.
 
 Then the ranks meet in the new store, in a *corner*: a prefix that is a digest of all their nonces. Each publishes the
 name of its corner, so an attempt meets only itself. Example: rank 1 gave up and calls ``recover`` again while rank 2
 still waits in the corner of the first attempt. Rank 2 sees rank 1's new nonce, leaves that corner and agrees anew. From
 there on everything is as at ``init``: new connections, a new identity, new workspaces.
+
+The last exchange of a set-up may succeed on one rank and fail on another, whose peer died in the middle of it. The one
+has gone on and does not come back to the old group; the other must not take it for dead, and go on alone. So a rank
+that has a new communicator publishes that at its old probe server (:func:`go_on`), which stays a while. Who reads it
+knows that it has been left out: its error names itself, and it cannot recover any more. Whoever has gone on finds the
+rank that was left out missing in the first call.
 
 Late writes of the old generation cannot reach the new one. It has other memory (a file or an allocation made after the
 agreement, which ranks outside it have never mapped), other connections, and other probe servers with other tokens. A
@@ -33,10 +40,7 @@ from __future__ import annotations
 
 import secrets
 import struct
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -45,20 +49,22 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.config import EPConfig
-from moelink.control.failure_detector import FailureDetector
-from moelink.control.group import World, meet
-from moelink.control.probe import GONE, GONE_IN_WORDS, NO_ANSWER, read_proposal
-from moelink.control.stores import BoundedError, bounded, reach, serve
+from moelink.control.group import World
+from moelink.control.probe import GONE, GONE_IN_WORDS, NO_ANSWER
+from moelink.control.stores import BoundedError
+from moelink.control.surroundings import Surroundings
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerLostError, PeerTimeoutError
 
 PHASE = "recover"
 """Phase of the errors raised here; their call number is 0."""
 
-_HEAD = struct.Struct("<16sH16sI")
+_HEAD = struct.Struct("<16sH16s?I")
 _GRACE_SECONDS = 2.0
-_LINGER_SECONDS = 1.0
+LINGER_SECONDS = 1.0
 """How long a refused list stays published, so that every other rank sees it for longer than ``_GRACE_SECONDS``."""
 _PAUSE_SECONDS = 0.02
+_CALL_SPARE_SECONDS = 1.0
+"""What a call may take beyond its timeout."""
 _LAST_WORD_SECONDS = 0.5
 
 
@@ -78,25 +84,27 @@ class Proposal:
         nonce: 16 random bytes of this attempt.
         port: port of the lowest rank's store, 0 on the others.
         corner: 16 bytes, the name of the corner in which this rank waits for the others; zeros before it has agreed.
+        finished: this rank has a new communicator of ``ranks``.
     """
 
     ranks: tuple[int, ...]
     nonce: bytes
     port: int
     corner: bytes = bytes(16)
+    finished: bool = False
 
     def encode(self) -> bytes:
         """Encode as bytes, for the probe server."""
-        head = _HEAD.pack(self.nonce, self.port, self.corner, len(self.ranks))
+        head = _HEAD.pack(self.nonce, self.port, self.corner, self.finished, len(self.ranks))
         return head + struct.pack(f"<{len(self.ranks)}I", *self.ranks)
 
     @classmethod
     def decode(cls, data: bytes) -> Proposal:
         """Decode what :meth:`encode` returned. Raises ValueError or struct.error for anything else."""
-        nonce, port, corner, count = _HEAD.unpack_from(data)
+        nonce, port, corner, finished, count = _HEAD.unpack_from(data)
         if len(data) != _HEAD.size + 4 * count:
             raise ValueError(f"expected {_HEAD.size + 4 * count} bytes for {count} ranks, got {len(data)}")
-        return cls(struct.unpack_from(f"<{count}I", data, _HEAD.size), nonce, port, corner)
+        return cls(struct.unpack_from(f"<{count}I", data, _HEAD.size), nonce, port, corner, finished)
 
 
 def check_survivors(ranks: Iterable[int], config: EPConfig) -> tuple[int, ...]:
@@ -126,7 +134,7 @@ def config_of_survivors(config: EPConfig, survivors: Sequence[int]) -> EPConfig:
     return replace(config, world_size=len(survivors), rank=survivors.index(config.rank), ranks_per_node=None)
 
 
-def regroup(detector: FailureDetector, survivors: tuple[int, ...], timeout: float) -> World:
+def regroup(around: Surroundings, survivors: tuple[int, ...], timeout: float) -> World:
     """Agree with all ``survivors`` (old ranks, ascending, this one included), meet them, and return their world.
 
     New ranks are numbered in the order of the old ones.
@@ -134,74 +142,89 @@ def regroup(detector: FailureDetector, survivors: tuple[int, ...], timeout: floa
     Raises:
         ConfigMismatchError: another rank called recover with another list.
         PeerLostError: the process of a rank in the list is gone.
-        PeerTimeoutError: a rank in the list has not called recover within ``timeout`` seconds.
+        PeerTimeoutError: a rank in the list does not answer for ``timeout`` seconds, or has not called recover when any
+            call of the old communicator must be over; or, naming this rank, another one has gone on without it.
     """
-    deadline = time.monotonic() + timeout
-    server = serve(detector.addresses[survivors[0]].host, timeout) if detector.rank == survivors[0] else None
-    mine = Proposal(survivors, secrets.token_bytes(16), 0 if server is None else server.port)
-    board = _Board(detector, mine)
+    store, port = around.serve(timeout) if around.rank == survivors[0] else (None, 0)
+    board = _Board(around, Proposal(survivors, secrets.token_bytes(16), port))
+    begin = around.now()
     try:
         while True:
-            agreed = _agree(board, deadline)
-            store = server or _connect(board, agreed[survivors[0]], deadline, timeout)
+            agreed = _agree(board, begin, timeout)
+            deadline = around.now() + timeout
+            if store is None:
+                store = _connect(board, agreed[survivors[0]], deadline, timeout)
             corner = PrefixStore(f"moelink/{board.corner(agreed).hex()}", store)
             if _bounded_arrival(board, agreed, corner, deadline):
                 break
-        with named_as_before(detector, survivors):
-            end = max(deadline, time.monotonic() + 1.0)
-            return meet(corner, survivors.index(detector.rank), len(survivors), timeout, deadline=end, host_rank=0)
+            store = store if around.rank == survivors[0] else None
+        with named_as_before(around, survivors):
+            return around.meet(corner, survivors.index(around.rank), len(survivors), timeout, deadline)
     except ConfigMismatchError:
-        board.withdraw(after=_LINGER_SECONDS)
+        board.withdraw(after=LINGER_SECONDS)
         raise
     except BaseException:
         board.withdraw()
         raise
 
 
+def go_on(around: Surroundings, survivors: tuple[int, ...]) -> None:
+    """Publish that this rank has a new communicator of ``survivors``, so that no rank waits for it in vain.
+
+    A rank that reads this in a recovery of its own has been left out: it raises PeerTimeoutError, which names itself.
+    """
+    try:
+        mine = Proposal.decode(around.shown())
+    except (ValueError, struct.error):
+        mine = Proposal(survivors, secrets.token_bytes(16), 0)
+    around.show(replace(mine, finished=True).encode())
+
+
 class _Board:
     """This rank's proposal, published at its probe server, and those of the other survivors."""
 
-    def __init__(self, detector: FailureDetector, mine: Proposal) -> None:
-        self.rank, self.mine, self._detector = detector.rank, mine, detector
-        self.others = [rank for rank in mine.ranks if rank != detector.rank]
-        self.host = detector.addresses[mine.ranks[0]].host
+    def __init__(self, around: Surroundings, mine: Proposal) -> None:
+        self.rank, self.mine, self.around = around.rank, mine, around
+        self.others = [rank for rank in mine.ranks if rank != around.rank]
         self.show(bytes(16))
 
     def show(self, corner: bytes) -> None:
         """Publish this rank's proposal with the corner in which it waits (zeros: it has not agreed)."""
-        self._detector.probe_server.proposal = replace(self.mine, corner=corner).encode()
+        self.around.show(replace(self.mine, corner=corner).encode())
 
     def withdraw(self, after: float = 0.0) -> None:
         """Unpublish the proposal after ``after`` seconds, so that peers wait for the next attempt."""
-        shown = self._detector.probe_server.proposal
+        shown = self.around.shown()
 
         def clear() -> None:
-            if self._detector.probe_server.proposal == shown:
-                self._detector.probe_server.proposal = b""
+            if self.around.shown() == shown:
+                self.around.show(b"")
 
-        timer = threading.Timer(after, clear)
-        timer.daemon = True
-        timer.start()
         if after == 0:
-            timer.join()
+            clear()
+        else:
+            self.around.later(after, clear)
 
     def read(self) -> dict[int, Proposal | int]:
         """Read the other survivors' proposals, by rank: a Proposal, NOTHING (none yet), or NO_ANSWER (or malformed).
 
         Raises:
             PeerLostError: the process of one is gone.
+            PeerTimeoutError: one has gone on without this rank, which the error names.
         """
-        if not self.others:
-            return {}
-        addresses = [self._detector.addresses[rank] for rank in self.others]
-        with ThreadPoolExecutor(max_workers=min(64, len(self.others))) as pool:
-            answers = dict(zip(self.others, pool.map(read_proposal, addresses), strict=True))
-        if GONE in answers.values():
-            peer = next(rank for rank, answer in answers.items() if answer == GONE)
-            raise PeerLostError(
-                rank=self.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=GONE_IN_WORDS
-            )
-        return {rank: _decode(answer) for rank, answer in answers.items()}
+        shown = {rank: _decode(answer) for rank, answer in self.around.read(self.others).items()}
+        for peer, proposal in shown.items():
+            if isinstance(proposal, Proposal) and proposal.finished:
+                raise _late(
+                    self.rank, self.rank,
+                    f"rank {peer} has gone on with ranks {list(proposal.ranks)} without waiting for this rank any more",
+                )  # fmt: skip
+        for peer, proposal in shown.items():
+            if proposal == GONE:
+                raise PeerLostError(
+                    rank=self.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=GONE_IN_WORDS
+                )
+        return shown
 
     def corner(self, agreed: Mapping[int, Proposal]) -> bytes:
         """Name the corner of this attempt: a digest of all nonces, so no other attempt has the same."""
@@ -227,8 +250,13 @@ def _decode(answer: bytes | int) -> Proposal | int:
         return NO_ANSWER  # the time-out names the rank
 
 
-def _agree(board: _Board, deadline: float) -> dict[int, Proposal]:
-    """Wait until all survivors propose the same ranks; return the proposals of the others."""
+def _agree(board: _Board, begin: float, timeout: float) -> dict[int, Proposal]:
+    """Wait until all survivors propose the same ranks; return the proposals of the others.
+
+    A rank that answers may still be in a call of the old communicator, which it had begun up to ``timeout`` later than
+    this rank and which waits for ``timeout``. So that one is waited for twice as long as one that does not answer.
+    """
+    deadline, last = begin + timeout, begin + 2 * timeout + _CALL_SPARE_SECONDS
     differs: dict[int, float] = {}
     seen: set[int] = set()
     board.show(bytes(16))
@@ -239,7 +267,7 @@ def _agree(board: _Board, deadline: float) -> dict[int, Proposal]:
         if agreed is not None:
             board.show(board.corner(agreed))
             return agreed
-        now = time.monotonic()
+        now = board.around.now()
         # A rank that waits in a corner with another list is still in an earlier attempt.
         lists = {
             rank: p.ranks
@@ -249,12 +277,12 @@ def _agree(board: _Board, deadline: float) -> dict[int, Proposal]:
         differs = {rank: differs.get(rank, now) for rank in lists}
         if any(now - since > _GRACE_SECONDS for since in differs.values()) or (lists and now > deadline):
             raise _mismatch({board.rank: board.mine.ranks, **lists})
-        if now > deadline:
+        if now > last or (now > deadline and NO_ANSWER in shown.values()):
             # A rank whose proposal has been seen, and is gone now, gave up a moment ago because of a rank that is
             # missing here, too: name a rank that was never seen before it.
             peer = min(board.others, key=lambda rank: (_reason(shown[rank]), rank in seen))
             raise _late(board.rank, peer, _REASONS[_reason(shown[peer])])
-        time.sleep(_PAUSE_SECONDS)
+        board.around.sleep(_PAUSE_SECONDS)
 
 
 def _reason(shown: Proposal | int) -> int:
@@ -271,12 +299,12 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
             shown = board.read()
             if any(isinstance(p, Proposal) and p.nonce != agreed[rank].nonce for rank, p in shown.items()):
                 return False
-            if time.monotonic() > deadline:
+            if board.around.now() > deadline:
                 absent = [rank for rank in board.mine.ranks if not corner.check([str(rank)])]
                 raise _late(
                     board.rank, absent[0] if absent else -1, "it agreed to the list and did not reach the new store"
                 )
-            time.sleep(_PAUSE_SECONDS)
+            board.around.sleep(_PAUSE_SECONDS)
     except RuntimeError as error:
         if isinstance(error, PeerTimeoutError):
             raise
@@ -288,47 +316,47 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
 def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
     """Do as :func:`_all_arrived`, also when the store's host is stopped, which keeps torch's client waiting."""
     try:
-        return bounded(lambda: _all_arrived(board, agreed, corner, deadline), deadline + _LAST_WORD_SECONDS)
+        return board.around.bounded(
+            lambda: _all_arrived(board, agreed, corner, deadline), deadline + _LAST_WORD_SECONDS
+        )
     except BoundedError:
         raise _late(board.rank, board.mine.ranks[0], "its store does not answer") from None
 
 
 @contextmanager
-def named_as_before(detector: FailureDetector | None, survivors: Sequence[int]) -> Iterator[None]:
+def named_as_before(around: Surroundings | None, survivors: Sequence[int]) -> Iterator[None]:
     """Translate a PeerTimeoutError of the block, in which survivors meet, to the old numbers of the ranks.
 
-    Where the error names no rank, the old probe servers are probed for one that does not answer.
+    Where the error names no rank, the old probe servers are asked for one that does not answer.
     """
     try:
         yield
     except PeerTimeoutError as error:
-        if detector is None:
+        if around is None:
             raise
         if error.phase == PHASE:
             raise
-        peer = survivors[error.peer] if 0 <= error.peer < len(survivors) else _silent(detector, survivors)
+        peer = survivors[error.peer] if 0 <= error.peer < len(survivors) else _silent(around, survivors)
         what = "ended" if isinstance(error, PeerLostError) else "stopped"
         raise type(error)(
-            rank=detector.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None,
+            rank=around.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None,
             detail=f"it agreed to the new group, and {what} while the group was set up",
         ) from error  # fmt: skip
 
 
-def _silent(detector: FailureDetector, survivors: Sequence[int]) -> int:
+def _silent(around: Surroundings, survivors: Sequence[int]) -> int:
     """Find the first survivor that does not answer; -1 when all do."""
-    for rank in survivors:
-        if rank != detector.rank and not isinstance(read_proposal(detector.addresses[rank]), bytes):
-            return rank
-    return -1
+    answers = around.read([rank for rank in survivors if rank != around.rank])
+    return next((rank for rank, answer in answers.items() if not isinstance(answer, bytes)), -1)
 
 
 def _connect(board: _Board, host: Proposal, deadline: float, timeout: float) -> Any:
-    end = max(deadline, time.monotonic() + 1.0)
+    peer = board.mine.ranks[0]
     try:
-        return bounded(lambda: reach(board.host, host.port, end, timeout), end)
+        return board.around.reach(peer, host.port, deadline, timeout)
     except (RuntimeError, BoundedError) as error:
         board.read()
-        raise _late(board.rank, board.mine.ranks[0], "its store does not answer") from error
+        raise _late(board.rank, peer, "its store does not answer") from error
 
 
 def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:
