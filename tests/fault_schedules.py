@@ -97,7 +97,9 @@ class PretendedAddress:
     def probe(self, report: Failure | None) -> ProbeResult:
         """As :func:`moelink.control.probe.probe`."""
         self.probe_server.failure = self.probe_server.failure or report  # in a stopped rank's socket until it continues
-        return ProbeResult(call=None if self.old_rank == self.scheduler.silent else self.probe_server.call)
+        if self.old_rank == self.scheduler.silent:
+            return ProbeResult(call=None, stopped=True)
+        return ProbeResult(call=self.probe_server.call)
 
 
 def probe_all(

@@ -6,7 +6,8 @@
 ``roster``            what each rank shows of itself there, and the list of all of them
 ``stores``            open a store, and use it without waiting in it
 ``handshake``         compare configurations and exchange addresses, once, at ``init``
-``probe``             a socket per rank that answers "how far are you", and takes reports of failures
+``probe``             ask each rank "how far are you", and report failures to it
+``responder``         the process beside each rank that answers
 ``failure_detector``  name the rank at fault when a call fails, and report it to the peers
 ``surroundings``      what a recovery needs of the world: a clock, its peers, a store
 ``recovery``          let the surviving ranks agree on a new, smaller group

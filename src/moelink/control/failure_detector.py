@@ -44,7 +44,7 @@ class FailureDetector:
         # before its refused connection.
         if self.reported is not None:
             return self.reported
-        peer, result = furthest_behind(results)
+        peer, result = furthest_behind(results, call)
         return self._report(Failure(peer, phase, call, expected=call, got=result.reached), results)
 
     def confirm(self, suspicion: Failure) -> Failure:
@@ -52,18 +52,20 @@ class FailureDetector:
 
         An expired wait suspects the peer whose signal is missing. That peer may itself wait, one call behind, for a
         rank that died after it had sent to some ranks and not to others. So the failure names another peer where that
-        one's process is gone, or where it does not answer and the suspect does.
+        one's process is gone or stopped, or where it does not answer and the suspect does, from a call as late as this
+        rank's.
         """
         if self.reported is not None:
             return self.reported
         results = self._probe()
         if self.reported is not None:
             return self.reported
-        peer, result = furthest_behind(results)
+        here = self.probe_server.call
+        peer, result = furthest_behind(results, here)
         suspect = results.get(suspicion.peer)
-        if result.reached >= 0:
+        if result.reached >= 0 or (suspect is not None and 0 <= suspect.reached < here and not result.known):
             return self._report(suspicion, results)
-        if suspect is not None and suspect.reached <= result.reached:
+        if suspect is not None and suspect.call is None and suspect.known >= result.known and not result.lost:
             peer, result = suspicion.peer, suspect
         call, expected = suspicion.call, suspicion.expected
         return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=result.reached), results)

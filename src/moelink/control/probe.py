@@ -1,36 +1,37 @@
-"""Probe peers: each rank runs a small server that says which call the rank has reached, even while the rank waits.
+"""Probe peers: beside each rank a small server says which call the rank has reached, whatever the rank is doing.
 
 When a collective fails, its error names an address, or a neighbour that is not at fault. So the rank that gives up
-probes every peer: a killed process refuses the connection at once, a stopped one does not answer, a late one says which
-call it has reached. The rank furthest behind is the one at fault. The same server accepts reports of failures, and
-shows the proposal of a rank that recovers (:mod:`moelink.control.recovery`).
+probes every peer: a killed process refuses the connection at once, a stopped one is said to be stopped, a late one is
+at an earlier call. The same server accepts reports of failures, and shows the proposal of a rank that recovers
+(:mod:`moelink.control.recovery`). It is a process of its own (:mod:`moelink.control.responder`): it answers while the
+rank holds the interpreter's lock, and ends when the rank does.
 
 Messages are structs of bounded size behind a secret token that ranks exchange at init; nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from moelink import env
-from moelink.errors import PeerLostError, PeerTimeoutError
+from moelink.control import responder
+from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, PROGRESS, READ, TELL, TOKEN_BYTES
+from moelink.errors import PeerLostError, PeerTimeoutError, UnsupportedError
 
-_TOKEN_BYTES = 16
-_ASK, _TELL, _READ = b"?", b"!", b"r"
-_LENGTH = struct.Struct("<I")
-_PROGRESS = struct.Struct("<q")
-_FAILURE = struct.Struct("<qqqqq")
 _PHASES = ("dispatch", "combine", "init")
-_MAX_PROPOSAL = 1 << 18
 _PROBE_SECONDS = 0.4
+_BACKLOG = 4096
 
 NO_ANSWER, GONE = -1, -2
 """In place of a call number: the peer did not answer, or its process is gone."""
@@ -53,12 +54,10 @@ class Address:
     @classmethod
     def decode(cls, data: bytes) -> Address:
         """Decode what :meth:`encode` returned. Raises ValueError for anything else."""
-        if not _TOKEN_BYTES + 2 < len(data) <= _TOKEN_BYTES + 2 + 255:
-            raise ValueError(
-                f"expected an address of {_TOKEN_BYTES + 3} to {_TOKEN_BYTES + 257} bytes, got {len(data)}"
-            )
-        (port,) = struct.unpack_from("<H", data, _TOKEN_BYTES)
-        return cls(host=data[_TOKEN_BYTES + 2 :].decode("ascii"), port=port, token=data[:_TOKEN_BYTES])
+        if not TOKEN_BYTES + 2 < len(data) <= TOKEN_BYTES + 2 + 255:
+            raise ValueError(f"expected an address of {TOKEN_BYTES + 3} to {TOKEN_BYTES + 257} bytes, got {len(data)}")
+        (port,) = struct.unpack_from("<H", data, TOKEN_BYTES)
+        return cls(host=data[TOKEN_BYTES + 2 :].decode("ascii"), port=port, token=data[:TOKEN_BYTES])
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,16 @@ class Failure:
 @dataclass(frozen=True)
 class ProbeResult:
     """The result of probing one peer: ``call``, the call it has reached (None: no answer); ``lost``, its process is
-    gone."""
+    gone; ``stopped``, the kernel says that it is stopped."""
 
     call: int | None
     lost: bool = False
+    stopped: bool = False
+
+    @property
+    def known(self) -> bool:
+        """The process is known to be gone or stopped."""
+        return self.lost or self.stopped
 
     @property
     def reached(self) -> int:
@@ -102,75 +107,113 @@ class ProbeResult:
 
 
 class ProbeServer:
-    """Answer probes with this rank's progress, and keep the first failure that a peer reports.
+    """This rank's probe server: it answers with the rank's progress, and keeps the first failure that a peer reports.
 
     Attributes:
         address: the address of this server.
-        call: number of the last call this rank has entered; set by the transport.
-        failure: the first failure reported by a peer, or None.
-        proposal: what peers read in a recovery (:mod:`moelink.control.recovery`); empty for no proposal.
+        pid: its process.
     """
 
     def __init__(self) -> None:
-        self.call = 0
-        self.failure: Failure | None = None
-        self.proposal = b""
-        self._server = socket.create_server((_own_host(), 0), backlog=128)
-        host, port = self._server.getsockname()[:2]
-        self.address = Address(host, port, secrets.token_bytes(_TOKEN_BYTES))
-        self._thread = threading.Thread(target=self._serve, name="moelink-probe-server", daemon=True)
-        self._thread.start()
+        """Start it. Probes that come before it runs wait for it.
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # closed
-            with connection:
-                connection.settimeout(_PROBE_SECONDS)
-                try:
-                    self._answer(connection)
-                except OSError:
-                    continue  # the client went away
+        Raises:
+            UnsupportedError: there is no Python interpreter to run it.
+        """
+        memory = _anonymous_file()
+        reading, writing = os.pipe()
+        try:
+            os.ftruncate(memory, responder.Blackboard.BYTES)
+            self._board = responder.Blackboard(memory)
+            self._board.token = secrets.token_bytes(TOKEN_BYTES)
+            with socket.create_server((_own_host(), 0), backlog=_BACKLOG) as listener:
+                host, port = listener.getsockname()[:2]
+                self.address = Address(host, port, self._board.token)
+                # The socket, too, is closed here: a child that this process forks must not keep the port.
+                handed = (listener.fileno(), memory, reading)
+                process = _start(handed)
+        except BaseException:
+            os.close(writing)
+            raise
+        finally:
+            os.close(memory)
+            os.close(reading)
+        self.pid = process.pid
+        self._stop = weakref.finalize(self, _stop, process, writing, os.getpid())
 
-    def _answer(self, connection: socket.socket) -> None:
-        token = _receive(connection, _TOKEN_BYTES)
-        if not secrets.compare_digest(token, self.address.token):
-            return
-        kind = _receive(connection, 1)
-        if kind == _READ:
-            proposal = self.proposal
-            connection.sendall(_LENGTH.pack(len(proposal)) + proposal)
-            return
-        if kind == _TELL:
-            peer, phase, call, expected, got = _FAILURE.unpack(_receive(connection, _FAILURE.size))
-            if self.failure is None and 0 <= phase < len(_PHASES) and peer >= 0:
-                self.failure = Failure(peer, _PHASES[phase], call, expected, got)
-        connection.sendall(_PROGRESS.pack(self.call))
+    @property
+    def call(self) -> int:
+        """Number of the last call that this rank has entered; set by the transport."""
+        return self._board.call
+
+    @call.setter
+    def call(self, number: int) -> None:
+        self._board.call = number
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure reported by a peer, or None."""
+        failure = self._board.failure
+        if failure is None:
+            return None
+        peer, phase, call, expected, got = failure
+        return Failure(peer, _PHASES[phase], call, expected, got)
+
+    @property
+    def proposal(self) -> bytes:
+        """What peers read in a recovery (:mod:`moelink.control.recovery`); empty for no proposal."""
+        return self._board.proposal
+
+    @proposal.setter
+    def proposal(self, proposal: bytes) -> None:
+        self._board.proposal = proposal
 
     def close(self, after: float = 0.0) -> None:
         """Stop answering, ``after`` seconds from now. Safe to call twice."""
         if after > 0:
-            timer = threading.Timer(after, self.close)
+            timer = threading.Timer(after, self._stop)
             timer.daemon = True
             timer.start()
-            return
-        # shutdown wakes the thread out of accept; close alone would leave it there.
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        else:
+            self._stop()
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("moelink-probe")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _start(descriptors: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+    """Start the responder, which inherits ``descriptors``. Nothing of this process is copied, as a fork would."""
+    if not sys.executable:
+        raise UnsupportedError(
+            "init: expected a Python interpreter that can run the probe server, got an empty sys.executable; set it"
+        )
+    command = [sys.executable, "-I", "-S", responder.__file__, *map(str, descriptors), str(os.getpid())]
+    none = subprocess.DEVNULL
+    return subprocess.Popen(command, pass_fds=descriptors, stdin=none, stdout=none, stderr=none, cwd="/")
+
+
+def _stop(process: subprocess.Popen[bytes], pipe: int, owner: int) -> None:
+    """End the responder, unless this is a process that the rank has forked."""
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
+        os.close(pipe)
 
 
 def probe(address: Address, report: Failure | None = None) -> ProbeResult:
     """Report ``report`` to one peer, if given, and ask for its progress. Takes at most about half a second."""
     try:
         with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
-            connection.sendall(address.token + (_ASK if report is None else _TELL))
+            connection.sendall(address.token + (ASK if report is None else TELL))
             if report is not None:
                 phase = _PHASES.index(report.phase)
-                connection.sendall(_FAILURE.pack(report.peer, phase, report.call, report.expected, report.got))
-            return ProbeResult(call=_PROGRESS.unpack(_receive(connection, _PROGRESS.size))[0])
+                connection.sendall(FAILURE.pack(report.peer, phase, report.call, report.expected, report.got))
+            (call,) = PROGRESS.unpack(_receive(connection, PROGRESS.size))
+            return ProbeResult(call=None, stopped=True) if call == responder.STOPPED else ProbeResult(call=call)
     except (ConnectionRefusedError, ConnectionResetError):
         return ProbeResult(call=None, lost=True)
     except OSError:
@@ -189,18 +232,33 @@ def read_proposal(address: Address) -> bytes | int:
     """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes at most about half a second."""
     try:
         with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
-            connection.sendall(address.token + _READ)
-            (size,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-            return _receive(connection, size) if size <= _MAX_PROPOSAL else NO_ANSWER
+            connection.sendall(address.token + READ)
+            (size,) = LENGTH.unpack(_receive(connection, LENGTH.size))
+            return _receive(connection, size) if size <= MAX_PROPOSAL else NO_ANSWER
     except (ConnectionRefusedError, ConnectionResetError):
         return GONE
     except OSError:
         return NO_ANSWER
 
 
-def furthest_behind(results: dict[int, ProbeResult]) -> tuple[int, ProbeResult]:
-    """Choose the peer at fault: one whose process is gone, else one without an answer, else the lowest call."""
-    peer = min(results, key=lambda rank: (results[rank].reached, rank))
+def furthest_behind(results: dict[int, ProbeResult], call: int) -> tuple[int, ProbeResult]:
+    """Choose the peer at fault for the failure of ``call``. What is known of a peer counts for more than its silence.
+
+    A peer whose process is gone comes first, then one that is stopped, one that is at an earlier call (the lowest
+    first), one that does not answer.
+    """
+
+    def fault(rank: int) -> tuple[int, int, int]:
+        result = results[rank]
+        if result.lost:
+            return 0, 0, rank
+        if result.stopped:
+            return 1, 0, rank
+        if result.call is None:
+            return 3, 0, rank
+        return (2 if result.call < call else 4), result.call, rank
+
+    peer = min(results, key=fault)
     return peer, results[peer]
 
 
