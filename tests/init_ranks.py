@@ -182,7 +182,7 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool)
             ep.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
-    raise AssertionError(f"rank {rank} came to no end: {tried}")
+    raise AssertionError(f"rank {rank} came to no end after {len(tried)} attempts, the last ones: {tried[-3:]}")
 
 
 def run_schedule(seed: int) -> list[list[Tried] | None]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
@@ -142,19 +143,17 @@ def _place(ranks: Sequence[int]) -> str:
 def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadline: float) -> World:
     """Meet the ranks that the launcher started, and make the default group."""
     held: list[Any] = []
+    default = _DefaultGroup()
 
     def open_store() -> Any:
         held[:] = [launcher.open(deadline, timeout)]
         return PrefixStore(_place(range(launcher.world_size)), held[0])
 
-    def connect_all(room: Any, left: threading.Event) -> Any:
+    def connect_all(room: Any, _left: threading.Event) -> Any:
         control = _connect_gloo(room, launcher.rank, launcher.world_size, timeout, deadline)
-        dist.init_process_group(
-            backend, store=PrefixStore("default", room), rank=launcher.rank, world_size=launcher.world_size,
-            timeout=timedelta(seconds=timeout),
-        )  # fmt: skip
-        if left.is_set():
-            dist.destroy_process_group()
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.05))
+        default.make(backend, PrefixStore("default", room), launcher.rank, launcher.world_size, left)
+        _set_pg_timeout(timedelta(seconds=timeout))
         return control
 
     try:
@@ -164,8 +163,32 @@ def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadli
         )  # fmt: skip
     except MoelinkError:
         _keep(held)
+        default.forget()
         raise
     return dataclasses.replace(world, group=dist.group.WORLD, made_group=True, launched=tuple(held))
+
+
+class _DefaultGroup:
+    """The default group of one ``init``, which a thread makes that may be left behind: then nobody gets the group."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made = self._unwanted = False
+
+    def make(self, backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Make the group, and destroy it again if it is not wanted any more."""
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        with self._lock:
+            self._made = True
+            if self._unwanted:
+                dist.destroy_process_group()
+
+    def forget(self) -> None:
+        """Destroy the group, now or when it is made."""
+        with self._lock:
+            if self._made and not self._unwanted and dist.is_initialized():
+                dist.destroy_process_group()
+            self._unwanted = True
 
 
 def meet(
