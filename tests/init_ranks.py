@@ -6,8 +6,10 @@ import os
 import pickle
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 import moelink
 from fault_ranks import FIELDS, check_round_trip, die, stop_for
 from moelink.control import group, meeting
-from moelink.testing import _rank_main, free_port
+from moelink.testing import _rank_main
 
 TIMEOUT = 2.0
 SPARE = 0.5
@@ -188,7 +190,7 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool)
 def run_schedule(seed: int) -> list[list[Tried] | None]:
     """Run three ranks under the faults of ``seed``; a launcher starts anew who was killed. Results by rank."""
     context = get_context("forkserver")
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD)}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_kept_port()), "WORLD_SIZE": str(WORLD)}
     faults = {fault.rank: fault for fault in faults_of(seed)}
     start = time.monotonic() + 0.3
     pipes: list[Any] = [None] * WORLD
@@ -228,6 +230,15 @@ def run_schedule(seed: int) -> list[list[Tried] | None]:
         process.join(5)
         process.kill()
     return results
+
+
+def _kept_port() -> int:
+    """A free port that the system gives to nobody who asks for any: rank 0 may listen on it for the first time late."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _received(pipe: Any) -> tuple[bool, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ import moelink
 from init_ranks import SPARE, TIMEOUT, faults_of, run_schedule
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
-from moelink.control.stores import BoundedError, bounded, peek, reach, serve
+from moelink.control.roster import LEFT, WAITING, Entry
+from moelink.control.stores import BoundedError, LauncherStore, bounded, peek, reach, serve
 from moelink.testing import run_ranks
 from tiers import seeds
 
@@ -96,6 +99,40 @@ def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
         meeting.abandon()
     for server in servers:
         server.close()
+
+
+def test_a_room_is_voided_when_a_member_left_before_it_came() -> None:
+    """Rank 0 had read the entry of rank 1, which has left since and saw no roster then: only rank 0 can notice."""
+    store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]
+    entry, never = Entry(WAITING, bytes(16), servers[1].address, has_group=True), threading.Event()
+    store.set("entry/1", entry.encode())
+    meeting = Meeting(
+        lambda: store, lambda *_: never.wait(5), rank=0, world_size=2, address=servers[0].address,
+        deadline=time.monotonic() + 2,
+    )  # fmt: skip
+    while not peek(store, "roster"):
+        time.sleep(0.005)
+    store.set("entry/1", replace(entry, state=LEFT).encode())
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*it has not called init"):
+        meeting.wait()
+    meeting.abandon()
+    never.set()
+    for server in servers:
+        server.close()
+
+
+def test_torchruns_variables_must_be_complete() -> None:
+    complete = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
+    assert LauncherStore.is_named(complete)
+    assert LauncherStore(complete).host_rank == 0
+    assert LauncherStore(complete | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).host_rank == -1
+    for name in complete:
+        wrong = {key: value for key, value in complete.items() if key != name}
+        assert not LauncherStore.is_named(wrong)
+        with pytest.raises(moelink.ConfigError, match=f"{name}: expected"):
+            LauncherStore(wrong)
+    with pytest.raises(moelink.ConfigError, match="RANK: expected a number in"):
+        LauncherStore(complete | {"RANK": "2"})
 
 
 def test_a_call_that_does_not_return_is_left_behind() -> None:

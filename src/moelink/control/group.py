@@ -109,11 +109,10 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         ConfigError: torchrun's variables are incomplete.
     """
     deadline = time.monotonic() + timeout
-    launcher = LauncherStore() if is_launched() and "MASTER_ADDR" in os.environ else None
     if group is None and not dist.is_initialized():
         if not is_launched():
             return World(rank=0, world_size=1)
-        launcher = launcher or LauncherStore()
+        launcher = LauncherStore()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         world = _meet_launched(launcher, backend, timeout, deadline)
         return world if world.world_size > 1 else world.alone()
@@ -127,8 +126,9 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
     if world_size == 1:
         return World(rank=0, world_size=1)
     default = dist.distributed_c10d._get_default_store()
-    root = launcher.root_of(default) if launcher is not None else None
-    host_rank = ranks.index(0) if 0 in ranks and root is not None and launcher and launcher.host_rank == 0 else -1
+    named = LauncherStore() if LauncherStore.is_named() else None
+    root = named.root_of(default) if named is not None else None
+    host_rank = ranks.index(0) if named is not None and root is not None and named.host_rank in ranks else -1
     base = PrefixStore(_place(ranks), default if root is None else root)
     return meet(
         base, rank, world_size, timeout, deadline=deadline, group=group or dist.group.WORLD, host_rank=host_rank

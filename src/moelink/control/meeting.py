@@ -382,7 +382,7 @@ class Meeting:
         for rank in range(self.world_size):
             entry = Entry.decode(peek(self._store, f"entry/{rank}"))
             if entry is not None:
-                same = waiting and replace(entry, state=WAITING) == waiting[rank]
+                same = waiting and entry.state != LEFT and replace(entry, state=WAITING) == waiting[rank]
                 entries[rank] = waiting[rank] if same else entry
         return entries
 

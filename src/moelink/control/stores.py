@@ -99,6 +99,11 @@ class LauncherStore:
         self.host_rank = -1 if environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
         self._use_libuv = environ.get("USE_LIBUV", "1") == "1"
 
+    @staticmethod
+    def is_named(environ: Mapping[str, str] = os.environ) -> bool:
+        """Return True if all variables are there. A default group that the caller made needs none of them."""
+        return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
     def open(self, deadline: float, timeout: float) -> Any:
         """Connect, or serve on the host's rank, which shares what this process serves at that port already."""
         if self.rank != self.host_rank:
