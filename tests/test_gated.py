@@ -129,6 +129,11 @@ class Swish(torch.nn.SiLU):
     """Likewise."""
 
 
+def _named(value: object) -> str:
+    """Name a case without the address in memory that ``str`` prints, which differs between pytest's workers."""
+    return str(getattr(value, "__name__", None) or value).split(" at 0x")[0].split(" of type")[0]
+
+
 @pytest.mark.quick("milliseconds each")
 @pytest.mark.parametrize(
     ("activation", "kind"),
@@ -148,7 +153,7 @@ class Swish(torch.nn.SiLU):
         (Swish(), None),
         (functools.partial(F.leaky_relu, negative_slope=0.1), None),
     ],
-    ids=str,
+    ids=_named,
 )
 def test_known_activations(activation: object, kind: Kind | None) -> None:
     known = known_activation(activation)  # type: ignore[arg-type]
