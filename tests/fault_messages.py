@@ -84,6 +84,7 @@ class Ranks:
             reply = None
             if isinstance(request, Announce):
                 yield from self._send(rank, request.counts)
+                reply = 1 + sum(who == rank for who, *_ in self.completed)
             elif isinstance(request, Learn):
                 reply = yield from self._hear(rank)
             else:

@@ -128,6 +128,15 @@ CALLS = (
 )
 
 COLLECTIVE = (
+    Mutant("combine does not say which dispatch's rows go home", "transports/collective/combine.py",
+           "config.home_message_bytes, origin=plan.call\n    )", "config.home_message_bytes, origin=0\n    )",
+           "test_errors.py::test_a_rank_that_goes_over_another_dispatch_is_named[collective]"),
+    Mutant("a dispatch over a routing has the number of the first one", "transports/collective/dispatch.py",
+           "dataclasses.replace(cached, call=call)", "cached",
+           "test_errors.py::test_a_rank_that_goes_over_another_dispatch_is_named[collective]"),
+    Mutant("operators lose the number of the dispatch", "ops/context.py",
+           "dataclasses.replace(plan, call=int(flat[PLAN + OWN_PARTS[0]]))", "plan",
+           "test_errors.py::test_a_rank_that_goes_over_another_dispatch_is_named[collective]"),
     Mutant("ids are made local to the next rank", "transports/collective/dispatch.py",
            "experts.local(block, rank)", "experts.local(block, (rank + 1) % experts.world_size)",
            "test_devices.py::test_routing_is_reused_without_ids"),

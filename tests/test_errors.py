@@ -299,20 +299,59 @@ def test_ranks_that_combine_with_and_without_sums_are_named(without, most):
     assert run_ranks(sums_or_rows, 3, without, 1, most) == [True] * 3
 
 
-def combine_of_another(rank, world_size):
-    """Rank 1 combines rows of another dispatch, to which every token went alike: all rows come, and mean nothing."""
-    with moelink.init(**SUMS_OR_ROWS) as ep:
+def calls_over_another(rank, world_size, transport):
+    """Rank 1 goes over another dispatch, to which every token went alike: all rows come, and mean nothing."""
+    with moelink.init(**SUMS_OR_ROWS | {"transport": transport}) as ep:
         d = data(rank)
         recvs = [ep.dispatch(d.x, d.topk_ids) for _ in range(2)]
-        for _ in range(2):
+        again = [ep.dispatch(d.x, None, routing=recvs[0]) for _ in range(2)]
+        for odd, usual in ((recvs[1], recvs[0]), (again[0], recvs[0]), (again[1], again[0])):
+            recv = odd if rank == 1 else usual
             with pytest.raises(moelink.ProtocolError, match="rank 1 calls combine .* over the routing of another call"):
-                ep.combine(recvs[rank == 1].tokens, recvs[rank == 1])
+                ep.combine(recv.tokens, recv)
             round_trip(ep, rank)
+        mine = recvs[rank == 1]
+        with pytest.raises(moelink.ProtocolError, match="rank 1 calls dispatch .* over the routing of another call"):
+            ep.dispatch(d.x, None, routing=mine)
+        # One that reuses a routing is as good as the call that counted it, and x may be as before.
+        recv = ep.dispatch(d.x, None, routing=again[0] if rank == 1 else recvs[0])
+        expected = (d.x.float() * 2).bfloat16()
+        assert_bitwise_equal(ep.combine(recv.tokens, recv), expected, "over a routing")
+        # Operators carry the same numbers.
+        x = d.x.clone().requires_grad_()
+        first, second = (ep.dispatch(x, None, routing=recvs[0]) for _ in range(2))
+        recv = second if rank == 1 else first
+        with pytest.raises(moelink.ProtocolError, match="rank 1 calls combine .* over the routing of another call"):
+            ep.combine(recv.tokens, recv)
+        out = ep.combine(second.tokens, second)
+        assert_bitwise_equal(out.detach(), expected, "through operators")
+        out.sum().backward()
+        assert_bitwise_equal(x.grad, torch.full_like(d.x, 2.0), "gradient")
     return True
 
 
-def test_a_rank_that_combines_rows_of_another_dispatch_is_named():
-    assert run_ranks(combine_of_another, 3) == [True] * 3
+@pytest.mark.quick("the two transports tell it in ways of their own")
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_rank_that_goes_over_another_dispatch_is_named(transport):
+    assert run_ranks(calls_over_another, 3, transport, timeout=200) == [True] * 3
+
+
+@pytest.mark.quick("the two transports tell it in ways of their own")
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_devices_of_one_process_go_over_one_dispatch(transport):
+    datas = [data(rank) for rank in range(3)]
+    xs, ids = [d.x for d in datas], [d.topk_ids for d in datas]
+    with moelink.init_devices(["cpu"] * 3, **SETUP, transport=transport) as ep:
+        first, second = ep.dispatch(xs, ids), ep.dispatch(xs, ids)
+        mixed = [first[0], second[1], first[2]]
+        with pytest.raises(moelink.ProtocolError) as told:
+            ep.combine([recv.tokens for recv in mixed], mixed)
+        assert told.value.peer == 1
+        with pytest.raises(moelink.ProtocolError) as told:
+            ep.dispatch(xs, None, routing=mixed)
+        assert told.value.peer == 1
+        for got, d in zip(ep.combine([recv.tokens for recv in first], first), datas, strict=True):
+            assert_bitwise_equal(got, (d.x.float() * 2).bfloat16())
 
 
 def never_at_init(rank, world_size):

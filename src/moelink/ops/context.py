@@ -24,9 +24,10 @@ from moelink.config import EPConfig
 from moelink.control.group import World
 from moelink.errors import ClosedError
 from moelink.ops.gradient_communicators import GradientCommunicators
-from moelink.ops.record import MAX_PARTS, PackedPlan, allocate, count_parts, own_parts, pack, unpack
+from moelink.ops.record import MAX_PARTS, OWN_PARTS, PackedPlan, allocate, count_parts, pack, pack_call, unpack
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
+from moelink.transports.collective.plan import CollectivePlan
 from moelink.transports.session import Session
 
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
@@ -65,7 +66,6 @@ class StaticConfig:
         num_groups, topk: as in the configuration.
         weight_dtype, combine_dtype, accumulate_dtype: as in the configuration.
         parts: number of tensors of a plan.
-        own: indices of the parts that a call fills in itself even when it reuses a routing.
     """
 
     owner: str
@@ -80,7 +80,6 @@ class StaticConfig:
     combine_dtype: torch.dtype
     accumulate_dtype: torch.dtype
     parts: int
-    own: tuple[int, ...]
 
     @classmethod
     def of(cls, session: Session) -> StaticConfig:
@@ -101,12 +100,11 @@ class StaticConfig:
             combine_dtype=config.combine_dtype,
             accumulate_dtype=config.accumulate_dtype,
             parts=count_parts(config, transport=transport),
-            own=own_parts(transport=transport),
         )
 
     def merge(self, plan: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """Replace, in the parts ``plan`` of a reused routing, this call's own parts by those in ``outputs``."""
-        return [outputs[PLAN + i] if i in self.own else part for i, part in enumerate(plan)]
+        return [outputs[PLAN + i] if i in OWN_PARTS else part for i, part in enumerate(plan)]
 
 
 def record_of(outputs: Sequence[Tensor], routing: Sequence[Tensor], static: StaticConfig) -> list[Tensor]:
@@ -170,10 +168,11 @@ class OperatorContext:
         """
         fields = [getattr(output, name) for name in FIELDS]
         counts = output.handle.counts if with_plan else None
-        plan: list[Tensor | None] = []
-        if with_plan or self.static.own:
-            parts = pack(output.handle.plan, self.config)
-            plan += [part if with_plan or i in self.static.own else None for i, part in enumerate(parts)]
+        made, plan = output.handle.plan, []
+        if not with_plan and isinstance(made, CollectivePlan):  # without a copy of the rest
+            plan = [None, pack_call(made)]
+        else:
+            plan = [part if with_plan or i in OWN_PARTS else None for i, part in enumerate(pack(made, self.config))]
         return self._padded(output, [*fields, counts, self._carrier(output), *plan])
 
     def allocate(
@@ -240,9 +239,10 @@ class OperatorContext:
         static = self.static
         if routing is None:
             return PackedPlan(tuple(flat[PLAN : PLAN + static.parts]))
-        if not static.own:
-            return routing.handle.plan
-        return PackedPlan(tuple(static.merge(pack(routing.handle.plan, self.config), flat)))
+        plan = routing.handle.plan
+        if isinstance(plan, CollectivePlan) and not torch.compiler.is_compiling():  # without a copy of it
+            return dataclasses.replace(plan, call=int(flat[PLAN + OWN_PARTS[0]]))
+        return PackedPlan(tuple(static.merge(pack(plan, self.config), flat)))
 
     def record(self, recv: DispatchOutput) -> list[Tensor]:
         """Build the record (see :data:`PLACE`) of ``recv``."""

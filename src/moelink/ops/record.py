@@ -2,7 +2,8 @@
 
 Operators pass tensors only, and a compiler must know their sizes before they run. The plan of the symmetric transport
 is tensors of fixed sizes already. The collective transport counts on the host and keeps exact sizes: its plan is copied
-into one tensor of the worst-case size, of which only the used part is read or written.
+into one tensor of the worst-case size, of which only the used part is read or written. A second one holds the number of
+the dispatch, which is all that a dispatch over a reused routing has of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def pack(plan: Any, config: EPConfig) -> tuple[Tensor, ...]:
     """Pack ``plan`` of either transport.
 
     A plan of the symmetric transport gives two tensors that share its memory: all notes, and the notes that are the
-    call's own when it reused a routing (else empty). A plan of the collective transport is copied into one tensor.
+    call's own when it reused a routing (else empty). A plan of the collective transport is copied.
 
     Raises:
         UnsupportedError: a tracer met a plan of the collective transport that was made outside the compiled region.
@@ -47,13 +48,19 @@ def pack(plan: Any, config: EPConfig) -> tuple[Tensor, ...]:
             "recv: expected one that was dispatched inside the compiled region, because the collective transport's "
             "have sizes of their own, got one from outside; move its dispatch into the region"
         )
-    return (_pack_collective(plan, config),)
+    return _pack_collective(plan, config), pack_call(plan)
+
+
+def pack_call(plan: CollectivePlan) -> Tensor:
+    """Return the part of a plan of the collective transport that is a call's own: its number, [1] int64."""
+    return torch.tensor([plan.call], device=plan.messages.tokens.device)
 
 
 def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> Any:
     """Unpack what :func:`pack` returned; ``transport`` names the transport that made the plan."""
     if transport == "collective":
-        return _unpack_collective(tensors[0], config)
+        words, call = tensors
+        return _unpack_collective(words, int(call), config)
     # Not imported at the top: it loads Triton, which not every platform has.
     from moelink.memory.workspace import Workspace
     from moelink.transports.symmetric.notes import NotesLayout, SymmetricNotes
@@ -70,7 +77,8 @@ def allocate(
     ``again``: the call reuses the routing of an earlier one.
     """
     if transport == "collective":
-        return (torch.empty(sum(_sections(config).values()), dtype=torch.int64, device=device),)
+        sizes = (sum(_sections(config).values()), 1)
+        return tuple(torch.empty(size, dtype=torch.int64, device=device) for size in sizes)
     from moelink.kernels.records import RoutingNotes
     from moelink.memory.workspace import Workspace
 
@@ -87,12 +95,10 @@ def count_parts(config: EPConfig, *, transport: str) -> int:
     return parts
 
 
-def own_parts(*, transport: str) -> tuple[int, ...]:
-    """Return the indices of the tensors that a dispatch with a reused routing fills in itself."""
-    return () if transport == "collective" else (1,)
+OWN_PARTS = (1,)
+"""Indices of the tensors that a dispatch with a reused routing fills in itself."""
 
-
-_HEADER = 5
+_HEADER = 6
 
 
 def _sections(config: EPConfig) -> dict[str, int]:
@@ -116,7 +122,8 @@ def _sections(config: EPConfig) -> dict[str, int]:
 def _pack_collective(plan: CollectivePlan, config: EPConfig) -> Tensor:
     got, rows = plan.messages, plan.rows
     shared = plan.shared if plan.shared is not None else range(-1, -1)
-    header = [len(got.send_tokens), len(got.tokens), 0 if rows is None else len(rows.row), shared.start, shared.stop]
+    routed = 0 if rows is None else len(rows.row)
+    header = [len(got.send_tokens), len(got.tokens), routed, shared.start, shared.stop, got.call]
     host = torch.tensor([*header, *got.send_counts, *got.recv_counts], device="cpu")
     parts = {**vars(got), **vars(plan), **({} if rows is None else vars(rows)), "host": host}
     sections = _sections(config)
@@ -126,11 +133,11 @@ def _pack_collective(plan: CollectivePlan, config: EPConfig) -> Tensor:
     return words
 
 
-def _unpack_collective(words: Tensor, config: EPConfig) -> CollectivePlan:
+def _unpack_collective(words: Tensor, call: int, config: EPConfig) -> CollectivePlan:
     sections, ranks, topk = _sections(config), config.world_size, config.topk
     parts = dict(zip(sections, words.split(list(sections.values())), strict=True))
     host = parts["host"].tolist()
-    sent, received, routed, start, stop = host[:_HEADER]
+    sent, received, routed, start, stop, counted = host[:_HEADER]
     messages = Messages(
         send_tokens=parts["send_tokens"][:sent],
         send_counts=host[_HEADER : _HEADER + ranks],
@@ -139,6 +146,7 @@ def _unpack_collective(words: Tensor, config: EPConfig) -> CollectivePlan:
         sources=parts["sources"][:received],
         local_ids=parts["local_ids"][: received * topk].view(received, topk).int(),
         invalid_ids=parts["invalid_ids"][0],
+        call=counted,
     )
     rows = None
     if config.layout == "expert":
@@ -152,4 +160,4 @@ def _unpack_collective(words: Tensor, config: EPConfig) -> CollectivePlan:
             row_offsets=parts["row_offsets"],
         )
     shared = None if start < 0 else range(start, stop)
-    return CollectivePlan(messages, rows, parts["row_offsets"], parts["group_sizes"], shared)
+    return CollectivePlan(messages, rows, parts["row_offsets"], parts["group_sizes"], shared, call)

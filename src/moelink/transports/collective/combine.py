@@ -43,7 +43,9 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
         _partial_sums(config, request, plan, sums)
         return total.index_add_(0, tokens, sums)
     counts = torch.bincount(sources, minlength=config.world_size).tolist()
-    yield Announce("combine pre_reduced", counts, limit=num_tokens)
+    yield Announce(
+        "combine pre_reduced", counts, limit=num_tokens, row_bytes=config.home_message_bytes, origin=plan.call
+    )
     home = _HomeRows(config, scratch, messages, y.device)
     _partial_sums(config, request, plan, home.rows)
     got, keys = yield from home.send(tokens, counts, limit=num_tokens)
@@ -85,10 +87,11 @@ def _slots(
         sources = plan.messages.sources[message]
         by_source = sources.argsort(stable=True)
         counts = torch.bincount(sources, minlength=config.world_size).tolist()
-        yield Announce(f"combine slots reduce={request.reduce}", counts, limit=num_tokens * config.topk)
+        options, limit = f"combine slots reduce={request.reduce}", num_tokens * config.topk
+        yield Announce(options, counts, limit=limit, row_bytes=config.home_message_bytes, origin=plan.call)
         home = _HomeRows(config, scratch, routed, y.device)
         torch.index_select(y, 0, row[by_source], out=home.rows)
-        got, keys = yield from home.send(keys[by_source], counts, limit=num_tokens * config.topk)
+        got, keys = yield from home.send(keys[by_source], counts, limit=limit)
     slots = torch.zeros(num_tokens * config.topk, config.hidden_size, dtype=config.combine_dtype, device=y.device)
     arrived = torch.zeros(len(slots), dtype=torch.bool, device=y.device)
     slots[keys] = got

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ def dispatch_steps(
     bad = (request.topk_ids < -1) | (request.topk_ids >= config.num_experts)
     ids = request.topk_ids.masked_fill(bad, -1)
     experts = ExpertMap(config.num_experts, config.world_size)
+    call = 0
     if config.mode == "alltoall":
         if cached is None:
             sends = plan_sends(ids, experts)
@@ -49,7 +52,15 @@ def dispatch_steps(
         else:
             send_tokens, send_counts = cached.messages.send_tokens, cached.messages.send_counts
         options = f"dispatch weights={message.weight_dtype} new_routing={message.with_ids}"
-        yield Announce(options, send_counts, limit=config.max_tokens_per_rank)
+        number = yield Announce(
+            options,
+            send_counts,
+            limit=config.max_tokens_per_rank,
+            row_bytes=message.nbytes,
+            origin=0 if cached is None else cached.messages.call,
+        )
+        assert isinstance(number, int)
+        call = number
     own = _messages(config, request, message, ids, weights, scratch)
     if config.mode == "allreduce":
         plan = cached or complete_plan(config, _keep_own(config, ids, bad.sum()), num_tokens=num_tokens)
@@ -68,10 +79,10 @@ def dispatch_steps(
         assert isinstance(moved, Tensor)
         received = moved
         if cached is None:
-            messages = _read(config, message, received, send_tokens, send_counts, recv_counts, bad.sum())
+            messages = _read(config, message, received, send_tokens, send_counts, recv_counts, bad.sum(), call)
             plan = complete_plan(config, messages, num_tokens=num_tokens)
         else:
-            plan = cached
+            plan = dataclasses.replace(cached, call=call)
     handle = DispatchHandle(
         owner=identity,
         rank=config.rank,
@@ -126,6 +137,7 @@ def _read(
     send_counts: list[int],
     recv_counts: list[int],
     invalid: Tensor,
+    call: int,
 ) -> Messages:
     """Read the received messages. Every index from the wire is checked before it is used."""
     tokens = message.field(received, "token")[: sum(recv_counts), 0].long()
@@ -140,7 +152,7 @@ def _read(
             f"tokens in [0, {config.max_tokens_per_rank}) and local experts in [-1, {config.num_local_experts})",
             f"token {int(tokens[first])} with experts {local_ids[first].tolist()}",
         )
-    return Messages(send_tokens, send_counts, recv_counts, tokens, sources, local_ids, invalid)
+    return Messages(send_tokens, send_counts, recv_counts, tokens, sources, local_ids, invalid, call)
 
 
 def _check_counts(got: list[int], expected: list[int]) -> None:
@@ -156,7 +168,8 @@ def _keep_own(config: EPConfig, ids: Tensor, invalid: Tensor) -> Messages:
     tokens = (local_ids >= 0).any(1).nonzero().squeeze(1)
     counts = [0] * config.world_size
     counts[config.rank] = len(tokens)
-    return Messages(tokens, counts, counts, tokens, torch.full_like(tokens, config.rank), local_ids[tokens], invalid)
+    sources = torch.full_like(tokens, config.rank)
+    return Messages(tokens, counts, counts, tokens, sources, local_ids[tokens], invalid, call=0)
 
 
 def _gather(own: Tensor, tokens: Tensor, name: str, scratch: Scratch, spare_rows: int = 0) -> Tensor:

@@ -3,8 +3,9 @@
 Protocol of one call (call numbers count dispatches and combines together, from 1):
 
 1. When a rank knows its row counts it sends every rank a header of fixed size over the gloo control group: magic, call
-   number, phase, status, configuration digest, options digest, and the number of rows that will follow. It prepares its
-   rows while headers travel. A rank that refuses its arguments sends status REFUSED, so peers learn it in the same
+   number, phase, status, configuration digest, options digest, the number of the earlier dispatch that the call is over
+   (a combine, or a dispatch with ``routing``), the bytes of a row, and the number of rows that will follow. It prepares
+   its rows while headers travel. A rank that refuses its arguments sends status REFUSED, so peers learn it in the same
    exchange.
 2. All headers are checked before any row moves. Headers differ between receivers only in the row count, so every rank
    reaches the same verdict: all go on, or all raise and the next call starts clean. Gloo aborts a receiver that
@@ -37,6 +38,7 @@ from moelink.control.group import World, release
 from moelink.errors import PeerAbortedError, PeerError, ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
+from moelink.transports.collective.wire import odd_rank
 
 R = TypeVar("R")
 
@@ -44,7 +46,13 @@ _MAGIC = 0x6D6F656C696E6B
 _PHASE_CODES: dict[Phase, int] = {"dispatch": 1, "combine": 2}
 _OK, _REFUSED = 0, 1
 _LETTING_GO_SECONDS = 0.2
-_FIELDS = ("magic", "call", "phase", "status", "config", "options", "count")
+_FIELDS = ("magic", "call", "phase", "status", "config", "options", "origin", "row_bytes", "count")
+_CHOICES = {
+    "options": ("with other options", "weights, routing and reduce alike on all ranks, got other ones"),
+    "origin": ("over the routing of another call", "dispatch {usual} as on most ranks, got dispatch {value}"),
+    "row_bytes": ("with other rows", "rows of {usual} bytes as on most ranks, got {value}"),
+}
+"""What ranks that take part choose alike, and what a rank that does not is told: how it calls, expected and got."""
 
 
 def digest(text: str) -> int:
@@ -198,7 +206,7 @@ class GroupWire:
         while True:
             reply: Any = None
             if isinstance(request, Announce):
-                headers = self._announce(call, phase, request)
+                headers, reply = self._announce(call, phase, request), call
             elif isinstance(request, Learn):
                 reply = self._learn(headers, deadline)
             else:
@@ -217,9 +225,10 @@ class GroupWire:
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
         """Start the exchange of headers with every rank; ``announce`` None refuses the call."""
         status = _REFUSED if announce is None else _OK
-        options = 0 if announce is None else digest(announce.options)
-        counts = [0] * self._world.world_size if announce is None else announce.counts
-        mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, options)
+        chosen, counts = (0, 0, 0), [0] * self._world.world_size
+        if announce is not None:
+            chosen, counts = (digest(announce.options), announce.origin, announce.row_bytes), announce.counts
+        mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, *chosen)
         headers = torch.tensor([(*mine, count) for count in counts], device="cpu")
         received = torch.empty_like(headers)
         work = self._world.control.alltoall_base(received, headers, [], [])
@@ -242,29 +251,28 @@ class GroupWire:
         """Compare all headers. Every rank sees the same ones, so all ranks raise together, or all go on."""
         rank = self._world.rank
         for name in ("magic", "config", "call", "phase"):
-            values = [header[name] for header in headers]
-            usual = max(set(values), key=lambda value: (values.count(value), value))
-            for peer, value in enumerate(values):
-                if value != usual:
-                    raise ProtocolError(
-                        f"rank {rank}: rank {peer} makes another call in {phase} (call {call}): expected {name} "
-                        f"{usual} as on most ranks, got {value}; issue the same calls on every rank",
-                        rank=rank,
-                        peer=peer,
-                        phase=phase,
-                        call=call,
-                    )
+            odd = odd_rank({peer: header[name] for peer, header in enumerate(headers)})
+            if odd is not None:
+                peer, value, usual = odd
+                raise ProtocolError(
+                    f"rank {rank}: rank {peer} makes another call in {phase} (call {call}): expected {name} "
+                    f"{usual} as on most ranks, got {value}; issue the same calls on every rank",
+                    rank=rank,
+                    peer=peer,
+                    phase=phase,
+                    call=call,
+                )
         for peer, header in enumerate(headers):
             if header["status"] != _OK and not refused:
                 raise PeerAbortedError(rank=rank, peer=peer, phase=phase, call=call)
-        values = [header["options"] for header in headers if header["status"] == _OK]
-        for peer, header in enumerate(headers):
-            usual = max(set(values), key=lambda value: (values.count(value), value)) if values else 0
-            if header["status"] == _OK and header["options"] != usual:
+        for name, (how, words) in _CHOICES.items():
+            taking_part = {peer: header[name] for peer, header in enumerate(headers) if header["status"] == _OK}
+            odd = None if refused else odd_rank(taking_part)
+            if odd is not None:
+                peer, value, usual = odd
                 raise ProtocolError(
-                    f"rank {rank}: rank {peer} calls {phase} (call {call}) with other options than most ranks: "
-                    "expected weights, routing and reduce alike on all ranks, got other ones; pass the same on every "
-                    "rank",
+                    f"rank {rank}: rank {peer} calls {phase} (call {call}) {how} than most ranks: expected "
+                    f"{words.format(usual=usual, value=value)}; pass the same on every rank",
                     rank=rank,
                     peer=peer,
                     phase=phase,

@@ -10,7 +10,7 @@ from torch import Tensor
 from moelink.errors import ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
-from moelink.transports.collective.wire import Finished
+from moelink.transports.collective.wire import Finished, odd_rank
 
 R = TypeVar("R")
 
@@ -20,13 +20,15 @@ class LockstepWire:
 
     def __init__(self) -> None:
         self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
+        self._call = 0
 
     def start(self, phase: Phase, calls: Sequence[Steps[R]]) -> Finished[list[R]]:
         """Advance every call to its end; the results are by rank.
 
         Raises ProtocolError when the ranks do not make the same call (one passes weights, another does not).
         """
-        replies: list[list[int] | Tensor | None] = [None] * len(calls)
+        self._call += 1
+        replies: list[int | list[int] | Tensor | None] = [None] * len(calls)
         counts: list[list[int]] = []
         while True:
             requests, results = [], []
@@ -42,7 +44,7 @@ class LockstepWire:
             self._agree(phase, requests, len(calls))
             if isinstance(requests[0], Announce):
                 counts = [r.counts for r in requests if isinstance(r, Announce)]
-                replies = [None] * len(calls)
+                replies = [self._call] * len(calls)
             elif isinstance(requests[0], Learn):
                 replies = [list(column) for column in zip(*counts, strict=True)]
             else:
@@ -59,20 +61,19 @@ class LockstepWire:
 
     @staticmethod
     def _agree(phase: Phase, requests: Sequence[Announce | Learn | Transfer], world_size: int) -> None:
-        first = requests[0]
-        for rank, request in enumerate(requests):
-            same = type(request) is type(first)
-            if isinstance(request, Announce) and isinstance(first, Announce):
-                same = request.options == first.options
-            if not same or len(requests) != world_size:
-                raise ProtocolError(
-                    f"rank 0: rank {rank} makes another call in {phase}: expected {_what(first)}, got "
-                    f"{_what(request)}; pass the same options on every rank",
-                    rank=0,
-                    peer=rank,
-                    phase=phase,
-                    call=0,
-                )
+        odd = odd_rank({rank: _what(request) for rank, request in enumerate(requests)})
+        if odd is None and len(requests) != world_size:
+            odd = (0, "a call that goes on", "one that has ended, as on other ranks")
+        if odd is not None:
+            rank, got, usual = odd
+            raise ProtocolError(
+                f"rank 0: rank {rank} makes another call in {phase}: expected {usual}, got {got}; pass the same "
+                "options on every rank",
+                rank=0,
+                peer=rank,
+                phase=phase,
+                call=0,
+            )
 
     def _move(self, phase: Phase, requests: Sequence[Transfer]) -> list[Tensor]:
         blocks = [request.rows.split(request.send_counts) for request in requests]
@@ -88,5 +89,8 @@ class LockstepWire:
 
 
 def _what(request: Announce | Learn | Transfer) -> str:
-    """A request in a message: options say what the call is."""
-    return repr(request.options) if isinstance(request, Announce) else type(request).__name__
+    """Say in words all that must be alike on all ranks: the step, and of an announcement what is chosen with it."""
+    if not isinstance(request, Announce):
+        return type(request).__name__
+    over = f" over dispatch {request.origin}" if request.origin else ""
+    return f"{request.options!r}{over} with rows of {request.row_bytes} bytes"

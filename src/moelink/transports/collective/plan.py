@@ -22,6 +22,7 @@ class Messages:
         sources: [M] int64, source rank of each message received.
         local_ids: [M, topk] int32, local experts that each message received names, -1 elsewhere.
         invalid_ids: [] int64, ids outside [-1, num_experts) in this rank's topk_ids (they act as -1).
+        call: number of the call that sent and received them; 0 in allreduce mode, where nothing travels.
     """
 
     send_tokens: Tensor
@@ -31,6 +32,7 @@ class Messages:
     sources: Tensor
     local_ids: Tensor
     invalid_ids: Tensor
+    call: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class CollectivePlan:
         row_offsets: [num_groups + 1] int64, before capacity.
         group_sizes: [num_groups] int64, real rows per group before capacity.
         shared: own tokens in the fused shared expert's group (rows 0, 1, ...), None without one.
+        call: number of the dispatch whose rows these are: not ``messages.call`` where that one's routing is reused.
     """
 
     messages: Messages
@@ -50,6 +53,7 @@ class CollectivePlan:
     row_offsets: Tensor
     group_sizes: Tensor
     shared: range | None
+    call: int
 
     @property
     def num_messages(self) -> int:
@@ -67,7 +71,7 @@ def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int) -> C
     if config.layout == "rank":
         sizes = torch.tensor(messages.recv_counts, device=messages.tokens.device)
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-        return CollectivePlan(messages, None, offsets, sizes, None)
+        return CollectivePlan(messages, None, offsets, sizes, None, messages.call)
     shared = None
     if config.fused_shared_expert:
         replicated = config.mode == "allreduce"
@@ -81,7 +85,7 @@ def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int) -> C
         alignment=config.row_alignment,
         shared_rows=None if shared is None else len(shared),
     )
-    return CollectivePlan(messages, rows, rows.row_offsets, rows.group_sizes, shared)
+    return CollectivePlan(messages, rows, rows.row_offsets, rows.group_sizes, shared, messages.call)
 
 
 def expert_counts(config: EPConfig, plan: CollectivePlan) -> Tensor:

@@ -3,6 +3,11 @@
 A call is a generator. It yields :class:`Announce` when it knows its counts, prepares rows while headers travel, yields
 :class:`Learn` for the peers' counts and :class:`Transfer` for the rows, and returns the result. So the same code runs
 over process groups and for all ranks of one process.
+
+The reply to :class:`Announce` is the number of the call, the same on every rank. A dispatch keeps it in its plan, and a
+combine of its rows announces it: ranks that combine the rows of different dispatches would otherwise add numbers that
+have nothing to do with each other, with counts that may well agree. In the same way a dispatch over an earlier routing
+announces the dispatch that counted it.
 """
 
 from __future__ import annotations
@@ -21,17 +26,22 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Announce:
-    """Announce to every rank how many rows will follow. It does not wait; the reply is None.
+    """Announce to every rank how many rows will follow. It does not wait; the reply is the number of the call.
 
     Attributes:
         options: everything peers must agree on for this call, as text.
         counts: rows for each rank.
         limit: most rows that one rank may legally send here; a larger announcement is refused.
+        row_bytes: bytes of a row, which must agree as well.
+        origin: number of the earlier dispatch that the call is over: of a combine, the one that brought the rows; of a
+            dispatch with ``routing``, the one that counted them; else 0. It must agree as well.
     """
 
     options: str
     counts: list[int]
     limit: int
+    row_bytes: int
+    origin: int
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,8 @@ class Transfer:
     into: Tensor
 
 
-Steps = Generator["Announce | Learn | Transfer", "list[int] | Tensor | None", R]
-"""One rank's call. Replies: None to Announce, ``list[int]`` to Learn, ``Tensor`` to Transfer."""
+Steps = Generator["Announce | Learn | Transfer", "int | list[int] | Tensor | None", R]
+"""One rank's call. Replies: ``int`` to Announce, ``list[int]`` to Learn, ``Tensor`` to Transfer."""
 
 
 class BadMessageError(Exception):

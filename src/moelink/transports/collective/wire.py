@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -10,6 +11,20 @@ from moelink.transports.base import Pending, Phase
 from moelink.transports.collective.steps import Steps
 
 R = TypeVar("R")
+V = TypeVar("V")
+
+
+def odd_rank(values: Mapping[int, V]) -> tuple[int, V, V] | None:
+    """Return the first rank whose value differs from that of most ranks, its value, and theirs; None if all are equal.
+
+    Of several values that are equally common, the one of the lowest rank counts, as in the kernels
+    (``kernels.sync.signals.first_stray``). All ranks that compare the same values come to the same result.
+    """
+    counts = Counter(values.values())
+    if len(counts) < 2:
+        return None
+    usual = max(counts, key=lambda value: counts[value])  # the first of several
+    return next((rank, value, usual) for rank, value in values.items() if value != usual)
 
 
 class Wire(Protocol):
