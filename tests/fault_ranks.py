@@ -412,3 +412,46 @@ def held_after_close(rank: int, world_size: int) -> list[int]:
     lent = ep._session.transport._wire._lent
     ep.close()
     return [tensor._use_count() for tensor in lent]
+
+
+def told_while_waiting(rank: int, world_size: int) -> Told | None:
+    """Rank 2 dies with its headers sent and rank 1 is late: rank 0 waits for rank 1, which finds out."""
+    ep = moelink.init(**FIELDS, transport="collective", timeout=30)
+    check_round_trip(ep, rank)
+    if rank == 2:
+        strike_in_collective("dispatch", "announced", lambda: (time.sleep(0.3), die()))
+    if rank == 1:
+        time.sleep(1.0)
+    told = caught(ep, rank)
+    if rank == 1:
+        time.sleep(4)  # when it ends, its connections do, too
+    ep.close()
+    return told
+
+
+def refused_where_nothing_travels(rank: int, world_size: int) -> list[float]:
+    """Mode allreduce: of arguments refused and hooks that raise on rank 1, rank 0 hears nothing, in no time."""
+    seconds = []
+    broken = moelink.Hook(None, lambda *_: 1 / 0)
+    with moelink.init(**FIELDS, transport="collective", mode="allreduce", timeout=20) as ep:
+        d = data(0)
+        for arguments, kind in (
+            ({"topk_weights": d.topk_ids}, moelink.ArgumentError),
+            ({"topk_weights": broken}, ZeroDivisionError),
+            ({"x": d.x.int()}, moelink.ArgumentError),
+        ):
+            start = time.monotonic()
+            given = {"x": d.x, "topk_ids": d.topk_ids}
+            if rank == 1:
+                with pytest.raises(kind):
+                    ep.dispatch(**given | arguments)
+            recv = ep.dispatch(**given)
+            ep.combine(recv.tokens, recv)
+            if rank == 1:
+                with pytest.raises(ZeroDivisionError):
+                    ep.combine(recv.tokens, recv, epilogue=moelink.Hook(None, lambda *_: 1 / 0, (d.x,)))
+                with pytest.raises(moelink.ArgumentError):
+                    ep.combine(recv.tokens[1:], recv)
+            ep.check()
+            seconds.append(time.monotonic() - start)
+    return seconds

@@ -64,6 +64,17 @@ def test_a_rank_stopped_past_the_timeout_and_then_continued(transport: str, numb
     assert stopped["told"].peer == 1, "the rank that was stopped learns that it was the one"
 
 
+def test_a_rank_that_waits_raises_at_once_what_a_peer_has_found_out() -> None:
+    for told in run_ranks(fault_ranks.told_while_waiting, 3, mortal={2})[:2]:
+        assert (told.kind, told.peer) == ("PeerLostError", 2)
+        assert told.took < 4, "of a timeout of 30"
+
+
+def test_what_one_rank_refuses_where_nothing_travels_concerns_no_other() -> None:
+    for seconds in run_ranks(fault_ranks.refused_where_nothing_travels, 2):
+        assert max(seconds) < 10, seconds
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_go_on_after_a_rank_was_only_late(transport: str) -> None:
     assert [told.peer for told in run_ranks(fault_ranks.late, 3, transport)] == [1, 1, 1]

@@ -72,6 +72,7 @@ def _transport(
         identity=agreement.identity,
         timeout=config.timeout,
         detector=detector,
+        exchanges=config.mode == "alltoall",
     )
     return CollectiveTransport([config], wire, identity=agreement.identity)
 

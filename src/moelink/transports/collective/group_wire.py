@@ -15,6 +15,14 @@ Protocol of one call (call numbers count dispatches and combines together, from 
 One deadline covers the whole call, from the moment it was issued. When it passes, or a connection breaks, this rank
 probes its peers for the one at fault (:mod:`moelink.control.probe`), poisons the communicator and reports the failure.
 
+Every wait is cut into slices, and after each slice this rank looks at what peers have reported. That is needed because
+gloo's connections are pairs: a rank that dies between its messages may have sent all that one peer needs, so the peer
+waits for a third rank, and only that third rank has a broken connection. Who reports writes at the probe server of
+every peer, which keeps the first report; who waits only reads. So all ranks raise the first report that reached them,
+and a report that comes while a call ends is raised in the next one.
+
+In mode "allreduce" no peer takes part in a call, so nothing is sent, not even a refusal (``exchanges`` is False).
+
 Calls run on one background thread in the order in which they were issued, so an asynchronous call returns at once even
 while a peer is late. On CUDA they run on a stream of their own, forked from the caller's.
 """
@@ -24,7 +32,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -46,6 +54,8 @@ _MAGIC = 0x6D6F656C696E6B
 _PHASE_CODES: dict[Phase, int] = {"dispatch": 1, "combine": 2}
 _OK, _REFUSED = 0, 1
 _LETTING_GO_SECONDS = 0.2
+_SLICE_SECONDS = 0.05
+_ROW_SLICE_SECONDS = 20e-6
 _FIELDS = ("magic", "call", "phase", "status", "config", "options", "origin", "row_bytes", "count")
 _CHOICES = {
     "options": ("with other options", "weights, routing and reduce alike on all ranks, got other ones"),
@@ -89,7 +99,10 @@ class _Headers:
 
 
 class GroupWire:
-    """The wire of one rank. ``identity`` enters every header's configuration digest."""
+    """The wire of one rank.
+
+    ``identity`` enters every header's configuration digest. ``exchanges``: peers take part in each call.
+    """
 
     def __init__(
         self,
@@ -99,11 +112,12 @@ class GroupWire:
         identity: str,
         timeout: float,
         detector: FailureDetector,
+        exchanges: bool = True,
     ) -> None:
         self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
         self._world, self._device, self._timeout = world, device, timeout
         self._identity = digest(identity)
-        self._detector = detector
+        self._detector, self._exchanges = detector, exchanges
         self._error: PeerError | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelink-wire")
@@ -116,7 +130,8 @@ class GroupWire:
 
     def refuse(self, phase: Phase) -> None:
         """Take part in the call with status REFUSED."""
-        self._submit(phase, None)
+        if self._exchanges:
+            self._submit(phase, None)
 
     def check(self) -> None:
         """Wait for the calls under way; raise the error that poisoned this communicator, if any."""
@@ -193,7 +208,7 @@ class GroupWire:
         rank's alone.
         """
         if steps is None:
-            self._learn(self._announce(call, phase, None), deadline)
+            self._tell_refusal(call, phase, deadline)
             return []
         request: Announce | Learn | Transfer
         try:
@@ -201,7 +216,8 @@ class GroupWire:
         except StopIteration as stop:
             return [stop.value]
         except Exception:
-            self._learn(self._announce(call, phase, None), deadline)
+            if self._exchanges:
+                self._tell_refusal(call, phase, deadline)
             raise
         while True:
             reply: Any = None
@@ -221,6 +237,11 @@ class GroupWire:
                 if not isinstance(request, Transfer):
                     self._poison(self._detector.admit(phase, call).error(self._world.rank))
                 raise
+
+    def _tell_refusal(self, call: int, phase: Phase, deadline: float) -> None:
+        """Exchange headers with status REFUSED. What peers disagree about is theirs to raise."""
+        with suppress(ProtocolError):
+            self._learn(self._announce(call, phase, None), deadline)
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
         """Start the exchange of headers with every rank; ``announce`` None refuses the call."""
@@ -290,21 +311,43 @@ class GroupWire:
         return transfer.into
 
     def _finish(self, work: Any, call: int, phase: Phase, deadline: float, *, on_device: bool) -> None:
-        """Wait for ``work`` until the deadline; raise the error that names the rank at fault if it fails."""
+        """Wait for ``work`` until the deadline; raise the error that names the rank at fault if it fails.
+
+        A failure that a peer has reported meanwhile is raised at once.
+        """
         try:
-            left = max(deadline - time.monotonic(), 1e-3)
             if self._stream is None or not on_device:
-                work.wait(timedelta(seconds=left))
+                while not self._has_ended(work, min(deadline - time.monotonic(), _SLICE_SECONDS)):
+                    self._look_up(deadline)
                 return
             work.wait()
             event = torch.cuda.Event()
             event.record(self._stream)
             while not event.query():
-                if time.monotonic() > deadline:
-                    raise RuntimeError("the deadline passed")
-                time.sleep(20e-6)
+                self._look_up(deadline)
+                time.sleep(_ROW_SLICE_SECONDS)
         except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
             raise self._blame(call, phase) from error
+
+    @staticmethod
+    def _has_ended(work: Any, seconds: float) -> bool:
+        """Wait for ``work`` for so long. Raises RuntimeError when it has failed."""
+        limit = timedelta(seconds=max(seconds, 1e-3))
+        try:
+            work.wait(limit)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait(limit)  # raises why it failed, unless it ended after the slice
+        return True
+
+    def _look_up(self, deadline: float) -> None:
+        """Raise what a peer has reported, or RuntimeError when the deadline has passed."""
+        self._raise_poison()
+        if time.monotonic() > deadline:
+            raise RuntimeError("the deadline passed")
 
     def _blame(self, call: int, phase: Phase) -> PeerError:
         """Find the rank at fault, report it to the peers and poison this communicator."""
