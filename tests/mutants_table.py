@@ -101,7 +101,7 @@ CALLS = (
            "kind = (config.rank, kind_of(request))", "kind = (config.rank, request.x.shape if request.out is None else None)",
            "test_errors.py::test_what_was_checked_before_is_refused_when_it_is_not_the_same"),
     Mutant("a second dispatch may start before the first is waited for", "transports/session.py",
-           "if phase in self._pending:", "if (phase, 0) in self._pending:",
+           "self.fate.error is not None or phase in self._pending:", "self.fate.error is not None:",
            "test_errors.py::test_async_calls_return_at_once_while_a_peer_is_late"),
     Mutant("an output may lie in what the call reads", "transports/validation.py",
            "and begin < tensor.data_ptr() + tensor.nbytes", "and begin > tensor.data_ptr() + tensor.nbytes",
@@ -125,6 +125,28 @@ CALLS = (
            "at = inside(\"source\", source, self._copies) * self._tokens +",
            "at = inside(\"source\", source, self._copies) * (self._tokens - 1) +",
            "test_contract_names.py::test_layouts_in_worked_numbers"),
+)
+
+CALL_ENDS = (
+    Mutant("an exception in a call that has begun is not told", "transports/session.py",
+           "        elif half_done and not isinstance(error, PeerError):", "        elif half_done and isinstance(error, MemoryError) and self.closed:",
+           "test_interrupted.py::test_an_exception_at_some_lines_of_a_call[collective]"),
+    Mutant("an exception before a call has begun is told only if it is an Exception", "transports/session.py",
+           "        elif not settled:\n", "        elif not settled and isinstance(error, Exception):\n",
+           "test_interrupted.py::test_an_exception_at_some_lines_of_a_call[collective]"),
+    Mutant("peers that wait in kernels are not told", "transports/symmetric/transport.py",
+           "            rank.give_up(failure)\n", "            pass\n",
+           "test_parts.py::test_a_rank_that_leaves_by_an_exception_is_named_at_once[symmetric]"),
+    Mutant("leaving by an exception is as leaving without", "communicator.py",
+           "            if error is not None:\n", "            if error is not None and self._session.closed:\n",
+           "test_parts.py::test_a_rank_that_leaves_by_an_exception_is_named_at_once[collective]"),
+    Mutant("gradients have a fate of their own", "ops/gradient_communicators.py",
+           "built.detector, self._own.fate)", "built.detector)",
+           "test_parts.py::test_what_a_backward_met_ends_the_forward_calls"),
+    Mutant("a child passes for its parent", "transports/guard.py",
+           "        self._process, self._lock, self._caller = os.getpid(), threading.Lock(), 0\n",
+           "        self._process, self._lock, self._caller = os.getpid(), threading.Lock(), 0\n        os.register_at_fork(after_in_child=lambda: setattr(self, '_process', os.getpid()))\n",
+           "test_parts.py::test_a_child_is_refused_and_does_its_parent_no_harm[collective]"),
 )
 
 COLLECTIVE = (
@@ -532,5 +554,6 @@ TRUST = (
 # fmt: on
 
 MUTANTS = (
-    *FORMATS, *ROUTING, *CALLS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT, *TRUST,
+    *FORMATS, *ROUTING, *CALLS, *CALL_ENDS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
+    *TRUST,
 )  # fmt: skip

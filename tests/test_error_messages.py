@@ -29,7 +29,7 @@ CLASSES = {
 NAMED = ("ArgumentError", "ConfigError")
 """Called with (name, expected, got)."""
 BUILT = ("ConfigMismatchError", "ClosedError", "CapacityError", "RoutingError", "PeerAbortedError", "PeerTimeoutError",
-         "PeerLostError")  # fmt: skip
+         "PeerLostError", "PeerLeftError", "ConcurrencyError", "ForkedError")  # fmt: skip
 """Their classes build the message."""
 
 ACTIONS = (
@@ -187,6 +187,12 @@ EXAMPLES = {
     "ConfigError": lambda: errors.ConfigError("topk", "an integer >= 1", 0),
     "ConfigMismatchError": lambda: errors.ConfigMismatchError("topk", {"2": [0, 2], "3": [1]}),
     "ClosedError": lambda: errors.ClosedError("dispatch"),
+    "ConcurrencyError": lambda: errors.ConcurrencyError("dispatch"),
+    "ForkedError": lambda: errors.ForkedError("dispatch", owner=7, child=8),
+    "PeerLeftError": lambda: errors.PeerLeftError(rank=0, peer=1, phase="dispatch", call=5, interrupted=False),
+    "PeerLeftError, interrupted": lambda: errors.PeerLeftError(
+        rank=0, peer=1, phase="dispatch", call=5, interrupted=True
+    ),
     "CapacityError": lambda: errors.CapacityError(0, 7, 3),
     "RoutingError": lambda: errors.RoutingError(0, 3, 6),
     "PeerAbortedError": lambda: errors.PeerAbortedError(rank=0, peer=1, phase="combine", call=4),

@@ -186,12 +186,24 @@ class Communicator:
             PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
             PendingError, ClosedError: the communicator's state does not allow the call.
         """
-        request = DispatchRequest(
-            x, ids_of(topk_ids, routing), topk_weights, scales, input_scale, routing, host_counts, out
-        )
-        if ops.needs_operator(request):
-            return ops.dispatch(self._context, request)
-        return self._session.dispatch([self._context.direct(request)], fused=True).wait()[0]
+        if torch.compiler.is_compiling():
+            return ops.dispatch(
+                self._context,
+                _dispatch_request(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out),
+            )
+        session = self._session
+        try:
+            session.begin("dispatch")
+            ids = ids_of(topk_ids, routing)
+            request = DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out)
+            if ops.needs_operator(request):
+                return ops.dispatch(self._context, request)
+            return session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
+        except BaseException as error:
+            session.unwind("dispatch", error, routing)
+            raise
+        finally:
+            session.guard.leave()
 
     def dispatch_async(
         self,
@@ -206,13 +218,26 @@ class Communicator:
         out: DispatchOutput | None = None,
     ) -> PendingSingle[DispatchOutput]:
         """Start a dispatch and return at once; ``.wait()`` gives what :meth:`dispatch` returns."""
-        request = DispatchRequest(
-            x, ids_of(topk_ids, routing), topk_weights, scales, input_scale, routing, host_counts, out
-        )
-        if ops.needs_operator(request):
-            return PendingSingle(ops.start_dispatch(self._context, request))
-        operation = self._session.dispatch([self._context.direct(request)])
-        return PendingSingle(lambda: operation.wait()[0])
+        if torch.compiler.is_compiling():
+            return PendingSingle(
+                ops.start_dispatch(
+                    self._context,
+                    _dispatch_request(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out),
+                )
+            )
+        session = self._session
+        try:
+            session.begin("dispatch")
+            request = _dispatch_request(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out)
+            if ops.needs_operator(request):
+                return PendingSingle(ops.start_dispatch(self._context, request))
+            operation = session.start_dispatch([self._context.direct(request)], fused=False)
+            return PendingSingle(lambda: operation.wait()[0])
+        except BaseException as error:
+            session.unwind("dispatch", error, routing)
+            raise
+        finally:
+            session.guard.leave()
 
     def combine(
         self,
@@ -242,10 +267,20 @@ class Communicator:
 
         Raises: as :meth:`dispatch`.
         """
-        request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
-        if ops.needs_operator(request):
-            return ops.combine(self._context, request)
-        return self._session.combine([self._context.direct(request)], fused=True).wait()[0]
+        if torch.compiler.is_compiling():
+            return ops.combine(self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out))
+        session = self._session
+        try:
+            session.begin("combine")
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out)
+            if ops.needs_operator(request):
+                return ops.combine(self._context, request)
+            return session.start_combine([self._context.direct(request)], fused=True).wait()[0]
+        except BaseException as error:
+            session.unwind("combine", error, recv)
+            raise
+        finally:
+            session.guard.leave()
 
     def combine_async(
         self,
@@ -259,11 +294,23 @@ class Communicator:
         out: Tensor | None = None,
     ) -> PendingSingle[Tensor]:
         """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
-        request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared, out=out)
-        if ops.needs_operator(request):
-            return PendingSingle(ops.start_combine(self._context, request))
-        operation = self._session.combine([self._context.direct(request)])
-        return PendingSingle(lambda: operation.wait()[0])
+        if torch.compiler.is_compiling():
+            return PendingSingle(
+                ops.start_combine(self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out))
+            )
+        session = self._session
+        try:
+            session.begin("combine")
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out)
+            if ops.needs_operator(request):
+                return PendingSingle(ops.start_combine(self._context, request))
+            operation = session.start_combine([self._context.direct(request)], fused=False)
+            return PendingSingle(lambda: operation.wait()[0])
+        except BaseException as error:
+            session.unwind("combine", error, recv)
+            raise
+        finally:
+            session.guard.leave()
 
     def warmup(self) -> None:
         """Compile everything before the first call (nothing to do on the collective transport)."""
@@ -317,6 +364,7 @@ class Communicator:
                 rank, the others have gone on without it: it cannot recover any more.
             ClosedError: after :meth:`close`.
         """
+        self._session.guard.require_own_process("recover")
         detector = self._session.detector
         if self._session.closed and (detector is None or detector.closed):
             raise ClosedError("recover")
@@ -346,6 +394,7 @@ class Communicator:
 
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing."""
+        self._session.guard.require_own_process("close")
         self._context.gradients.close()
         self._session.close()
 
@@ -355,7 +404,13 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if self._session.guard.is_forked:  # nothing of it is this process's to release
+            return
+        try:
+            if error is not None:
+                self._session.leave()
+        finally:
+            self.close()
 
     def __repr__(self) -> str:
         config = self.config
@@ -380,6 +435,20 @@ class PendingSingle(Generic[T]):
         if not self._result:
             self._result.append(self._finish())
         return self._result[0]
+
+
+def _dispatch_request(
+    x: Tensor,
+    topk_ids: Tensor | None,
+    topk_weights: Tensor | Hook | None,
+    scales: Tensor | None,
+    input_scale: Tensor | Hook | None,
+    routing: DispatchOutput | None,
+    host_counts: bool,
+    out: DispatchOutput | None,
+) -> DispatchRequest:
+    ids = ids_of(topk_ids, routing)
+    return DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out)
 
 
 def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:

@@ -8,6 +8,8 @@
     +-- ArgumentError          (ValueError)    an argument of a call is not acceptable
     +-- StateError             (RuntimeError)  the call does not fit the communicator's state
     |   +-- ClosedError                        the communicator is closed
+    |   +-- ConcurrencyError                   two threads call one communicator at the same time
+    |   +-- ForkedError                        a child process uses its parent's communicator
     |   +-- ForeignHandleError                 a DispatchOutput of another communicator or rank
     |   +-- PendingError                       a second operation while one of its kind is pending
     +-- UnsupportedError       (RuntimeError)  this transport, device or installation cannot do it
@@ -17,6 +19,7 @@
         +-- PeerAbortedError                   a peer refused its arguments; this communicator stays usable
         +-- ProtocolError                      peers are not making the same call
         +-- PeerTimeoutError                   a peer did not arrive in time; the communicator is poisoned
+            +-- PeerLeftError                  ... because an exception ended its part
             +-- PeerLostError                  ... because its process is gone
 
 Each class says when it is raised and how to recover. Every message says what was expected, what moelink got, and what
@@ -75,6 +78,31 @@ class ClosedError(StateError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: the communicator is closed; make another one with moelink.init")
+
+
+class ConcurrencyError(StateError):
+    """A thread calls a communicator while another thread is in one of its calls. Recover: call it from one thread."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}: expected one thread in the communicator at a time, got a call while another thread is in one; "
+            "make all calls of a communicator from one thread"
+        )
+
+
+class ForkedError(StateError):
+    """A child of a fork uses the communicator of its parent, whose part it cannot take. The parent's goes on.
+
+    Recover: use the communicator in the process that made it, or start processes with ``spawn`` and call
+    ``moelink.init`` in each.
+    """
+
+    def __init__(self, what: str, *, owner: int, child: int) -> None:
+        super().__init__(
+            f"{what}: expected the process that made the communicator ({owner}), got a child of it ({child}), which "
+            "cannot take its part; use the communicator in its own process, or call moelink.init in a process started "
+            "with 'spawn'"
+        )
 
 
 class ForeignHandleError(StateError):
@@ -189,6 +217,32 @@ class PeerTimeoutError(PeerError):
         if peer < 0 or peer == rank:
             return "close and init again"
         return f"close and init again, or recover without rank {peer}"
+
+
+class PeerLeftError(PeerTimeoutError):
+    """An exception has ended a rank's part: it left the ``with`` block, or entered a call that had begun.
+
+    Its peers raise this at once, and so does the rank itself in later calls. Recover as from PeerTimeoutError; a rank
+    that was only interrupted may take part in ``recover``.
+    """
+
+    def __init__(self, *, rank: int, peer: int, phase: str, call: int, interrupted: bool) -> None:
+        got = f"an exception that entered its {phase} (call {call})" if interrupted else "an exception there"
+        where = (
+            f"has left the communicator: its {phase} (call {call}) was interrupted"
+            if interrupted
+            else ("left the communicator")
+        )
+        PeerError.__init__(
+            self,
+            f"rank {rank}: rank {peer} {where}: expected it to end each call, and its `with` block without an "
+            f"exception, got {got}; {self._advice(rank, peer, phase)}",
+            rank=rank,
+            peer=peer,
+            phase=phase,
+            call=call,
+        )
+        self.expected, self.got, self.interrupted = call, None, interrupted
 
 
 class PeerLostError(PeerTimeoutError):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.probe import Failure
+from moelink.control.probe import INTERRUPTED, LEFT, Failure
 from moelink.errors import CapacityError, MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError, RoutingError
 from moelink.memory.protocol import (
     ABORT_RECORD,
@@ -67,13 +67,18 @@ class ErrorRecord:
         self.words[ABORT_RECORD:] = 0
         return self._refusal(*words[ABORT_RECORD : ABORT_RECORD + 5])
 
+    def keep(self, error: PeerTimeoutError) -> None:
+        """Raise ``error`` for what the kernels describe, unless another one has been found for it."""
+        self._failure = self._failure or error
+
     def _find_fault(self, words: list[int]) -> PeerTimeoutError:
         """Return the error of an expired wait. A peer may have written its words, so none of them is trusted."""
         told_by, peer, phase, call, expected, got = words
         ranks = range(self.world_size)
+        got = got if got in (LEFT, INTERRUPTED) else max(got, 0)
         suspicion = Failure(
             peer if peer in ranks else told_by if told_by in ranks else self.me,
-            PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), max(got, 0),
+            PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), got,
         )  # fmt: skip
         detail = "" if told_by == self.rank else f"reported by rank {told_by}"
         if self._detector is not None:

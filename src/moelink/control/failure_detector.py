@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from moelink.control.probe import Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe_all
+from moelink.control.probe import INTERRUPTED, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe_all
 from moelink.errors import PeerTimeoutError
 
 _REPORT_SECONDS = 0.3
@@ -72,9 +72,13 @@ class FailureDetector:
 
     def admit(self, phase: str, call: int) -> Failure:
         """Report this rank itself: it cannot finish call ``call``, in which its peers wait for it."""
+        return self.declare(Failure(self.rank, phase, call, expected=call, got=INTERRUPTED))
+
+    def declare(self, failure: Failure) -> Failure:
+        """Report ``failure``, which this rank knows of without a probe, and return it, or what a peer reported."""
         if self.reported is not None:
             return self.reported
-        return self._report(Failure(self.rank, phase, call, expected=call, got=call - 1), self._probe())
+        return self._report(failure, self._probe())
 
     def _report(self, failure: Failure, results: Mapping[int, ProbeResult]) -> Failure:
         """Report ``failure`` to every peer. A stopped peer reads the report when it continues; nobody waits for it."""

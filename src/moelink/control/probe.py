@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from moelink import env
 from moelink.control import responder
 from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, PROGRESS, READ, TELL, TOKEN_BYTES
-from moelink.errors import PeerLostError, PeerTimeoutError, UnsupportedError
+from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UnsupportedError
 
 _PHASES = ("dispatch", "combine", "init")
 _PROBE_SECONDS = 0.4
@@ -35,6 +35,9 @@ _BACKLOG = 4096
 
 NO_ANSWER, GONE = -1, -2
 """In place of a call number: the peer did not answer, or its process is gone."""
+
+LEFT, INTERRUPTED = -3, -4
+"""In place of a call number: an exception left the rank's ``with`` block, or entered a call that had begun."""
 
 GONE_IN_WORDS = "its process is gone: nothing listens at the address of its probe server"
 
@@ -65,7 +68,7 @@ class Failure:
     """The first error of a communicator, as ranks report it to peers.
 
     ``peer`` is the rank at fault, ``expected`` the call that it had to reach, ``got`` the one that it had reached,
-    NO_ANSWER, or GONE.
+    NO_ANSWER, GONE, LEFT or INTERRUPTED.
     """
 
     peer: int
@@ -74,8 +77,21 @@ class Failure:
     expected: int
     got: int
 
+    @classmethod
+    def of(cls, error: PeerTimeoutError) -> Failure:
+        """Return the failure that ``error`` was raised for."""
+        got = NO_ANSWER if error.got is None else error.got
+        if isinstance(error, PeerLeftError):
+            got = INTERRUPTED if error.interrupted else LEFT
+        elif isinstance(error, PeerLostError):
+            got = GONE
+        return cls(max(error.peer, 0), error.phase, error.call, expected=error.expected, got=got)
+
     def error(self, rank: int, detail: str = "") -> PeerTimeoutError:
         """The exception that ``rank`` raises for this failure."""
+        if self.got in (LEFT, INTERRUPTED):
+            interrupted = self.got == INTERRUPTED
+            return PeerLeftError(rank=rank, peer=self.peer, phase=self.phase, call=self.call, interrupted=interrupted)
         kind = PeerLostError if self.got == GONE else PeerTimeoutError
         detail = GONE_IN_WORDS if self.got == GONE else detail
         got = None if self.got < 0 else self.got

@@ -266,6 +266,24 @@ class CreditNumbers(NamedTuple):
     programs: Any
 
 
+class GiveUpNumbers(NamedTuple):
+    """Numbers of a launch that only tells peers that this rank has ended its part.
+
+    Attributes:
+        me: this rank's place in the table of peers.
+        peer, phase, call, expected, got: the failure (:class:`moelink.control.probe.Failure`).
+        programs: CTAs that work.
+    """
+
+    me: Any
+    peer: Any
+    phase: Any
+    call: Any
+    expected: Any
+    got: Any
+    programs: Any
+
+
 class CombineInputs(NamedTuple):
     """What combine reads.
 

@@ -24,12 +24,11 @@ from moelink.transports.validation import check_recv
 
 
 def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
-    """Return True if ``request`` needs an operator: it is being traced, or one of its tensors requires grad.
+    """Return True if ``request`` needs an operator, even where no tracer is at work: one of its tensors requires grad,
+    or has rules of its own.
 
     The direct path is faster (``moelink.tools.bench.host``).
     """
-    if torch.compiler.is_compiling():
-        return True
     rows = request.x if isinstance(request, DispatchRequest) else request.y
     # A subclass of Tensor, a fake tensor for example, has rules of its own, which the operators' dispatcher applies.
     if type(rows) is not Tensor and type(rows) is not torch.nn.Parameter and isinstance(rows, Tensor):

@@ -83,7 +83,7 @@ class GradientCommunicators:
         )
         device = self._own.devices[0]
         built = build_in_group(config, device, meet_again(self._world, config.timeout))
-        return Session([config], [device], built.transport, built.identity, built.detector)
+        return Session([config], [device], built.transport, built.identity, built.detector, self._own.fate)
 
     @property
     def _opened(self) -> list[Session]:

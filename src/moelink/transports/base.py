@@ -12,6 +12,8 @@ from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from moelink.control.probe import Failure
+from moelink.errors import PeerTimeoutError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 
@@ -88,7 +90,16 @@ class Traffic:
 
 
 class Pending(Protocol[T_co]):
-    """An operation under way."""
+    """An operation under way.
+
+    Attributes:
+        over: whether :meth:`wait` must not be called again after it has raised: the call has ended, or was interrupted
+            in its second half.
+    """
+
+    @property
+    def over(self) -> bool:
+        """Whether the call has ended."""
 
     def wait(self) -> T_co:
         """Finish the operation (a device's current stream waits; the host does so only where the transport must) and
@@ -96,9 +107,16 @@ class Pending(Protocol[T_co]):
 
 
 class Transport(Protocol):
-    """A way to move rows between ranks."""
+    """A way to move rows between ranks.
+
+    Attributes:
+        half_done: an exception that comes now leaves a call half done: peers wait for what this rank has not sent. The
+            session sets it when it hands a call over. The transport clears it as soon as the call is over, goes on by
+            itself, or waits for its second half, so that the next call would be in step.
+    """
 
     name: str
+    half_done: bool
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch, one request per local rank. ``fused``: the caller waits right away."""
@@ -111,6 +129,13 @@ class Transport(Protocol):
 
         ``over``: the earlier output of this communicator that the call was to go over, where that much is known. Over
         one of a call that brought nothing there is no call.
+        """
+
+    def abandon(self, failure: Failure) -> PeerTimeoutError:
+        """Poison this rank and its peers at once, and return the error that its later calls raise.
+
+        ``failure`` names this rank after an exception that left a call half done or the ``with`` block, or the rank
+        that another transport of the same communicator has found at fault. What a peer has reported first counts.
         """
 
     def warmup(self) -> None:

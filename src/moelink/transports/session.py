@@ -1,46 +1,88 @@
-"""Hold what a communicator of one rank and one of many devices share: state, checks, and the transport."""
+"""Hold what a communicator of one rank and one of many devices share: state, checks, and the transport.
+
+An exception may enter a call anywhere: a signal's handler, KeyboardInterrupt, MemoryError, a hook of the user. The
+session then leaves the rank's calls in step with its peers', or ends its part (:meth:`Session.unwind`). A call has
+three parts:
+
+==========  ============================================================================================================
+checking    nothing has been sent: the exception is told to the peers as a refusal. They raise PeerAbortedError, and
+            the next call works.
+half done   (``transport.half_done``, or a wait that the caller cannot repeat) peers wait for what this rank will not
+            send, or have seen it: ``transport.abandon`` poisons all ranks, which raise PeerLeftError at once.
+settled     the call is over, was refused, or goes on by itself, as an asynchronous one does on the collective
+            transport: nothing is told, and the next call is in step.
+==========  ============================================================================================================
+
+``settled`` is cleared first and set as soon as a state says so, on this thread alone. So whatever line an exception
+enters at, it finds the part that the call is in, or an earlier one of the same meaning. What comes before the clearing
+is between two calls. Peers cannot overtake: a refused call takes part in its exchange as any other, and a poisoned rank
+makes no further call.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
-from moelink.errors import ClosedError, PendingError, UnsupportedError
+from moelink.control.probe import INTERRUPTED, LEFT, Failure
+from moelink.errors import (
+    ClosedError,
+    ConcurrencyError,
+    ForkedError,
+    PeerError,
+    PeerTimeoutError,
+    PendingError,
+    UnsupportedError,
+)
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic, Transport
+from moelink.transports.guard import Guard
 from moelink.transports.validation import check_combine, check_dispatch, check_ids, kind_of
 
 T = TypeVar("T")
 
 
+class Fate:
+    """What ends the sessions of one communicator together: its own and those that its gradients travel over.
+
+    Attributes:
+        error: the first PeerTimeoutError that a call of any of them met; all later calls raise it.
+        sessions: these sessions.
+    """
+
+    def __init__(self) -> None:
+        self.error: PeerTimeoutError | None = None
+        self.sessions: list[Session] = []
+
+
 class PendingOperation(Generic[T]):
     """A dispatch or combine under way, as ``dispatch_async`` and ``combine_async`` return it.
 
-    Inputs must stay alive and unmodified until :meth:`wait` has returned.
+    Inputs must stay alive and unmodified until :meth:`wait` has returned. One that is dropped without :meth:`wait` is
+    finished by the next call of its kind, which drops its result and its error.
     """
 
-    def __init__(
-        self,
-        phase: Phase,
-        operation: Pending[T],
-        given: object,
-        *,
-        finished: Callable[[], None],
-        closed: Callable[[], bool],
-    ) -> None:
-        self._phase, self._operation, self._finished, self._closed = phase, operation, finished, closed
+    def __init__(self, session: Session, phase: Phase, operation: Pending[T], given: object) -> None:
+        self._session, self._phase, self._operation = session, phase, operation
         # Only this object refers to what hooks returned, and the call may read it on a stream of its own.
         self._given: object = given
-        self._done = False
-        self._failure: Exception | None = None
+        self._result: list[T] = []
+        self._failure: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the call has ended."""
+        return self._operation.over
 
     def wait(self) -> T:
         """Return the result, the same as the synchronous call's. May be called again. Raises the call's error, if any.
@@ -50,17 +92,49 @@ class PendingOperation(Generic[T]):
         """
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        if not self._done and self._closed():
-            raise ClosedError(self._phase)
+        if self._result:
+            return self._result[0]
+        session = self._session
+        session.guard.enter(self._phase)
         try:
+            if session.closed:
+                raise ClosedError(self._phase)
+            session.raise_fate()
             result = self._operation.wait()
-        except Exception as failure:
-            self._failure = failure
+            session.forget(self._phase, self._operation)
+            self._result, self._given = [result], None
+        except BaseException as error:
+            session.unwind(self._phase, error)
+            if self._operation.over or isinstance(error, PeerError):  # else it may be waited for again
+                self._failure = session.fate.error or error
+                session.forget(self._phase, self._operation)
             raise
         finally:
-            self._finished()
-        self._done, self._given = True, None
+            session.guard.leave()
         return result
+
+
+class Finished(Generic[T]):
+    """A call that is over."""
+
+    __slots__ = ("_result",)
+    over = True
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self) -> T:
+        """Return the result."""
+        return self._result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    """A pending call: what finishes it, the object by which the caller does, and for errors where it was started."""
+
+    operation: Pending[Any]
+    holder: weakref.ref[PendingOperation[Any]]
+    words: str
 
 
 class Session:
@@ -71,6 +145,9 @@ class Session:
         devices: the device of each local rank.
         identity: name of this communicator, the same on every rank.
         detector: the failure detector of its peers; None if all ranks are in this process.
+        guard: admits one thread of this process.
+        fate: the error that has ended it, shared with the sessions of its gradients.
+        settled: whether the present call needs nothing told any more (see the module's docstring).
         closed: whether calls are no longer possible.
     """
 
@@ -81,27 +158,46 @@ class Session:
         transport: Transport,
         identity: str,
         detector: FailureDetector | None = None,
+        fate: Fate | None = None,
     ) -> None:
         self.configs, self.devices, self.identity = tuple(configs), tuple(devices), identity
         self.transport, self.detector = transport, detector
-        self._pending: dict[Phase, object] = {}
+        self.guard, self.fate = Guard(), fate or Fate()
+        self.fate.sessions.append(self)
+        self._pending: dict[Phase, _Started] = {}
         self._checked: set[Hashable] = set()
-        self.closed = False
+        self._phase: Phase = "dispatch"
+        self._waiting: Pending[Any] | None = None
+        self.settled, self.closed = True, False
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
-        """Check the arguments of every local rank and start a dispatch. ``fused``: the caller waits right away."""
-        self._enter("dispatch")
+        """Check the arguments of every local rank and start a dispatch. ``fused``: it is over when this returns."""
         try:
-            for config, device, request in zip(self.configs, self.devices, requests, strict=True):
-                self._check_dispatch(config, device, request)
-                if torch.is_grad_enabled():
-                    _refuse_gradients(request.x, request.topk_weights, request.input_scale)
-            requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
-        except Exception:
-            self._refuse("dispatch", requests[0].over)
+            self.begin("dispatch")
+            return self.start_dispatch(requests, fused=fused)
+        except BaseException as error:
+            self.unwind("dispatch", error, requests[0].over)
             raise
+        finally:
+            self.guard.leave()
+
+    def start_dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool) -> Pending[list[DispatchOutput]]:
+        """Do what :meth:`dispatch` does, for a caller that begins the call and unwinds exceptions."""
+        for config, device, request in zip(self.configs, self.devices, requests, strict=True):
+            self._check_dispatch(config, device, request)
+            if torch.is_grad_enabled():
+                _refuse_gradients(request.x, request.topk_weights, request.input_scale)
+        requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
+        self.transport.half_done = self.settled = True
         operation = self.transport.dispatch(requests, fused=fused)
-        return operation if fused else self._started("dispatch", operation, requests)
+        return self._waited(operation) if fused else self._started("dispatch", operation, requests)
+
+    def _waited(self, operation: Pending[T]) -> Finished[T]:
+        """Wait for ``operation``, to which nothing else refers."""
+        self._waiting = operation
+        result = Finished(operation.wait())
+        self._waiting = None
+        return result
 
     def _check_dispatch(self, config: EPConfig, device: torch.device, request: DispatchRequest) -> None:
         """Check a dispatch. Most calls are of the same kind as an earlier one, which takes a quarter of the time to
@@ -115,19 +211,26 @@ class Session:
             self._checked.add(kind)
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
-        """Check the arguments of every local rank and start a combine. ``fused``: the caller waits right away."""
-        self._enter("combine")
+        """Check the arguments of every local rank and start a combine. ``fused``: it is over when this returns."""
         try:
-            for config, device, request in zip(self.configs, self.devices, requests, strict=True):
-                check_combine(config, request, identity=self.identity, device=device)
-                if torch.is_grad_enabled():
-                    _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
-            requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
-        except Exception:
-            self._refuse("combine", requests[0].over)
+            self.begin("combine")
+            return self.start_combine(requests, fused=fused)
+        except BaseException as error:
+            self.unwind("combine", error, requests[0].over)
             raise
+        finally:
+            self.guard.leave()
+
+    def start_combine(self, requests: Sequence[CombineRequest], *, fused: bool) -> Pending[list[Tensor]]:
+        """Do what :meth:`combine` does, for a caller that begins the call and unwinds exceptions."""
+        for config, device, request in zip(self.configs, self.devices, requests, strict=True):
+            check_combine(config, request, identity=self.identity, device=device)
+            if torch.is_grad_enabled():
+                _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
+        requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
+        self.transport.half_done = self.settled = True
         operation = self.transport.combine(requests, fused=fused)
-        return operation if fused else self._started("combine", operation, requests)
+        return self._waited(operation) if fused else self._started("combine", operation, requests)
 
     @contextmanager
     def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
@@ -138,31 +241,107 @@ class Session:
 
         Raises ClosedError or PendingError when no such call is possible now; peers are not told of these.
         """
-        self._enter(phase)
+        self.begin(phase)
         try:
             yield
-        except Exception:
-            self._refuse(phase, over())
+        except BaseException as error:
+            self.unwind(phase, error, over())
             raise
+        finally:
+            self.guard.leave()
 
-    def _enter(self, phase: Phase) -> None:
+    def begin(self, phase: Phase) -> None:
+        """Begin a call of ``phase``: an exception from now on is told to the peers, until the call is settled.
+
+        Raises what makes the call impossible now, of which peers are not told.
+        """
+        self.guard.enter(phase)
+        self.settled, self._phase = False, phase
+        if self.closed or self.fate.error is not None or phase in self._pending:
+            self._finish_dropped(phase)
+
+    def _finish_dropped(self, phase: Phase) -> None:
+        """Finish a call that was dropped without wait(), or raise what makes the next one impossible."""
         if self.closed:
+            self.settled = True
             raise ClosedError(phase)
-        if phase in self._pending:
-            raise PendingError(f"{phase}: expected no pending {phase}, got one without wait(); call its wait() first")
+        self.raise_fate()
+        started = self._pending.get(phase)
+        if started is None:
+            return
+        if started.holder() is not None:
+            self.settled = True
+            raise PendingError(
+                f"{phase}: expected no pending {phase}, got one without wait(), {started.words}; call its wait() first"
+            )
+        try:
+            started.operation.wait()
+        except PeerTimeoutError:
+            self.settled = True
+            raise
+        except Exception:  # noqa: BLE001, S110 - whoever dropped the result has dropped its error
+            pass
+        self.forget(phase, started.operation)
+
+    def raise_fate(self) -> None:
+        """Raise the error that has ended this communicator, if one has."""
+        if self.fate.error is not None:
+            self.settled = True
+            raise self.fate.error.with_traceback(None)
+
+    def unwind(self, phase: Phase, error: BaseException, over: object = None) -> None:
+        """Bring an exception that leaves a call in order (see the module's docstring).
+
+        ``over``: the earlier output that the call was to use, unchecked.
+        """
+        if isinstance(error, (ForkedError, ConcurrencyError)):
+            return
+        waiting, settled = self._waiting, self.settled
+        # A call that goes on is half done, too, where the caller has nothing left to wait for it with.
+        half_done = self.transport.half_done or (waiting is not None and not waiting.over)
+        self.transport.half_done, self.settled, self._waiting = False, True, None
+        if isinstance(error, PeerTimeoutError):
+            self._end(error)
+        elif half_done and not isinstance(error, PeerError):
+            self._end(self.transport.abandon(self._own_failure(phase, INTERRUPTED)))
+        elif not settled:
+            self._refuse(phase, over)
+            self.transport.half_done = False
+
+    def _end(self, error: PeerTimeoutError) -> None:
+        """Make all later calls raise ``error``, those of the other sessions as well, and tell their peers."""
+        if self.fate.error is not None:
+            return
+        self.fate.error = error
+        for session in self.fate.sessions:
+            if session is not self and not session.closed:
+                session.transport.abandon(Failure.of(error))
+
+    def _own_failure(self, phase: Phase, how: int) -> Failure:
+        call = 0 if self.detector is None else self.detector.probe_server.call
+        return Failure(self.configs[0].rank, phase, call, expected=call, got=how)
+
+    def leave(self) -> None:
+        """Tell the peers that an exception ends this rank's part, so that none waits for it."""
+        travels = self.configs[0].mode == "alltoall"
+        if travels and self.detector is not None and not self.closed and self.fate.error is None:
+            self._end(self.transport.abandon(self._own_failure(self._phase, LEFT)))
 
     def _refuse(self, phase: Phase, over: object) -> None:
         mine = isinstance(over, DispatchOutput) and over.handle.owner == self.identity
         self.transport.refuse(phase, over=over if mine else None)  # type: ignore[arg-type]
 
     def _started(self, phase: Phase, operation: Pending[T], given: object) -> PendingOperation[T]:
-        self._pending[phase] = operation
+        pending = PendingOperation(self, phase, operation, given)
+        call = "" if self.detector is None else f"call {self.detector.probe_server.call}, "
+        self._pending[phase] = _Started(operation, weakref.ref(pending), f"{call}started at {_caller()}")
+        return pending
 
-        def finished() -> None:
-            if self._pending.get(phase) is operation:
-                del self._pending[phase]
-
-        return PendingOperation(phase, operation, given, finished=finished, closed=lambda: self.closed)
+    def forget(self, phase: Phase, operation: object) -> None:
+        """Note that ``operation`` is no longer pending."""
+        started = self._pending.get(phase)
+        if started is not None and started.operation is operation:
+            del self._pending[phase]
 
     def warmup(self) -> None:
         """Compile and allocate what the first call would."""
@@ -172,7 +351,15 @@ class Session:
     def check(self) -> None:
         """Synchronise and raise the first error."""
         self._require_open("check")
-        self.transport.check()
+        self.raise_fate()
+        for phase in tuple(self._pending):
+            if self._pending[phase].holder() is None:
+                self._finish_dropped(phase)
+        try:
+            self.transport.check()
+        except PeerTimeoutError as error:
+            self._end(error)
+            raise
 
     def traffic(self) -> Traffic:
         """Return the bytes of rows sent to other ranks."""
@@ -190,6 +377,7 @@ class Session:
         return self.transport.atomic_counters()
 
     def _require_open(self, what: str) -> None:
+        self.guard.require_own_process(what)
         if self.closed:
             raise ClosedError(what)
 
@@ -201,11 +389,20 @@ class Session:
 
     def close(self) -> None:
         """Release everything. A second call does nothing."""
+        self.guard.require_own_process("close")
         try:
             self.release()
         finally:
             if self.detector is not None:
                 self.detector.close()
+
+
+def _caller() -> str:
+    """Return the file and line of the innermost frame outside this package and torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("moelink", "torch"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _without_hooks(config: EPConfig, device: torch.device, request: DispatchRequest) -> DispatchRequest:

@@ -220,6 +220,16 @@ def give_up(peers, me, peer, phase, call, expected, got, S: tl.constexpr):
 
 
 @triton.jit
+def ep_give_up_kernel(peers, numbers, S: tl.constexpr):
+    """Poison all ranks with one CTA, for a host that knows of a failure without a wait (``numbers``).
+
+    It may run beside a launch of the same call that waits: that one's wait ends, as every peer's does.
+    """
+    n = numbers
+    give_up(peers, n.me, n.peer, n.phase, n.call, n.expected, n.got, S)
+
+
+@triton.jit
 def adopt(record, control, poison, poisons, S: tl.constexpr):
     """Copy the description of the peer that poisoned this rank to ``record``, once."""
     if claim(control) > 0:

@@ -29,6 +29,7 @@ while a peer is late. On CUDA they run on a stream of their own, forked from the
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,8 @@ from torch import Tensor
 
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, release
-from moelink.errors import PeerAbortedError, PeerError, ProtocolError
+from moelink.control.probe import Failure
+from moelink.errors import PeerAbortedError, PeerError, PeerTimeoutError, ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 from moelink.transports.collective.wire import odd_rank
@@ -58,9 +60,9 @@ _SLICE_SECONDS = 0.05
 _ROW_SLICE_SECONDS = 20e-6
 _FIELDS = ("magic", "call", "phase", "status", "config", "options", "origin", "row_bytes", "count")
 _CHOICES = {
-    "options": ("with other options", "weights, routing and reduce alike on all ranks, got other ones"),
-    "origin": ("over the routing of another call", "dispatch {usual} as on most ranks, got dispatch {value}"),
-    "row_bytes": ("with other rows", "rows of {usual} bytes as on most ranks, got {value}"),
+    "options": ("with other options", "weights, routing and reduce alike on all ranks", "other ones"),
+    "origin": ("over the routing of another call", "dispatch {} as on most ranks", "dispatch {}"),
+    "row_bytes": ("with other rows", "rows of {} bytes as on most ranks", "{}"),
 }
 """What ranks that take part choose alike, and what a rank that does not is told: how it calls, expected and got."""
 
@@ -77,6 +79,11 @@ class GroupPending(Generic[R]):
     future: Future[R]
     finished: torch.cuda.Event | None
     device: torch.device
+
+    @property
+    def over(self) -> bool:
+        """Whether the background thread has ended the call, so that an exception here leaves nothing half done."""
+        return self.future.done()
 
     def wait(self) -> R:
         """Wait for the call on the host (its transfers need host counts), then make the current stream wait for it."""
@@ -98,6 +105,12 @@ class _Headers:
     work: Any
 
 
+def _outlive(world: World, work: Any) -> None:
+    """Keep ``world`` until ``work`` has ended, which its own timeout bounds."""
+    while not work.is_completed():
+        time.sleep(_SLICE_SECONDS)
+
+
 class GroupWire:
     """The wire of one rank.
 
@@ -117,11 +130,13 @@ class GroupWire:
         self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
         self._world, self._device, self._timeout = world, device, timeout
         self._identity = digest(identity)
-        self._detector, self._exchanges = detector, exchanges
+        self._detector, self.shared = detector, exchanges
         self._error: PeerError | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelink-wire")
         self._lent: tuple[Tensor, ...] = ()
+        self._settled = True
+        self._work: Any = None
 
     def start(self, phase: Phase, calls: Sequence[Steps[R]]) -> GroupPending[list[R]]:
         """Run this rank's call on the background thread."""
@@ -130,8 +145,14 @@ class GroupWire:
 
     def refuse(self, phase: Phase) -> None:
         """Take part in the call with status REFUSED."""
-        if self._exchanges:
+        if self.shared:
             self._submit(phase, None)
+
+    def abandon(self, failure: Failure) -> PeerTimeoutError:
+        """Report ``failure`` to the peers, which look at reports while they wait, and poison this rank."""
+        error = (self._detector.declare(failure) if self.shared else failure).error(self._world.rank)
+        self._poison(error)
+        return error
 
     def check(self) -> None:
         """Wait for the calls under way; raise the error that poisoned this communicator, if any."""
@@ -148,6 +169,9 @@ class GroupWire:
         if not poisoned:
             self._await_tensors()
             release(self._world)
+        elif self._work is not None and not self._work.is_completed():
+            # Destroying a group of gloo waits for its exchanges, up to their timeout. A thread keeps it until then.
+            threading.Thread(target=_outlive, args=(self._world, self._work), daemon=True).start()
         self._lent = ()
 
     def _await_tensors(self) -> None:
@@ -186,26 +210,34 @@ class GroupWire:
         started: torch.cuda.Event | None,
         finished: torch.cuda.Event | None,
     ) -> list[R]:
-        self._raise_poison()
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)
-        with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            if self._stream is not None and started is not None:
-                self._stream.wait_event(started)
-            try:
+        """Run one call on the background thread. Whatever ends it before it is settled ends this rank's part."""
+        try:
+            self._settled = not self.shared
+            self._raise_poison()
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)
+            with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                if self._stream is not None and started is not None:
+                    self._stream.wait_event(started)
                 result = self._drive(call, phase, steps, deadline)
-            except BadMessageError as error:
-                raise self._poison(error.protocol_error(rank=self._world.rank, phase=phase, call=call)) from error
-            if self._stream is not None and finished is not None:
-                finished.record(self._stream)
-        return result
+                if self._stream is not None and finished is not None:
+                    finished.record(self._stream)
+            return result
+        except BadMessageError as error:
+            raise self._poison(error.protocol_error(rank=self._world.rank, phase=phase, call=call)) from error
+        except PeerError:
+            raise
+        except BaseException:
+            if not self._settled:
+                self._poison(self._detector.admit(phase, call).error(self._world.rank))
+            raise
 
     def _drive(self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float) -> list[R]:
         """Run one call to its end.
 
         A failure before the first exchange is reported to the peers as a refusal. After it the peers wait for this
-        rank's rows, so a failure poisons the communicator. Rows move in the last exchange: a failure after that is this
-        rank's alone.
+        rank's rows, so a failure poisons the communicator, and peers hear of it while they wait. Rows move in the last
+        exchange, which settles the call: a failure after that is this rank's alone.
         """
         if steps is None:
             self._tell_refusal(call, phase, deadline)
@@ -216,7 +248,7 @@ class GroupWire:
         except StopIteration as stop:
             return [stop.value]
         except Exception:
-            if self._exchanges:
+            if self.shared:
                 self._tell_refusal(call, phase, deadline)
             raise
         while True:
@@ -231,17 +263,12 @@ class GroupWire:
                 request = steps.send(reply)
             except StopIteration as stop:
                 return [stop.value]
-            except BadMessageError:
-                raise
-            except Exception:
-                if not isinstance(request, Transfer):
-                    self._poison(self._detector.admit(phase, call).error(self._world.rank))
-                raise
 
     def _tell_refusal(self, call: int, phase: Phase, deadline: float) -> None:
         """Exchange headers with status REFUSED. What peers disagree about is theirs to raise."""
         with suppress(ProtocolError):
             self._learn(self._announce(call, phase, None), deadline)
+        self._settled = True
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
         """Start the exchange of headers with every rank; ``announce`` None refuses the call."""
@@ -252,7 +279,7 @@ class GroupWire:
         mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, *chosen)
         headers = torch.tensor([(*mine, count) for count in counts], device="cpu")
         received = torch.empty_like(headers)
-        work = self._world.control.alltoall_base(received, headers, [], [])
+        work = self._work = self._world.control.alltoall_base(received, headers, [], [])
         return _Headers(call, phase, announce, headers, received, work)
 
     def _learn(self, headers: _Headers, deadline: float) -> list[int]:
@@ -286,14 +313,14 @@ class GroupWire:
         for peer, header in enumerate(headers):
             if header["status"] != _OK and not refused:
                 raise PeerAbortedError(rank=rank, peer=peer, phase=phase, call=call)
-        for name, (how, words) in _CHOICES.items():
+        for name, (how, expected, got) in _CHOICES.items():
             taking_part = {peer: header[name] for peer, header in enumerate(headers) if header["status"] == _OK}
             odd = None if refused else odd_rank(taking_part)
             if odd is not None:
                 peer, value, usual = odd
                 raise ProtocolError(
                     f"rank {rank}: rank {peer} calls {phase} (call {call}) {how} than most ranks: expected "
-                    f"{words.format(usual=usual, value=value)}; pass the same on every rank",
+                    f"{expected.format(usual)}, got {got.format(value)}; pass the same on every rank",
                     rank=rank,
                     peer=peer,
                     phase=phase,
@@ -302,10 +329,11 @@ class GroupWire:
 
     def _exchange_rows(self, call: int, phase: Phase, transfer: Transfer, deadline: float) -> Tensor:
         rows, received = transfer.rows, transfer.into[: sum(transfer.recv_counts)]
-        work = self._world.data.alltoall_base(received, rows, transfer.recv_counts, transfer.send_counts)
+        work = self._work = self._world.data.alltoall_base(received, rows, transfer.recv_counts, transfer.send_counts)
         if self._stream is None:
             self._lent += (rows, received)
         self._finish(work, call, phase, deadline, on_device=True)
+        self._settled = True
         remote = len(rows) - transfer.send_counts[self._world.rank]
         self.sent[phase] += remote * rows.shape[1]
         return transfer.into
@@ -319,6 +347,7 @@ class GroupWire:
             if self._stream is None or not on_device:
                 while not self._has_ended(work, min(deadline - time.monotonic(), _SLICE_SECONDS)):
                     self._look_up(deadline)
+                self._work = None  # it holds the exchange's tensors
                 return
             work.wait()
             event = torch.cuda.Event()

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from moelink.errors import ProtocolError
+from moelink.control.probe import Failure
+from moelink.errors import PeerTimeoutError, ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 from moelink.transports.collective.wire import Finished, odd_rank
@@ -18,6 +19,8 @@ R = TypeVar("R")
 class LockstepWire:
     """Runs the calls of ranks 0 .. n-1 of this process. ``sent`` counts bytes that went from one rank to another."""
 
+    shared = False
+
     def __init__(self) -> None:
         self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
         self._call = 0
@@ -27,7 +30,7 @@ class LockstepWire:
 
         Raises ProtocolError when the ranks do not make the same call (one passes weights, another does not).
         """
-        self._call += 1
+        self._call += len(calls) > 1  # a single rank has nobody to differ from
         replies: list[int | list[int] | Tensor | None] = [None] * len(calls)
         counts: list[list[int]] = []
         while True:
@@ -52,6 +55,10 @@ class LockstepWire:
 
     def refuse(self, phase: Phase) -> None:
         """Do nothing: the refused call has raised in this process, which runs every rank."""
+
+    def abandon(self, failure: Failure) -> PeerTimeoutError:
+        """Return the error alone: nobody waits, and what a call leaves here the next one overwrites."""
+        return failure.error(0)
 
     def check(self) -> None:
         """Do nothing: no call is ever under way."""

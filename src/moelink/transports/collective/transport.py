@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.error_record import Losses, raise_losses
-from moelink.errors import UnsupportedError
+from moelink.control.probe import Failure
+from moelink.errors import PeerTimeoutError, UnsupportedError
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
@@ -26,6 +27,7 @@ class CollectiveTransport:
     """
 
     name = "collective"
+    half_done = False
 
     def __init__(self, configs: Sequence[EPConfig], wire: Wire, *, identity: str) -> None:
         self._configs, self._wire, self._identity = configs, wire, identity
@@ -34,18 +36,24 @@ class CollectiveTransport:
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank."""
+        self.half_done = self._wire.shared
         calls = [self._counted(i, request) for i, request in enumerate(requests)]
         with torch.no_grad():
-            return self._wire.start("dispatch", calls)
+            pending = self._wire.start("dispatch", calls)
+        self.half_done = False  # the wire brings it to its end, whatever happens here
+        return pending
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank."""
+        self.half_done = self._wire.shared
         calls = [
             combine_steps(config, request, scratch)
             for config, request, scratch in zip(self._configs, requests, self._scratch, strict=True)
         ]
         with torch.no_grad():
-            return self._wire.start("combine", calls)
+            pending = self._wire.start("combine", calls)
+        self.half_done = False
+        return pending
 
     def _counted(self, index: int, request: DispatchRequest) -> Steps[DispatchOutput]:
         output = yield from dispatch_steps(self._configs[index], request, self._scratch[index], identity=self._identity)
@@ -57,6 +65,11 @@ class CollectiveTransport:
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
         """Report to the peers that this rank refused its arguments. ``over`` is not needed here."""
         self._wire.refuse(phase)
+        self.half_done = False
+
+    def abandon(self, failure: Failure) -> PeerTimeoutError:
+        """Poison this rank and its peers, and return the error."""
+        return self._wire.abandon(failure)
 
     def warmup(self) -> None:
         """Do nothing: there are no kernels to compile."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from moelink.control.probe import Failure
+from moelink.errors import PeerTimeoutError
 from moelink.transports.base import Pending, Phase
 from moelink.transports.collective.steps import Steps
 
@@ -28,15 +30,24 @@ def odd_rank(values: Mapping[int, V]) -> tuple[int, V, V] | None:
 
 
 class Wire(Protocol):
-    """Moves what :mod:`steps` asks for. ``sent`` counts the bytes of rows that left for another rank, by phase."""
+    """Moves what :mod:`steps` asks for.
+
+    Attributes:
+        sent: bytes of rows that left for another rank, by phase.
+        shared: peers in other processes take part in each call, so that it can be left half done.
+    """
 
     sent: dict[Phase, int]
+    shared: bool
 
     def start(self, phase: Phase, calls: Sequence[Steps[R]]) -> Pending[list[R]]:
         """Run one call per local rank; may return before they end."""
 
     def refuse(self, phase: Phase) -> None:
         """Report to the peers that this rank refuses its call. Returns at once."""
+
+    def abandon(self, failure: Failure) -> PeerTimeoutError:
+        """Poison this rank and its peers at once (:meth:`moelink.transports.base.Transport.abandon`)."""
 
     def check(self) -> None:
         """Wait for what is under way and raise the first error."""
@@ -50,6 +61,7 @@ class Finished(Generic[R]):
     """A pending operation that is already over."""
 
     result: R
+    over = True
 
     def wait(self) -> R:
         """The result."""

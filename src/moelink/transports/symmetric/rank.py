@@ -12,15 +12,17 @@ import torch
 from moelink.config import EPConfig
 from moelink.control.error_record import ErrorRecord
 from moelink.control.failure_detector import FailureDetector
+from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError
 from moelink.kernels.launch.constants import clock_ticks, combine_spec, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import Launcher
-from moelink.kernels.records import CreditNumbers, Peers
+from moelink.kernels.records import CreditNumbers, GiveUpNumbers, Peers
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
+from moelink.kernels.sync.signals import ep_give_up_kernel
 from moelink.memory import Network, SymmetricMemory, connect
-from moelink.memory.protocol import ABORT_RECORD, RECORD_WORDS
+from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.notes import NotesLayout
@@ -151,6 +153,24 @@ class Rank:
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
         kernel = self.launcher.kernel(ep_grant_credits_kernel, 1, S=spec)
         self.launcher.launch(kernel, lambda _: (), CreditNumbers(self.me, 1))
+
+    def give_up(self, failure: Failure) -> None:
+        """Poison this rank and its peers without waiting for what is under way."""
+        if self.config.mode == "allreduce":  # nobody waits, and the table has one rank
+            return
+        spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
+        kernel = self.launcher.kernel(ep_give_up_kernel, 1, S=spec)
+        numbers = GiveUpNumbers(
+            me=self.me, peer=failure.peer, phase=PHASES.index(failure.phase), call=failure.call,
+            expected=failure.expected, got=failure.got, programs=1,
+        )  # fmt: skip
+        if self.stream is None:
+            self.launcher.launch(kernel, lambda _: (), numbers)
+            return
+        beside = torch.cuda.Stream(self.device)  # launches of the call may wait on the others
+        with torch.cuda.device(self.device), torch.cuda.stream(beside):
+            self.launcher.launch(kernel, lambda _: (), numbers)
+        beside.synchronize()
 
     def close(self) -> None:
         """Release the block, after all calls under way unless the communicator is poisoned."""

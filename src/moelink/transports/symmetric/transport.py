@@ -13,6 +13,8 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.control.error_record import Losses, raise_losses
 from moelink.control.failure_detector import FailureDetector
+from moelink.control.probe import Failure
+from moelink.errors import PeerTimeoutError
 from moelink.memory import SymmetricMemory
 from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
@@ -34,15 +36,19 @@ def _without_gradients() -> AbstractContextManager[object]:
 class SymmetricPending(Generic[T]):
     """A call whose send role is under way. :meth:`wait` launches the rest, once."""
 
-    def __init__(self, finish: Callable[[], T]) -> None:
+    def __init__(self, transport: SymmetricTransport, finish: Callable[[], T]) -> None:
+        self._transport = transport
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
+        self.over = False
 
     def wait(self) -> T:
         """Return the result. On CUDA the current stream waits for it, the host does not."""
-        if self._finish is not None:
+        if not self.over:
+            self._transport.half_done = True  # first: an exception before the next line must not look like an end
+            self.over = True
             finish, self._finish = self._finish, None
-            self._result = finish()
+            self._result = finish()  # type: ignore[misc]
         return self._result  # type: ignore[return-value]
 
 
@@ -51,6 +57,8 @@ class Launched(Generic[T]):
 
     def __init__(self, result: T) -> None:
         self._result = result
+
+    over = True
 
     def wait(self) -> T:
         """Return the result."""
@@ -67,6 +75,7 @@ class SymmetricTransport:
     """
 
     name = "symmetric"
+    half_done = False
 
     def __init__(
         self,
@@ -99,18 +108,21 @@ class SymmetricTransport:
         self._count_call()
         if fused and self._may_fuse:
             self._each(calls, Dispatch.send_and_receive, apart=False)
+            self.half_done = False
             self._under_way.append(calls)
             self._join()
             return Launched([call.result() for call in calls])
         self._each(calls, Dispatch.send)
+        self.half_done = False
         self._under_way.append(calls)
 
         def finish() -> list[DispatchOutput]:
             self._each(calls, Dispatch.receive)
+            self.half_done = False
             self._join()
             return [call.result() for call in calls]
 
-        return SymmetricPending(finish)
+        return SymmetricPending(self, finish)
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
@@ -126,10 +138,12 @@ class SymmetricTransport:
         if fused and self._may_fuse:
             for slot in passes:
                 self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), apart=False)  # type: ignore[misc]
+            self.half_done = False
             self._under_way.append(calls)
             self._join()
             return Launched([call.result() for call in calls])
         self._each(calls, lambda call: call.send(passes[0]))
+        self.half_done = False
         self._under_way.append(calls)
 
         def finish() -> list[Tensor]:
@@ -137,10 +151,11 @@ class SymmetricTransport:
                 if slot != passes[0]:
                     self._each(calls, lambda call, slot=slot: call.send(slot))  # type: ignore[misc]
                 self._each(calls, lambda call, slot=slot: call.receive(slot))  # type: ignore[misc]
+            self.half_done = False
             self._join()
             return [call.result() for call in calls]
 
-        return SymmetricPending(finish)
+        return SymmetricPending(self, finish)
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
         """Call ``launch`` with each rank's entry of ``calls``."""
@@ -172,6 +187,7 @@ class SymmetricTransport:
         once."""
         for error in [rank.error() for rank in self.ranks]:
             if error is not None:
+                self.half_done = False
                 raise error
 
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
@@ -187,8 +203,24 @@ class SymmetricTransport:
             return
         if over is not None and over.handle.plan.brought_nothing():
             return
+        self.half_done = True
         self._count_call()
         self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
+        self.half_done = False
+
+    def abandon(self, failure: Failure) -> PeerTimeoutError:
+        """Poison the local ranks and their peers, and return the error.
+
+        Peers wait in kernels, which see their own block alone, so a kernel of this rank tells them. They ask the
+        failure detector about what it says, so the detector hears first: then all ranks name the same cause.
+        """
+        if self._detector is not None and self.ranks[0].config.mode == "alltoall":
+            failure = self._detector.declare(failure)
+        error = failure.error(self.ranks[0].config.rank)
+        for rank in self.ranks:
+            rank.errors.keep(error)
+            rank.give_up(failure)
+        return error
 
     def warmup(self) -> None:
         """Compile and load every kernel of the usual calls, without launching any. Does nothing on CPUs."""
