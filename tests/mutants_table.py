@@ -200,6 +200,15 @@ COLLECTIVE = (
 )
 
 CONTROL = (
+    Mutant("versions are not compared", "control/handshake.py",
+           'compare([{"moelink": f"version {peer.version}"} for peer in hellos])', "compare([])",
+           "test_builds.py::test_a_rank_of_another_build_is_named_on_every_rank[version]"),
+    Mutant("layouts are not compared", "control/handshake.py",
+           'a build with layout {peer.layout}', 'a build',
+           "test_builds.py::test_a_rank_of_another_build_is_named_on_every_rank[message]"),
+    Mutant("headers are not in the digest of layouts", "transports/wire_layout.py",
+           'yield f"headers {HEADER_FIELDS}"', 'yield f"headers {len(HEADER_FIELDS)}"',
+           "test_builds.py::test_a_rank_of_another_build_is_named_on_every_rank[fields]"),
     Mutant("a probe server answers without its token", "control/responder.py",
            "if not secrets.compare_digest(data[:TOKEN_BYTES], token) or kind", "if kind",
            "test_fuzz.py::test_a_probe_server_survives_nonsense_and_tells_nothing_without_its_token"),

@@ -316,7 +316,7 @@ def mutations(good: bytes, choice: random.Random, count: int) -> list[bytes]:
 def test_corrupted_handshakes_are_refused_by_name() -> None:
     address = Address("127.0.0.1", 1234, bytes(16))
     fields = {"num_experts": "7", "topk": "2"}
-    hello = Hello(fields, address, machine="m", identity="i")
+    hello = Hello(fields, address, machine="m", identity="i", version="1", layout="2")
     good = hello.encode()
     assert Hello.decode(good, rank=0, peer=1) == hello
     refused = []

@@ -17,7 +17,7 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 MAX_LINES = 500
 
 ROOMS = (
-    "errors", "env", "arith",
+    "errors", "env", "arith", "version",
     "formats",
     "memory",
     "routing", "hooks", "config", "output",

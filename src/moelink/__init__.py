@@ -32,8 +32,7 @@ from moelink.formats import Format, Quantized, format_names, get_format, registe
 from moelink.hooks import Hook
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.transports.base import Traffic
-
-__version__ = "0.1.0"
+from moelink.version import __version__ as __version__
 
 __all__ = [
     "ArgumentError",

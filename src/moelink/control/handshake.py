@@ -11,6 +11,7 @@ from moelink.control.group import World, gather_bytes
 from moelink.control.probe import Address
 from moelink.errors import ConfigMismatchError, PeerAbortedError, ProtocolError
 from moelink.memory.setup import machine_id
+from moelink.version import __version__
 
 _REFUSED = b"refused"
 
@@ -39,12 +40,16 @@ class Hello:
         address: the address of the rank's probe server.
         machine: name of the rank's machine.
         identity: the identity that the rank proposes; rank 0's is taken.
+        version: the rank's version of moelink.
+        layout: a digest of the layouts in which ranks read each other's bytes.
     """
 
     fields: dict[str, str]
     address: Address
     machine: str
     identity: str
+    version: str
+    layout: str
 
     def encode(self) -> bytes:
         """Encode as JSON, the address in hexadecimal."""
@@ -62,11 +67,12 @@ class Hello:
             if not isinstance(said, dict) or said.keys() != cls.__dataclass_fields__.keys():
                 raise ValueError(f"expected an object with {', '.join(cls.__dataclass_fields__)}")
             fields = said["fields"]
-            texts = [*fields.values(), said["address"], said["machine"], said["identity"]]
+            names = ("address", "machine", "identity", "version", "layout")
+            texts = [*fields.values(), *(said[name] for name in names)]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError("expected text for every value")
             address = Address.decode(bytes.fromhex(said["address"]))
-            return cls(fields=fields, address=address, machine=said["machine"], identity=said["identity"])
+            return cls(**{**said, "address": address})
         except (ValueError, AttributeError, RecursionError) as error:  # malformed JSON and text are ValueErrors
             raise ProtocolError(
                 f"rank {rank}: expected a handshake of this moelink version from rank {peer} in init, got a malformed "
@@ -78,21 +84,27 @@ class Hello:
             ) from error
 
 
-def agree(world: World, config: EPConfig, address: Address, proposal: str) -> Agreement:
-    """Compare configurations and exchange addresses; rank 0's ``proposal`` becomes the identity.
+def agree(world: World, config: EPConfig, address: Address, proposal: str, *, layout: str) -> Agreement:
+    """Compare builds and configurations and exchange addresses; rank 0's ``proposal`` becomes the identity.
+
+    Another version is refused even where ``layout`` is the same: a version also decides who waits for what, and how a
+    result is rounded, which no digest shows. Builds of one version with different layouts are refused, too.
 
     Raises:
-        ConfigMismatchError: on every rank, naming the first field that differs and the ranks.
+        ConfigMismatchError: on every rank, naming the first field that differs and the ranks; ``moelink`` for builds.
         PeerAbortedError: a peer refused its own arguments (it raises ConfigError itself).
         ProtocolError: a peer's message is malformed.
     """
-    hello = Hello(config.shared_fields(), address, machine_id(), proposal)
+    hello = Hello(config.shared_fields(), address, machine_id(), proposal, __version__, layout)
     messages = gather_bytes(world, hello.encode(), config.timeout)
     for peer, message in enumerate(messages):
         if message == _REFUSED:
             raise PeerAbortedError(rank=world.rank, peer=peer, phase="init", call=0)
     hellos = [Hello.decode(message, rank=world.rank, peer=peer) for peer, message in enumerate(messages)]
+    compare([{"moelink": f"version {peer.version}"} for peer in hellos])
     compare([peer.fields for peer in hellos])
+    # Layouts follow from the configuration, which has been compared.
+    compare([{"moelink": f"a build with layout {peer.layout}"} for peer in hellos])
     addresses, machines = tuple(peer.address for peer in hellos), tuple(peer.machine for peer in hellos)
     return Agreement(identity=hellos[0].identity, addresses=addresses, machines=machines)
 

@@ -20,6 +20,7 @@ from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.select import choose_transport
+from moelink.transports.wire_layout import layout_digest
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> Buil
     if world.meeting is None or world.probe_server is None:
         raise ValueError("expected a world whose ranks have met, got one that never did; use control.group.meet")
     try:
-        agreement = agree(world, config, world.probe_server.address, secrets.token_hex(8))
+        address, identity = world.probe_server.address, secrets.token_hex(8)
+        agreement = agree(world, config, address, identity, layout=layout_digest(config))
         detector = FailureDetector(rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses)
         transport = _transport(config, device, world, agreement, detector)
         world.meeting.finish()

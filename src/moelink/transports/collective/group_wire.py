@@ -58,7 +58,9 @@ _OK, _REFUSED = 0, 1
 _LETTING_GO_SECONDS = 0.2
 _SLICE_SECONDS = 0.05
 _ROW_SLICE_SECONDS = 20e-6
-_FIELDS = ("magic", "call", "phase", "status", "config", "options", "origin", "row_bytes", "count")
+HEADER_FIELDS = ("magic", "call", "phase", "status", "config", "options", "origin", "row_bytes", "count")
+"""int64 words of a header, in this order."""
+
 _CHOICES = {
     "options": ("with other options", "weights, routing and reduce alike on all ranks", "other ones"),
     "origin": ("over the routing of another call", "dispatch {} as on most ranks", "dispatch {}"),
@@ -287,7 +289,7 @@ class GroupWire:
         announce = headers.announce
         self._lent = (headers.sent, headers.received)
         self._finish(headers.work, headers.call, headers.phase, deadline, on_device=False)
-        rows = [dict(zip(_FIELDS, row, strict=True)) for row in headers.received.tolist()]
+        rows = [dict(zip(HEADER_FIELDS, row, strict=True)) for row in headers.received.tolist()]
         self._verdict(headers.call, headers.phase, rows, refused=announce is None)
         got = [row["count"] for row in rows]
         for source, count in enumerate(got):
