@@ -128,6 +128,16 @@ CALLS = (
 )
 
 CALL_ENDS = (
+    Mutant("ids may change between dispatch and combine", "transports/validation.py",
+           "version_of(handle.topk_ids) != handle.ids_version:", "False:",
+           "test_limits.py::test_what_changed_since_dispatch_is_refused[collective]"),
+    Mutant("errors of interpreted kernels keep a layer of the interpreter's", "kernels/launch/launcher.py",
+           "    while isinstance(error, InterpreterError) and error.__cause__ is not None:\n", "    if isinstance(error, InterpreterError) and error.__cause__ is not None:\n",
+           "test_limits.py::test_nested_errors_of_the_interpreter_are_unwrapped"),
+    Mutant("of three kinds of call, ranks blame the rank next to them", "kernels/dispatch/receive.py",
+           "note_refusal(ctx, first_stray(options, mask), _PHASE, _OPTIONS)",
+           "note_refusal(ctx, tl.min(tl.where(mask & (options != S.OPTIONS), tl.arange(0, S.WORLD_SIZE_POW2), S.WORLD_SIZE), 0), _PHASE, _OPTIONS)",
+           "test_limits.py::test_of_three_kinds_of_call_all_ranks_name_the_same"),
     Mutant("an exception in a call that has begun is not told", "transports/session.py",
            "        elif half_done and not isinstance(error, PeerError):", "        elif half_done and isinstance(error, MemoryError) and self.closed:",
            "test_interrupted.py::test_an_exception_at_some_lines_of_a_call[collective]"),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moelink import ops
-from moelink.config import EPConfig, Layout, Mode, TransportName
+from moelink.config import MAX_TIMEOUT, EPConfig, Layout, Mode, TransportName
 from moelink.control.group import World, connect, default_device, leave, plain_device
 from moelink.control.handshake import refuse
 from moelink.control.recovery import (
@@ -83,7 +83,7 @@ def init(
         where = default_device() if device is None else plain_device(device)
     except ConfigError as error:
         refused, where = error, default_device()
-    usable = timeout if isinstance(timeout, (int, float)) and 0 < timeout < float("inf") else 60.0
+    usable = timeout if isinstance(timeout, (int, float)) and 0 < timeout <= MAX_TIMEOUT else 60.0
     world = connect(group, where, usable)
     try:
         if refused is not None:

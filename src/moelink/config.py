@@ -19,6 +19,12 @@ Layout = Literal["expert", "rank"]
 Mode = Literal["alltoall", "allreduce"]
 TransportName = Literal["auto", "collective", "symmetric"]
 
+MAX_TIMEOUT = 2_000_000
+"""Most seconds of ``timeout``, 23 days: torch's store waits for milliseconds in 32 bits."""
+
+MAX_INT32 = 2**31 - 1
+"""Most rows of an output and most (message, slot) pairs: ``row_offsets``, ``src_info`` and routing notes are int32."""
+
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -131,9 +137,9 @@ class EPConfig:
         if (
             isinstance(self.timeout, bool)
             or not isinstance(self.timeout, (int, float))
-            or not 0 < self.timeout < float("inf")
+            or not 0 < self.timeout <= MAX_TIMEOUT
         ):
-            raise ConfigError("timeout", "a positive number of seconds", self.timeout)
+            raise ConfigError("timeout", f"a positive number of seconds up to {MAX_TIMEOUT}", self.timeout)
         if self.rank >= self.world_size:
             raise ConfigError("rank", f"below world_size {self.world_size}", self.rank)
         if self.ranks_per_node is not None and self.world_size % self.ranks_per_node:
@@ -147,6 +153,13 @@ class EPConfig:
                     raise ConfigError(
                         name, f"{allowed} with layout='rank' (its rows are one per token and rank)", getattr(self, name)
                     )
+        pairs = self.max_recv_tokens * self.topk
+        if max(pairs, self.max_rows, self.row_capacity) > MAX_INT32:
+            raise ConfigError(
+                "max_tokens_per_rank" if max(pairs, self.max_rows) > MAX_INT32 else "capacity",
+                f"sizes with at most {MAX_INT32} (token, slot) pairs and rows on a rank, which int32 can count",
+                f"{pairs} pairs, {self.max_rows} rows and capacity {self.capacity}",
+            )
 
     def _integer(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
@@ -245,6 +258,9 @@ class EPConfig:
         travels = self.mode == "alltoall"
         copies = min(self.world_size, self.topk)
         rows_home = copies if self.pre_reduce else self.topk
+        results = (
+            1 if self.layout == "rank" or self.fused_shared_expert else self.topk
+        )  # of reduce=False, where allowed
         own = self.max_tokens_per_rank * self.dispatch_message.nbytes
         send = own * copies
         recv = self.max_recv_tokens * self.dispatch_message.nbytes
@@ -253,7 +269,7 @@ class EPConfig:
         workspace = Workspace(self)
         return MemoryReport(
             wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
-            outputs=self._dispatch_output_bytes() + self.max_tokens_per_rank * self.combine_row_bytes,
+            outputs=self._dispatch_output_bytes() + self.max_tokens_per_rank * results * self.combine_row_bytes,
             block=workspace.nbytes, notes=(workspace.note_words(self.max_tokens_per_rank) + self.row_capacity) * 4,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@
     +-- RoutingError           (RuntimeError)  ids outside [-1, num_experts) were met on a device
     +-- PeerError              (RuntimeError)  another rank is the cause
         +-- PeerAbortedError                   a peer refused its arguments; this communicator stays usable
-        +-- ProtocolError                      peers are not making the same call
+        +-- ProtocolError                      peers are not making the same call; usable, unless data is malformed
         +-- PeerTimeoutError                   a peer did not arrive in time; the communicator is poisoned
             +-- PeerLeftError                  ... because an exception ended its part
             +-- PeerLostError                  ... because its process is gone
@@ -177,7 +177,9 @@ class PeerAbortedError(PeerError):
 class ProtocolError(PeerError):
     """Peers do not make the same call (a skipped call, another phase, other options), or sent malformed data.
 
-    No data moved. Recover: make every rank issue the same sequence of calls, then ``close()`` and ``init`` again.
+    Where calls differ, no data moved and the communicator stays usable: the next call works if all ranks make it.
+    Recover: make every rank issue the same sequence of calls. Malformed data ends it: on the collective transport later
+    calls raise the same error, on the symmetric one each ``check()`` does. Recover: ``close()`` and ``init`` again.
     """
 
 

@@ -65,6 +65,7 @@ class DispatchHandle:
         topk_weights: [num_tokens, topk], the home rank's router weights when they went into dispatch, else None.
         counts: [num_local_experts, world_size] int32, routed rows per (expert, source rank) before capacity.
         plan: the transport's own record of the routing, which ``routing=`` uses again.
+        ids_version: what torch counted as changes of ``topk_ids`` when they were dispatched; None where it counts none.
         carrier: the tensor that gradients of quantised rows arrive at: zeros [rows, hidden_size] of combine_dtype that
             take no memory (stride 0), when dispatch ran as an operator on a format with scales; else None.
     """
@@ -76,7 +77,13 @@ class DispatchHandle:
     topk_weights: Tensor | None
     counts: Tensor
     plan: Any = field(repr=False)
+    ids_version: int | None = None
     carrier: Tensor | None = field(default=None, repr=False)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often ``tensor`` was changed in place; None for an inference tensor, of which torch does not know."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,11 @@ def _with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(self, *args, **kwargs)
         except interpreter.InterpreterError as error:
-            if isinstance(error.__cause__, MoelinkError):
-                raise error.__cause__ from None
+            inner: BaseException = error
+            while isinstance(inner, interpreter.InterpreterError) and inner.__cause__ is not None:
+                inner = inner.__cause__
+            if isinstance(inner, MoelinkError):
+                raise inner from None
             raise
         finally:
             _kernel.reset(reset)

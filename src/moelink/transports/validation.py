@@ -15,7 +15,7 @@ from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ForeignHandleError
 from moelink.hooks import Hook
 from moelink.memory.layout import ALIGNMENT
-from moelink.output import DispatchOutput, OutputShape
+from moelink.output import DispatchOutput, OutputShape, version_of
 from moelink.transports.base import CombineRequest, DispatchRequest
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -57,6 +57,11 @@ def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutp
             f"recv: expected an output of rank {config.rank}, got one of rank {recv.handle.rank}; pass what dispatch "
             "returned on this rank"
         )
+    handle = recv.handle
+    if handle.ids_version is not None and version_of(handle.topk_ids) != handle.ids_version:
+        raise ArgumentError(
+            "recv", "an output whose topk_ids are as they were dispatched", "one whose topk_ids were overwritten since"
+        )
     return recv
 
 
@@ -69,7 +74,12 @@ def kind_of(request: DispatchRequest) -> Hashable | None:
     if request.routing is not None or request.out is not None or request.input_scale is not None:
         return None
     given = (request.x, request.topk_ids, request.topk_weights, request.scales)
-    return tuple([(t.shape, t.dtype, t.device, t.is_contiguous()) if isinstance(t, Tensor) else type(t) for t in given])
+    return tuple(
+        [
+            type(request.host_counts),
+            *[(t.shape, t.dtype, t.device, t.is_contiguous()) if isinstance(t, Tensor) else type(t) for t in given],
+        ]
+    )
 
 
 def check_dispatch(
@@ -77,6 +87,8 @@ def check_dispatch(
 ) -> DispatchRequest:
     """Check one rank's dispatch arguments. With ``routing`` the earlier call's ids are filled in."""
     fmt, routing = config.format, request.routing
+    if not isinstance(request.host_counts, bool):
+        raise ArgumentError("host_counts", "True or False", f"a {type(request.host_counts).__name__}")
     if routing is not None:
         check_recv(routing, identity=identity, config=config)
     if request.scales is None:
@@ -180,6 +192,10 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
     rows = (recv.tokens.shape[0], config.hidden_size)
     check_tensor("y", request.y, shape=rows, dtypes=(config.combine_dtype,), device=device)
     num_tokens = recv.handle.num_tokens
+    if recv.weights is not None and recv.weights.shape != (rows[0],):
+        raise ArgumentError("recv.weights", f"shape [{rows[0]}], a weight for each row", list(recv.weights.shape))
+    if not isinstance(request.reduce, bool):
+        raise ArgumentError("reduce", "True or False", f"a {type(request.reduce).__name__}")
     if request.topk_weights is not None:
         if config.pre_reduce:
             raise ArgumentError(
@@ -196,6 +212,8 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
     if request.epilogue is not None and not isinstance(request.epilogue, Hook):
         bias = isinstance(request.epilogue, Tensor) and request.epilogue.dim() == 1
         shape = (config.hidden_size,) if bias else (num_tokens, config.hidden_size)
+        if config.mode == "allreduce":
+            raise ArgumentError("epilogue", "None with mode='allreduce' (it would be added once per rank)", "a tensor")
         check_tensor("epilogue", request.epilogue, shape=shape, dtypes=_FLOATS, device=device)
     if isinstance(request.epilogue, Hook):
         _check_hook_output(request, request.epilogue, num_tokens)

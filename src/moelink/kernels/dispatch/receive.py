@@ -44,10 +44,10 @@ from moelink.kernels.sync.signals import (
     I32,
     I64,
     calls_made,
+    first_stray,
     is_poisoned,
     note_malformed,
     note_refusal,
-    odd_one_out,
     own_block,
     report_failure,
     wait_any,
@@ -163,7 +163,7 @@ def compare(ctx, refused, options, S: tl.constexpr):
 def blame(ctx, options, origin, S: tl.constexpr):
     """Note the rank that chose other ``options`` [ranks] than most."""
     mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
-    note_refusal(ctx, odd_one_out(options, mask, S.OPTIONS, S.WORLD_SIZE), _PHASE, _OPTIONS)
+    note_refusal(ctx, first_stray(options, mask), _PHASE, _OPTIONS)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.errors import InterpreterError
 
 from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.grid import Launch, grid
@@ -43,6 +44,13 @@ class CompiledKernel:
     S: Any
     options: dict[str, Any]
     loaded: dict[Any, Any] = field(default_factory=dict)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return what a kernel raised, without the error that Triton's interpreter puts around it at each level."""
+    while isinstance(error, InterpreterError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def addresses_of(record: Any) -> Any:
@@ -152,8 +160,11 @@ class Launcher:
         """
         peers = self.peers if peers is None else peers
         if self._interpreted:
-            with self._guard():
-                kernel.function[(kernel.count,)](peers, *records(True), numbers, S=kernel.S)
+            try:
+                with self._guard():
+                    kernel.function[(kernel.count,)](peers, *records(True), numbers, S=kernel.S)
+            except InterpreterError as error:
+                raise _innermost(error) from None
             return
         key = (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
         loaded = kernel.loaded.get(key)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from moelink.kernels.sync.internode import intra_node_only
 from moelink.kernels.sync.lamport_slots import is_small
-from moelink.kernels.sync.signals import I64, U8, odd_one_out, own_block, report_failure, wait_all
+from moelink.kernels.sync.signals import I64, U8, first_stray, odd_one_out, own_block, report_failure, wait_all
 from moelink.memory.protocol import OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
 
 _DISPATCH = tl.constexpr(PHASE_DISPATCH)
@@ -121,7 +121,11 @@ def odd_dispatch(beside, received, S: tl.constexpr):
         return tl.full([], -1, tl.int32)
     else:
         r = tl.arange(0, S.WORLD_SIZE_POW2)
-        return odd_one_out(beside, r < S.WORLD_SIZE, _dispatch_of(received, S), S.WORLD_SIZE)
+        mask = r < S.WORLD_SIZE
+        odd = odd_one_out(beside, mask, _dispatch_of(received, S), S.WORLD_SIZE)
+        if odd >= 0:  # of three dispatches or more, all ranks name the same one
+            odd = first_stray(beside, mask)
+        return odd
 
 
 @triton.jit

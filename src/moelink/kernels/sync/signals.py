@@ -284,8 +284,8 @@ def note_malformed(control, source, bad):
 
 @triton.jit
 def odd_one_out(values, mask, mine, W: tl.constexpr):
-    """Return the rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Every rank finds the
-    same one.
+    """Return the rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Where there are two
+    values, every rank finds the same one; of more, :func:`first_stray` says the rank.
 
     Example: values 3, 3, 5 blame rank 2 on all ranks; of 3, 5 (no majority) rank 1, because rank 0 is taken to be
     right.
