@@ -95,7 +95,9 @@ def test_memory_report_counts_before_anything_is_allocated():
     config = EPConfig(**(BASE | {"world_size": 4}))
     report = config.memory_report()
     assert report.wire_recv == max(4 * 4 * config.dispatch_message.nbytes, 4 * 2 * (512 + 16))
-    assert report.outputs == config.row_capacity * (512 + 12 + 4) + 4 * (3 * config.num_groups + 3) + 4 * 512
+    assert (
+        report.outputs == config.row_capacity * (512 + 12 + 4) + 4 * (3 * config.num_groups + 3) + 4 * config.topk * 512
+    )
     assert report.total == report.wire_send + report.wire_recv + report.outputs
     assert report.symmetric_total == report.block + report.notes + report.outputs
     workspace = Workspace(config)

@@ -62,8 +62,8 @@ def problems(text: str) -> list[str]:
 def named_problems(name: str, expected: str, got: str) -> list[str]:
     """What is wrong with the parts of an ArgumentError or ConfigError."""
     found = []
-    if not re.fullmatch(r"[a-z_{][\w.{}\[\]]*", name):
-        found.append(f"name {name!r} is no name of an argument or a field")
+    if not re.fullmatch(r"[a-z_{][\w.{}\[\]]*|[A-Z][A-Z_]*", name):
+        found.append(f"name {name!r} is no name of an argument, a field or a variable of the environment")
     for part, text in (("expected", expected), ("got", got)):
         if not text.strip() or text != text.strip() or text.endswith("."):
             found.append(f"{part} is {text!r}")

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from memory_ranks import run_ranks, values
 from moelink.errors import ArgumentError, ClosedError
-from moelink.memory import TorchMemory, create_all
+from moelink.memory import Members, TorchMemory, create_all
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,10 +67,12 @@ def use_torch_memory(rank, world_size, exchange, port, backend):
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    survivors = backend == "members"  # ranks that form no group of torch's
+    if not survivors:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     switch = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
-    group = dist.group.WORLD
-    for _ in range(3):  # made, used and closed again and again
+    for turn in range(3):  # made, used and closed again and again
+        group = Members(rank, world_size, store, f"turn {turn}") if survivors else dist.group.WORLD
         memory = TorchMemory.create(NBYTES, device=device, group=group, exchange=exchange)
         assert (memory.rank, memory.world_size, memory.nbytes) == (rank, world_size, NBYTES)
         assert memory.local.shape == (NBYTES,)
@@ -98,7 +100,8 @@ def use_torch_memory(rank, world_size, exchange, port, backend):
     given_back = torch.cuda.mem_get_info(device)[0] - (free_before - held)
     with pytest.raises(ArgumentError, match="a CUDA device"):
         TorchMemory.create(64, device=torch.device("cpu"), group=group, exchange=exchange)
-    dist.destroy_process_group()
+    if not survivors:
+        dist.destroy_process_group()
     return held, given_back
 
 
@@ -115,7 +118,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("backend", ["nccl", "gloo", "members"])
 def test_processes_write_to_each_other(backend):
     for held, given_back in values(run_ranks(torch.cuda.device_count(), use_torch_memory, free_port(), backend)):
         assert held >= 2**28

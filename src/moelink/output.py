@@ -82,8 +82,11 @@ class DispatchHandle:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return how often ``tensor`` was changed in place; None for an inference tensor, of which torch does not know."""
-    return None if tensor.is_inference() else tensor._version
+    """Return how often ``tensor`` was changed in place.
+
+    None where torch does not know: of an inference tensor, and while torch.compile traces.
+    """
+    return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     longest = max(sizes)
     if longest > MAX_VALUE_BYTES or min(sizes) < 1:
         raise UnsupportedError(
-            f"{_PHASE}: expected 1 to {MAX_VALUE_BYTES} bytes from each rank, got {sizes}; gather less at a time"
+            f"{_PHASE}: expected 1 to {MAX_VALUE_BYTES} bytes from each rank, got {sizes}; pass less at a time"
         )
     padded = torch.frombuffer(bytearray(text.ljust(longest, b" ")), dtype=torch.uint8).to(device)
     return [

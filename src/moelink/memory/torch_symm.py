@@ -148,9 +148,15 @@ def _rendezvous(block: Tensor, group: ProcessGroup | Members) -> Any:
     module = symmetric_memory_module()
     if not isinstance(group, Members):
         return module.rendezvous(block, group)
-    # What torch's own enable_symm_mem_for_group does with a group that it knows.
-    module._SymmetricMemory.set_group_info(group.name, group.rank, group.world_size, group.store)
-    return module._SymmetricMemory.rendezvous(block, group.name)
+    # Torch asks its registry of groups for the store, so a group without a backend is registered meanwhile.
+    registry = importlib.import_module("torch._C._distributed_c10d")
+    members: Any = ProcessGroup(group.store, group.rank, group.world_size)
+    members._set_group_name(group.name)
+    registry._register_process_group(group.name, members)
+    try:
+        return module._SymmetricMemory.rendezvous(block, group.name)
+    finally:
+        registry._unregister_process_group(group.name)
 
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:

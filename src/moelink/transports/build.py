@@ -88,7 +88,7 @@ def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device
 
 def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: World, *, name: str) -> SymmetricMemory:
     """Allocate a block of ``nbytes`` on every rank of ``world``. Collective; ``name`` is that of the communicator."""
-    if config.mode == "allreduce":  # nothing travels: a block of one's own is enough
+    if config.mode == "allreduce" or world.world_size == 1:  # nothing travels: a block of one's own is enough
         return create_all([device], nbytes)[0]
 
     def exchange(record: bytes) -> list[bytes]:

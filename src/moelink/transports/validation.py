@@ -58,7 +58,7 @@ def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutp
             "returned on this rank"
         )
     handle = recv.handle
-    if handle.ids_version is not None and version_of(handle.topk_ids) != handle.ids_version:
+    if handle.ids_version is not None and version_of(handle.topk_ids) not in (None, handle.ids_version):
         raise ArgumentError(
             "recv", "an output whose topk_ids are as they were dispatched", "one whose topk_ids were overwritten since"
         )
