@@ -105,8 +105,9 @@ def blocks(monkeypatch):
 
 def pytest_collection_finish(session):
     """On GPU machines: what the selected GPU tests launch is in Triton's cache before the first of them begins, so none
-    of it counts as the time of a test."""
-    if torch.cuda.is_available() and not session.config.option.collectonly:
+    of it counts as the time of a test. Workers of pytest-xdist compile side by side what their tests need."""
+    worker = hasattr(session.config, "workerinput")
+    if torch.cuda.is_available() and not worker and not session.config.option.collectonly:
         from gpu_compile import ahead, compile_all
 
         compile_all(ahead(item for item in session.items if item.get_closest_marker("gpu")))
