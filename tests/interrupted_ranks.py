@@ -54,11 +54,14 @@ class Tracer:
         if event == "line" and self.armed and self._begun():
             place = (name[len(PACKAGE) + 1 :], frame.f_lineno)
             self.seen.setdefault(place)
-            if place == self.target and not self.raised and not self._unwinding(frame):
+            if not self.raised and not self._unwinding(frame) and self._is_here(place):
                 self.raised = True
                 self.elsewhere = threading.current_thread() is not threading.main_thread()
                 raise self.kind(f"at {place[0]}:{place[1]}")
         return self
+
+    def _is_here(self, place: Place) -> bool:
+        return place == self.target
 
     def _begun(self) -> bool:
         session, thread = self.ep._session, threading.current_thread()
@@ -70,6 +73,19 @@ class Tracer:
     def _unwinding(frame: FrameType) -> bool:
         """Whether an exception is being handled already, or the call has left."""
         return sys.exc_info()[0] is not None
+
+
+@dataclass
+class Countdown(Tracer):
+    """Raises at the ``left``-th line that calls come to."""
+
+    left: int = 0
+
+    def _is_here(self, place: Place) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            self.target = place
+        return self.left == 0
 
 
 def attempt(call: Any) -> tuple[Any, BaseException | None, float]:
@@ -93,21 +109,23 @@ def make(transport: str, tracer: Tracer) -> moelink.Communicator:
     return tracer.ep
 
 
-def trial(ep: Any, tracer: Tracer, rank: int, world_size: int, phase: str, seed: int) -> tuple[bool, str]:
-    """One call of ``phase`` that is interrupted on the victim: whether the communicator goes on, and how it ended."""
+def trial(
+    ep: Any, tracer: Tracer, rank: int, world_size: int, phase: str, seed: int, victim: int = VICTIM
+) -> tuple[bool, str]:
+    """One call of ``phase`` that is interrupted on ``victim``: whether the communicator goes on, and how it ended."""
     d = data(rank, seed)
     recv = ep.dispatch(d.x, d.topk_ids) if phase == "combine" else None
-    tracer.armed, tracer.raised, tracer.elsewhere = rank == VICTIM, False, False
     call = (lambda: ep.dispatch(d.x, d.topk_ids)) if recv is None else (lambda: ep.combine(recv.tokens, recv))
     everyone(None, world_size)  # peers have ended the calls before, which they would else hear of this in
+    tracer.armed, tracer.raised, tracer.elsewhere = rank == victim, False, False
     sys.settrace(tracer)
     result, error, seconds = attempt(call)
     sys.settrace(None)
     tracer.armed = False
     assert seconds < SECONDS, f"rank {rank}: {error!r} after {seconds:.1f} s"
-    if rank != VICTIM:
+    if rank != victim:
         allowed = (moelink.PeerAbortedError, moelink.PeerLeftError)
-        assert error is None or (isinstance(error, allowed) and error.peer == VICTIM), repr(error)
+        assert error is None or (isinstance(error, allowed) and error.peer == victim), repr(error)
     elif error is not None:
         assert tracer.raised, repr(error)
         assert isinstance(error, (tracer.kind, moelink.PeerLeftError)), repr(error)
@@ -122,7 +140,7 @@ def trial(ep: Any, tracer: Tracer, rank: int, world_size: int, phase: str, seed:
     if told is None:
         return not any(everyone(tracer.elsewhere, world_size)), words
     assert isinstance(told, moelink.PeerLeftError), f"{words}: rank {rank}: {told!r}"
-    assert told.peer == VICTIM, f"{words}: rank {rank}: {told!r}"
+    assert told.peer == victim, f"{words}: rank {rank}: {told!r}"
     _, same, seconds = attempt(lambda: ep.combine(d.x, recv))
     assert str(same) == str(told), f"{words}: rank {rank}: {same!r}"
     assert seconds < 1
