@@ -415,6 +415,12 @@ DISPATCH = (
 )
 
 COMBINE = (
+    Mutant("rows of another dispatch are waited for", "kernels/combine/reduce.py",
+           "if (ok > 0) & (lost >= 0):", "if (ok > 0) & (lost >= S.WORLD_SIZE):",
+           "test_errors.py::test_rows_of_another_dispatch_are_not_waited_for[flags]"),
+    Mutant("nothing stands in for sums of another dispatch", "kernels/sync/quiesce.py",
+           "            stand_in(mine, strays, slot_of, num_tokens, S)", "            tl.debug_barrier()",
+           "test_errors.py::test_rows_of_another_dispatch_are_not_waited_for[small]"),
     Mutant("rows go home to the message's slot, not its token", "kernels/combine/send.py",
            "address = home + S.OFFSET_ROWS + tl.cast(ctx.me * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES",
            "address = home + S.OFFSET_ROWS + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * S.ROW_BYTES",

@@ -336,6 +336,34 @@ def test_a_rank_that_goes_over_another_dispatch_is_named(transport):
     assert run_ranks(calls_over_another, 3, transport, timeout=200) == [True] * 3
 
 
+def rows_of_another(rank, world_size, most):
+    """Rank 1 combines another dispatch, of fewer tokens, to other ranks: rows are awaited that nobody sends."""
+    with mock.patch.object(workspaces, "LAMPORT_BYTES", most), moelink.init(**SUMS_OR_ROWS) as ep:
+        d = data(rank)
+        full = ep.dispatch(d.x, d.topk_ids)
+        few = ep.dispatch(d.x[:1], torch.full((1, 2), 2 * rank, dtype=torch.int32))
+        for usual, odd in ((full, few), (few, full)):
+            recv = odd if rank == 1 else usual
+            for reduce in (True, False):
+                with pytest.raises(moelink.ProtocolError, match="rank 1 calls combine .* over the routing of another"):
+                    ep.combine(recv.tokens, recv, reduce=reduce)
+                round_trip(ep, rank)
+            error = moelink.ArgumentError if rank == 2 else moelink.PeerAbortedError
+            with pytest.raises(error):  # rank 2 refuses the same call
+                ep.combine(recv.tokens.float() if rank == 2 else recv.tokens, recv)
+            round_trip(ep, rank)
+            with pytest.raises(moelink.ProtocolError):  # rank 0 chooses other options in the same call
+                ep.combine(recv.tokens, recv, reduce=rank != 0)
+            round_trip(ep, rank)
+    return True
+
+
+@pytest.mark.quick("rows with flags and without end their waits in ways of their own")
+@pytest.mark.parametrize("most", [1 << 25, 0], ids=["small", "flags"])
+def test_rows_of_another_dispatch_are_not_waited_for(most):
+    assert run_ranks(rows_of_another, 3, most, timeout=200) == [True] * 3
+
+
 @pytest.mark.quick("the two transports tell it in ways of their own")
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 def test_devices_of_one_process_go_over_one_dispatch(transport):

@@ -44,7 +44,14 @@ from moelink.kernels.sync.lamport_slots import (
     stand_in,
     sum_rows,
 )
-from moelink.kernels.sync.quiesce import odd_dispatch, quiesce_combine, wait_for_choices, wait_until_sent
+from moelink.kernels.sync.quiesce import (
+    end_waits_for_strays,
+    odd_dispatch,
+    other_dispatches,
+    quiesce_combine,
+    wait_for_choices,
+    wait_until_sent,
+)
 from moelink.kernels.sync.signals import (
     I64,
     U8,
@@ -139,12 +146,13 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
-        beside = (status >> 32).to(tl.int32)
-        status = status & 0xFFFFFFFF
+        heads = status
+        status = status & 7
         refused = tl.where((status & 1) != 0, r, S.WORLD_SIZE)
         peer = tl.min(refused, 0)
         odd = odd_one_out(status // 2, mask, S.OPTIONS, S.WORLD_SIZE)
-        lost = odd_dispatch(beside, notes.received, S)
+        lost = odd_dispatch(heads, notes.received, S)
+        strays = mask & (refused == S.WORLD_SIZE) & other_dispatches(heads, notes.received, S)
         if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):
             note_refused(ctx.control, ctx.call)
         if peer < S.WORLD_SIZE:
@@ -157,9 +165,12 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
         if S.LAMPORT_TOKENS > 0:
             if follows_refusal(ctx.control, ctx.call):
                 clear_rows(mine, S)
-            other = mask & (refused == S.WORLD_SIZE) & (status // 2 != S.OPTIONS)
+            other = mask & (refused == S.WORLD_SIZE) & (strays == 0) & (status // 2 != S.OPTIONS)
             if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
                 ok = end_other_waits(ctx, notes.slot_of, refused < S.WORLD_SIZE, other, num_tokens, S)
+        if S.NODE_SIZE == S.WORLD_SIZE:
+            if (ok > 0) & (lost >= 0):
+                ok = end_waits_for_strays(ctx, strays, heads, notes.slot_of, num_tokens, S)
         ok = quiesce_combine(ok, (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)), ctx, S)
     return ok
 

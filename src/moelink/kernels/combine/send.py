@@ -325,7 +325,7 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
             if program == 0:
                 base = tl.load(peers.table + r, mask=mask, other=0)
                 word = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + (numbers.status + 2 * S.OPTIONS)
-                word += beside_status(notes.received, numbers.status, S).to(tl.int64) << 32
+                word += beside_status(notes.received, peers.control, call, numbers.status, S)
                 mine = tl.load(peers.table + numbers.me)
                 to = own_word_at(base, mine, r, numbers.me, S.OFFSET_COMBINE_STATUS, S.OFFSET_STAGED_STATUS, 1, 0, S)
                 tl.store(to, word, mask=mask)
