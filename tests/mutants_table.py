@@ -237,7 +237,7 @@ CONTROL = (
            "test_fuzz.py::test_corrupted_handshakes_are_refused_by_name"),
     Mutant("a rank goes into a room of which it is no member", "control/meeting.py",
            "if len(roster) == self.world_size and roster[self.rank] == self._mine:", "if roster:",
-           "test_init.py::test_init_works_again_after_ranks_failed_differently[late-collective-no_group]"),
+           "test_init.py::test_init_works_again_after_ranks_failed_differently[typo-collective-no_group]"),
     Mutant("a member that left counts as one that waits", "control/meeting.py",
            "same = waiting and entry.state != LEFT and", "same = waiting and",
            "test_init.py::test_a_room_is_voided_when_a_member_left_before_it_came"),

@@ -24,7 +24,7 @@ from tiers import seeds
 
 @pytest.mark.parametrize("given", [False, True], ids=["no_group", "group"])
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
-@pytest.mark.parametrize("fault", ["late", "typo", "mismatch"])
+@pytest.mark.parametrize("fault", ["typo", "late", "mismatch"])
 def test_init_works_again_after_ranks_failed_differently(fault: str, transport: str, given: bool) -> None:
     """Closes over: ranks that count their attempts apart, or read what an earlier attempt left in the store."""
     first, wrong, last = run_ranks(init_ranks.repeated, 3, transport, fault, given)

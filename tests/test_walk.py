@@ -1,4 +1,4 @@
-"""Random walks over right, refused, wrong and interrupted calls: every result is the oracle's, and the next call works."""
+"""Walk at random over right, refused, wrong and interrupted calls: results are the oracle's, and the next call works."""
 
 from __future__ import annotations
 
