@@ -1,4 +1,4 @@
-"""Walk at random over right, refused, wrong and interrupted calls: results are the oracle's, and the next call works."""
+"""Walk at random over right, refused, wrong and interrupted calls: each result is the oracle's, the next call works."""
 
 from __future__ import annotations
 
