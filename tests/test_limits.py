@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from triton.runtime.errors import InterpreterError
 
 import moelink
 from cases import Case, Setup
+from moelink import output
 from moelink.config import MAX_INT32, MAX_TIMEOUT
 from moelink.kernels.launch.launcher import _innermost
 from moelink.testing import rank_data
@@ -65,6 +69,44 @@ def test_what_changed_since_dispatch_is_refused(transport: str) -> None:
         d.topk_ids.fill_(1)
         recv = ep.dispatch(d.x, d.topk_ids)
         ep.combine(recv.tokens, recv)
+
+
+@both
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ids_of_a_captured_dispatch_may_be_overwritten_between_replays(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph dispatches what its ids hold at each replay, so an eager combine of its output must not compare them."""
+    d = rank_data(seed=5, rank=0, num_tokens=3, hidden_size=32, num_experts=6, topk=2)
+    asked: list[torch.Tensor] = []
+    with moelink.init(**SIZES, transport=transport) as ep:
+        with monkeypatch.context() as capturing:
+            capturing.setattr(output, "is_captured", lambda ids: asked.append(ids) or True)
+            captured = ep.dispatch(d.x, d.topk_ids)
+        eager = ep.dispatch(d.x, d.topk_ids)
+        d.topk_ids.fill_(1)
+        ep.combine(captured.tokens, captured)
+        with pytest.raises(moelink.ArgumentError, match="overwritten since"):
+            ep.combine(eager.tokens, eager)
+    assert [ids is d.topk_ids for ids in asked] == [True]
+
+
+def test_whether_a_call_is_captured_is_asked_of_the_device_of_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: entered[-1] == 1)
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for index, captured in ((0, False), (1, True)):
+        ids: Any = SimpleNamespace(is_cuda=True, device=index, get_device=lambda index=index: index)
+        assert output.is_captured(ids) is captured
+    assert not output.is_captured(torch.zeros(1)), "nothing asks about devices for a tensor on a CPU"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -65,6 +65,33 @@ def test_hooks_that_break_are_refused_on_all_ranks(transport):
     assert all("rank 1 refused its arguments in dispatch" in words for words in first), first
 
 
+def refused_over_an_operators_output(rank, world_size, transport):
+    """Rank 1 passes what is refused over an output that an operator returned; rank 0 hears so, and calls go on."""
+    found = []
+    with moelink.init(**SIZES, transport=transport, timeout=20) as ep:
+        d = data(rank)
+        recv = ep.dispatch(d.x.clone().requires_grad_(), d.topk_ids)
+        x, y = (d.x[:2], recv.tokens.detach()[:1]) if rank == 1 else (d.x, recv.tokens.detach())
+        for call in (lambda: ep.dispatch(x, None, routing=recv), lambda: ep.combine(y, recv)):
+            with torch.no_grad():
+                try:
+                    call()
+                    found.append("nothing")
+                except Exception as error:  # noqa: BLE001 - which one it is is what this is about
+                    found.append(f"{type(error).__name__}: {error}")
+                out = ep.combine(recv.tokens, recv)
+            assert_bitwise_equal(out, (d.x.float() * 2).to(out.dtype))
+    return found
+
+
+@pytest.mark.quick("only the symmetric transport asks what the earlier call brought")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_refused_over_an_operators_output_is_told(transport):
+    first, second = run_ranks(refused_over_an_operators_output, 2, transport, timeout=120)
+    assert [words.split(" expected")[0] for words in second] == ["ArgumentError: x:", "ArgumentError: y:"]
+    assert all(words.startswith("PeerAbortedError: rank 0: rank 1 refused its arguments") for words in first), first
+
+
 def failing_format(rank, world_size):
     """Rank 1 fails between the headers and the rows: it says so, and makes no calls any more that could be mistaken."""
     found = []

@@ -138,6 +138,29 @@ def test_graph_replays_alternate_with_eager_calls():
     transport.check()
 
 
+@pytest.mark.kernels(of=lambda: warmup_kernels({**real_shape(tokens=4), "num_experts": 32}, 1))
+def test_an_output_of_a_graph_is_combined_eagerly_after_its_ids_were_overwritten():
+    """Captured through a communicator, whose handles say how often ids had been changed when they were dispatched."""
+    with moelink.init(**{**real_shape(tokens=4), "num_experts": 32}, device="cuda:0", transport="symmetric") as ep:
+        x = torch.randn(4, 7168, device="cuda:0").bfloat16()
+        ids = torch.stack([torch.randperm(32)[:8] for _ in range(4)]).cuda()
+        weights = torch.full((4, 8), 0.125, device="cuda:0")
+        ep.warmup()
+        ep.dispatch(x, ids, weights)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recv = ep.dispatch(x, ids, weights)
+        for keep in (4, 2):
+            ids.copy_(torch.stack([torch.randperm(32)[:8] for _ in range(4)]))
+            ids[keep:] = -1
+            graph.replay()
+            out = ep.combine(torch.ones_like(recv.tokens), recv)
+            assert torch.equal(out[:keep], torch.ones_like(out[:keep]))
+            assert not out[keep:].any()
+        ep.check()
+
+
 def test_missing_peer_poisons_within_the_timeout():
     if WORLD < 2:
         pytest.skip("needs two devices")

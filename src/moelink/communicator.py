@@ -165,7 +165,8 @@ class Communicator:
         Args:
             x: [num_tokens, hidden_size] activations (bf16, fp16 or fp32; fp64 for format fp64), contiguous.
             topk_ids: [num_tokens, topk] int32 or int64 expert ids, -1 where not routed; None with ``routing``.
-                They must not change until combine, which reads them again.
+                They must not change until combine, which reads them again. Those of a dispatch that a CUDA graph has
+                captured may change between combine and the next replay.
             topk_weights: [num_tokens, topk] router weights that travel with the rows, a Hook, or None.
             scales: [num_tokens, scale_width] row-major scales; ``x`` is then already quantised (payload rows).
             input_scale: fp32, one element (or a Hook): the global scale of format nvfp4.
@@ -200,7 +201,7 @@ class Communicator:
                 return ops.dispatch(self._context, request)
             return session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
         except BaseException as error:
-            session.unwind("dispatch", error, routing)
+            session.unwind("dispatch", error, self._context.unpacked(routing))
             raise
         finally:
             session.guard.leave()
@@ -234,7 +235,7 @@ class Communicator:
             operation = session.start_dispatch([self._context.direct(request)], fused=False)
             return PendingSingle(lambda: operation.wait()[0])
         except BaseException as error:
-            session.unwind("dispatch", error, routing)
+            session.unwind("dispatch", error, self._context.unpacked(routing))
             raise
         finally:
             session.guard.leave()
@@ -277,7 +278,7 @@ class Communicator:
                 return ops.combine(self._context, request)
             return session.start_combine([self._context.direct(request)], fused=True).wait()[0]
         except BaseException as error:
-            session.unwind("combine", error, recv)
+            session.unwind("combine", error, self._context.unpacked(recv))
             raise
         finally:
             session.guard.leave()
@@ -307,7 +308,7 @@ class Communicator:
             operation = session.start_combine([self._context.direct(request)], fused=False)
             return PendingSingle(lambda: operation.wait()[0])
         except BaseException as error:
-            session.unwind("combine", error, recv)
+            session.unwind("combine", error, self._context.unpacked(recv))
             raise
         finally:
             session.guard.leave()

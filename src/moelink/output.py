@@ -65,7 +65,9 @@ class DispatchHandle:
         topk_weights: [num_tokens, topk], the home rank's router weights when they went into dispatch, else None.
         counts: [num_local_experts, world_size] int32, routed rows per (expert, source rank) before capacity.
         plan: the transport's own record of the routing, which ``routing=`` uses again.
-        ids_version: what torch counted as changes of ``topk_ids`` when they were dispatched; None where it counts none.
+        ids_version: what torch counted as changes of ``topk_ids`` when they were dispatched, so that a combine over
+            other ids is refused. None where it counts none, and where the dispatch was captured into a CUDA graph,
+            whose replays dispatch the ids that are there then.
         carrier: the tensor that gradients of quantised rows arrive at: zeros [rows, hidden_size] of combine_dtype that
             take no memory (stride 0), when dispatch ran as an operator on a format with scales; else None.
     """
@@ -87,6 +89,26 @@ def version_of(tensor: Tensor) -> int | None:
     None where torch does not know: of an inference tensor, and while torch.compile traces.
     """
     return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Return whether launches on the current stream of this tensor's device are captured into a CUDA graph, not run."""
+    if not tensor.is_cuda:
+        return False
+    if tensor.get_device() == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def version_at_dispatch(topk_ids: Tensor) -> int | None:
+    """Return the ``ids_version`` of a handle over ``topk_ids``.
+
+    It is None while a CUDA graph is captured. Each replay dispatches the ids that are there then, so whoever overwrites
+    them between two replays has not changed what the latest one dispatched.
+    """
+    version = version_of(topk_ids)
+    return None if version is None or is_captured(topk_ids) else version
 
 
 @dataclass(frozen=True)

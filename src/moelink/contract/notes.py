@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from moelink.output import is_captured
 
 
 class Given(NamedTuple):
@@ -62,19 +63,19 @@ class CallNotes:
 
     def add_dispatch(self, slot_of: Tensor, given: Given) -> None:
         """Note a dispatch, or its first half."""
-        self._dispatches.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=_is_captured(slot_of))
+        self._dispatches.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=is_captured(slot_of))
 
     def add_combine(self, slot_of: Tensor, given: Given) -> None:
         """Note the first half of a combine."""
-        self._combines.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=_is_captured(slot_of))
+        self._combines.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=is_captured(slot_of))
 
     def add_arrival(self, slot_of: Tensor, given: Given) -> None:
         """Note that all rows of a combine are waited for, in a phase of their own."""
-        self._arrivals.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=_is_captured(slot_of))
+        self._arrivals.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=is_captured(slot_of))
 
     def add_copy(self, output_tokens: Tensor, given: Given) -> None:
         """Note that the shared expert's rows are copied to an output."""
-        self._copies.setdefault(output_tokens.data_ptr(), Noted()).add(given, captured=_is_captured(output_tokens))
+        self._copies.setdefault(output_tokens.data_ptr(), Noted()).add(given, captured=is_captured(output_tokens))
 
     def add_rows(self, rows: int) -> None:
         """Note the rows of a dispatch's output."""
@@ -116,11 +117,3 @@ class CallNotes:
             noted = notes.get(source.data_ptr())
             if noted is not None:
                 notes[target.data_ptr()] = Noted(noted.latest, set(noted.captured))
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    """Whether launches on the current stream of this tensor's device are captured, not run."""
-    if tensor.device.type != "cuda":
-        return False
-    with torch.cuda.device(tensor.device):
-        return torch.cuda.is_current_stream_capturing()

@@ -179,7 +179,7 @@ def _refusing(context: OperatorContext, phase: Phase, request: Request) -> Abstr
     """Report refusals inside the block to the peers. A tracer makes no call, and all ranks refuse alike under it."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    return context.session.refusing(phase, lambda: context.direct(request).over)
+    return context.session.refusing(phase, lambda: context.unpacked(request.over))
 
 
 def _weights(

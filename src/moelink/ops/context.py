@@ -287,17 +287,25 @@ class OperatorContext:
 
         A request over an output of another communicator is returned as it is; the session refuses it.
         """
-        recv = request.over
-        if not isinstance(recv, DispatchOutput) or recv.handle.owner != self.static.owner:
+        recv = self.unpacked(request.over)
+        if recv is request.over:
             return request
-        plan = recv.handle.plan
-        if not isinstance(plan, PackedPlan):
-            return request
-        plan = unpack(plan.tensors, self.config, transport=self.static.transport)
-        recv = dataclasses.replace(recv, handle=dataclasses.replace(recv.handle, plan=plan))
         if isinstance(request, DispatchRequest):
             return dataclasses.replace(request, routing=recv)
         return dataclasses.replace(request, recv=recv)
+
+    def unpacked(self, recv: Any) -> Any:
+        """Return ``recv`` with the transport's own plan in place of an operator's packed one.
+
+        What is no output of this communicator, or has no packed plan, is returned as it is.
+        """
+        if not isinstance(recv, DispatchOutput) or recv.handle.owner != self.static.owner:
+            return recv
+        plan = recv.handle.plan
+        if not isinstance(plan, PackedPlan):
+            return recv
+        plan = unpack(plan.tensors, self.config, transport=self.static.transport)
+        return dataclasses.replace(recv, handle=dataclasses.replace(recv.handle, plan=plan))
 
 
 class Registry:

@@ -11,7 +11,7 @@ from moelink.config import EPConfig
 from moelink.formats import Quantized
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.memory.layout import DispatchMessage, as_bytes
-from moelink.output import DispatchHandle, DispatchOutput, version_of
+from moelink.output import DispatchHandle, DispatchOutput, version_at_dispatch
 from moelink.routing import ExpertMap, plan_sends
 from moelink.transports.base import DispatchRequest
 from moelink.transports.collective.outputs import fill_output
@@ -91,7 +91,7 @@ def dispatch_steps(
         topk_weights=weights,
         counts=expert_counts(config, plan),
         plan=plan,
-        ids_version=version_of(request.topk_ids),
+        ids_version=version_at_dispatch(request.topk_ids),
     )
     return fill_output(
         config,

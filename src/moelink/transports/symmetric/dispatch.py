@@ -17,7 +17,7 @@ from moelink.kernels.launch.grid import TokenSplit, dispatch_launch, layout_laun
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
-from moelink.output import Blank, DispatchHandle, DispatchOutput, OutputShape, make, version_of
+from moelink.output import Blank, DispatchHandle, DispatchOutput, OutputShape, make, version_at_dispatch
 from moelink.transports.base import DispatchRequest
 from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
@@ -131,7 +131,7 @@ class Dispatch:
         handle = make(DispatchHandle, {
             "owner": identity, "rank": config.rank, "num_tokens": num_tokens, "topk_ids": request.topk_ids,
             "topk_weights": weights, "counts": counts, "plan": self.notes, "carrier": None,
-            "ids_version": version_of(request.topk_ids),
+            "ids_version": version_at_dispatch(request.topk_ids),
         })  # fmt: skip
         if out is None:
             self.output, self._scale_rows = plan.outputs.allocate(handle, device), plan.fused.scale_rows
