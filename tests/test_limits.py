@@ -14,9 +14,10 @@ from triton.runtime.errors import InterpreterError
 
 import moelink
 from cases import Case, Setup
-from moelink import output
+from moelink import ops, output
 from moelink.config import MAX_INT32, MAX_TIMEOUT
 from moelink.kernels.launch.launcher import _innermost
+from moelink.memory.layout import as_bytes
 from moelink.testing import rank_data
 from symmetric_ranks import apart, dispatch_requests, over
 
@@ -117,6 +118,39 @@ def test_what_every_rank_would_add_is_refused_where_tokens_are_replicated(transp
         for name, value in (("epilogue", x[0]), ("epilogue", x), ("shared", x)):
             with pytest.raises(moelink.ArgumentError, match=f"^{name}: expected None with mode='allreduce'"):
                 ep.combine(recv.tokens, recv, **{name: value})
+
+
+@both
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block128", "nvfp4"])
+def test_tensors_without_elements_may_have_any_strides(transport: str, fmt: str) -> None:
+    """Torch calls them contiguous and views them as no other dtype. A sum's gradient without tokens is one."""
+    d = rank_data(seed=5, rank=0, num_tokens=3, hidden_size=256, num_experts=6, topk=2)
+    none = torch.ones((), dtype=torch.bfloat16).expand(0, 256)
+    ids, weights = torch.ones((), dtype=torch.int32).expand(0, 2), torch.ones(()).expand(0, 2)
+    assert none.is_contiguous()
+    assert none.stride() == (0, 0)
+    with moelink.init(**{**SIZES, "hidden_size": 256}, dispatch_format=fmt, transport=transport) as ep:
+        recv = ep.dispatch(none, ids, weights)
+        y = torch.zeros(len(recv.tokens), 256, dtype=torch.bfloat16)
+        assert ep.combine(y, recv, shared=none, epilogue=none).shape == (0, 256)
+        if ep.config.format.scale_dtype is not None:
+            payload = torch.empty(0, ep.config.format.payload_width(256), dtype=ep.config.format.payload_dtype)
+            scales = torch.ones((), dtype=ep.config.format.scale_dtype)
+            ep.dispatch(payload, ids, scales=scales.expand(0, ep.config.format.scale_width(256)))
+        x = torch.ones(0, 256, dtype=torch.bfloat16, requires_grad=True)
+        recv = ep.dispatch(x, torch.ones(0, 2, dtype=torch.int32))
+        ep.combine(ops.dequantize(ep, recv), recv).sum().backward()
+        assert x.grad is not None
+        recv = ep.dispatch(d.x, d.topk_ids)
+        assert int(recv.num_recv_tokens) == 6
+
+
+def test_columns_are_bytes_whatever_their_strides() -> None:
+    column = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()[:, :1].contiguous().as_strided((2, 1), (1, 5))
+    assert column.is_contiguous()
+    assert as_bytes(column).view(torch.float32).tolist() == [[1.0], [2.0]]
+    assert as_bytes(column).data_ptr() == column.data_ptr()
 
 
 def test_nested_errors_of_the_interpreter_are_unwrapped() -> None:

@@ -6,6 +6,7 @@ the oracle, which it runs over what all ranks sent.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections.abc import Callable
@@ -71,7 +72,7 @@ class Walk:
         """Walk. A right dispatch comes first, so that there is an output."""
         steps: dict[Callable[[], str], int] = {
             self.dispatch: 3, self.combine: 4, self.overlapped: 2, self.dropped: 1, self.refused: 3,
-            self.other_options: 1, self.other_dispatch: 1, self.interrupted: 2, self.checked: 1,
+            self.other_options: 1, self.other_dispatch: 1, self.interrupted: 2, self.checked: 1, self.trained: 2,
         }  # fmt: skip
         if self.transport == "collective":  # symmetric ranks wait for a call that never comes until the timeout
             steps[self.other_phase] = 1
@@ -178,6 +179,20 @@ class Walk:
         self.dispatch()
         return f"on {victims}"
 
+    def trained(self) -> str:
+        """Dispatch and combine through operators, and send gradients back: each element's is how often it went out."""
+        sent = self.sent(weighted=False)
+        x, ids = self.arguments(sent)
+        x = x.clone().requires_grad_()
+        recv = self.ep.dispatch(x, ids)
+        out = self.ep.combine(recv.tokens, recv)
+        out.sum().backward()
+        assert x.grad is not None
+        routed = (ids >= 0).sum(1, keepdim=True)
+        assert_bitwise_equal(x.grad, routed.to(x.dtype).expand_as(x), f"step {self.number} rank {self.rank}: gradient")
+        self.received(dataclasses.replace(recv, tokens=recv.tokens.detach()), sent)
+        return "done"
+
     def refused(self) -> str:
         """Some ranks pass what is refused: they hear what, the others who."""
         victims = self.victims()
@@ -188,6 +203,7 @@ class Walk:
             lambda: self.ep.dispatch(wide, ids), lambda: self.ep.dispatch(x, ids.float()),
             lambda: self.ep.dispatch(x.int(), ids), lambda: self.ep.dispatch(x, torch.ones(9, 2, dtype=torch.int32)),
             lambda: self.ep.dispatch(x, ids, routing=y), lambda: self.ep.dispatch_async(x, ids, host_counts=7).wait(),
+            lambda: self.ep.dispatch(wide, None, routing=recv),
             lambda: self.ep.combine(y.double(), recv), lambda: self.ep.combine(y[:-1], recv),
             lambda: self.ep.combine(y, None), lambda: self.ep.combine(y, recv, reduce=3),
             lambda: self.ep.combine_async(y, recv, shared=wide).wait(),
@@ -196,7 +212,7 @@ class Walk:
         self.words[-1] += f" case {case} on {victims}"
         if self.rank in victims:
             call = wrong[case]
-        elif case < 6:
+        elif case < 7:
             call = lambda: self.ep.dispatch(*self.arguments(new))  # noqa: E731
         else:
             call = lambda: self.ep.combine(y, recv)  # noqa: E731

@@ -39,6 +39,7 @@ from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.launch.constants import COPY, ENCODE, DispatchSpec, dispatch_spec
 from moelink.kernels.launch.grid import Launch, TokenSplit, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs
+from moelink.memory.layout import as_bytes
 from moelink.memory.pointers import DISPATCH
 from moelink.memory.protocol import STATUS_OK
 
@@ -297,7 +298,7 @@ class _Given:
             check_tensor(ep, "input_scales", input_scales, (max(1, elements),), torch.float32)
         self.noted = Given(count, router_weights is not None)
         self.spec = _spec(ep, input_tokens.dtype, weights=self.noted.weighted, input_scale=input_scales is not None)
-        x = input_tokens.view(torch.uint8) if self.spec.SOURCE == COPY else input_tokens
+        x = as_bytes(input_tokens) if self.spec.SOURCE == COPY else input_tokens
         self.inputs = DispatchInputs(
             x, pointers, or_dummy(input_scales, pointers), topk_ids, or_dummy(router_weights, pointers)
         )
@@ -331,7 +332,7 @@ class _Outputs:
         scales = token_handler.output_scales
         self._ep, self._scales, self._row_offsets = ep, scales, row_offsets
         self._outputs = DispatchOutputs(
-            token_handler.output_tokens.view(torch.uint8), dummy if scales is None else scales.view(torch.uint8),
+            as_bytes(token_handler.output_tokens), dummy if scales is None else as_bytes(scales),
             row_offsets, or_dummy(expert_ids, ep.spare), src_info, or_dummy(token_handler.scales_offsets, dummy),
             or_dummy(token_handler.weights, dummy), dummy, routing.num_recv_tokens, routing.overflow, routing.counts,
         )  # fmt: skip
@@ -354,7 +355,7 @@ class _Outputs:
             return
         assert self._scales is not None
         how = layout_launch(self._ep.config, self._ep.device)
-        tensors = (self._row_offsets, self._ep.message_of_row, self._scales.view(torch.uint8))
+        tensors = (self._row_offsets, self._ep.message_of_row, as_bytes(self._scales))
         numbers = numbers._replace(programs=how.receive)
         launch(self._ep, ep_lay_out_scales_kernel, pointers, atomic_counters, tensors, numbers, how, S=spec)
 

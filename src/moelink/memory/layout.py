@@ -25,10 +25,12 @@ REGION_ALIGNMENT = 128
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """[n, width] of any dtype as [n, width * itemsize] uint8 (an empty tensor's strides would forbid a plain view)."""
-    if rows.numel() == 0:
-        return rows.new_empty((len(rows), rows.shape[1] * rows.element_size()), dtype=torch.uint8)
-    return rows.contiguous().view(torch.uint8)
+    """View [..., width] of any dtype as [..., width * itemsize] uint8; copy what is not contiguous.
+
+    A contiguous tensor without elements, or of one column, may have any strides, with which torch views it as no other
+    dtype. Gradients of a rank without tokens are such tensors. So strides are made those of the shape first.
+    """
+    return rows.contiguous().view(-1).view(rows.shape).view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from moelink.kernels.launch.constants import COPY, ENCODE, dispatch_spec
 from moelink.kernels.launch.grid import TokenSplit, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
+from moelink.memory.layout import as_bytes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import Blank, DispatchHandle, DispatchOutput, OutputShape, make, version_at_dispatch
 from moelink.transports.base import DispatchRequest
@@ -98,7 +99,7 @@ def _scale_rows(scales: Blank | Tensor | None) -> int:
 
 def _bytes(tensor: Tensor, typed: bool) -> Tensor:
     """Return ``tensor`` with the type that kernels are compiled for, if ``typed``."""
-    return tensor.view(torch.uint8) if typed else tensor
+    return as_bytes(tensor) if typed else tensor
 
 
 class Dispatch:
@@ -147,7 +148,7 @@ class Dispatch:
         request, nothing = self.request, self.rank.table
         x, scales, input_scale, weights = self._x, request.scales, self._input_scale, self._weights
         if typed and self.launch_plan.copies:
-            x = x.view(torch.uint8)
+            x = as_bytes(x)
         fields = (
             x, nothing if scales is None else _bytes(scales, typed), nothing if input_scale is None else input_scale,
             request.topk_ids, nothing if weights is None else weights,
@@ -219,7 +220,7 @@ class Dispatch:
             return
         scales = out.scales
         assert scales is not None
-        tensors = (out.row_offsets, rank.message_of_row, scales.view(torch.uint8))
+        tensors = (out.row_offsets, rank.message_of_row, as_bytes(scales))
         rank.launcher.launch(plan.layout, lambda _: tensors, self._numbers(plan.laying))
 
     def result(self) -> DispatchOutput:
