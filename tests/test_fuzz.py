@@ -34,6 +34,7 @@ from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.symmetric import SymmetricTransport
 from symmetric_ranks import combine_requests, dispatch_requests, over
+from tiers import seeds
 
 WORLD = 2
 TRIES = 6
@@ -271,27 +272,37 @@ class SpoilingGroup:
 
     def alltoall_base(self, received, sent, *_):
         received.copy_(sent)
-        received[1, self._choice.randrange(sent.shape[1])] = self._choice.choice((*EXTREMES, -(2**63), 2**63 - 1))
+        words = sent.shape[1]
+        for place in self._choice.sample(range(words), self._choice.choice((1, 1, 1, 2, words))):
+            received[1, place] = self._other(int(sent[1, place]), near=place < words - 1)
         return self
+
+    def _other(self, value: int, *, near: bool) -> int:
+        """Another int64 than ``value``; not ``near``: one that is no count of rows either."""
+        others = [*EXTREMES, -(2**63), 2**63 - 1, value ^ 1 << self._choice.randrange(20, 63)]
+        others += [self._choice.randrange(-(2**63), 0), self._choice.randrange(1 << 20, 2**63)]
+        others += [value - 1, value + 1, value ^ 1 << self._choice.randrange(20)] if near else []
+        return self._choice.choice([other for other in others if other != value])
 
     def wait(self, _):
         return True
 
 
-def test_corrupted_headers_of_the_collective_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+@seeds(60, 50_000)
+def test_corrupted_headers_of_the_collective_transport(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupWire, "_exchange_rows", lambda *_: pytest.fail("a bad count came as far as the rows"))
-    for seed in range(60):
-        probe_server = ProbeServer()
-        detector = FailureDetector(rank=0, probe_server=probe_server, addresses=[probe_server.address] * 3)
+    probe_server = ProbeServer()
+    detector = FailureDetector(rank=0, probe_server=probe_server, addresses=[probe_server.address] * 3)
+    request = dispatch_requests(Case(SETUPS[0], "uniform", small=True), [0])
+    for seed in seeds:
         world = World(rank=0, world_size=3, control=SpoilingGroup(random.Random(seed)))
         wire = GroupWire(world, device=torch.device("cpu"), identity="test", timeout=5.0, detector=detector)
-        case = Case(SETUPS[0], "uniform", seed=seed, small=True)
         transport = CollectiveTransport([SETUPS[0].config(3)], wire, identity="test")
         with pytest.raises(moelink.PeerError) as caught:
-            transport.dispatch(dispatch_requests(case, [0])).wait()
-        assert caught.value.peer == 1
+            transport.dispatch(request).wait()
+        assert caught.value.peer == 1, seed
         transport.close()
-        detector.close()
+    detector.close()
 
 
 def mutations(good: bytes, choice: random.Random, count: int) -> list[bytes]:
@@ -313,20 +324,30 @@ def mutations(good: bytes, choice: random.Random, count: int) -> list[bytes]:
     return results
 
 
-def test_corrupted_handshakes_are_refused_by_name() -> None:
-    address = Address("127.0.0.1", 1234, bytes(16))
-    fields = {"num_experts": "7", "topk": "2"}
-    hello = Hello(fields, address, machine="m", identity="i", version="1", layout="2")
-    good = hello.encode()
+@seeds(400, 50_000)
+def test_corrupted_handshakes_are_refused_by_name(seeds: range) -> None:
+    hello, good = greeting()
     assert Hello.decode(good, rank=0, peer=1) == hello
     refused = []
-    for data in mutations(good, random.Random(1), 400):
+    for seed in seeds:
+        (data,) = mutations(good, random.Random(seed), 1)
         try:
             Hello.decode(data, rank=0, peer=1)
         except ProtocolError as error:
             refused.append(error.peer)
     assert set(refused) == {1}
-    assert len(refused) > 200
+    assert len(refused) > len(seeds) // 2
+
+
+def greeting() -> tuple[Hello, bytes]:
+    address = Address("127.0.0.1", 1234, bytes(16))
+    fields = {"num_experts": "7", "topk": "2"}
+    hello = Hello(fields, address, machine="m", identity="i", version="1", layout="2")
+    return hello, hello.encode()
+
+
+def test_handshakes_of_another_form_are_refused_by_name() -> None:
+    _, good = greeting()
     said = json.loads(good)
     for data in (
         b"",
