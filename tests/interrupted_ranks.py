@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import fast_interpreter  # noqa: F401 - ranks are processes of their own
@@ -123,6 +124,7 @@ def trial(
     sys.settrace(None)
     tracer.armed = False
     assert seconds < SECONDS, f"rank {rank}: {error!r} after {seconds:.1f} s"
+    assert torch.is_grad_enabled(), f"rank {rank}: {error!r}"
     if rank != victim:
         allowed = (moelink.PeerAbortedError, moelink.PeerLeftError)
         assert error is None or (isinstance(error, allowed) and error.peer == victim), repr(error)

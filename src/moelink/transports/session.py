@@ -183,14 +183,20 @@ class Session:
 
     def start_dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool) -> Pending[list[DispatchOutput]]:
         """Do what :meth:`dispatch` does, for a caller that begins the call and unwinds exceptions."""
-        for config, device, request in zip(self.configs, self.devices, requests, strict=True):
-            self._check_dispatch(config, device, request)
-            if torch.is_grad_enabled():
-                _refuse_gradients(request.x, request.topk_weights, request.input_scale)
-        requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
-        self.transport.half_done = self.settled = True
-        operation = self.transport.dispatch(requests, fused=fused)
-        return self._waited(operation) if fused else self._started("dispatch", operation, requests)
+        gradients = torch.is_grad_enabled()
+        try:
+            for config, device, request in zip(self.configs, self.devices, requests, strict=True):
+                self._check_dispatch(config, device, request)
+                if gradients:
+                    _refuse_gradients(request.x, request.topk_weights, request.input_scale)
+            requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
+            self.transport.half_done = self.settled = True
+            operation = self.transport.dispatch(requests, fused=fused)
+            return self._waited(operation) if fused else self._started("dispatch", operation, requests)
+        except BaseException:
+            # An exception that comes between the end of a block under no_grad and its exit leaves gradients disabled.
+            torch.set_grad_enabled(gradients)
+            raise
 
     def _waited(self, operation: Pending[T]) -> Finished[T]:
         """Wait for ``operation``, to which nothing else refers."""
@@ -223,14 +229,20 @@ class Session:
 
     def start_combine(self, requests: Sequence[CombineRequest], *, fused: bool) -> Pending[list[Tensor]]:
         """Do what :meth:`combine` does, for a caller that begins the call and unwinds exceptions."""
-        for config, device, request in zip(self.configs, self.devices, requests, strict=True):
-            check_combine(config, request, identity=self.identity, device=device)
-            if torch.is_grad_enabled():
-                _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
-        requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
-        self.transport.half_done = self.settled = True
-        operation = self.transport.combine(requests, fused=fused)
-        return self._waited(operation) if fused else self._started("combine", operation, requests)
+        gradients = torch.is_grad_enabled()
+        try:
+            for config, device, request in zip(self.configs, self.devices, requests, strict=True):
+                check_combine(config, request, identity=self.identity, device=device)
+                if gradients:
+                    _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
+            requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
+            self.transport.half_done = self.settled = True
+            operation = self.transport.combine(requests, fused=fused)
+            return self._waited(operation) if fused else self._started("combine", operation, requests)
+        except BaseException:
+            # An exception that comes between the end of a block under no_grad and its exit leaves gradients disabled.
+            torch.set_grad_enabled(gradients)
+            raise
 
     @contextmanager
     def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
