@@ -549,6 +549,20 @@ def forked(rank: int, world_size: int, transport: str) -> str:
     return words
 
 
+def outlived_by_a_child(rank: int, world_size: int) -> Told:
+    """Rank 1 dies, and a child that it has forked holds its sockets."""
+    ep = moelink.init(**FIELDS, transport="collective", timeout=TIMEOUT)
+    check_round_trip(ep, rank)
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(TIMEOUT + 1.5)  # longer than its parent's peers wait
+            os._exit(0)
+        die()
+    told = caught(ep, rank)
+    ep.close()
+    return told
+
+
 def two_threads(rank: int, world_size: int, transport: str) -> list[str]:
     """While a call waits, another thread calls: that is refused by name, and the first call goes on."""
     found: list[str] = []

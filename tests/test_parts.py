@@ -44,6 +44,14 @@ def test_a_child_is_refused_and_does_its_parent_no_harm(transport: str) -> None:
     assert all("expected the process that made the communicator" in line for line in words)
 
 
+def test_a_dead_rank_whose_child_holds_its_sockets_is_named_after_the_timeout() -> None:
+    """No connection breaks, but its probe server has ended with it."""
+    told, none = run_ranks(fault_ranks.outlived_by_a_child, 2, mortal={1})
+    assert none is None
+    assert (told.kind, told.peer) == ("PeerLostError", 1)
+    assert told.took < fault_ranks.TIMEOUT + 1
+
+
 @both
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_threads_in_one_communicator_are_refused(transport: str) -> None:
