@@ -10,7 +10,8 @@ import torch
 from cases import Case
 from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, run, setup
 from moelink import contract
-from moelink.contract import EPRouting
+from moelink.contract import EPRouting, combine_kernel
+from moelink.contract import buffers as making
 from moelink.contract.notes import Given, Noted
 from moelink.epilogues import cast
 from moelink.errors import ArgumentError, ConfigError
@@ -62,6 +63,25 @@ def test_pointers_of_the_other_group_or_of_other_buffers_are_refused() -> None:
         with pytest.raises(ArgumentError, match=re.escape("got ep.pointers[0], of dispatch")):
             launch(one.ep, **{**one.combine, "pointers": one.ep.pointers[0]})
     assert torch.equal(one.ep.memory.local, before)
+
+
+def test_more_sms_than_the_device_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When buffers are made, and when a phase is launched with other facts. On a CPU there is no such number."""
+    monkeypatch.setattr(combine_kernel, "sm_count", lambda device: 132)
+    cuda = torch.device("cuda", 1)
+    assert [combine_kernel.limit_sms(n, cuda) for n in (None, 1, 132)] == [132, 1, 132]
+    with pytest.raises(ConfigError, match="^n_sms: expected at most 132, the SMs of cuda:1, got 133"):
+        combine_kernel.limit_sms(133, cuda)
+    assert one_rank().ep.n_sms == 2
+    one, limit = one_rank(), combine_kernel.limit_sms
+    monkeypatch.setattr(making, "limit_sms", lambda n_sms, device: limit(n_sms, cuda))
+    with pytest.raises(ConfigError, match="^n_sms: expected at most 132"):
+        ranks_of(params_of(CASE.setup, 1, n_sms=133))
+    kernel = dataclasses.replace(one.ep.combine_kernel, n_sms=133)
+    monkeypatch.setattr(combine_kernel, "limit_sms", lambda n_sms, device: limit(n_sms, cuda))
+    ends = (one.own.routing, one.ep.pointers[1], one.ep.atomic_counters[1])
+    with pytest.raises(ConfigError, match="^n_sms: expected at most 132"):
+        kernel.send_tokens_back(one.ep, one.combine["input_tokens"], *ends)
 
 
 FLAGS = [
@@ -288,6 +308,19 @@ def test_every_rank_is_there_once() -> None:
         assert not any(ep.memory.local.any() for ep in eps)
     with pytest.raises(ArgumentError, match="ep: expected a list of what ep_init returned"):
         contract.distributed_ep_dispatch(eps[0], *[None] * 9)
+    run(eps, CASE)
+
+
+def test_ranks_over_blocks_of_their_own_are_refused() -> None:
+    """Each would wait for rows that its peers store elsewhere."""
+    params = params_of(CASE.setup, 3, timeout=0.5)
+    eps, others = ranks_of(params), ranks_of(params)
+    mixed = [eps[0], others[1], eps[2]]
+    allocated = [Buffers.allocate(ep) for ep in mixed]
+    for launch in (dispatch_all, combine_all):
+        with pytest.raises(ArgumentError, match="^ep: expected ranks over the same blocks, got rank 1 over other"):
+            launch_on(launch, mixed, allocated)
+    assert not any(ep.memory.local.any() for ep in (*eps, *others))
     run(eps, CASE)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moelink.arith import is_integer
 from moelink.config import EPConfig
-from moelink.contract.combine_kernel import EPCombineKernel, combine_kernel
+from moelink.contract.combine_kernel import EPCombineKernel, combine_kernel, limit_sms
 from moelink.contract.layouts import EPDispatchKernel, dispatch_kernel
 from moelink.contract.notes import CallNotes
 from moelink.contract.params import EPParams
@@ -211,6 +211,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
 
     Raises:
         ArgumentError: the blocks are too few or too small, or there is no such rank.
+        ConfigError: ``params.n_sms`` is more than the device has.
         UnsupportedError: the block of a peer of this node cannot be addressed from here, the device is a CPU and
             kernels are compiled, or there is no network for these devices.
 
@@ -245,7 +246,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
     pointers = pointer_table(workspace, blocks if params.skip_a2a else network.table)
     control = workspace.regions["control"].view(memory.local)
     record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    n_sms = params.n_sms or (sm_count(device) if device.type == "cuda" else 2)
+    n_sms = limit_sms(params.n_sms, device)
     return EPBuffers(
         params=params,
         my_rank=rank,

@@ -25,10 +25,10 @@ from moelink.contract.tensors import (
     check_tensor,
     describe,
 )
-from moelink.errors import ArgumentError
+from moelink.errors import ArgumentError, ConfigError
 from moelink.hooks import Hook
 from moelink.kernels.combine import phases
-from moelink.kernels.launch.grid import Launch
+from moelink.kernels.launch.grid import Launch, sm_count
 from moelink.kernels.records import CombineInputs, CombineOutputs
 from moelink.memory.layout import REGION_ALIGNMENT
 from moelink.memory.pointers import COMBINE
@@ -270,6 +270,7 @@ class EPCombineKernel(LaunchFacts):
             if field.name not in ("n_sms", "num_threads") and getattr(self, field.name) != getattr(known, field.name):
                 expected = f"{getattr(known, field.name)!r}, as in ep.combine_kernel"
                 raise ArgumentError(field.name, expected, getattr(self, field.name))
+        limit_sms(self.n_sms, ep.device)
         if self.n_warps not in WARPS:
             expected = f"{', '.join(str(warps * self.warp_size) for warps in WARPS)} to launch with"
             raise ArgumentError("num_threads", expected, self.num_threads)
@@ -296,3 +297,17 @@ def combine_kernel(params: EPParams, *, n_sms: int, warp_size: int = 32) -> EPCo
         **facts_of(params, n_sms, warp_size, num_warps=NUM_WARPS_COMBINE), msg_bytes=row, pre_reduce=params.pre_reduce,
         n_parts=params.workspace.combine_parts,
     )  # fmt: skip
+
+
+def limit_sms(n_sms: int | None, device: torch.device) -> int:
+    """Return the SMs of ``device`` that launches keep to: ``n_sms``, or all. On a CPU None stands for 2 CTAs.
+
+    Raises:
+        ConfigError: the device has fewer. CTAs of a phase wait for others, so all of them must be resident.
+    """
+    if device.type == "cpu":
+        return n_sms or 2
+    available = sm_count(device)
+    if n_sms is not None and n_sms > available:
+        raise ConfigError("n_sms", f"at most {available}, the SMs of {device}", n_sms)
+    return n_sms or available

@@ -25,6 +25,7 @@ from moelink.contract.launch import Prepared
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
+from moelink.memory import SingleProcessMemory
 
 
 def distributed_ep_dispatch(
@@ -45,8 +46,8 @@ def distributed_ep_dispatch(
     """:func:`~moelink.contract.ep_fused_dispatch` on all devices of this process at once.
 
     Raises:
-        ArgumentError: an ``ep`` is missing or twice in the list, lists have different lengths, or what a launcher
-            refuses; nothing was launched on any device.
+        ArgumentError: an ``ep`` is missing or twice in the list, or over blocks of its own, lists have different
+            lengths, or what a launcher refuses; nothing was launched on any device.
     """
     count = _check_ranks(ep)
     weights = _spread("router_weights", router_weights, count)
@@ -91,8 +92,8 @@ def distributed_ep_combine(
     """:func:`~moelink.contract.ep_fused_combine` on all devices of this process at once.
 
     Raises:
-        ArgumentError: an ``ep`` is missing or twice in the list, lists have different lengths, or what a launcher
-            refuses; nothing was launched on any device.
+        ArgumentError: an ``ep`` is missing or twice in the list, or over blocks of its own, lists have different
+            lengths, or what a launcher refuses; nothing was launched on any device.
     """
     count = _check_ranks(ep)
     outputs = _lists(count, output_tokens=output_tokens)
@@ -157,7 +158,22 @@ def _check_ranks(ep: Sequence[EPBuffers]) -> int:
             f"{len(ranks)}, without rank {names}; with a process per device call ep_fused_dispatch and "
             "ep_fused_combine there",
         )
+    if not params.skip_a2a:
+        _check_blocks(ep)
     return len(ranks)
+
+
+def _check_blocks(ep: Sequence[EPBuffers]) -> None:
+    """Raise ArgumentError where ranks of this process see different blocks: they would wait for one another."""
+    first = ep[0]
+    for each in ep:
+        if isinstance(each.memory, SingleProcessMemory) and each.memory.peer(first.my_rank) is not first.memory.local:
+            raise ArgumentError(
+                "ep",
+                "ranks over the same blocks",
+                f"rank {each.my_rank} over other blocks than rank {first.my_rank}; call create_all once, with the "
+                "devices of all ranks",
+            )
 
 
 def _launches_overlap(ep: Sequence[EPBuffers]) -> bool:
