@@ -105,8 +105,8 @@ def everyone(value: Any, world_size: int) -> list[Any]:
     return values
 
 
-def make(transport: str, tracer: Tracer) -> moelink.Communicator:
-    tracer.ep = moelink.init(**FIELDS, transport=transport, timeout=40)
+def make(transport: str, tracer: Tracer, **options: Any) -> moelink.Communicator:
+    tracer.ep = moelink.init(**FIELDS, transport=transport, timeout=40, **options)
     return tracer.ep
 
 

@@ -32,6 +32,13 @@ MOST_LINES = 250
 """Lines of the host path of a call, more or less: where it is interrupted is drawn from so many."""
 
 
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "collective": ({}, {"pre_reduce": False}),
+    "symmetric": ({}, {"pre_reduce": False}, {"ranks_per_node": 1}),
+}
+"""Of the communicators that a transport's walks go over in turn."""
+
+
 @dataclass(frozen=True)
 class Sent:
     """What all ranks sent in one dispatch, and by the oracle what each received."""
@@ -58,6 +65,7 @@ class Walk:
     rank: int
     world_size: int
     transport: str
+    options: dict[str, Any]
     seed: int
     ep: Any
     tracer: Countdown
@@ -243,12 +251,15 @@ class Walk:
         return self.mismatched(lambda: self.ep.dispatch(x, ids), lambda: self.ep.dispatch(x, ids, weights))
 
     def other_dispatch(self) -> str:
-        """One rank combines the rows, or reuses the routing, of another dispatch than the rest."""
+        """One rank combines the rows, or reuses the routing, of another dispatch than the rest. Between nodes nobody
+        notices the former."""
         if len(self.outputs) < 2:
             return self.dispatch()
         (one, sent), (other, more) = self.random.sample(self.outputs, 2)
         same = sent.ids[0] is more.ids[0]  # one reused the routing of the other, which is as good
-        if self.random.random() < 0.5 and not same:
+        if same and "ranks_per_node" in self.options:
+            return self.dispatch()
+        if (self.random.random() < 0.5 or "ranks_per_node" in self.options) and not same:
             x, y = sent.data[self.rank].x, more.data[self.rank].x
             return self.mismatched(
                 lambda: self.ep.dispatch(y, None, routing=other), lambda: self.ep.dispatch(x, None, routing=one)
@@ -270,7 +281,7 @@ class Walk:
         goes_on, words = trial(self.ep, self.tracer, self.rank, self.world_size, phase, self.number, victim)
         if not goes_on:
             self.ep.close()
-            self.ep, self.outputs = make(self.transport, self.tracer), []
+            self.ep, self.outputs = make(self.transport, self.tracer, **self.options), []
         return f"rank {victim}, {words}"
 
     def checked(self) -> str:
@@ -280,19 +291,27 @@ class Walk:
 
 
 def walks(rank: int, world_size: int, transport: str, seeds: list[int]) -> list[str]:
-    """One walk for each seed, over one communicator for as long as it lives; return what was done."""
+    """One walk for each seed, over one communicator of each kind for as long as it lives; return what was done."""
     tracer = Countdown()
     threading.settrace(tracer)
-    ep = make(transport, tracer)
     said = []
-    for seed in seeds:
-        walk = Walk(rank, world_size, transport, seed, ep, tracer)
-        try:
-            walk.run()
-        except BaseException as error:
-            lines = "\n".join(walk.words)
-            raise AssertionError(f"walk {seed} over {transport}, rank {rank}: {error!r} after\n{lines}") from error
-        ep = walk.ep
-        said += [f"{seed}: {words}" for words in walk.words]
-    ep.close()
+    kinds = OPTIONS[transport]
+    for number, options in enumerate(kinds):
+        if chosen := [seed for seed in seeds if seed % len(kinds) == number]:
+            ep = make(transport, tracer, **options)
+            for seed in chosen:
+                ep, words = _walked(Walk(rank, world_size, transport, options, seed, ep, tracer))
+                said += [f"{seed}: {line}" for line in words]
+            ep.close()
     return said
+
+
+def _walked(walk: Walk) -> tuple[Any, list[str]]:
+    """Walk, and return the communicator that is left and what was done."""
+    try:
+        walk.run()
+    except BaseException as error:
+        lines = "\n".join(walk.words)
+        where = f"walk {walk.seed} over {walk.transport} {walk.options}, rank {walk.rank}"
+        raise AssertionError(f"{where}: {error!r} after\n{lines}") from error
+    return walk.ep, walk.words
