@@ -431,11 +431,11 @@ def told_while_waiting(rank: int, world_size: int) -> Told | None:
     return told
 
 
-def refused_where_nothing_travels(rank: int, world_size: int) -> list[float]:
+def refused_where_nothing_travels(rank: int, world_size: int, transport: str) -> list[float]:
     """Mode allreduce: of arguments refused and hooks that raise on rank 1, rank 0 hears nothing, in no time."""
     seconds = []
     broken = moelink.Hook(None, lambda *_: 1 / 0)
-    with moelink.init(**FIELDS, transport="collective", mode="allreduce", timeout=20) as ep:
+    with moelink.init(**FIELDS, transport=transport, mode="allreduce", timeout=20) as ep:
         d = data(0)
         for arguments, kind in (
             ({"topk_weights": d.topk_ids}, moelink.ArgumentError),

@@ -187,7 +187,7 @@ COLLECTIVE = (
            "test_faults.py::test_a_rank_that_waits_raises_at_once_what_a_peer_has_found_out"),
     Mutant("a refusal is told where nothing travels", "transports/build.py",
            'exchanges=config.mode == "alltoall"', "exchanges=True",
-           "test_faults.py::test_what_one_rank_refuses_where_nothing_travels_concerns_no_other"),
+           "test_faults.py::test_what_one_rank_refuses_where_nothing_travels_concerns_no_other[collective]"),
     Mutant("combine does not say which dispatch's rows go home", "transports/collective/combine.py",
            "config.home_message_bytes, origin=plan.call\n    )", "config.home_message_bytes, origin=0\n    )",
            "test_errors.py::test_a_rank_that_goes_over_another_dispatch_is_named[collective]"),

@@ -70,8 +70,9 @@ def test_a_rank_that_waits_raises_at_once_what_a_peer_has_found_out() -> None:
         assert told.took < 4, "of a timeout of 30"
 
 
-def test_what_one_rank_refuses_where_nothing_travels_concerns_no_other() -> None:
-    for seconds in run_ranks(fault_ranks.refused_where_nothing_travels, 2):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_one_rank_refuses_where_nothing_travels_concerns_no_other(transport: str) -> None:
+    for seconds in run_ranks(fault_ranks.refused_where_nothing_travels, 2, transport):
         assert max(seconds) < 10, seconds
 
 
