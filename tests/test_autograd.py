@@ -151,7 +151,7 @@ def saved_elsewhere(rank: int, world_size: int) -> dict[str, list[str]]:
 
 
 def count_calls(ep: moelink.Communicator) -> list[str]:
-    """A list that grows with every dispatch and combine of the communicator's own session."""
+    """A list that grows with every dispatch and combine of the communicator's own session, and with every refusal."""
     calls: list[str] = []
 
     def counted(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -160,6 +160,7 @@ def count_calls(ep: moelink.Communicator) -> list[str]:
 
     for name in ("dispatch", "combine"):
         setattr(ep._session, name, partial(counted, name, getattr(ep._session, name)))
+    setattr(ep._session.transport, "refuse", partial(counted, "refuse", ep._session.transport.refuse))  # noqa: B010
     return calls
 
 

@@ -201,7 +201,7 @@ class Communicator:
                 return ops.dispatch(self._context, request)
             return session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
         except BaseException as error:
-            session.unwind("dispatch", error, self._context.unpacked(routing))
+            session.unwind("dispatch", error, lambda: self._context.unpacked(routing))
             raise
         finally:
             session.guard.leave()
@@ -235,7 +235,7 @@ class Communicator:
             operation = session.start_dispatch([self._context.direct(request)], fused=False)
             return PendingSingle(lambda: operation.wait()[0])
         except BaseException as error:
-            session.unwind("dispatch", error, self._context.unpacked(routing))
+            session.unwind("dispatch", error, lambda: self._context.unpacked(routing))
             raise
         finally:
             session.guard.leave()
@@ -278,7 +278,7 @@ class Communicator:
                 return ops.combine(self._context, request)
             return session.start_combine([self._context.direct(request)], fused=True).wait()[0]
         except BaseException as error:
-            session.unwind("combine", error, self._context.unpacked(recv))
+            session.unwind("combine", error, lambda: self._context.unpacked(recv))
             raise
         finally:
             session.guard.leave()
@@ -308,7 +308,7 @@ class Communicator:
             operation = session.start_combine([self._context.direct(request)], fused=False)
             return PendingSingle(lambda: operation.wait()[0])
         except BaseException as error:
-            session.unwind("combine", error, self._context.unpacked(recv))
+            session.unwind("combine", error, lambda: self._context.unpacked(recv))
             raise
         finally:
             session.guard.leave()

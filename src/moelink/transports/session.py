@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from moelink.config import EPConfig
@@ -50,6 +51,10 @@ from moelink.transports.guard import Guard
 from moelink.transports.validation import check_combine, check_dispatch, check_ids, kind_of
 
 T = TypeVar("T")
+
+_STOP: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+"""What torch ends a recomputation with once it has all that it needs. Where checkpointing had kept an operator's
+result, the operator did not run, so there was no call that could be refused."""
 
 
 class Fate:
@@ -176,7 +181,7 @@ class Session:
             self.begin("dispatch")
             return self.start_dispatch(requests, fused=fused)
         except BaseException as error:
-            self.unwind("dispatch", error, requests[0].over)
+            self.unwind("dispatch", error, lambda: requests[0].over)
             raise
         finally:
             self.guard.leave()
@@ -222,7 +227,7 @@ class Session:
             self.begin("combine")
             return self.start_combine(requests, fused=fused)
         except BaseException as error:
-            self.unwind("combine", error, requests[0].over)
+            self.unwind("combine", error, lambda: requests[0].over)
             raise
         finally:
             self.guard.leave()
@@ -257,7 +262,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            self.unwind(phase, error, over())
+            self.unwind(phase, error, over)
             raise
         finally:
             self.guard.leave()
@@ -301,12 +306,15 @@ class Session:
             self.settled = True
             raise self.fate.error.with_traceback(None)
 
-    def unwind(self, phase: Phase, error: BaseException, over: object = None) -> None:
+    def unwind(self, phase: Phase, error: BaseException, over: Callable[[], object] = lambda: None) -> None:
         """Bring an exception that leaves a call in order (see the module's docstring).
 
-        ``over``: the earlier output that the call was to use, unchecked.
+        ``over``: returns the earlier output that the call was to use, unchecked; called where the call is refused.
         """
         if isinstance(error, (ForkedError, ConcurrencyError)):
+            return
+        if isinstance(error, _STOP):
+            self.settled = True
             return
         waiting, settled = self._waiting, self.settled
         # A call that goes on is half done, too, where the caller has nothing left to wait for it with.
@@ -317,7 +325,7 @@ class Session:
         elif half_done and not isinstance(error, PeerError):
             self._end(self.transport.abandon(self._own_failure(phase, INTERRUPTED)))
         elif not settled:
-            self._refuse(phase, over)
+            self._refuse(phase, over())
             self.transport.half_done = False
 
     def _end(self, error: PeerTimeoutError) -> None:
