@@ -7,6 +7,7 @@ import pickle
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,6 +73,27 @@ def repeated(rank: int, world_size: int, transport: str, fault: str, given: bool
         wrong = {"typo": {"topk": 0}, "mismatch": {"topk": 1}}.get(fault, {}) if rank == 1 else {}
         tried.append(attempt(**fields | wrong)[0])
     until_it_works(rank, tried, **fields)
+    return tried
+
+
+def numbered_apart(rank: int, world_size: int) -> list[Tried]:
+    """Rank 1 fails before it makes the default group, which the others have begun to make; then all repeat ``init``."""
+    make = group._DefaultGroup.make
+
+    def fail(*_: Any) -> None:
+        group._DefaultGroup.make = make  # type: ignore[method-assign]
+        raise RuntimeError("no group this time")
+
+    begun = threading.Event()
+
+    def begin(*arguments: Any) -> None:
+        begun.set()
+        make(*arguments)
+
+    group._DefaultGroup.make = fail if rank == 1 else begin  # type: ignore[method-assign]
+    tried = [attempt()[0]]
+    assert begun.is_set() or rank == 1
+    until_it_works(rank, tried)
     return tried
 
 

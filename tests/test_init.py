@@ -60,6 +60,14 @@ def test_init_without_the_host_of_the_store_names_it_in_time() -> None:
         assert told.took < TIMEOUT + 1
 
 
+def test_init_works_again_after_ranks_failed_on_two_sides_of_the_default_group() -> None:
+    """Closes over: the number that torch gives a default group, which a group that was not connected uses up."""
+    for tried in run_ranks(init_ranks.numbered_apart, 3):
+        assert tried[0].kind == "PeerTimeoutError", tried
+        assert tried[0].took < TIMEOUT, tried  # they were told
+        assert [told.kind for told in tried[1:]] == [""], tried
+
+
 def test_init_works_after_the_default_group_was_destroyed() -> None:
     for tried in run_ranks(init_ranks.regrouped, 3):
         assert [told.kind for told in tried] == [""] * 3

@@ -173,22 +173,42 @@ class _DefaultGroup:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made = self._unwanted = False
+        self._group: Any = None
+        self._unwanted = False
 
     def make(self, backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         """Make the group, and destroy it again if it is not wanted any more."""
+        with self._lock:
+            if self._unwanted:
+                return
+            _number_groups_anew()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         with self._lock:
-            self._made = True
+            self._group = dist.group.WORLD
             if self._unwanted:
-                dist.destroy_process_group()
+                self._destroy()
 
     def forget(self) -> None:
         """Destroy the group, now or when it is made."""
         with self._lock:
-            if self._made and not self._unwanted and dist.is_initialized():
-                dist.destroy_process_group()
             self._unwanted = True
+            self._destroy()
+            _number_groups_anew()
+
+    def _destroy(self) -> None:
+        if self._group is not None and dist.group.WORLD is self._group:
+            dist.destroy_process_group()
+
+
+def _number_groups_anew() -> None:
+    """Let the next default group have the first number on this rank, as on one that has just been started.
+
+    torch gives every default group the next number of this process and lets ranks meet under it. A group that was not
+    connected keeps its number. So ranks that failed in different places would wait for each other under different
+    numbers from then on. torch itself begins again where a default group is destroyed.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
 
 
 def meet(

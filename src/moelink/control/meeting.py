@@ -309,7 +309,9 @@ class Meeting:
 
         def connect() -> None:
             try:
-                outcome.append(self._connect(room, left))
+                # gloo waits in the store for the others, and a client of torch's serves one thread at a time: over this
+                # rank's own client nobody could watch meanwhile, nor begin the next attempt.
+                outcome.append(self._connect(room.clone(), left))
             except Exception as error:  # noqa: BLE001 - judged below, whatever torch raises
                 outcome.append(error)
             finally:
