@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -165,6 +166,8 @@ def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadli
         _keep(held)
         default.forget()
         raise
+    # The group uses a clone of the store, which does not keep the store's server alive. The group outlives the world.
+    weakref.finalize(dist.group.WORLD, tuple, held).atexit = False
     return dataclasses.replace(world, group=dist.group.WORLD, made_group=True, launched=tuple(held))
 
 
