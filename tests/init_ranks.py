@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import moelink
 from fault_ranks import FIELDS, check_round_trip, die, stop_for
+from moelink import contract
 from moelink.control import group, meeting
 from moelink.testing import _rank_main
 
@@ -59,6 +60,24 @@ def until_it_works(rank: int, tried: list[Tried], **fields: Any) -> None:
             ep.close()
             return
     raise AssertionError(f"rank {rank}: {tried}")
+
+
+def memory_made(rank: int, world_size: int) -> tuple[str, str, list[str]]:
+    """Ask for the memory of too many ranks, then of these; return the errors, and moelink's threads then."""
+    told = []
+    for ranks in (world_size + 1, world_size):
+        params = contract.EPParams(
+            dispatch_fmt_str="BF16", hidden_size=64, top_k=2, n_experts=2 * ranks, max_token_per_rank=4,
+            n_gpus_per_node=ranks, timeout=60,
+        )  # fmt: skip
+        try:
+            memory = contract.create_memory(params, device="cpu")
+        except moelink.MoelinkError as error:
+            told.append(type(error).__name__)
+        else:
+            told.append("")
+            memory.close()
+    return told[0], told[1], [thread.name for thread in threading.enumerate() if "moelink" in thread.name]
 
 
 def repeated(rank: int, world_size: int, transport: str, fault: str, given: bool) -> list[Tried]:

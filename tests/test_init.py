@@ -68,6 +68,12 @@ def test_init_works_again_after_ranks_failed_on_two_sides_of_the_default_group()
         assert tried[-1].kind == "", tried
 
 
+def test_memory_for_the_launchers_leaves_no_thread_in_the_store() -> None:
+    """Closes over: such a thread, which ends the process by a signal where it wakes while the interpreter exits."""
+    for refused, made, threads in run_ranks(init_ranks.memory_made, 3):
+        assert (refused, made, threads) == ("ArgumentError", "", [])
+
+
 def test_init_works_after_the_default_group_was_destroyed() -> None:
     for tried in run_ranks(init_ranks.regrouped, 3):
         assert [told.kind for told in tried] == [""] * 3

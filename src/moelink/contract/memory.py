@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from moelink.contract.params import EPParams
-from moelink.control.group import connect, default_device, plain_device
+from moelink.control.group import connect, default_device, part, plain_device, setting_up
 from moelink.errors import ArgumentError
 from moelink.memory import SymmetricMemory
 from moelink.transports.build import memory_of_group
@@ -38,6 +38,9 @@ def create_memory(
     """
     place = default_device() if device is None else plain_device(device)
     world = connect(group, place, params.timeout)
-    if world.world_size != params.n_ranks:
-        raise ArgumentError("group", f"{params.n_ranks} ranks, as params say", f"{world.world_size}")
-    return memory_of_group(params.config(world.rank), params.nbytes, place, world, name="contract")
+    with setting_up(world):
+        if world.world_size != params.n_ranks:
+            raise ArgumentError("group", f"{params.n_ranks} ranks, as params say", f"{world.world_size}")
+        memory = memory_of_group(params.config(world.rank), params.nbytes, place, world, name="contract")
+    part(world)
+    return memory

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -354,6 +355,24 @@ def _late(world: World, detail: str) -> PeerTimeoutError:
     if world.meeting is not None:
         return world.meeting.fail(detail)
     return PeerTimeoutError(rank=world.rank, peer=-1, phase="init", call=0, expected=0, got=None, detail=detail[:200])
+
+
+@contextmanager
+def setting_up(world: World) -> Iterator[None]:
+    """Set up, in the block, what the ranks have met for. At its end the meeting is over; peers learn of an error."""
+    try:
+        yield
+        if world.meeting is not None:
+            world.meeting.finish()
+    except BaseException as error:
+        leave(world, error)
+        raise
+
+
+def part(world: World) -> None:
+    """Give up a world that has been set up, when only what was set up is needed. Peers may still be probing it."""
+    if world.probe_server is not None:
+        _keep([world.probe_server])  # it stops when nothing refers to it
 
 
 def leave(world: World, error: BaseException | None) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.group import World, add_data_group, gather_bytes, leave
+from moelink.control.group import World, add_data_group, gather_bytes, setting_up
 from moelink.control.handshake import Agreement, agree
 from moelink.errors import UnsupportedError
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all
@@ -50,15 +50,11 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> Buil
         return Built(build_in_process([config], [device], identity), identity, None)
     if world.meeting is None or world.probe_server is None:
         raise ValueError("expected a world whose ranks have met, got one that never did; use control.group.meet")
-    try:
+    with setting_up(world):
         address, identity = world.probe_server.address, secrets.token_hex(8)
         agreement = agree(world, config, address, identity, layout=layout_digest(config))
         detector = FailureDetector(rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses)
         transport = _transport(config, device, world, agreement, detector)
-        world.meeting.finish()
-    except BaseException as error:
-        leave(world, error)
-        raise
     return Built(transport, agreement.identity, detector)
 
 
