@@ -89,7 +89,8 @@ def _dispatches(
             if "split" in forms:
                 yield prepare_dispatch_async(ep, counters, x, ids, pointers, routing, **options)
     if "split" in forms:
-        yield prepare_dispatch_wait(ep, *outputs, pointers, counters, routing, num_input_tokens=len(ids))
+        # In turn: with the credits that ranks of one device grant after a receiving half, in ``distributed_*``.
+        yield prepare_dispatch_wait(ep, *outputs, pointers, counters, routing, num_input_tokens=len(ids), in_turn=True)
 
 
 def _combine_options(
@@ -129,7 +130,7 @@ def _combines(ep: EPBuffers, forms: Sequence[str], ids: Tensor, given: dict[str,
         yield prepare_fused_combine(ep, out, counters, y, routing, pointers, ids, **options)
     if "split" in forms:
         yield prepare_combine_async(ep, counters, y, routing, pointers, row_weights=row)
-        yield prepare_combine_wait(ep, out, counters, y, routing, pointers, ids, **options)
+        yield prepare_combine_wait(ep, out, counters, y, routing, pointers, ids, in_turn=True, **options)
     if "phases" in forms:
         ends, replicated = (routing, pointers, counters), ep.params.skip_a2a
         yield lambda: kernel.send_tokens_back(ep, y, *ends, row_weights=row)
