@@ -11,15 +11,19 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 import moelink.ops
 from moelink import communicator
 from moelink.control import surroundings
+from moelink.control.values import gather_values
 from moelink.testing import assert_bitwise_equal, rank_data
 
 FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}
@@ -414,6 +418,24 @@ def held_after_close(rank: int, world_size: int) -> list[int]:
     lent = ep._session.transport._wire._lent
     ep.close()
     return [tensor._use_count() for tensor in lent]
+
+
+def held_after_gathers(rank: int, world_size: int) -> list[int]:
+    """The same of two gathers of values, each of which exchanges sizes and then texts."""
+    dist.init_process_group("gloo")
+    lent: list[Tensor] = []
+    gather = dist.all_gather
+
+    def recorded(parts: list[Tensor], mine: Tensor, group: Any) -> None:
+        gather(parts, mine, group=group)
+        lent.extend([*parts, mine])
+
+    with mock.patch.object(dist, "all_gather", recorded):
+        gather_values(rank)
+        gather_values("text" * 1000)
+    counts = [tensor._use_count() for tensor in lent]
+    dist.destroy_process_group()
+    return counts
 
 
 def told_while_waiting(rank: int, world_size: int) -> Told | None:

@@ -6,15 +6,18 @@ Times: every survivor raises within its time-out and one second (and what interp
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import fault_ranks
 import moelink
 from fault_ranks import TIMEOUTS
+from moelink.control.gloo import await_release
 from moelink.control.recovery import NOTHING, Proposal, _agree
 from moelink.testing import run_ranks
 
@@ -130,3 +133,16 @@ def test_a_process_may_end_right_after_close() -> None:
     """gloo's threads free tensors a moment after an exchange; one that did so in a dying interpreter would abort it."""
     for _ in range(3):
         assert run_ranks(fault_ranks.held_after_close, 3) == [[1, 1, 1, 1]] * 3
+        assert run_ranks(fault_ranks.held_after_gathers, 3) == [[1] * 16] * 3
+
+
+def test_released_tensors_are_waited_for_a_bounded_time() -> None:
+    product = [torch.ones(2, requires_grad=True) * (held := torch.ones(2))]  # autograd holds the factor
+    begin = time.monotonic()
+    await_release([held], seconds=0.05)
+    assert 0.05 <= time.monotonic() - begin < 1
+    timer = threading.Timer(0.2, product.clear)
+    timer.start()
+    await_release([held], seconds=20)
+    assert held._use_count() == 1  # type: ignore[attr-defined]
+    assert 0.2 <= time.monotonic() - begin < 10

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from moelink.control.gloo import await_release
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
 from moelink.control.stores import LauncherStore
@@ -320,6 +321,7 @@ def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
     def gather(mine: torch.Tensor) -> list[torch.Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(world.world_size)]
         _await(world.control.allgather([everyone], [mine]), world, deadline)
+        await_release([*everyone, mine])
         return everyone
 
     sizes = [int(size) for size in gather(torch.tensor([len(payload)], device="cpu"))]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelink.control.gloo import await_release
 from moelink.errors import ProtocolError, UnsupportedError
 
 MAX_VALUE_BYTES = 1 << 26
@@ -40,6 +41,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     def gather(mine: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(mine) for _ in range(world_size)]
         dist.all_gather(parts, mine, group=group)
+        await_release([*parts, mine])
         return [part.cpu() for part in parts]
 
     sizes = [int(size) for size in gather(torch.tensor([len(text)], device=device))]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from moelink.control.gloo import await_release
 from moelink.errors import ArgumentError
 from moelink.nn.moe import Experts
 
@@ -53,6 +54,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = _flatten_dense_tensors(alike)
         dist.all_reduce(flat, group=group)
+        await_release([flat])
         for tensor, total in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
             tensor.copy_(total)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moelink
+from moelink.control.gloo import await_release
 from moelink.errors import ConfigError
 from moelink.output import DispatchOutput
 from moelink.routing import ExpertMap
@@ -109,6 +110,7 @@ def gather_outputs(outputs: list[RankOutput], config: DemoConfig, num_tokens: in
         all_counts = [torch.empty_like(counts) for _ in range(ranks)]
         dist.gather(padded, everyone if rank == 0 else None)
         dist.gather(counts, all_counts if rank == 0 else None)
+        await_release([padded, counts, *everyone, *all_counts])
         for peer in range(ranks):
             part = config.share(peer, num_tokens)
             out = np.ascontiguousarray(everyone[peer][: part.stop - part.start].numpy())

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from moelink.control.failure_detector import FailureDetector
+from moelink.control.gloo import await_release
 from moelink.control.group import World, release
 from moelink.control.probe import Failure
 from moelink.errors import PeerAbortedError, PeerError, PeerTimeoutError, ProtocolError
@@ -55,7 +56,6 @@ R = TypeVar("R")
 _MAGIC = 0x6D6F656C696E6B
 _PHASE_CODES: dict[Phase, int] = {"dispatch": 1, "combine": 2}
 _OK, _REFUSED = 0, 1
-_LETTING_GO_SECONDS = 0.2
 _SLICE_SECONDS = 0.05
 _ROW_SLICE_SECONDS = 20e-6
 HEADER_FIELDS = ("magic", "call", "phase", "status", "config", "options", "origin", "row_bytes", "count")
@@ -169,22 +169,12 @@ class GroupWire:
         poisoned = self._error is not None or self._detector.reported is not None
         self._thread.shutdown(wait=not poisoned, cancel_futures=True)
         if not poisoned:
-            self._await_tensors()
+            await_release(self._lent)
             release(self._world)
         elif self._work is not None and not self._work.is_completed():
             # Destroying a group of gloo waits for its exchanges, up to their timeout. A thread keeps it until then.
             threading.Thread(target=_outlive, args=(self._world, self._work), daemon=True).start()
         self._lent = ()
-
-    def _await_tensors(self) -> None:
-        """Wait until gloo's threads have released the last exchange's tensors, a moment after it is over.
-
-        A gloo thread that frees a tensor while the interpreter exits aborts the process: a user who closes and exits
-        would sometimes see "terminate called without an active exception" (pytorch/pytorch#179291).
-        """
-        deadline = time.monotonic() + _LETTING_GO_SECONDS
-        while any(tensor._use_count() > 1 for tensor in self._lent) and time.monotonic() < deadline:  # type: ignore[attr-defined]
-            time.sleep(1e-3)
 
     def _raise_poison(self) -> None:
         if self._error is None and self._detector.reported is not None:
