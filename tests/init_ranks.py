@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -205,9 +207,15 @@ def faults_of(seed: int) -> list[Fault]:
     return [Fault(rank, choice.choice(kinds), choice.uniform(0, SPAN), choice.uniform(0.05, 2.0)) for rank in ranks]
 
 
-def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool) -> list[Tried]:
-    """Call ``init`` until there is a communicator that still works when every fault is over."""
+def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool, content: str) -> list[Tried]:
+    """Call ``init`` until all ranks have a communicator that still works when every fault is over.
+
+    A rank whose last call succeeded stays, because a peer's may have failed, which begins again then. It leaves a file
+    in the folder ``content`` meanwhile. All files are there only when every rank succeeded in the same communicator: a
+    new one needs all ranks, and each removes its file first.
+    """
     time.sleep(max(start + late - time.monotonic(), 0.0))
+    mark = Path(content) / str(rank)
     tried: list[Tried] = []
     while time.monotonic() < start + 40:
         told, ep = attempt(timeout=1.5, **({"topk": 0} if typo and not tried else {}))
@@ -219,9 +227,15 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool)
                 check_round_trip(ep, rank)
                 time.sleep(0.05)
             check_round_trip(ep, rank)
-            time.sleep(0.5)
-            return tried
+            mark.touch()
+            while time.monotonic() < start + 40:
+                if len(os.listdir(content)) == world_size:
+                    time.sleep(0.5)  # the others look, too
+                    return tried
+                ep.check()
+                time.sleep(0.05)
         except moelink.PeerError:
+            mark.unlink(missing_ok=True)
             ep.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -230,6 +244,11 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool)
 
 def run_schedule(seed: int) -> list[list[Tried] | None]:
     """Run three ranks under the faults of ``seed``; a launcher starts anew who was killed. Results by rank."""
+    with TemporaryDirectory() as content:
+        return _run_schedule(seed, content)
+
+
+def _run_schedule(seed: int, content: str) -> list[list[Tried] | None]:
     context = get_context("forkserver")
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_kept_port()), "WORLD_SIZE": str(WORLD)}
     faults = {fault.rank: fault for fault in faults_of(seed)}
@@ -239,7 +258,7 @@ def run_schedule(seed: int) -> list[list[Tried] | None]:
 
     def launch(rank: int, fault: Fault | None) -> None:
         late = fault.seconds if fault is not None and fault.kind == "late" else 0.0
-        call = pickle.dumps((scheduled, (start, late, fault is not None and fault.kind == "typo")))
+        call = pickle.dumps((scheduled, (start, late, fault is not None and fault.kind == "typo", content)))
         pipes[rank], theirs = context.Pipe(duplex=False)
         ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         processes[rank] = context.Process(target=_rank_main, args=(theirs, ranked, call, rank, WORLD), daemon=True)
