@@ -438,6 +438,28 @@ def held_after_gathers(rank: int, world_size: int) -> list[int]:
     return counts
 
 
+def combine_left_out(rank: int, world_size: int, late: float) -> tuple[str, int, str]:
+    """Rank 1 leaves out a combine and dispatches again; the others come to that combine ``late`` seconds after it."""
+    ep = moelink.init(**FIELDS, timeout=3.0, transport="symmetric")
+    check_round_trip(ep, rank)
+    d = data(rank)
+    recv = ep.dispatch(d.x, d.topk_ids)
+    if rank == 1 and late < 0:
+        time.sleep(-late)
+    elif rank != 1 and late > 0:
+        time.sleep(late)
+    try:
+        if rank == 1:
+            ep.dispatch(d.x, d.topk_ids)
+        else:
+            ep.combine(recv.tokens, recv)
+        ep.check()
+    except moelink.PeerTimeoutError as error:
+        time.sleep(1.0)  # the others ask this rank
+        return type(error).__name__, error.peer, str(error)
+    return "", -1, ""
+
+
 def told_while_waiting(rank: int, world_size: int) -> Told | None:
     """Rank 2 dies with its headers sent and rank 1 is late: rank 0 waits for rank 1, which finds out."""
     ep = moelink.init(**FIELDS, transport="collective", timeout=30)

@@ -79,8 +79,13 @@ class FaultScheduler(Scheduler):
 class PretendedProbeServer:
     """What a FailureDetector needs of a probe server."""
 
-    call: int = 0
+    progress: tuple[int, str] = 0, "dispatch"
     failure: Failure | None = None
+
+    @property
+    def call(self) -> int:
+        """The number in ``progress``."""
+        return self.progress[0]
 
     def close(self, after: float = 0.0) -> None:
         """Nothing is open."""
@@ -99,7 +104,7 @@ class PretendedAddress:
         self.probe_server.failure = self.probe_server.failure or report  # in a stopped rank's socket until it continues
         if self.old_rank == self.scheduler.silent:
             return ProbeResult(call=None, stopped=True)
-        return ProbeResult(call=self.probe_server.call)
+        return ProbeResult(*self.probe_server.progress)
 
 
 def probe_all(

@@ -67,6 +67,14 @@ def test_a_rank_stopped_past_the_timeout_and_then_continued(transport: str, numb
     assert stopped["told"].peer == 1, "the rank that was stopped learns that it was the one"
 
 
+@pytest.mark.parametrize("late", [1.5, -1.5], ids=["it_waits_first", "the_others_wait_first"])
+def test_a_rank_that_leaves_out_a_call_is_the_one_that_is_named(late: float) -> None:
+    """Closes over: the rank that gives up first and names whom it waits for."""
+    told = run_ranks(fault_ranks.combine_left_out, 3, late)
+    assert [(kind, peer) for kind, peer, _ in told] == [("PeerTimeoutError", 1)] * 3, told
+    assert "this rank itself" in told[1][2]
+
+
 def test_a_rank_that_waits_raises_at_once_what_a_peer_has_found_out() -> None:
     for told in run_ranks(fault_ranks.told_while_waiting, 3, mortal={2})[:2]:
         assert (told.kind, told.peer) == ("PeerLostError", 2)

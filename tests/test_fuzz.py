@@ -364,7 +364,7 @@ def test_handshakes_of_another_form_are_refused_by_name() -> None:
 
 def test_a_probe_server_survives_nonsense_and_tells_nothing_without_its_token() -> None:
     probe_server = ProbeServer()
-    probe_server.call = 5
+    probe_server.progress = 5, "dispatch"
     address, choice = probe_server.address, random.Random(2)
     probe_server.proposal = Proposal((0, 1), bytes(16), 7).encode()
     stranger = Address(address.host, address.port, bytes(16))

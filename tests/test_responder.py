@@ -19,6 +19,7 @@ import pytest
 import moelink
 from fault_ranks import FIELDS, check_round_trip
 from moelink.control.probe import Address, Failure, ProbeServer, probe, read_proposal
+from moelink.control.responder import NUM_PHASES, PROGRESS
 from moelink.testing import run_ranks
 
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
@@ -26,7 +27,7 @@ OWNER = """
 import os, subprocess, sys, time
 from moelink.control.probe import ProbeServer
 server = ProbeServer()
-server.call = 7
+server.progress = 7, "combine"
 if sys.argv[1] == "forked" and os.fork() == 0:
     time.sleep(8)  # holds all descriptors of its parent
     os._exit(0)
@@ -116,7 +117,7 @@ def test_idle_clients_block_nobody() -> None:
         idle = [socket.create_connection(where) for _ in range(20)]
         for connection in idle[:10]:
             connection.sendall(b"x")
-        server.call = 3
+        server.progress = 3, "dispatch"
         for _ in range(20):
             start = time.monotonic()
             assert probe(server.address).call == 3
@@ -131,7 +132,7 @@ def test_idle_clients_block_nobody() -> None:
 
 def test_a_thousand_at_once_are_answered() -> None:
     server = ProbeServer()
-    server.call = 9
+    server.progress = 9, "dispatch"
     connections = []
     try:
         for _ in range(1000):
@@ -139,7 +140,7 @@ def test_a_thousand_at_once_are_answered() -> None:
         start = time.monotonic()
         for connection in connections:
             connection.sendall(server.address.token + b"?")
-        assert {connection.recv(8) for connection in connections} == {(9).to_bytes(8, "little")}
+        assert {connection.recv(8) for connection in connections} == {PROGRESS.pack(9 * NUM_PHASES)}
         assert time.monotonic() - start < 2
         with ThreadPoolExecutor(32) as pool:
             assert {result.call for result in pool.map(lambda _: probe(server.address), range(200))} == {9}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from moelink.control.failure_detector import FailureDetector
+from moelink.control.failure_detector import FailureDetector, _odd_rank
 from moelink.control.probe import GONE, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe
 
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
@@ -54,9 +54,38 @@ def test_whom_to_blame():
         del seen[peer]
 
 
+def test_who_makes_another_call_than_most_is_odd():
+    def seen(*calls):
+        return {rank: ProbeResult(*call) for rank, call in enumerate(calls)}
+
+    assert _odd_rank(seen((4, "combine"), (4, "dispatch"), (4, "combine")), 4) == 1
+    assert _odd_rank(seen((4, "combine"), (4, "combine"), (4, "combine")), 4) is None
+    assert _odd_rank(seen((4, "combine"), (4, "dispatch")), 4) is None, "either may be"
+    assert _odd_rank(seen((4, "combine"), (3, "dispatch"), (4, "combine")), 4) is None, "that one is behind"
+    assert _odd_rank(seen((4, "combine"), (None,), (4, "dispatch"), (4, "dispatch")), 4) == 0
+
+
 def test_the_first_report_stays():
     server = ProbeServer()
     for peer in (1, 2):
         probe(server.address, replace(REPORT, peer=peer))
     assert server.failure == REPORT
     server.close()
+
+
+@pytest.mark.parametrize("phases", [("combine", "dispatch", "combine"), ("combine", "combine", "dispatch")])
+def test_the_rank_that_makes_another_call_is_named_by_whoever_asks(phases: tuple[str, ...]):
+    """Whoever waited for whom: all are in their call 4, and one left a combine out before it."""
+    for asks in range(3):
+        servers = [ProbeServer() for _ in phases]
+        try:
+            for server, phase in zip(servers, phases, strict=True):
+                server.progress = 4, phase
+            addresses = tuple(server.address for server in servers)
+            detector = FailureDetector(rank=asks, probe_server=servers[asks], addresses=addresses)
+            suspicion = Failure(peer=(asks + 1) % 3, phase=phases[asks], call=4, expected=4, got=3)
+            failure = detector.confirm(suspicion)
+        finally:
+            for server in servers:
+                server.close()
+        assert (failure.peer, failure.call, failure.got) == (phases.index("dispatch"), 4, 3)

@@ -83,6 +83,8 @@ class ErrorRecord:
         detail = "" if told_by == self.rank else f"reported by rank {told_by}"
         if self._detector is not None:
             suspicion = self._detector.confirm(suspicion)
+            if suspicion.peer == self.rank:
+                detail = "this rank itself: it came late, or makes another call than its peers"
         return suspicion.error(self.rank, detail)
 
     def _refusal(self, code: int, _me: int, peer: int, phase: int, call: int) -> PeerAbortedError | ProtocolError:

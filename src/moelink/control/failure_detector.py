@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from moelink.control.probe import INTERRUPTED, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe_all
@@ -27,10 +28,11 @@ class FailureDetector:
         self.closed = False
         self.left_out: PeerTimeoutError | None = None
 
-    def enter(self) -> int:
+    def enter(self, phase: str) -> int:
         """Count a call of this rank, so that probes see its progress. Returns the call's number, from 1."""
-        self.probe_server.call += 1
-        return self.probe_server.call
+        call = self.probe_server.call + 1
+        self.probe_server.progress = call, phase
+        return call
 
     @property
     def reported(self) -> Failure | None:
@@ -53,7 +55,8 @@ class FailureDetector:
         An expired wait suspects the peer whose signal is missing. That peer may itself wait, one call behind, for a
         rank that died after it had sent to some ranks and not to others. So the failure names another peer where that
         one's process is gone or stopped, or where it does not answer and the suspect does, from a call as late as this
-        rank's.
+        rank's. Where all have entered a call of this number, but one a dispatch and the others a combine, that one has
+        left out a call, or made one too many: the failure names it, even if it is this rank.
         """
         if self.reported is not None:
             return self.reported
@@ -62,6 +65,9 @@ class FailureDetector:
             return self.reported
         here = self.probe_server.call
         peer, result = furthest_behind(results, here)
+        odd = _odd_rank({**results, self.rank: ProbeResult(*self.probe_server.progress)}, here)
+        if result.reached >= here and odd is not None:
+            return self._report(Failure(odd, suspicion.phase, here, expected=here, got=here - 1), results)
         suspect = results.get(suspicion.peer)
         if result.reached >= 0 or (suspect is not None and 0 <= suspect.reached < here and not result.known):
             return self._report(suspicion, results)
@@ -100,3 +106,15 @@ class FailureDetector:
         """Stop answering probes, ``after`` seconds from now. Safe to call twice."""
         self.closed = True
         self.probe_server.close(after)
+
+
+def _odd_rank(results: Mapping[int, ProbeResult], call: int) -> int | None:
+    """The first rank whose call of number ``call`` is another than that of most ranks that are in it, or None.
+
+    Example: ranks 0 and 2 are in a combine, which is their call 4, and rank 1 in a dispatch, its call 4: rank 1.
+    """
+    phases = {rank: result.phase for rank, result in results.items() if result.call == call}
+    (usual, most), *others = Counter(phases.values()).most_common()
+    if not others or others[0][1] == most:
+        return None
+    return min(rank for rank, phase in phases.items() if phase != usual)

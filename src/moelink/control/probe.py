@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from moelink import env
 from moelink.control import responder
-from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, PROGRESS, READ, TELL, TOKEN_BYTES
+from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, NUM_PHASES, PROGRESS, READ, TELL, TOKEN_BYTES
 from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UnsupportedError
 
 _PHASES = ("dispatch", "combine", "init")
@@ -102,10 +102,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The result of probing one peer: ``call``, the call it has reached (None: no answer); ``lost``, its process is
-    gone; ``stopped``, the kernel says that it is stopped."""
+    """The result of probing one peer: ``call``, the call it has reached (None: no answer), a ``phase``; ``lost``, its
+    process is gone; ``stopped``, the kernel says that it is stopped."""
 
     call: int | None
+    phase: str = _PHASES[0]
     lost: bool = False
     stopped: bool = False
 
@@ -158,13 +159,20 @@ class ProbeServer:
         self._stop = weakref.finalize(self, _stop, process, writing, os.getpid())
 
     @property
-    def call(self) -> int:
-        """Number of the last call that this rank has entered; set by the transport."""
-        return self._board.call
+    def progress(self) -> tuple[int, str]:
+        """The last call that this rank has entered: its number, and whether it is a "dispatch" or a "combine"."""
+        call, phase = divmod(self._board.progress, NUM_PHASES)
+        return call, _PHASES[phase]
 
-    @call.setter
-    def call(self, number: int) -> None:
-        self._board.call = number
+    @progress.setter
+    def progress(self, progress: tuple[int, str]) -> None:
+        call, phase = progress
+        self._board.progress = call * NUM_PHASES + _PHASES.index(phase)
+
+    @property
+    def call(self) -> int:
+        """The number in ``progress``."""
+        return self.progress[0]
 
     @property
     def failure(self) -> Failure | None:
@@ -228,8 +236,11 @@ def probe(address: Address, report: Failure | None = None) -> ProbeResult:
             if report is not None:
                 phase = _PHASES.index(report.phase)
                 connection.sendall(FAILURE.pack(report.peer, phase, report.call, report.expected, report.got))
-            (call,) = PROGRESS.unpack(_receive(connection, PROGRESS.size))
-            return ProbeResult(call=None, stopped=True) if call == responder.STOPPED else ProbeResult(call=call)
+            (word,) = PROGRESS.unpack(_receive(connection, PROGRESS.size))
+            if word == responder.STOPPED:
+                return ProbeResult(call=None, stopped=True)
+            call, phase = divmod(word, NUM_PHASES)
+            return ProbeResult(call, _PHASES[phase])
     except (ConnectionRefusedError, ConnectionResetError):
         return ProbeResult(call=None, lost=True)
     except OSError:

@@ -4,7 +4,7 @@ A thread of the rank would answer only when it gets the interpreter's lock, so a
 a loop of pure Python, would look stopped. This file is the program of a small process beside each rank. It imports the
 standard library only, and moelink's :class:`~moelink.control.probe.ProbeServer` starts it. What both share:
 
-* a block of shared memory without a name (:class:`Blackboard`): the rank writes its call number and its proposal, this
+* a block of shared memory without a name (:class:`Blackboard`): the rank writes its progress and its proposal, this
   process writes the first failure that a peer reports. Each word has one writer;
 * the listening socket, which this process alone keeps, so the port closes when it ends;
 * a pipe whose writing end the rank holds.
@@ -15,7 +15,7 @@ How it tells the states of the rank apart, before every answer:
   it down (flag PF_EXITING). Then this process ends at once, with all connections. A handle of the process is needed
   beside the pipe because children that the rank has forked may hold the pipe open.
 * *stopped*: the kernel says so twice, 30 ms apart, because a profiler stops a process for less. The answer is STOPPED.
-* anything else, busy or idle: the answer is the call number.
+* anything else, busy or idle: the answer is the rank's progress.
 
 One loop serves all connections and waits for none of them. A client that says nothing is dropped after two seconds, and
 the oldest one earlier when there are too many.
@@ -38,7 +38,7 @@ ASK, TELL, READ = b"?", b"!", b"r"
 TOKEN_BYTES = 16
 MAX_PROPOSAL = 1 << 18
 STOPPED = -3
-"""In place of a call number: the rank's process is stopped."""
+"""In place of its progress: the rank's process is stopped."""
 STOPPED_LENGTH = 0xFFFFFFFF
 """In place of a proposal's length, likewise."""
 
@@ -47,7 +47,7 @@ PROGRESS = struct.Struct("<q")
 FAILURE = struct.Struct("<qqqqq")
 NUM_PHASES = 3
 
-_CALL, _SLOT, _FAILED, _FAILURE, _TOKEN, _SIZES, _WORDS = 0, 1, 2, 3, 8, 10, 16
+_PROGRESS, _SLOT, _FAILED, _FAILURE, _TOKEN, _SIZES, _WORDS = 0, 1, 2, 3, 8, 10, 16
 _IDLE_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.03
 _MOST_CONNECTIONS = 4096
@@ -65,13 +65,13 @@ class Blackboard:
         self.words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
 
     @property
-    def call(self) -> int:
-        """The call that the rank has reached."""
-        return int(self.words[_CALL])
+    def progress(self) -> int:
+        """The call that the rank has reached, times NUM_PHASES, plus its phase: one word, so they belong together."""
+        return int(self.words[_PROGRESS])
 
-    @call.setter
-    def call(self, number: int) -> None:
-        self.words[_CALL] = number
+    @progress.setter
+    def progress(self, word: int) -> None:
+        self.words[_PROGRESS] = word
 
     @property
     def token(self) -> bytes:
@@ -243,7 +243,7 @@ class Responder:
             proposal = b"" if stopped else self._board.proposal
             client.unsent = LENGTH.pack(STOPPED_LENGTH if stopped else len(proposal)) + proposal
         else:
-            client.unsent = PROGRESS.pack(STOPPED if stopped else self._board.call)
+            client.unsent = PROGRESS.pack(STOPPED if stopped else self._board.progress)
         self._events.register(client.connection, selectors.EVENT_WRITE)
         self._send(client)
 

@@ -184,7 +184,7 @@ class GroupWire:
 
     def _submit(self, phase: Phase, steps: Steps[R] | None) -> GroupPending[list[R]]:
         self._raise_poison()
-        call = self._detector.enter()
+        call = self._detector.enter(phase)
         started = finished = None
         if self._stream is not None:
             started, finished = torch.cuda.Event(), torch.cuda.Event()

@@ -105,7 +105,7 @@ class SymmetricTransport:
             except Exception:  # for instance no memory for the outputs; peers are already in the call
                 self.refuse("dispatch", over=requests[0].routing)
                 raise
-        self._count_call()
+        self._count_call("dispatch")
         if fused and self._may_fuse:
             self._each(calls, Dispatch.send_and_receive, apart=False)
             self.half_done = False
@@ -133,7 +133,7 @@ class SymmetricTransport:
             except Exception:
                 self.refuse("combine", over=requests[0].recv)
                 raise
-        self._count_call()
+        self._count_call("combine")
         passes = calls[0].passes
         if fused and self._may_fuse:
             for slot in passes:
@@ -178,9 +178,9 @@ class SymmetricTransport:
         if self._on_cpu:
             self._raise_error()
 
-    def _count_call(self) -> None:
+    def _count_call(self, phase: Phase) -> None:
         if self._detector is not None:
-            self._detector.enter()
+            self._detector.enter(phase)
 
     def _raise_error(self) -> None:
         """Raise what the error records say now, without waiting. Every rank's record is read, because a refusal is told
@@ -204,7 +204,7 @@ class SymmetricTransport:
         if over is not None and over.handle.plan.brought_nothing():
             return
         self.half_done = True
-        self._count_call()
+        self._count_call(phase)
         self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
         self.half_done = False
 
