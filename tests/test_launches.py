@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from triton import knobs
 
 import moelink
 from moelink.kernels.launch import launcher as module
+from moelink.kernels.launch.direct import DirectKernel, Driver
 from moelink.kernels.launch.launcher import CompiledKernel, Launcher
 from moelink.kernels.records import CreditNumbers, DispatchNumbers, Peers
 from moelink.memory.network import OneNode
@@ -49,7 +51,9 @@ def launcher(monkeypatch):
     active = SimpleNamespace(get_current_stream=lambda index: 5)
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     one.made = []
-    monkeypatch.setattr(Launcher, "_load", lambda self, kernel, arguments, key: self.made.append(key) or Compiled())
+    monkeypatch.setattr(
+        Launcher, "_load", lambda self, kernel, arguments, key: self.made.append(key) or (Compiled(), None)
+    )
     return one
 
 
@@ -64,7 +68,7 @@ def records_of(x):
 
 
 def loaded(kernel):
-    ((compiled),) = kernel.loaded.values()
+    ((compiled, _),) = kernel.loaded.values()
     return compiled
 
 
@@ -126,6 +130,7 @@ def test_kernels_are_compiled_for_no_numbers_in_particular(monkeypatch):
     )
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 5)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(one, "_direct", lambda loaded: None)
     numbers = DispatchNumbers(*range(17))
     with one.preparing():
         one.launch(one.kernel(Function(), 16, S="spec"), lambda typed: (), numbers)
@@ -134,6 +139,113 @@ def test_kernels_are_compiled_for_no_numbers_in_particular(monkeypatch):
         assert value != 1
         assert value % 16
         assert (value >= 2**31) == (name == "limit"), name
+
+
+class DirectForm:
+    """Notes its launches."""
+
+    def __init__(self):
+        self.launches = []
+
+    def launch(self, *args):
+        self.launches.append(args)
+
+
+def test_a_direct_form_gets_flat_addresses(launcher, kernel, monkeypatch):
+    direct = DirectForm()
+    monkeypatch.setattr(Launcher, "_load", lambda *_: (Compiled(), direct))
+    launcher._own_addresses = [1, 2, 3]
+    x, other = torch.zeros(8), Peers(*(torch.ones(4, dtype=torch.int64) for _ in range(3)))
+    launcher.launch(kernel, records_of(x), NUMBERS, [x])
+    assert direct.launches == [(8, 5, [1, 2, 3, *[x.data_ptr()] * 4], NUMBERS)]
+    launcher.launch(kernel, records_of(x), NUMBERS, [x], peers=other)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    launcher.launch(kernel, records_of(x), NUMBERS, [x])
+    assert len(direct.launches) == 1, "Triton launches with other peers, and where there are hooks"
+    assert [how for how, *_ in loaded(kernel).launches] == ["run", "hooks"]
+
+
+class PlayedDriver:
+    """libcuda, as far as launches need it; ``parameters`` is what it says of every kernel."""
+
+    def __init__(self, parameters):
+        self.parameters, self.launches, self.status = parameters, [], 0
+        self.cuLaunchKernel = PlayedFunction(self._launched)
+        self.cuFuncGetParamInfo = self._info
+
+    def _launched(self, function, *rest):
+        *grid, shared, stream, arguments, extra = rest
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        assert (extra[0], extra[2], extra[4], arguments) == (1, 2, None, None)
+        self.launches.append((function, grid, shared, stream, ctypes.string_at(extra[1], size)))
+        return self.status
+
+    def _info(self, function, index, offset, size):
+        if index.value >= len(self.parameters):
+            return 1
+        offset._obj.value, size._obj.value = self.parameters[index.value]
+        return 0
+
+    def cuGetErrorString(self, status, words):  # noqa: N802
+        words._obj.value = b"out of patience"
+        return 0
+
+
+class PlayedFunction:
+    def __init__(self, call):
+        self.call, self.argtypes = call, None
+
+    def __call__(self, *args):
+        return self.call(*args)
+
+
+METADATA = {
+    "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}  # fmt: skip
+SIGNATURE = {"peers": ("*i64", "*i64"), "x": "*bf16", "numbers": ("i32", "i64", "i32"), "S": "constexpr"}
+NATURAL = type("Natural", (ctypes.Structure,), {"_fields_": [
+    (f"f{i}", kind) for i, kind in enumerate([*[ctypes.c_uint64] * 3, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32,
+                                               *[ctypes.c_uint64] * 2])
+]})  # fmt: skip
+PLACES = [(getattr(NATURAL, name).offset, getattr(NATURAL, name).size) for name, _ in NATURAL._fields_]
+
+
+def played(signature=SIGNATURE, **changes):
+    metadata = SimpleNamespace(**{**METADATA, **changes})
+    return SimpleNamespace(
+        function=7, packed_metadata=(4, 1, 96), metadata=metadata, src=SimpleNamespace(signature=signature)
+    )
+
+
+def test_parameters_lie_as_the_members_of_a_struct():
+    library = PlayedDriver(PLACES)
+    direct = DirectKernel.of(played(), Driver(library))
+    direct.launch(8, 5, [1, 2, 3], numbers := (4, 1 << 40, -6))
+    direct.launch(9, 5, [1, 2, 9], numbers)
+    direct.launch(9, 5, [1, 2, 9], (4, 1 << 40, 7))
+    want = [NATURAL(1, 2, 3, 4, 1 << 40, -6), NATURAL(1, 2, 9, 4, 1 << 40, -6), NATURAL(1, 2, 9, 4, 1 << 40, 7)]
+    assert library.launches == [
+        (7, [grid, 1, 1, 128, 1, 1], 96, 5, bytes(struct)) for grid, struct in zip((8, 9, 9), want, strict=True)
+    ]
+    library.status = 700
+    with pytest.raises(RuntimeError, match="error 700: out of patience"):
+        direct.launch(8, 5, [1, 2, 3], numbers)
+
+
+def test_what_only_triton_can_launch_has_no_direct_form():
+    driver = Driver(PlayedDriver(PLACES))
+    assert DirectKernel.of(played(), driver) is not None
+    for change in (
+        {"num_ctas": 2},
+        {"launch_pdl": True},
+        {"launch_cooperative_grid": True},
+        {"global_scratch_size": 8},
+    ):
+        assert DirectKernel.of(played(**change), driver) is None, change
+    for signature in ({"x": "*bf16", "scale": "fp32"}, {"number": "i32", "x": "*bf16"}, {**SIGNATURE, "more": "i32"}):
+        assert DirectKernel.of(played(signature), driver) is None, signature
+    assert DirectKernel.of(played(), Driver(PlayedDriver(PLACES[:-1]))) is None, "the driver knows of fewer parameters"
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

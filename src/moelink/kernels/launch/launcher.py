@@ -17,6 +17,7 @@ from triton.runtime import driver
 from triton.runtime.errors import InterpreterError
 
 from moelink.kernels.launch.cache_keys import settle_cache_key
+from moelink.kernels.launch.direct import DirectKernel, cuda_driver
 from moelink.kernels.launch.grid import Launch, grid
 from moelink.kernels.records import Peers
 from moelink.memory import Network
@@ -35,7 +36,7 @@ class CompiledKernel:
         count: CTAs to launch for that (:func:`moelink.kernels.launch.grid.grid`).
         S: its launch constants.
         options: options of the compiler.
-        loaded: the kernel on the device, by the types and alignments of the caller's tensors.
+        loaded: the kernel on the device, by the types and alignments of the caller's tensors, and its direct form.
     """
 
     function: Any
@@ -59,6 +60,23 @@ def addresses_of(record: Any) -> Any:
         # The most frequent types are tested first; the call below handles subclasses of Tensor.
         return tuple([t.data_ptr() if type(t) is Tensor else t if type(t) is int else addresses_of(t) for t in record])
     return record.data_ptr() if isinstance(record, Tensor) else record
+
+
+def flat_addresses(records: Sequence[Any]) -> list[int]:
+    """Return the addresses of the tensors in ``records``, in order and without their nesting.
+
+    >>> flat_addresses([(1, (2, 3)), 4, (5,)])
+    [1, 2, 3, 4, 5]
+    """
+    flat: list[int] = []
+    for part in records:
+        if type(part) is int:
+            flat.append(part)
+        elif isinstance(part, tuple):
+            flat += flat_addresses(part)
+        else:
+            flat.append(part.data_ptr())
+    return flat
 
 
 def _peer_arguments(peers: Peers) -> tuple[int, Tensor, int]:
@@ -98,6 +116,7 @@ class Launcher:
         self._num_sms, self._available, self._guard = num_sms, available, guard
         self._interpreted = device.type == "cpu"
         self._own = _peer_arguments(peers)
+        self._own_addresses: list[int] = []
         self._loaded: dict[Any, Any] = {}
         self._preparing = False
 
@@ -172,20 +191,25 @@ class Launcher:
             loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), _of_any_value(numbers)), key)
         if self._preparing:
             return
-        where = self._own if peers is self.peers else _peer_arguments(peers)
-        args = (where, *map(addresses_of, records(False)), numbers, kernel.S)
+        triton_kernel, direct = loaded
         stream, hooks = self.current_stream(), knobs.runtime
         # Launch hooks. Triton handles whatever is not a chain of hooks.
-        if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
-            loaded[(kernel.count, 1, 1)](*args, stream=stream)
+        hooked = getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True)
+        if direct is not None and not hooked and peers is self.peers:
+            direct.launch(kernel.count, stream, [*self._own_addresses, *flat_addresses(records(False))], numbers)
+            return
+        where = self._own if peers is self.peers else _peer_arguments(peers)
+        args = (where, *map(addresses_of, records(False)), numbers, kernel.S)
+        if hooked:
+            triton_kernel[(kernel.count, 1, 1)](*args, stream=stream)
             return
         # The same as the line above, without the objects that it makes for hooks.
-        function, metadata = loaded.function, loaded.packed_metadata
-        loaded.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
+        function, metadata = triton_kernel.function, triton_kernel.packed_metadata
+        triton_kernel.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
 
     def _load(self, kernel: CompiledKernel, arguments: Sequence[Any], given: Hashable) -> Any:
-        """Compile the kernel and load it onto the device. Launches that differ only in their number of CTAs share
-        it."""
+        """Compile the kernel and load it onto the device; return it with its direct form. Launches that differ only in
+        their number of CTAs share both."""
         key = (kernel.function.__name__, kernel.S, *kernel.options.values(), given)
         if key not in self._loaded:
             loaded = settle_cache_key(kernel.function).warmup(
@@ -193,9 +217,20 @@ class Launcher:
             )
             loaded._init_handles()
             self._network.load(loaded)
-            self._loaded[key] = loaded
+            self._loaded[key] = loaded, self._direct(loaded)
         return self._loaded[key]
+
+    def _direct(self, loaded: Any) -> DirectKernel | None:
+        """Return the direct form of a loaded kernel, or None where Triton must launch it."""
+        if torch.version.hip is not None or self._network.options:
+            return None
+        driver_ = cuda_driver()
+        if not self._own_addresses:
+            record = driver_.device_address(self.peers.record.data_ptr())
+            self._own_addresses = [self.peers.table.data_ptr(), record, self.peers.control.data_ptr()]
+        return DirectKernel.of(loaded, driver_)
 
     def forget(self) -> None:
         """Drop all kernels, and the memory that they hold."""
         self._loaded, self.peers, self._own = {}, Peers(None, None, None), (0, torch.empty(0), 0)
+        self._own_addresses = []

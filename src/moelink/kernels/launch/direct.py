@@ -1,0 +1,180 @@
+"""Launch a compiled kernel through the CUDA driver, with parameters in one buffer.
+
+Triton's launcher takes every argument of a kernel as a Python object, parses them all, and asks the driver about
+addresses of host memory. Kernels here have about 50 arguments, most of which are the same at every launch. So this
+module keeps the bytes of all parameters of a kernel, and writes only addresses and changed numbers before it calls
+``cuLaunchKernel``. The driver copies the buffer before the call returns, so the next launch may overwrite it.
+
+The parameters of a kernel are the leaves of its signature in order, then two addresses of scratch memory, which these
+kernels do not use. Each has its natural alignment, as the members of a C struct have. :meth:`DirectKernel.of` compares
+this with what the driver says of the loaded kernel. It returns None where they differ: then Triton launches the kernel.
+
+Example: two addresses, an int32 and an int64 lie at bytes 0, 8, 16 and 24, the scratch addresses at 32 and 40.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+_CODES = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+_ADDRESS = "Q"
+_SCRATCH = 2
+_DEVICE_POINTER = 3
+"""CU_POINTER_ATTRIBUTE_DEVICE_POINTER."""
+
+
+def leaves(signature: Any) -> Iterator[str]:
+    """Return the types of a signature in order: records are tuples, and a dict has them by argument.
+
+    >>> list(leaves({"peers": ("*i64", "*i64"), "numbers": ("i32", ("i64",)), "S": "constexpr"}))
+    ['*i64', '*i64', 'i32', 'i64']
+    """
+    if isinstance(signature, dict):
+        signature = tuple(kind for kind in signature.values() if kind != "constexpr")
+    if isinstance(signature, tuple):
+        for kind in signature:
+            yield from leaves(kind)
+    else:
+        yield signature
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Where the parameters of a kernel are.
+
+    Attributes:
+        addresses: how many addresses come first.
+        numbers: the numbers behind them, as codes of :mod:`struct`.
+    """
+
+    addresses: int
+    numbers: str
+
+    @classmethod
+    def of(cls, signature: Any) -> ParameterLayout | None:
+        """Return the layout of kernels with this signature, or None if it is not addresses and then integers.
+
+        >>> ParameterLayout.of({"x": "*bf16", "numbers": ("i32", "i64")})
+        ParameterLayout(addresses=1, numbers='iq')
+        >>> ParameterLayout.of({"scale": "fp32", "x": "*bf16"}) is None
+        True
+        """
+        kinds = list(leaves(signature))
+        addresses = next((i for i, kind in enumerate(kinds) if not kind.startswith("*")), len(kinds))
+        numbers = kinds[addresses:]
+        if any(kind not in _CODES for kind in numbers):
+            return None
+        return cls(addresses, "".join(_CODES[kind] for kind in numbers))
+
+    @property
+    def format(self) -> str:
+        """All parameters, as :mod:`struct` packs them with natural alignment."""
+        return f"@{_ADDRESS * self.addresses}{self.numbers}{_ADDRESS * _SCRATCH}"
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Offset and size of each parameter.
+
+        >>> ParameterLayout(1, "iq").places
+        [(0, 8), (8, 4), (16, 8), (24, 8), (32, 8)]
+        """
+        places, format_ = [], self.format
+        for end in range(2, len(format_) + 1):
+            size = struct.calcsize(format_[end - 1])
+            places.append((struct.calcsize(format_[:end]) - size, size))
+        return places
+
+
+class Driver:
+    """The functions of the CUDA driver that launches need."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.launch = library.cuLaunchKernel
+        self.launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+        self._parameter = getattr(library, "cuFuncGetParamInfo", None)
+
+    def parameters(self, function: int) -> list[tuple[int, int]] | None:
+        """Return offset and size of each parameter of a loaded kernel, or None where the driver cannot say."""
+        if self._parameter is None:
+            return None
+        offset, size, found = ctypes.c_size_t(), ctypes.c_size_t(), []
+        place = ctypes.byref(offset), ctypes.byref(size)
+        while not self._parameter(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), *place):
+            found.append((offset.value, size.value))
+        return found
+
+    def device_address(self, address: int) -> int:
+        """Return the address by which the device reaches pinned host memory."""
+        found = ctypes.c_uint64()
+        self.check(
+            self._library.cuPointerGetAttribute(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(address)),
+            "cuPointerGetAttribute",
+        )
+        return found.value
+
+    def check(self, status: int, what: str) -> None:
+        """Raise RuntimeError with the driver's own words unless ``status`` is 0."""
+        if status:
+            words = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(words))
+            text = (words.value or b"an unknown error").decode()
+            raise RuntimeError(f"{what}: expected the CUDA driver to succeed, got error {status}: {text}")
+
+
+@cache
+def cuda_driver() -> Driver:
+    """Return the driver of this process."""
+    return Driver(ctypes.CDLL("libcuda.so.1"))
+
+
+class DirectKernel:
+    """A loaded kernel and the buffer of its parameters."""
+
+    def __init__(self, loaded: Any, layout: ParameterLayout, driver: Driver) -> None:
+        num_warps, _, self._shared = loaded.packed_metadata
+        self._function, self._threads, self._driver = int(loaded.function), 32 * num_warps, driver
+        self._loaded = loaded  # keeps the device's copy of the kernel
+        self._addresses = struct.Struct(f"={_ADDRESS * layout.addresses}")
+        begin = self._addresses.size
+        # Numbers start at a multiple of 8 bytes, so their alignment is that of a struct of their own.
+        self._numbers, self._begin = struct.Struct(f"@{layout.numbers}"), begin
+        size = struct.calcsize(layout.format)
+        self._buffer = ctypes.create_string_buffer(size)
+        self._size = ctypes.c_size_t(size)
+        self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self._buffer), 2, ctypes.addressof(self._size), 0)
+        self._latest: Any = None
+
+    @classmethod
+    def of(cls, loaded: Any, driver: Driver) -> DirectKernel | None:
+        """Return the direct form of a kernel that Triton has loaded, or None where only Triton can launch it."""
+        metadata = loaded.metadata
+        layout = ParameterLayout.of(loaded.src.signature)
+        if layout is None or metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+            return None
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            return None
+        if driver.parameters(int(loaded.function)) != layout.places:
+            return None
+        return cls(loaded, layout, driver)
+
+    def launch(self, count: int, stream: int, addresses: Sequence[int], numbers: Any) -> None:
+        """Launch ``count`` CTAs on ``stream``.
+
+        Raises:
+            RuntimeError: the driver refused the launch.
+        """
+        self._addresses.pack_into(self._buffer, 0, *addresses)
+        if numbers is not self._latest:
+            self._numbers.pack_into(self._buffer, self._begin, *numbers)
+            self._latest = numbers
+        status = self._driver.launch(
+            self._function, count, 1, 1, self._threads, 1, 1, self._shared, stream, None, self._extra
+        )
+        if status:
+            self._driver.check(status, "launch")
