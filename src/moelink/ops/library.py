@@ -84,6 +84,7 @@ def _dispatch(
             input_scale=input_scale,
             routing=context.restore(routing, topk_ids=topk_ids) if routing else None,
             host_counts=host_counts,
+            apart=True,
         )
         operation = context.session.dispatch([request], fused=True)
     (output,) = operation.wait()

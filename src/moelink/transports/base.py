@@ -35,6 +35,7 @@ class DispatchRequest:
         routing: an earlier output whose routing is reused, or None.
         host_counts: exact-size outputs.
         out: an earlier output whose tensors are overwritten, or None.
+        apart: each tensor of the output has memory of its own, as a compiler demands of an operator's results.
     """
 
     x: Tensor
@@ -45,6 +46,7 @@ class DispatchRequest:
     routing: DispatchOutput | None = None
     host_counts: bool = False
     out: DispatchOutput | None = None
+    apart: bool = False
 
     @property
     def over(self) -> DispatchOutput | None:

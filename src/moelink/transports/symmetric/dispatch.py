@@ -18,7 +18,16 @@ from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.memory.layout import as_bytes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
-from moelink.output import Blank, DispatchHandle, DispatchOutput, OutputShape, make, version_at_dispatch
+from moelink.output import (
+    Arena,
+    ArenaLayout,
+    Blank,
+    DispatchHandle,
+    DispatchOutput,
+    OutputShape,
+    make,
+    version_at_dispatch,
+)
 from moelink.transports.base import DispatchRequest
 from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
@@ -33,6 +42,9 @@ class LaunchPlan:
         sending, receiving, fused, laying: the numbers that each of them gets.
         copies: whether the kernels move rows as bytes.
         notes, counts, outputs: the blanks of the tensors that a call makes.
+        arena: where the small ones of them are in one allocation, the notes first.
+        small: of the fields of :class:`DispatchOutputs` from ``row_offsets`` on, the first byte in the arena, -1 where
+            the call has none.
     """
 
     send: CompiledKernel
@@ -47,6 +59,8 @@ class LaunchPlan:
     notes: Blank
     counts: Blank
     outputs: OutputShape
+    arena: ArenaLayout
+    small: tuple[int, ...]
 
     @classmethod
     def of(
@@ -76,6 +90,9 @@ class LaunchPlan:
         send = kernel(kernels.ep_dispatch_async_kernel, senders, S=spec, launch=launch)
         receive = kernel(kernels.ep_dispatch_wait_kernel, launch.receive, S=spec, launch=launch)
         both = kernel(kernels.ep_fused_dispatch_kernel, senders + launch.receive, S=spec, launch=launch)
+        notes = Blank.of(rank.workspace.note_words(num_tokens))
+        counts = Blank.of(config.num_local_experts, config.world_size)
+        arena = ArenaLayout.of([*([] if cached else [("notes", notes)]), ("counts", counts), *outputs.small])
         return cls(
             send=send,
             receive=receive,
@@ -86,9 +103,11 @@ class LaunchPlan:
             fused=numbers._replace(programs=both.programs),
             laying=numbers._replace(programs=later.receive),
             copies=bool(spec.SOURCE == COPY),
-            notes=Blank.of(rank.workspace.note_words(num_tokens)),
-            counts=Blank.of(config.num_local_experts, config.world_size),
+            notes=notes,
+            counts=counts,
             outputs=outputs,
+            arena=arena,
+            small=tuple(arena.places[name][0] if name in arena.places else -1 for name in DispatchOutputs._fields[2:]),
         )
 
 
@@ -122,20 +141,28 @@ class Dispatch:
             LaunchPlan, num_tokens, x.dtype, scales is not None, weights is not None, input_scale is not None,
             request.routing is not None,
         )  # fmt: skip
-        counts = plan.counts.on(device)
-        if request.routing is None:
-            self.notes = SymmetricNotes(rank.notes, plan.notes.on(device))
-        else:
+        arena = plan.arena.allocate(device) if out is None and not request.apart else None
+        if request.routing is not None:
             # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
             # this one may fail where that one did not.
             self.notes = request.routing.handle.plan.again()
+        elif arena is None:
+            self.notes = SymmetricNotes(rank.notes, plan.notes.on(device))
+        else:
+            self.notes = SymmetricNotes(rank.notes, arena.memory, words=plan.notes.shape[0])
+        counts = {"counts": plan.counts.on(device)} if arena is None else {"_arena": arena}
         handle = make(DispatchHandle, {
             "owner": identity, "rank": config.rank, "num_tokens": num_tokens, "topk_ids": request.topk_ids,
-            "topk_weights": weights, "counts": counts, "plan": self.notes, "carrier": None,
-            "ids_version": version_at_dispatch(request.topk_ids),
+            "topk_weights": weights, "plan": self.notes, "carrier": None,
+            "ids_version": version_at_dispatch(request.topk_ids), **counts,
         })  # fmt: skip
-        if out is None:
-            self.output, self._scale_rows = plan.outputs.allocate(handle, device), plan.fused.scale_rows
+        self._arena = arena
+        self._scale_rows = plan.fused.scale_rows
+        if arena is not None:
+            large = {name: blank.on(device) for name, blank in plan.outputs.large}
+            self.output = make(DispatchOutput, {**large, **plan.outputs.absent, "handle": handle, "_arena": arena})
+        elif out is None:
+            self.output = plan.outputs.allocate(handle, device)
         else:
             self.output, self._scale_rows = dataclasses.replace(out, handle=handle), _scale_rows(out.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
@@ -157,6 +184,8 @@ class Dispatch:
 
     def _outputs(self, typed: bool) -> tuple[Any, ...]:
         """Return what the receiver role writes."""
+        if self._arena is not None and not typed:
+            return self._addresses(self._arena)
         out, nothing = self.output, self.rank.table
         weights = out.weights if out.topk_ids is None else out.topk_weights
         scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
@@ -168,6 +197,16 @@ class Dispatch:
         )  # fmt: skip
         return DispatchOutputs._make(fields) if typed else fields
 
+    def _addresses(self, arena: Arena) -> tuple[Any, ...]:
+        """Return the addresses of what the receiver role writes, without making its small tensors."""
+        fields, nothing, start = self.output.__dict__, self.rank.table, arena.memory.data_ptr()
+        scales = fields["scales"] if self.launch_plan.layout is None else self.rank.message_of_row
+        small = [nothing if begin < 0 else start + begin for begin in self.launch_plan.small]
+        if fields["topk_ids"] is not None:  # layout "rank", which has these in tensors of their own
+            weights = fields["topk_weights"]
+            small[4], small[5] = nothing if weights is None else weights, fields["topk_ids"]
+        return (fields["tokens"], nothing if scales is None else scales, *small)
+
     def _routing(self, typed: bool) -> tuple[Any, Any]:
         """Return this call's notes, and what the call that made the routing received and counted.
 
@@ -175,10 +214,16 @@ class Dispatch:
         """
         notes, routing = self.notes.given(typed), self.request.routing
         if routing is None:
-            cached = (notes.received, self.output.handle.counts)
+            cached = (notes.received, self._counts(typed))
         else:
             cached = (routing.handle.plan.given(typed).received, routing.handle.counts)
         return notes, CachedRouting._make(cached) if typed else cached
+
+    def _counts(self, typed: bool) -> Any:
+        """Return this call's counts, or their address."""
+        if self._arena is None or typed:
+            return self.output.handle.counts
+        return self._arena.memory.data_ptr() + self.launch_plan.arena.places["counts"][0]
 
     def _sent(self, typed: bool) -> tuple[Any, ...]:
         return (self._inputs(typed), *self._routing(typed))

@@ -38,30 +38,37 @@ class SymmetricNotes:
     """Where the rows of one call are.
 
     Attributes:
-        notes: all parts in one tensor.
         own: ``received`` of a call over cached routing. Such a call writes only this part for itself; it shares and
             only reads the others. None where ``notes`` holds this part, too.
     """
 
-    __slots__ = ("_layout", "notes", "own")
+    __slots__ = ("_layout", "_memory", "_words", "own")
 
-    def __init__(self, layout: NotesLayout, notes: Tensor, own: Tensor | None = None) -> None:
-        self._layout, self.notes, self.own = layout, notes, own
+    def __init__(
+        self, layout: NotesLayout, memory: Tensor, own: Tensor | None = None, words: int | None = None
+    ) -> None:
+        """``memory`` begins with the notes: its first ``words`` elements, or all."""
+        self._layout, self._memory, self._words, self.own = layout, memory, words, own
+
+    @property
+    def notes(self) -> Tensor:
+        """All parts in one tensor."""
+        return self._memory if self._words is None else self._memory[: self._words]
 
     @property
     def parts(self) -> RoutingNotes:
         """The parts as tensors, which share memory with :attr:`notes`."""
-        shapes, begins = self._layout.shapes, self._layout.begins
+        shapes, begins, notes = self._layout.shapes, self._layout.begins, self.notes
         ends = (*[begin + math.prod(shape) for begin, shape in zip(begins[:-1], shapes[:-1], strict=True)], None)
         parts = RoutingNotes._make(
-            self.notes[begin:end].view(shape) for begin, end, shape in zip(begins, ends, shapes, strict=True)
+            notes[begin:end].view(shape) for begin, end, shape in zip(begins, ends, shapes, strict=True)
         )
         return parts if self.own is None else parts._replace(received=self.own)
 
     @property
     def addresses(self) -> RoutingNotes:
         """The addresses of the parts."""
-        start = self.notes.data_ptr()
+        start = self._memory.data_ptr()
         rows, token, received, sent, slot = self._layout.begins
         own = start + 4 * received if self.own is None else self.own.data_ptr()
         return RoutingNotes(start + 4 * rows, start + 4 * token, own, start + 4 * sent, start + 4 * slot)
@@ -76,4 +83,4 @@ class SymmetricNotes:
 
     def again(self) -> SymmetricNotes:
         """Return the notes of another call over this routing."""
-        return SymmetricNotes(self._layout, self.notes, torch.empty_like(self.parts.received))
+        return SymmetricNotes(self._layout, self._memory, torch.empty_like(self.parts.received), self._words)
