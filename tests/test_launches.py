@@ -147,8 +147,14 @@ class DirectForm:
     def __init__(self):
         self.launches = []
 
-    def launch(self, *args):
-        self.launches.append(args)
+    def apart(self):
+        return DirectForm()
+
+    def pack(self, *given):
+        self.packed = given
+
+    def launch(self, *given):
+        self.launches.append((*given, *self.packed))
 
 
 def test_a_direct_form_gets_flat_addresses(launcher, kernel, monkeypatch):
@@ -163,6 +169,24 @@ def test_a_direct_form_gets_flat_addresses(launcher, kernel, monkeypatch):
     launcher.launch(kernel, records_of(x), NUMBERS, [x])
     assert len(direct.launches) == 1, "Triton launches with other peers, and where there are hooks"
     assert [how for how, *_ in loaded(kernel).launches] == ["run", "hooks"]
+
+
+def test_a_bound_launch_packs_its_parameters_once(launcher, kernel, monkeypatch):
+    direct, apart = DirectForm(), DirectForm()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(direct, "apart", lambda: apart)
+    monkeypatch.setattr(Launcher, "_load", lambda *_: (Compiled(), direct))
+    launcher._own_addresses = [1, 2, 3]
+    x = torch.zeros(8)
+    again = launcher.bind(kernel, records_of(x), NUMBERS, [x])
+    assert not apart.launches, "binding launches nothing"
+    launcher.launch(kernel, records_of(other := torch.zeros(8)), NUMBERS, [other])
+    again()
+    again()
+    assert apart.launches == 2 * [(8, 5, [1, 2, 3, *[x.data_ptr()] * 4], NUMBERS)]
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    again()
+    assert [how for how, *_ in loaded(kernel).launches] == ["hooks"]
 
 
 class PlayedDriver:
@@ -221,16 +245,20 @@ def played(signature=SIGNATURE, **changes):
 def test_parameters_lie_as_the_members_of_a_struct():
     library = PlayedDriver(PLACES)
     direct = DirectKernel.of(played(), Driver(library))
-    direct.launch(8, 5, [1, 2, 3], numbers := (4, 1 << 40, -6))
-    direct.launch(9, 5, [1, 2, 9], numbers)
-    direct.launch(9, 5, [1, 2, 9], (4, 1 << 40, 7))
+    direct.pack([1, 2, 3], numbers := (4, 1 << 40, -6))
+    direct.launch(8, 5)
+    direct.pack([1, 2, 9], numbers)
+    direct.launch(9, 5)
+    direct.apart().pack([7, 7, 7], (7, 7, 7))
+    direct.pack([1, 2, 9], (4, 1 << 40, 7))
+    direct.launch(9, 5)
     want = [NATURAL(1, 2, 3, 4, 1 << 40, -6), NATURAL(1, 2, 9, 4, 1 << 40, -6), NATURAL(1, 2, 9, 4, 1 << 40, 7)]
     assert library.launches == [
         (7, [grid, 1, 1, 128, 1, 1], 96, 5, bytes(struct)) for grid, struct in zip((8, 9, 9), want, strict=True)
     ]
     library.status = 700
     with pytest.raises(RuntimeError, match="error 700: out of patience"):
-        direct.launch(8, 5, [1, 2, 3], numbers)
+        direct.launch(8, 5)
 
 
 def test_what_only_triton_can_launch_has_no_direct_form():

@@ -28,6 +28,7 @@ from moelink.errors import ClosedError, ConfigError, PeerTimeoutError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
+from moelink.transports.bound import BoundDispatch
 from moelink.transports.build import build_in_group
 from moelink.transports.session import Session
 
@@ -312,6 +313,55 @@ class Communicator:
             raise
         finally:
             session.guard.leave()
+
+    def bind(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        input_scale: Tensor | None = None,
+        out: DispatchOutput | None = None,
+    ) -> BoundDispatch:
+        """Bind a dispatch to its tensors, for less host time a call. Not collective: nothing is sent before it is
+        called.
+
+        The arguments are those of :meth:`dispatch`. They are checked here, once. Each call reads what the tensors hold
+        then, on the stream that is current, and overwrites the output of the call before, as a CUDA graph would.
+        Change them in place between calls: rows and weights after the dispatch, ids after the combine.
+
+        Args:
+            topk_weights: of the dtype of ``config.weight_dtype``.
+            out: an earlier output whose tensors are overwritten.
+
+        Returns:
+            A function without arguments that makes the dispatch and returns its output. Its method ``combine`` binds a
+            combine.
+
+        Raises:
+            ArgumentError, UnsupportedError: an argument is not acceptable, is a hook, or requires grad.
+            ClosedError: after :meth:`close`.
+
+        Example:
+            >>> import torch, moelink
+            >>> with moelink.init(num_experts=4, topk=1, hidden_size=8, max_tokens_per_rank=3) as ep:
+            ...     x, ids = torch.ones(3, 8, dtype=torch.bfloat16), torch.tensor([[0], [1], [3]])
+            ...     dispatch = ep.bind(x, ids)
+            ...     recv = dispatch()
+            ...     y = torch.empty_like(recv.tokens)
+            ...     combine = dispatch.combine(y)
+            ...     for value in (1.0, 2.0):
+            ...         _ = x.fill_(value)
+            ...         _ = dispatch()
+            ...         _ = y.copy_(recv.tokens)
+            ...         print(combine()[:, 0].tolist())
+            [1.0, 1.0, 1.0]
+            [2.0, 2.0, 2.0]
+        """
+        self._session.require_open("bind")
+        request = DispatchRequest(x, topk_ids, topk_weights, scales, input_scale, out=out)
+        return BoundDispatch(self._session, request)
 
     def warmup(self) -> None:
         """Compile everything before the first call (nothing to do on the collective transport)."""

@@ -6,7 +6,7 @@ rank. Arguments have been validated; a transport only moves data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -125,6 +125,15 @@ class Transport(Protocol):
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine, one request per local rank. ``fused``: the caller waits right away."""
+
+    def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:
+        """Return a function that makes this dispatch of the only local rank, each time into the same tensors.
+
+        It takes ``request`` again. Making it communicates nothing.
+        """
+
+    def bind_combine(self, request: CombineRequest) -> Callable[[CombineRequest], Tensor]:
+        """Return a function that makes this combine of the only local rank; its ``recv`` may have changed."""
 
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
         """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once.

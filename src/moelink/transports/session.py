@@ -249,6 +249,18 @@ class Session:
             torch.set_grad_enabled(gradients)
             raise
 
+    def repeat(self, phase: Phase, call: Callable[[], T], *, over: object = None) -> T:
+        """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands it to the transport and waits."""
+        try:
+            self.begin(phase)
+            self.transport.half_done = self.settled = True
+            return call()
+        except BaseException as error:
+            self.unwind(phase, error, lambda: over)
+            raise
+        finally:
+            self.guard.leave()
+
     @contextmanager
     def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
         """Return a context that checks arguments. A refusal inside is also told to the peers, which would otherwise
@@ -365,12 +377,12 @@ class Session:
 
     def warmup(self) -> None:
         """Compile and allocate what the first call would."""
-        self._require_open("warmup")
+        self.require_open("warmup")
         self.transport.warmup()
 
     def check(self) -> None:
         """Synchronise and raise the first error."""
-        self._require_open("check")
+        self.require_open("check")
         self.raise_fate()
         for phase in tuple(self._pending):
             if self._pending[phase].holder() is None:
@@ -383,20 +395,21 @@ class Session:
 
     def traffic(self) -> Traffic:
         """Return the bytes of rows sent to other ranks."""
-        self._require_open("traffic")
+        self.require_open("traffic")
         return self.transport.traffic()
 
     def dev_ptrs(self) -> list[Tensor]:
         """Per local rank the [2, 3] pointer table."""
-        self._require_open("dev_ptrs")
+        self.require_open("dev_ptrs")
         return self.transport.dev_ptrs()
 
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
         """Per local rank the counters of both groups."""
-        self._require_open("atomic_counters")
+        self.require_open("atomic_counters")
         return self.transport.atomic_counters()
 
-    def _require_open(self, what: str) -> None:
+    def require_open(self, what: str) -> None:
+        """Raise ClosedError after close, and ForkedError in a child of the process that made the communicator."""
         self.guard.require_own_process(what)
         if self.closed:
             raise ClosedError(what)

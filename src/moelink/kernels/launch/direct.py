@@ -139,7 +139,7 @@ class DirectKernel:
     def __init__(self, loaded: Any, layout: ParameterLayout, driver: Driver) -> None:
         num_warps, _, self._shared = loaded.packed_metadata
         self._function, self._threads, self._driver = int(loaded.function), 32 * num_warps, driver
-        self._loaded = loaded  # keeps the device's copy of the kernel
+        self._loaded, self._layout = loaded, layout  # the former keeps the device's copy of the kernel
         self._addresses = struct.Struct(f"={_ADDRESS * layout.addresses}")
         begin = self._addresses.size
         # Numbers start at a multiple of 8 bytes, so their alignment is that of a struct of their own.
@@ -163,16 +163,24 @@ class DirectKernel:
             return None
         return cls(loaded, layout, driver)
 
-    def launch(self, count: int, stream: int, addresses: Sequence[int], numbers: Any) -> None:
-        """Launch ``count`` CTAs on ``stream``.
+    def apart(self) -> DirectKernel:
+        """Return another direct form of the kernel, with a buffer of its own."""
+        return DirectKernel(self._loaded, self._layout, self._driver)
 
-        Raises:
-            RuntimeError: the driver refused the launch.
-        """
+    def pack(self, addresses: Sequence[int], numbers: Any) -> None:
+        """Write the parameters of the launches that follow. A record of numbers that was the last one is not written
+        again."""
         self._addresses.pack_into(self._buffer, 0, *addresses)
         if numbers is not self._latest:
             self._numbers.pack_into(self._buffer, self._begin, *numbers)
             self._latest = numbers
+
+    def launch(self, count: int, stream: int) -> None:
+        """Launch ``count`` CTAs on ``stream`` with the parameters that were packed last.
+
+        Raises:
+            RuntimeError: the driver refused the launch.
+        """
         status = self._driver.launch(
             self._function, count, 1, 1, self._threads, 1, 1, self._shared, stream, None, self._extra
         )

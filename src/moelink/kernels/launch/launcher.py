@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,17 @@ def flat_addresses(records: Sequence[Any]) -> list[int]:
 def _peer_arguments(peers: Peers) -> tuple[int, Tensor, int]:
     """``peers`` as the driver's launcher takes them: it must ask about the record, which is host memory."""
     return peers.table.data_ptr(), peers.record, peers.control.data_ptr()
+
+
+def _key(given: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return what Triton compiles a kernel for, of the caller's tensors."""
+    return (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
+
+
+def _has_hooks() -> bool:
+    """Return whether a profiler wants to hear of launches. Triton handles whatever is not a chain of hooks."""
+    hooks = knobs.runtime
+    return bool(getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True))
 
 
 def _of_any_value(numbers: Any) -> Any:
@@ -185,18 +197,17 @@ class Launcher:
             except InterpreterError as error:
                 raise _innermost(error) from None
             return
-        key = (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
+        key = _key(given)
         loaded = kernel.loaded.get(key)
         if loaded is None:
             loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), _of_any_value(numbers)), key)
         if self._preparing:
             return
         triton_kernel, direct = loaded
-        stream, hooks = self.current_stream(), knobs.runtime
-        # Launch hooks. Triton handles whatever is not a chain of hooks.
-        hooked = getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True)
+        stream, hooked = self.current_stream(), _has_hooks()
         if direct is not None and not hooked and peers is self.peers:
-            direct.launch(kernel.count, stream, [*self._own_addresses, *flat_addresses(records(False))], numbers)
+            direct.pack([*self._own_addresses, *flat_addresses(records(False))], numbers)
+            direct.launch(kernel.count, stream)
             return
         where = self._own if peers is self.peers else _peer_arguments(peers)
         args = (where, *map(addresses_of, records(False)), numbers, kernel.S)
@@ -206,6 +217,36 @@ class Launcher:
         # The same as the line above, without the objects that it makes for hooks.
         function, metadata = triton_kernel.function, triton_kernel.packed_metadata
         triton_kernel.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
+
+    def bind(
+        self,
+        kernel: CompiledKernel,
+        records: Callable[[bool], Sequence[Any]],
+        numbers: Any,
+        given: Sequence[Tensor] = (),
+    ) -> Callable[[], None]:
+        """Return a function that launches ``kernel`` with these arguments (:meth:`launch`), however often it is called.
+
+        On CUDA the kernel is compiled and loaded now. The caller keeps the tensors.
+        """
+        again = partial(self.launch, kernel, records, numbers, given)
+        if self._interpreted:
+            return again
+        with self.preparing():
+            again()
+        _, direct = kernel.loaded[_key(given)]
+        if direct is None:
+            return again
+        direct = direct.apart()
+        direct.pack([*self._own_addresses, *flat_addresses(records(False))], numbers)
+
+        def launch() -> None:
+            if _has_hooks():
+                again()
+            else:
+                direct.launch(kernel.count, self.current_stream())
+
+        return launch
 
     def _load(self, kernel: CompiledKernel, arguments: Sequence[Any], given: Hashable) -> Any:
         """Compile the kernel and load it onto the device; return it with its direct form. Launches that differ only in

@@ -6,6 +6,7 @@ and allocations. Time is processor time of this process, and the least of many s
 machine only ever adds to it.
 
 * ``dispatch``, ``combine``: one call. ``pair``: one after the other.
+* ``bound dispatch``, ``bound combine``, ``bound pair``: the same of calls that ``ep.bind`` made.
 * ``tensors``: the calls of ``torch.empty_strided`` that a pair makes, alone, with the same arguments.
 
 ``operators``: one rank on a CPU, so nothing travels: what is timed is Python, PyTorch's dispatcher and a few small
@@ -87,12 +88,23 @@ def measure_calls(device: torch.device) -> dict[str, Any]:
     def tensors() -> list[Tensor]:
         return [empty(*args, **options) for args, options in made]
 
+    bound_dispatch = ep.bind(x, topk_ids, topk_weights)
+    bound_dispatch()
+    bound_combine = bound_dispatch.combine(y)
+
+    def bound_pair() -> Tensor:
+        bound_dispatch()
+        return bound_combine()
+
     settle: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     calls: dict[str, Callable[[], Any]] = {
         "dispatch": lambda: ep.dispatch(x, topk_ids, topk_weights),
         "combine": lambda: ep.combine(y, recv),
         "pair": pair,
         "tensors": tensors,
+        "bound dispatch": bound_dispatch,
+        "bound combine": bound_combine,
+        "bound pair": bound_pair,
     }
     with torch.no_grad():
         times = {name: least(call, settle) for name, call in calls.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from moelink.config import EPConfig
 from moelink.control.error_record import Losses, raise_losses
 from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError, UnsupportedError
-from moelink.output import DispatchOutput
+from moelink.output import DispatchOutput, OutputShape
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
@@ -54,6 +55,22 @@ class CollectiveTransport:
             pending = self._wire.start("combine", calls)
         self.half_done = False
         return pending
+
+    def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:
+        """Return a function that makes this dispatch into the same tensors. Sizes are counted anew each time."""
+        (config,) = self._configs
+        shape = OutputShape.of(config, rows=config.row_capacity, weighted=request.topk_weights is not None)
+        out = request.out or shape.allocate(None, request.x.device)  # type: ignore[arg-type]
+
+        def again(request: DispatchRequest) -> DispatchOutput:
+            (made,) = self.dispatch([dataclasses.replace(request, out=out)], fused=True).wait()
+            return dataclasses.replace(made, handle=dataclasses.replace(made.handle, ids_version=None))
+
+        return again
+
+    def bind_combine(self, request: CombineRequest) -> Callable[[CombineRequest], Tensor]:
+        """Return a function that makes this combine."""
+        return lambda request: self.combine([request], fused=True).wait()[0]
 
     def _counted(self, index: int, request: DispatchRequest) -> Steps[DispatchOutput]:
         output = yield from dispatch_steps(self._configs[index], request, self._scratch[index], identity=self._identity)

@@ -181,8 +181,15 @@ class Combine:
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""
+        self.rank.launcher.launch(*self._fused(slot_begin))
+
+    def _fused(self, slot_begin: int) -> tuple[Any, ...]:
         plan = self.launch_plan
-        self.rank.launcher.launch(plan.both, self._both, self._numbers(plan.fused, slot_begin), self._given)
+        return plan.both, self._both, self._numbers(plan.fused, slot_begin), self._given
+
+    def launches(self) -> list[tuple[Any, ...]]:
+        """Return the arguments of the launches of both roles at once, as :meth:`Launcher.launch` takes them."""
+        return [self._fused(slot) for slot in self.passes]
 
     def result(self) -> Tensor:
         """Return the result. An epilogue that exists only in torch runs here."""

@@ -254,19 +254,28 @@ class Dispatch:
 
     def send_and_receive(self) -> None:
         """Launch both roles at once."""
+        for launch in self.launches():
+            self.rank.launcher.launch(*launch)
+
+    def launches(self) -> list[tuple[Any, ...]]:
+        """Return the arguments of the launches of both roles at once, as :meth:`Launcher.launch` takes them."""
         plan = self.launch_plan
-        self.rank.launcher.launch(plan.both, self._both, self._numbers(plan.fused), self._given)
-        self._lay_out_scales()
+        return [(plan.both, self._both, self._numbers(plan.fused), self._given), *self._scales_later()]
 
     def _lay_out_scales(self) -> None:
         """Launch the scale kernel where the receiver only noted the message that each row came with."""
+        for launch in self._scales_later():
+            self.rank.launcher.launch(*launch)
+
+    def _scales_later(self) -> list[tuple[Any, ...]]:
+        """Return the arguments of the scale kernel's launch, if there is one."""
         rank, out, plan = self.rank, self.output, self.launch_plan
         if plan.layout is None:
-            return
+            return []
         scales = out.scales
         assert scales is not None
         tensors = (out.row_offsets, rank.message_of_row, as_bytes(scales))
-        rank.launcher.launch(plan.layout, lambda _: tensors, self._numbers(plan.laying))
+        return [(plan.layout, lambda _: tensors, self._numbers(plan.laying))]
 
     def result(self) -> DispatchOutput:
         """Return the output; with ``host_counts`` cut to its exact size, for which the host waits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -156,6 +157,40 @@ class SymmetricTransport:
             return [call.result() for call in calls]
 
         return SymmetricPending(self, finish)
+
+    def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:
+        """Return a function that launches this dispatch again and again."""
+        (rank,) = self.ranks
+        with _without_gradients():
+            call = Dispatch(rank, request, self._identity)
+        output = call.output
+        output = dataclasses.replace(output, handle=dataclasses.replace(output.handle, ids_version=None))
+        return self._again("dispatch", rank, call, output)
+
+    def bind_combine(self, request: CombineRequest) -> Callable[[CombineRequest], Tensor]:
+        """Return a function that launches this combine again and again. Its dispatch always returns the same output."""
+        (rank,) = self.ranks
+        with _without_gradients():
+            call = Combine(rank, request)
+        return self._again("combine", rank, call, call.out)
+
+    def _again(self, phase: Phase, rank: Rank, call: Dispatch | Combine, result: T) -> Callable[[object], T]:
+        launches = [rank.launcher.bind(*launch) for launch in call.launches()]
+
+        def start(_: object) -> None:
+            for launch in launches:
+                launch()
+
+        def again(_: object) -> T:
+            self._raise_error()
+            self._count_call(phase)
+            self._each([call], start, apart=False)
+            self.half_done = False
+            self._under_way.append(call)
+            self._join()
+            return result
+
+        return again
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
         """Call ``launch`` with each rank's entry of ``calls``."""
