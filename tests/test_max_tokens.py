@@ -12,6 +12,9 @@ import moelink
 from cases import FIELDS, Case, Setup, check_rows
 from moelink import reference
 from moelink.kernels.launch import grid
+from moelink.memory.workspace import Workspace
+from moelink.nn import MoE
+from moelink.nn.experts import known_max_tokens
 from moelink.testing import assert_bitwise_equal
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, over
 
@@ -208,3 +211,76 @@ def test_a_large_communicator_takes_the_grid_of_a_small_one(monkeypatch):
         choose = [(large, 64), (small, None), (large, None), (large, 257)]
         got = [grid.dispatch_launch(c, device, tokens, encodes=False, max_tokens=m) for c, m in choose]
         assert got[0] == got[1] != got[2] == got[3]
+
+
+def step(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Result, and gradient of ``x``."""
+    x = x.clone().requires_grad_()
+    out = run(x)
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad]
+
+
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_gradients_and_traced_calls_have_the_rows_of_the_bound(transport):
+    """Eager with gradients and traced, forward and backward: the same numbers with the bound as without, and no
+    tensor of the worst case in between."""
+    fields = {"num_experts": 3, "topk": 2, "hidden_size": 8, "max_tokens_per_rank": 64, "transport": transport}
+    ids, weights = torch.tensor([[0, 1], [2, -1], [1, 2]]), torch.rand(3, 2)
+    x, sizes = torch.randn(3, 8).bfloat16(), []
+    with moelink.init(**fields, device="cpu") as ep:
+
+        def layer(x: torch.Tensor, bound: int | None) -> torch.Tensor:
+            recv = ep.dispatch(x, ids, weights, max_tokens=bound)
+            if recv.tokens.requires_grad:
+                recv.tokens.register_hook(lambda grad: sizes.append(len(grad)))
+            return ep.combine(recv.tokens * 2, recv)
+
+        plain, bounded = step(lambda x: layer(x, None), x), step(lambda x: layer(x, 3), x)
+        assert sizes == [128, 6]
+
+        def traced(x: torch.Tensor) -> torch.Tensor:
+            recv = ep.dispatch(x, ids, weights, max_tokens=x.shape[0])
+            assert recv.tokens.shape == (6, 8)
+            return ep.combine(recv.tokens * 2, recv)
+
+        compiled = step(torch.compile(traced, backend="aot_eager", fullgraph=True), x)
+        for got in (bounded, compiled):
+            for one, two in zip(got, plain, strict=True):
+                assert_bitwise_equal(one, two)
+
+
+@pytest.mark.parametrize("mode", ["alltoall", "allreduce"])
+def test_a_layer_knows_the_bound_where_only_own_tokens_come(mode):
+    fields = {"num_experts": 4, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 4096, "mode": mode}
+    with moelink.init(**fields, device="cpu") as ep, torch.no_grad():
+        layer, seen = MoE(ep, intermediate_size=32), []
+        layer.experts.register_forward_pre_hook(lambda module, given: seen.append(len(given[0])))
+        x = torch.randn(5, 16).bfloat16()
+        want = layer(x)
+        assert_bitwise_equal(layer(x, max_tokens=7), want)
+        assert seen == [10, 14]
+        with pytest.raises(moelink.ArgumentError, match="max_tokens: expected an integer from the 5 rows of x"):
+            layer(x, max_tokens=4)
+    several = dataclasses.replace(ep.config, world_size=2)
+    assert known_max_tokens(several, 5) == (5 if mode == "allreduce" else None)
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_decode_step_on_a_gpu():
+    """A layer's step of 8 tokens: the same peak on a communicator of 4096 tokens as on one of 8, workspace aside."""
+    fields = {"num_experts": 16, "topk": 8, "hidden_size": 2048, "dispatch_format": "fp8_block128"}
+    peaks = {}
+    for most in (8, 4096):
+        with moelink.init(**fields, max_tokens_per_rank=most, transport="symmetric") as ep, torch.no_grad():
+            layer, x = MoE(ep, intermediate_size=1024), torch.randn(8, 2048, device=ep.device, dtype=torch.bfloat16)
+            layer(x, max_tokens=8)  # compiles
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            layer(x, max_tokens=8)
+            torch.cuda.synchronize()
+            peaks[most] = torch.cuda.max_memory_allocated() - before
+            # Routing notes are as long as the communicator's messages.
+            peaks[most] -= 4 * Workspace(ep.config).note_words(8)
+    assert peaks[4096] <= 1.1 * peaks[8], peaks

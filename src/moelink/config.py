@@ -78,7 +78,7 @@ class EPConfig:
         combine_dtype: dtype of expert outputs, of rows on the way home and of the result.
         layout: "expert" (rows grouped by local expert) or "rank" (one row per token and destination rank).
         expert_alignment: group sizes are rounded up to this many rows ("expert" layout).
-        capacity: rows of the dispatch output, or None for the worst case.
+        capacity: rows of the dispatch output, or None for the worst case; a call's ``max_tokens`` may make it smaller.
         pre_reduce: sum a token's rows on the expert's rank before they travel home.
         fused_shared_expert: group 0 is the rank's own tokens.
         mode: "alltoall", or "allreduce" (replicated activations, nothing travels).
