@@ -158,6 +158,7 @@ class Communicator:
         scales: Tensor | None = None,
         input_scale: Tensor | Hook | None = None,
         routing: DispatchOutput | None = None,
+        max_tokens: int | None = None,
         host_counts: bool = False,
         out: DispatchOutput | None = None,
     ) -> DispatchOutput:
@@ -172,7 +173,12 @@ class Communicator:
             scales: [num_tokens, scale_width] row-major scales; ``x`` is then already quantised (payload rows).
             input_scale: fp32, one element (or a Hook): the global scale of format nvfp4.
             routing: an earlier output whose routing is used again: its ids and its counts, which are neither counted
-                nor exchanged then. All ranks give one of the same earlier call, or none does.
+                nor exchanged then. All ranks give one of the same earlier call, or none does. The output has as many
+                rows as that one.
+            max_tokens: a bound on the tokens of every rank in this call, from this rank's to ``max_tokens_per_rank``:
+                the output has room for the worst case of so many tokens (or ``capacity``) in place of the worst case of
+                the communicator. Rows that do not fit, as another rank sends more, are dropped and counted as those
+                over ``capacity``. Not with ``routing``.
             host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
             out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
 
@@ -191,13 +197,15 @@ class Communicator:
         if torch.compiler.is_compiling():
             return ops.dispatch(
                 self._context,
-                _dispatch_request(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out),
+                _dispatch_request(
+                    x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+                ),
             )
         session = self._session
         try:
             session.begin("dispatch")
             ids = ids_of(topk_ids, routing)
-            request = DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out)
+            request = DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens)
             if ops.needs_operator(request):
                 return ops.dispatch(self._context, request)
             return session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
@@ -216,6 +224,7 @@ class Communicator:
         scales: Tensor | None = None,
         input_scale: Tensor | Hook | None = None,
         routing: DispatchOutput | None = None,
+        max_tokens: int | None = None,
         host_counts: bool = False,
         out: DispatchOutput | None = None,
     ) -> PendingSingle[DispatchOutput]:
@@ -224,13 +233,17 @@ class Communicator:
             return PendingSingle(
                 ops.start_dispatch(
                     self._context,
-                    _dispatch_request(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out),
+                    _dispatch_request(
+                        x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+                    ),
                 )
             )
         session = self._session
         try:
             session.begin("dispatch")
-            request = _dispatch_request(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out)
+            request = _dispatch_request(
+                x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+            )
             if ops.needs_operator(request):
                 return PendingSingle(ops.start_dispatch(self._context, request))
             operation = session.start_dispatch([self._context.direct(request)], fused=False)
@@ -322,6 +335,7 @@ class Communicator:
         *,
         scales: Tensor | None = None,
         input_scale: Tensor | None = None,
+        max_tokens: int | None = None,
         out: DispatchOutput | None = None,
     ) -> BoundDispatch:
         """Bind a dispatch to its tensors, for less host time a call. Not collective: nothing is sent before it is
@@ -360,7 +374,7 @@ class Communicator:
             [2.0, 2.0, 2.0]
         """
         self._session.require_open("bind")
-        request = DispatchRequest(x, topk_ids, topk_weights, scales, input_scale, out=out)
+        request = DispatchRequest(x, topk_ids, topk_weights, scales, input_scale, out=out, max_tokens=max_tokens)
         return BoundDispatch(self._session, request)
 
     def warmup(self) -> None:
@@ -497,9 +511,10 @@ def _dispatch_request(
     routing: DispatchOutput | None,
     host_counts: bool,
     out: DispatchOutput | None,
+    max_tokens: int | None,
 ) -> DispatchRequest:
     ids = ids_of(topk_ids, routing)
-    return DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out)
+    return DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens)
 
 
 def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:

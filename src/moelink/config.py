@@ -78,7 +78,7 @@ class EPConfig:
         combine_dtype: dtype of expert outputs, of rows on the way home and of the result.
         layout: "expert" (rows grouped by local expert) or "rank" (one row per token and destination rank).
         expert_alignment: group sizes are rounded up to this many rows ("expert" layout).
-        capacity: rows of the dispatch output, or None for the worst case.
+        capacity: rows of the dispatch output, or None for the worst case; a call's ``max_tokens`` may make it smaller.
         pre_reduce: sum a token's rows on the expert's rank before they travel home.
         fused_shared_expert: group 0 is the rank's own tokens.
         mode: "alltoall", or "allreduce" (replicated activations, nothing travels).
@@ -207,30 +207,52 @@ class EPConfig:
     @property
     def max_recv_tokens(self) -> int:
         """Most messages (one per token and source) that this rank receives in a call."""
-        return self.max_tokens_per_rank * (1 if self.mode == "allreduce" else self.world_size)
+        return self._recv_tokens(self.max_tokens_per_rank)
 
     @property
     def max_shared_rows(self) -> int:
         """Most rows of the fused shared expert's group: all own tokens, or in allreduce mode a part of them."""
-        if not self.fused_shared_expert:
-            return 0
-        parts = self.world_size if self.mode == "allreduce" else 1
-        return ceil_div(self.max_tokens_per_rank, parts)
+        return self._shared_rows(self.max_tokens_per_rank)
 
     @property
     def max_rows(self) -> int:
         """Most output rows of a dispatch without ``capacity``: routed, shared and padding rows."""
-        if self.layout == "rank":
-            return self.max_recv_tokens
-        routed = self.max_recv_tokens * self.topk
-        shared = self.max_shared_rows
-        padded_groups = min(self.num_local_experts, routed) + (shared > 0)
-        return routed + shared + padded_groups * (self.row_alignment - 1)
+        return self._worst_rows(self.max_tokens_per_rank)
 
     @property
     def row_capacity(self) -> int:
         """Rows of the dispatch output: ``capacity``, or the worst case."""
         return self.max_rows if self.capacity is None else self.capacity
+
+    def output_rows(self, max_tokens: int | None = None) -> int:
+        """Return the rows of the output of a dispatch with this ``max_tokens``: the worst case of so many tokens on
+        every rank, or ``capacity`` where that is smaller; for None :attr:`row_capacity`.
+
+        Example: 2 ranks, topk 3: at most 5 tokens a rank are 2 x 5 x 3 = 30 rows.
+        """
+        if max_tokens is None:
+            return self.row_capacity
+        worst = self._worst_rows(max_tokens)
+        return worst if self.capacity is None else torch.sym_min(worst, self.capacity)  # type: ignore[no-any-return]
+
+    def _recv_tokens(self, tokens: int) -> int:
+        return tokens * (1 if self.mode == "allreduce" else self.world_size)
+
+    def _shared_rows(self, tokens: int) -> int:
+        if not self.fused_shared_expert:
+            return 0
+        return ceil_div(tokens, self.world_size if self.mode == "allreduce" else 1)
+
+    def _worst_rows(self, tokens: int) -> int:
+        """Return the most output rows when ranks pass up to ``tokens`` tokens, which under a tracer may be a symbol."""
+        received = self._recv_tokens(tokens)
+        if self.layout == "rank":
+            return received
+        routed, shared = received * self.topk, self._shared_rows(tokens)
+        if self.row_alignment == 1:
+            return routed + shared
+        padded_groups = torch.sym_min(self.num_local_experts, routed) + torch.sym_min(1, shared)
+        return routed + shared + padded_groups * (self.row_alignment - 1)  # type: ignore[no-any-return]
 
     @property
     def most_row_capacity(self) -> int:
@@ -253,8 +275,13 @@ class EPConfig:
         of its place at the home rank."""
         return align_up(self.combine_row_bytes, ALIGNMENT) + ALIGNMENT
 
-    def memory_report(self) -> MemoryReport:
-        """Return what this rank will hold at worst, before anything is allocated."""
+    def memory_report(self, *, max_tokens: int | None = None) -> MemoryReport:
+        """Return what this rank will hold at worst, before anything is allocated.
+
+        ``max_tokens``: of calls that are given this bound. It makes ``outputs`` smaller, and the notes of own tokens;
+        what is made once for all calls stays as it is.
+        """
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         travels = self.mode == "alltoall"
         copies = min(self.world_size, self.topk)
         rows_home = copies if self.pre_reduce else self.topk
@@ -269,14 +296,14 @@ class EPConfig:
         workspace = Workspace(self)
         return MemoryReport(
             wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
-            outputs=self._dispatch_output_bytes() + self.max_tokens_per_rank * results * self.combine_row_bytes,
-            block=workspace.nbytes, notes=(workspace.note_words(self.max_tokens_per_rank) + self.row_capacity) * 4,
+            outputs=self._dispatch_output_bytes(max_tokens) + tokens * results * self.combine_row_bytes,
+            block=workspace.nbytes, notes=(workspace.note_words(tokens) + self.row_capacity) * 4,
         )  # fmt: skip
 
-    def _dispatch_output_bytes(self) -> int:
+    def _dispatch_output_bytes(self, max_tokens: int | None) -> int:
         """Return a lower bound of the bytes that a dispatch with router weights returns
         (:class:`moelink.output.OutputShape`)."""
-        fmt, rows, groups = self.format, self.row_capacity, self.num_groups
+        fmt, rows, groups = self.format, self.output_rows(max_tokens), self.num_groups
         scales, ranked = 0, self.layout == "rank"
         if fmt.scale_dtype is not None and fmt.scale_layout is not None:
             width = fmt.scale_width(self.hidden_size)

@@ -83,11 +83,14 @@ class DeviceCommunicator:
         scales: Sequence[Tensor] | None = None,
         input_scale: Sequence[Tensor | Hook] | None = None,
         routing: Sequence[DispatchOutput] | None = None,
+        max_tokens: int | None = None,
         host_counts: bool = False,
         out: Sequence[DispatchOutput] | None = None,
     ) -> list[DispatchOutput]:
         """Dispatch on every rank; see :meth:`moelink.Communicator.dispatch`."""
-        requests = self._dispatch_requests(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out)
+        requests = self._dispatch_requests(
+            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+        )
         return self._session.dispatch(requests, fused=True).wait()
 
     def dispatch_async(
@@ -99,11 +102,14 @@ class DeviceCommunicator:
         scales: Sequence[Tensor] | None = None,
         input_scale: Sequence[Tensor | Hook] | None = None,
         routing: Sequence[DispatchOutput] | None = None,
+        max_tokens: int | None = None,
         host_counts: bool = False,
         out: Sequence[DispatchOutput] | None = None,
     ) -> PendingOperation[list[DispatchOutput]]:
         """Start a dispatch on every rank; ``.wait()`` gives the list."""
-        requests = self._dispatch_requests(x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out)
+        requests = self._dispatch_requests(
+            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+        )
         return self._session.dispatch(requests)  # type: ignore[return-value]  # not fused
 
     def combine(
@@ -146,9 +152,12 @@ class DeviceCommunicator:
         routing: Sequence[DispatchOutput] | None,
         host_counts: bool,
         out: Sequence[DispatchOutput] | None,
+        max_tokens: int | None,
     ) -> list[DispatchRequest]:
         return [
-            DispatchRequest(x_i, ids_of(ids_i, routing_i), weights_i, scales_i, scale_i, routing_i, host_counts, out_i)
+            DispatchRequest(
+                x_i, ids_of(ids_i, routing_i), weights_i, scales_i, scale_i, routing_i, host_counts, out_i, max_tokens
+            )
             for x_i, ids_i, weights_i, scales_i, scale_i, routing_i, out_i in zip(
                 self._spread("x", x),
                 self._spread("topk_ids", topk_ids),

@@ -117,16 +117,18 @@ class UnsupportedError(MoelinkError, RuntimeError):
     """This transport, device or installation cannot do what was asked. Recover: as the message says."""
 
 
-class CapacityError(MoelinkError, RuntimeError):
-    """Rows did not fit ``capacity``. They contributed zero and were counted.
+_ROOM = "raise capacity (None never drops rows), or max_tokens of a dispatch where another rank sent more,"
 
-    Raised by ``check()``. Recover: raise ``capacity`` (None never overflows), with the contract's launchers the rows of
-    ``output_tokens``, or balance the routing.
+
+class CapacityError(MoelinkError, RuntimeError):
+    """Rows did not fit ``capacity``, or the output of a dispatch with ``max_tokens``. They contributed zero and were
+    counted.
+
+    Raised by ``check()``. Recover: raise ``capacity`` (None never overflows) or ``max_tokens``, with the contract's
+    launchers the rows of ``output_tokens``, or balance the routing.
     """
 
-    def __init__(
-        self, rank: int, dropped: int, capacity: int, *, remedy: str = "raise capacity (None never drops rows)"
-    ) -> None:
+    def __init__(self, rank: int, dropped: int, capacity: int, *, remedy: str = _ROOM) -> None:
         super().__init__(
             f"rank {rank}: {dropped} rows did not fit capacity {capacity}: expected no dropped rows, got {dropped} "
             f"since the last check; {remedy} or balance the routing"

@@ -179,7 +179,8 @@ class DispatchOutput(FromArena):
 
     The tensors other than tokens and scales may share one allocation, which lives as long as any of them.
 
-    ``rows`` is the worst case, the capacity, or (``host_counts=True``) exact; ``num_groups`` is the number of local
+    ``rows`` is the worst case, with ``max_tokens`` that of this bound, the capacity where that is smaller, that of the
+    output whose routing is used again, or (``host_counts=True``) exact; ``num_groups`` is the number of local
     experts, plus one with a fused shared expert, or the world size for layout "rank".
 
     Attributes:
@@ -194,7 +195,7 @@ class DispatchOutput(FromArena):
         scales_offsets: [num_groups] int32 for the 128x4 scale-tile layout, else None.
         weights: [rows] router weight of each row when ``topk_weights`` went into dispatch (layout "expert"), else None.
         num_recv_tokens: [] int32, routed rows present in the output.
-        overflow: [] int32, rows that did not fit ``capacity``.
+        overflow: [] int32, rows that did not fit ``rows``.
         handle: for combine and ``routing=``.
         topk_ids: layout "rank" only: [rows, topk] int32 local expert ids, -1 elsewhere.
         topk_weights: layout "rank" only: [rows, topk] router weights if they went into dispatch, 0 where the id is -1.
@@ -271,6 +272,12 @@ class OutputShape:
 
 
 _LARGE = frozenset({"tokens", "scales", "topk_ids", "topk_weights"})
+
+
+@lru_cache(maxsize=64)
+def shape_of_outputs(config: EPConfig, *, rows: int, weighted: bool) -> OutputShape:
+    """Return :meth:`OutputShape.of` of these, made once."""
+    return OutputShape.of(config, rows=rows, weighted=weighted)
 
 
 @lru_cache(maxsize=64)

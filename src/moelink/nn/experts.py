@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.nn.gated import gated_activation
 from moelink.ops.rows import dequantized
@@ -29,6 +30,12 @@ Activation = Callable[[Tensor], Tensor]
 
 _ALIGNMENT = 16
 _MAX_GROUPS = 1023
+
+
+def known_max_tokens(config: EPConfig, num_tokens: int) -> int | None:
+    """``max_tokens`` of a dispatch of this rank's ``num_tokens``, where it is known without asking other ranks: only
+    own tokens come here, as there is one rank or mode is "allreduce". Else None."""
+    return num_tokens if config.world_size == 1 or config.mode == "allreduce" else None
 
 
 def grouped_experts(

@@ -15,7 +15,7 @@ from torch import Tensor
 from moelink.communicator import Communicator, init
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ConfigError, StateError
-from moelink.nn.experts import Activation, dequantized, grouped_experts
+from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens
 from moelink.nn.initial import EXPERTS, SHARED, draw
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.router import Router, RouterConfig
@@ -180,7 +180,14 @@ class MoE(torch.nn.Module):
             raise ConfigError("shared_expert", f"None with {reason}", type(shared_expert).__name__)
         return config
 
-    def forward(self, x: Tensor, *, num_tokens: Tensor | None = None, input_scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        num_tokens: Tensor | None = None,
+        input_scale: Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> Tensor:
         """The layer's output, of the shape and dtype of ``x``. Collective: every rank calls it, with any number of
         tokens up to ``max_tokens_per_rank``, none included.
 
@@ -189,6 +196,9 @@ class MoE(torch.nn.Module):
             num_tokens: [] integer on the device: only so many rows of ``x`` are tokens. The others may hold anything;
                 they are not sent, not counted, and come out as zeros. For CUDA graphs, whose shapes are fixed.
             input_scale: the global scale of format nvfp4.
+            max_tokens: a bound on the tokens that any rank passes in this call, which sizes all rows between dispatch
+                and combine (see :meth:`moelink.Communicator.dispatch`). Default: the tokens of ``x`` where only own
+                tokens come here (one rank, or mode "allreduce"), else ``max_tokens_per_rank``.
 
         Raises: as ``Communicator.dispatch``.
         """
@@ -206,13 +216,15 @@ class MoE(torch.nn.Module):
         if self.load is not None:
             self.load.record(ids)
         weights = routing.topk_weights.to(config.weight_dtype)
+        bound = known_max_tokens(config, tokens.shape[0]) if max_tokens is None else max_tokens
+        options: dict[str, Any] = {
+            "input_scale": input_scale, "host_counts": self.host_counts, "max_tokens": bound,
+        }  # fmt: skip
         if self.shared_expert is None:
             shared = None
-            recv = self.ep.dispatch(tokens, ids, weights, input_scale=input_scale, host_counts=self.host_counts)
+            recv = self.ep.dispatch(tokens, ids, weights, **options)
         else:
-            pending = self.ep.dispatch_async(
-                tokens, ids, weights, input_scale=input_scale, host_counts=self.host_counts
-            )
+            pending = self.ep.dispatch_async(tokens, ids, weights, **options)
             shared = self.shared_expert(tokens)
             recv = pending.wait()
         rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)

@@ -61,15 +61,16 @@ class Dispatch(torch.autograd.Function):
         topk_weights: Tensor | None,
         scales: Tensor | None,
         input_scale: Tensor | None,
-        host_counts: bool,
-        communicator: str,
+        settings: tuple[bool, str, int | None],
         *routing: Tensor,
     ) -> tuple[Tensor, ...]:
+        host_counts, communicator, max_tokens = settings
         static = REGISTRY.find(communicator, "dispatch").static
         with torch._C._AutoDispatchBelowAutograd():
             outputs: tuple[Tensor, ...] = library.dispatch(
-                order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator
-            )
+                order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator,
+                max_tokens=max_tokens,
+            )  # fmt: skip
         rows, weights = CARRIER if static.quantised else _TOKENS, _TOPK_WEIGHTS if static.ranked else _WEIGHTS
         wanted = {rows: ctx.needs_input_grad[1], weights: ctx.needs_input_grad[3]}
         ctx.mark_non_differentiable(*(outputs[i] for i in range(NUM_OUTPUTS) if not wanted.get(i, False)))
@@ -234,15 +235,18 @@ def _dispatch(
     routing: list[Tensor],
     host_counts: bool,
     communicator: str,
+    *,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, ...]:
     if _requires_grad(x, topk_weights):
         return Dispatch.apply(  # type: ignore[no-any-return, no-untyped-call]
-            order, x, topk_ids, topk_weights, scales, input_scale, host_counts, communicator, *routing
+            order, x, topk_ids, topk_weights, scales, input_scale, (host_counts, communicator, max_tokens), *routing
         )
     with torch._C._AutoDispatchBelowAutograd():
         return library.dispatch(  # type: ignore[no-any-return]
-            order, x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, communicator
-        )
+            order, x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, communicator,
+            max_tokens=max_tokens,
+        )  # fmt: skip
 
 
 def _combine(

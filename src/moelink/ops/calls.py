@@ -20,7 +20,7 @@ from moelink.ops import library
 from moelink.ops.context import OperatorContext, Request
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
-from moelink.transports.validation import check_recv
+from moelink.transports.validation import check_max_tokens, check_recv
 
 
 def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
@@ -92,6 +92,7 @@ def _finish_dispatch(
             [] if routing is None else context.record(routing),
             request.host_counts,
             context.name,
+            max_tokens=request.max_tokens,
         )
     return context.assemble(
         outputs,
@@ -132,6 +133,7 @@ def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> Dis
         if request.routing is not None:
             check_recv(request.routing, identity=context.static.owner, config=context.config)
         _no_out(request.out)
+        check_max_tokens(context.config, request)
         if request.host_counts and torch.compiler.is_compiling():
             raise UnsupportedError(
                 "host_counts: expected False under a compiler, which needs sizes in advance, got True; leave it "

@@ -13,8 +13,8 @@ share, because calls of two communicators must keep their order, too. Nothing is
 to an input, and keep their order, in the forward and in the backward graph. The marker made for this purpose,
 ``EffectType.ORDERED``, does not stop Inductor (torch 2.11, 2.13) from reordering calls with independent results.
 
-**Shapes.** Outputs have their worst-case size, which follows from the configuration. An output that this communicator
-does not have is an empty tensor.
+**Shapes.** Outputs have their worst-case size, which follows from the configuration and ``max_tokens``. An output that
+this communicator does not have is an empty tensor.
 
 Importing this module registers the operators, so that a compiled or exported graph finds them by name. It touches no
 device.
@@ -37,7 +37,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # rows are
 
 LIBRARY.define(
     "dispatch(Tensor(a!) order, Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, Tensor? input_scale, "
-    f"Tensor[] routing, bool host_counts, str communicator) -> ({', '.join(['Tensor'] * NUM_OUTPUTS)})",
+    "Tensor[] routing, bool host_counts, str communicator, *, SymInt? max_tokens=None) -> "
+    f"({', '.join(['Tensor'] * NUM_OUTPUTS)})",
     tags=_TAGS,
 )
 LIBRARY.define(
@@ -68,6 +69,8 @@ def _dispatch(
     routing: list[Tensor],
     host_counts: bool,
     communicator: str,
+    *,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the fields of a DispatchOutput, flattened.
 
@@ -84,6 +87,7 @@ def _dispatch(
             input_scale=input_scale,
             routing=context.restore(routing, topk_ids=topk_ids) if routing else None,
             host_counts=host_counts,
+            max_tokens=max_tokens,
             apart=True,
         )
         operation = context.session.dispatch([request], fused=True)
@@ -101,9 +105,12 @@ def _dispatch_fake(
     routing: list[Tensor],
     host_counts: bool,
     communicator: str,
+    *,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, ...]:
     context = REGISTRY.find(communicator, "dispatch")
-    rows: int | torch.SymInt = context.config.row_capacity
+    # Over an earlier routing the output has the rows of that one, whose src_info is the second part of a record.
+    rows: int | torch.SymInt = routing[1].shape[0] if routing else context.config.output_rows(max_tokens)
     if host_counts:
         rows = torch.library.get_ctx().new_dynamic_size()
     return context.allocate(
@@ -222,8 +229,7 @@ def _combine_backward(
     context = REGISTRY.find(communicator, "combine (backward)")
     session = context.gradients.rows()
     routing = context.restore(record, topk_ids=topk_ids, session=session)
-    exact = len(routing.src_info) != context.config.row_capacity
-    request = DispatchRequest(tokens, topk_ids, topk_weights, routing=routing, host_counts=exact)
+    request = DispatchRequest(tokens, topk_ids, topk_weights, routing=routing)
     (output,) = session.dispatch([request], fused=True).wait()
     return output.tokens, output.row_offsets.new_empty(0) if output.weights is None else output.weights
 

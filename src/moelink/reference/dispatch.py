@@ -130,17 +130,18 @@ def _row_alignment(config: EPConfig) -> int:
     return math.lcm(config.expert_alignment, format_facts(config.dispatch_format).row_multiple)
 
 
-def _row_capacity(config: EPConfig, rank: int) -> int:
-    """Rows of the output: ``capacity``, or when every token that can arrive names only experts of ``rank``."""
-    if config.capacity is not None:
+def _row_capacity(config: EPConfig, rank: int, max_tokens: int | None) -> int:
+    """Rows of the output: when every token that can arrive, ``max_tokens`` of each source, names only experts of
+    ``rank``; ``capacity`` where there is one, which a smaller such number limits further."""
+    if config.capacity is not None and max_tokens is None:
         return config.capacity
-    arriving = len(_sources(config, rank)) * config.max_tokens_per_rank
-    if config.layout == "rank":
-        return arriving
-    routed = arriving * config.topk
-    shared = len(shared_tokens(config, config.max_tokens_per_rank, 0)) if config.fused_shared_expert else 0
+    tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
+    arriving = len(_sources(config, rank)) * tokens
+    routed = arriving if config.layout == "rank" else arriving * config.topk
+    shared = len(shared_tokens(config, tokens, 0)) if config.fused_shared_expert else 0
     groups = min(expert_owners(config).count(rank), routed) + (shared > 0)
-    return routed + shared + groups * (_row_alignment(config) - 1)
+    worst = routed + shared + groups * (_row_alignment(config) - 1)
+    return worst if config.capacity is None or worst < config.capacity else config.capacity
 
 
 def _place(groups: list[list[Origin]], alignment: int) -> tuple[list[_Row], list[int]]:
@@ -234,6 +235,7 @@ def reference_dispatch(
     *,
     input_scales: Sequence[Tensor | None] | None = None,
     scales: Sequence[Tensor] | None = None,
+    max_tokens: Sequence[int | None] | None = None,
 ) -> list[ReferenceRows]:
     """Dispatch of all ranks. Every sequence has one entry per rank; in allreduce mode the entries are replicas.
 
@@ -244,6 +246,7 @@ def reference_dispatch(
         topk_weights: [T, topk] float, or None.
         input_scales: global input scales (fp32, one element), or None.
         scales: [T, hidden_size / group] row-major scales of already quantised rows, or None.
+        max_tokens: what each rank states as the most tokens of any rank, or None.
 
     Returns:
         One ``ReferenceRows`` per rank, on the device of that rank's ``xs``.
@@ -261,7 +264,7 @@ def reference_dispatch(
     outputs = []
     for rank in world:
         device = xs[rank].device
-        capacity = _row_capacity(config, rank)
+        capacity = _row_capacity(config, rank, None if max_tokens is None else max_tokens[rank])
         every_row, offsets = _place(_groups(config, topk_ids, rank), _row_alignment(config))
         offsets = [min(offset, capacity) for offset in offsets]
         rows = [row for row in every_row if row.row < capacity]

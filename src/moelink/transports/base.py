@@ -12,6 +12,7 @@ from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from moelink.config import EPConfig
 from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
 from moelink.hooks import Hook
@@ -35,6 +36,7 @@ class DispatchRequest:
         routing: an earlier output whose routing is reused, or None.
         host_counts: exact-size outputs.
         out: an earlier output whose tensors are overwritten, or None.
+        max_tokens: a bound on the tokens of every rank, which sizes the output, or None.
         apart: each tensor of the output has memory of its own, as a compiler demands of an operator's results.
     """
 
@@ -46,12 +48,18 @@ class DispatchRequest:
     routing: DispatchOutput | None = None
     host_counts: bool = False
     out: DispatchOutput | None = None
+    max_tokens: int | None = None
     apart: bool = False
 
     @property
     def over(self) -> DispatchOutput | None:
         """The earlier output that this call goes over, if there is one."""
         return self.routing
+
+    def output_rows(self, config: EPConfig) -> int:
+        """Return the rows of the output before ``host_counts`` cuts it; over an earlier routing as many as that output
+        has, so that the same rows fit."""
+        return config.output_rows(self.max_tokens) if self.routing is None else self.routing.src_info.shape[0]
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,6 @@ Every refusal is an ArgumentError that names the argument, what was expected and
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ForeignHandleError
 from moelink.hooks import Hook
 from moelink.memory.layout import ALIGNMENT
-from moelink.output import DispatchOutput, OutputShape, version_of
+from moelink.output import DispatchOutput, shape_of_outputs, version_of
 from moelink.transports.base import CombineRequest, DispatchRequest
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -73,10 +72,13 @@ def kind_of(request: DispatchRequest) -> Hashable | None:
     """
     if request.routing is not None or request.out is not None or request.input_scale is not None:
         return None
+    if request.max_tokens is not None and type(request.max_tokens) is not int:
+        return None
     given = (request.x, request.topk_ids, request.topk_weights, request.scales)
     return tuple(
         [
             type(request.host_counts),
+            request.max_tokens,
             *[(t.shape, t.dtype, t.device, t.is_contiguous()) if isinstance(t, Tensor) else type(t) for t in given],
         ]
     )
@@ -103,6 +105,7 @@ def check_dispatch(
         raise ArgumentError(
             "x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", f"{num_tokens} rows"
         )
+    check_max_tokens(config, request)
     if routing is not None and routing.handle.num_tokens != num_tokens:
         raise ArgumentError("x", f"the {routing.handle.num_tokens} rows of the reused routing", f"{num_tokens} rows")
     _check_ids(config, request, num_tokens, device)
@@ -114,6 +117,20 @@ def check_dispatch(
     if request.out is not None:
         _check_out(config, request, device)
     return request
+
+
+def check_max_tokens(config: EPConfig, request: DispatchRequest) -> None:
+    """Check the bound on the tokens of every rank, which is also one on this rank's."""
+    bound, most = request.max_tokens, config.max_tokens_per_rank
+    if bound is None:
+        return
+    if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)):
+        raise ArgumentError("max_tokens", "an integer or None", f"a {type(bound).__name__}")
+    if request.routing is not None:
+        raise ArgumentError("max_tokens", "None with routing=, whose output's number of rows is used again", bound)
+    if not request.x.shape[0] <= bound <= most:
+        expected = f"an integer from the {request.x.shape[0]} rows of x to max_tokens_per_rank = {most}"
+        raise ArgumentError("max_tokens", expected, bound)
 
 
 def _check_ids(config: EPConfig, request: DispatchRequest, num_tokens: int, device: torch.device) -> None:
@@ -164,7 +181,7 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
     if weighted != (carried is not None):
         held = "weights in out without topk_weights" if carried is not None else "topk_weights without weights in out"
         raise ArgumentError("out", "router weights in out exactly when topk_weights is given", held)
-    wanted = _shape_of_outputs(config, weighted)
+    wanted = shape_of_outputs(config, rows=request.output_rows(config), weighted=weighted)
     reads = (request.x, request.scales, request.topk_ids, request.topk_weights, request.input_scale)
     for name, blank in wanted.present:
         tensor = check_tensor(
@@ -179,11 +196,6 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
     for name in wanted.absent:
         if getattr(out, name) is not None:
             raise ArgumentError(f"out.{name}", "None, which a call like this returns", "a tensor")
-
-
-@lru_cache(maxsize=64)
-def _shape_of_outputs(config: EPConfig, weighted: bool) -> OutputShape:
-    return OutputShape.of(config, rows=config.row_capacity, weighted=weighted)
 
 
 def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, device: torch.device) -> CombineRequest:

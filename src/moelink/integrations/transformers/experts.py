@@ -13,7 +13,7 @@ import moelink
 from moelink.errors import UnsupportedError
 from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized, grouped_experts
-from moelink.nn.experts import Activation
+from moelink.nn.experts import Activation, known_max_tokens
 
 
 def check_experts(module: nn.Module) -> None:
@@ -74,7 +74,9 @@ def run_experts(
     x, weights = hidden_states, topk_weights
     if replicated:
         x, weights = shared_by_ranks(x, group), shared_by_ranks(weights, group)
-    recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous())
+    # In mode "alltoall" each rank has a batch of its own, whose size the others do not know.
+    bound = known_max_tokens(ep.config, x.shape[0])
+    recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous(), max_tokens=bound)
     rows = dequantized(recv, ep.config, dtype=gate_up.dtype)
     y = grouped_experts(rows, recv.row_offsets, gate_up, down, activation=plain_activation(activation))
     out = ep.combine(y.to(ep.config.combine_dtype), recv)

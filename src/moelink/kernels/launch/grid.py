@@ -51,8 +51,12 @@ def grid(programs: int, budget: int, *, resident: int, available: int) -> int:
     return programs if rounds <= 1 else rounds * available
 
 
-def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, encodes: bool) -> Launch:
+def dispatch_launch(
+    config: EPConfig, device: torch.device, num_tokens: int, *, encodes: bool, max_tokens: int | None = None
+) -> Launch:
     """Choose the CTAs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
+    No rank is expected to send more than ``max_tokens`` (None: ``max_tokens_per_rank``). Ranks need not choose alike: a
+    sender tells how many CTAs it has, and receivers share whatever comes.
 
     These numbers are measured; see docs/performance.md. Three CTAs of 8 warps and 80 registers share an SM. Few tokens:
     one sending CTA per SM, and one receiving CTA per expected message, or also per SM when there is padding. Many
@@ -66,7 +70,7 @@ def dispatch_launch(config: EPConfig, device: torch.device, num_tokens: int, *, 
         return Launch(2, 2)
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or sm_count(device)
-    few = config.max_tokens_per_rank <= FEW_TOKENS
+    few = (config.max_tokens_per_rank if max_tokens is None else max_tokens) <= FEW_TOKENS
     send = sms if few or encodes else 3 * sms // 5
     if config.num_sms is not None:
         send = 4 * send // 3

@@ -100,6 +100,7 @@ def dispatch_steps(
         received=received,
         own=own,
         handle=handle,
+        capacity=request.output_rows(config),
         host_counts=request.host_counts,
         out=request.out,
     )

@@ -23,13 +23,15 @@ def fill_output(
     received: Tensor,
     own: Tensor,
     handle: DispatchHandle,
+    capacity: int,
     host_counts: bool,
     out: DispatchOutput | None,
 ) -> DispatchOutput:
-    """Lay out ``received`` [M + 1, bytes] (its last row is scratch) and the shared rows of ``own`` [T, bytes]."""
-    total = min(plan.num_rows, config.row_capacity)
+    """Lay out ``received`` [M + 1, bytes] (its last row is scratch) and the shared rows of ``own`` [T, bytes] in up to
+    ``capacity`` rows."""
+    total = min(plan.num_rows, capacity)
     weighted = message.weight_dtype is not None
-    rows = total if host_counts else config.row_capacity
+    rows = total if host_counts else capacity
     result = (
         out
         if out is not None

@@ -59,7 +59,7 @@ class CollectiveTransport:
     def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:
         """Return a function that makes this dispatch into the same tensors. Sizes are counted anew each time."""
         (config,) = self._configs
-        shape = OutputShape.of(config, rows=config.row_capacity, weighted=request.topk_weights is not None)
+        shape = OutputShape.of(config, rows=request.output_rows(config), weighted=request.topk_weights is not None)
         out = request.out or shape.allocate(None, request.x.device)  # type: ignore[arg-type]
 
         def again(request: DispatchRequest) -> DispatchOutput:

@@ -26,6 +26,7 @@ from moelink.output import (
     DispatchOutput,
     OutputShape,
     make,
+    shape_of_outputs,
     version_at_dispatch,
 )
 from moelink.transports.base import DispatchRequest
@@ -41,6 +42,7 @@ class LaunchPlan:
         send, receive, both, layout: the compiled kernels; the last one is the scale kernel, where a call has one.
         sending, receiving, fused, laying: the numbers that each of them gets.
         copies: whether the kernels move rows as bytes.
+        rows: rows of the output, unless the call is over an earlier routing.
         notes, counts, outputs: the blanks of the tensors that a call makes.
         arena: where the small ones of them are in one allocation, the notes first.
         small: of the fields of :class:`DispatchOutputs` from ``row_offsets`` on, the first byte in the arena, -1 where
@@ -56,6 +58,7 @@ class LaunchPlan:
     fused: DispatchNumbers
     laying: DispatchNumbers
     copies: bool
+    rows: int
     notes: Blank
     counts: Blank
     outputs: OutputShape
@@ -65,25 +68,26 @@ class LaunchPlan:
     @classmethod
     def of(
         cls, rank: Rank, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
-        cached: bool,
+        cached: bool, max_tokens: int | None,
     ) -> LaunchPlan:  # fmt: skip
-        """Return the launch plan of ``rank`` for ``num_tokens`` rows of ``dtype``; the others are as in
-        :func:`dispatch_spec`."""
+        """Return the launch plan of ``rank`` for ``num_tokens`` rows of ``dtype``, and at most ``max_tokens`` on any
+        rank; the others are as in :func:`dispatch_spec`."""
         config, device = rank.config, rank.device
         spec = dispatch_spec(
             rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
             cached=cached,
         )  # fmt: skip
-        launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
+        launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE), max_tokens=max_tokens)
         later = layout_launch(config, device)
         cut = TokenSplit.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
         senders, kernel = 1 + cut.programs, rank.launcher.kernel
         shared_begin, shared_end = shared_bounds(config, num_tokens)
-        outputs = OutputShape.of(config, rows=config.row_capacity, weighted=weights)
+        rows = config.output_rows(max_tokens)
+        outputs = shape_of_outputs(config, rows=rows, weighted=weights)
         numbers = DispatchNumbers(
             me=rank.me, rank=config.rank, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
             num_groups=config.num_groups, num_tokens=num_tokens, tokens_per_program=cut.tokens_per_program,
-            split=cut.split, shared_begin=shared_begin, shared_end=shared_end, capacity=config.row_capacity,
+            split=cut.split, shared_begin=shared_begin, shared_end=shared_end, capacity=rows,
             scale_rows=_scale_rows(dict(outputs.present).get("scales")), counts_stride=config.world_size,
             status=STATUS_OK, senders=senders, limit=rank.limit, programs=0,
         )  # fmt: skip
@@ -103,6 +107,7 @@ class LaunchPlan:
             fused=numbers._replace(programs=both.programs),
             laying=numbers._replace(programs=later.receive),
             copies=bool(spec.SOURCE == COPY),
+            rows=rows,
             notes=notes,
             counts=counts,
             outputs=outputs,
@@ -139,9 +144,11 @@ class Dispatch:
             input_scale = evaluate_input_scale(input_scale)
         self.launch_plan = plan = rank.plan(
             LaunchPlan, num_tokens, x.dtype, scales is not None, weights is not None, input_scale is not None,
-            request.routing is not None,
+            request.routing is not None, request.max_tokens,
         )  # fmt: skip
-        arena = plan.arena.allocate(device) if out is None and not request.apart else None
+        self._rows = plan.rows if request.routing is None else request.output_rows(config)
+        in_arena = out is None and not request.apart and self._rows == plan.rows
+        arena = plan.arena.allocate(device) if in_arena else None
         if request.routing is not None:
             # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
             # this one may fail where that one did not.
@@ -157,14 +164,16 @@ class Dispatch:
             "ids_version": version_at_dispatch(request.topk_ids), **counts,
         })  # fmt: skip
         self._arena = arena
-        self._scale_rows = plan.fused.scale_rows
-        if arena is not None:
+        if out is not None:
+            self.output, self._scale_rows = dataclasses.replace(out, handle=handle), _scale_rows(out.scales)
+        elif arena is not None:
             large = {name: blank.on(device) for name, blank in plan.outputs.large}
             self.output = make(DispatchOutput, {**large, **plan.outputs.absent, "handle": handle, "_arena": arena})
-        elif out is None:
-            self.output = plan.outputs.allocate(handle, device)
+            self._scale_rows = plan.fused.scale_rows
         else:
-            self.output, self._scale_rows = dataclasses.replace(out, handle=handle), _scale_rows(out.scales)
+            shape = shape_of_outputs(config, rows=self._rows, weighted=weights is not None)
+            self.output = shape.allocate(handle, device)
+            self._scale_rows = _scale_rows(self.output.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
             x = x.clone()
         self._x, self._input_scale, self._weights = x, input_scale, weights
@@ -235,10 +244,10 @@ class Dispatch:
         return (self._inputs(typed), self._outputs(typed), *self._routing(typed))
 
     def _numbers(self, numbers: DispatchNumbers) -> DispatchNumbers:
-        """Return ``numbers`` for this call's output, which may be the caller's."""
-        if numbers.scale_rows == self._scale_rows:
+        """Return ``numbers`` for this call's output, which may be the caller's, or have the rows of an earlier one."""
+        if numbers.scale_rows == self._scale_rows and numbers.capacity == self._rows:
             return numbers
-        return numbers._replace(scale_rows=self._scale_rows)
+        return numbers._replace(scale_rows=self._scale_rows, capacity=self._rows)
 
     def send(self) -> None:
         """Launch the sender role."""
