@@ -19,15 +19,14 @@ def run_devices(ep, case, world_size):
     """One dispatch and combine on all ranks; results as the process runner gives them."""
     data = [case.data(rank) for rank in range(world_size)]
     weights = [d.topk_weights for d in data]
-    recvs = ep.dispatch(
-        [d.x for d in data], [d.topk_ids for d in data], weights if case.weights == "dispatch" else None
-    )
+    recvs = ep.dispatch([d.x for d in data], [d.topk_ids for d in data], weights if case.travel else None)
     outs = ep.combine(
         [case.expert_rows(rank, recv.tokens.shape[0]) for rank, recv in enumerate(recvs)],
         recvs,
         weights if case.weights == "combine" else None,
         reduce=case.reduce,
         shared=[case.shared_rows(rank) for rank in range(world_size)] if case.shared else None,
+        weigh=case.weights != "left",
     )
     return [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)]
 
