@@ -135,9 +135,11 @@ def test_host_counts_give_exact_sizes():
         rows = int(recv.row_offsets[-1])
         assert recv.tokens.shape[0] == recv.src_info.shape[0] == recv.weights.shape[0] == rows == want.num_rows
         assert recv.scales.shape[1] == rows
+        assert recv.host_counts == want.num_recv_per_expert.tolist()
         assert_bitwise_equal(recv.tokens, want.tokens[:rows])
     ys = [case.expert_rows(rank, expected[rank].tokens.shape[0])[: len(recv.tokens)] for rank, recv in enumerate(recvs)]
     full = [case.expert_rows(rank, rows.tokens.shape[0]) for rank, rows in enumerate(expected)]
+    assert all(recv.host_counts is None for recv in ep.dispatch(xs, ids, weights))
     outs = reference.reference_combine(case.setup.config(3), full, expected, ids, None)
     for out, want in zip(ep.combine(ys, recvs), outs, strict=True):
         assert_bitwise_equal(out, want)

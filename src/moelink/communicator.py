@@ -172,7 +172,8 @@ class Communicator:
             input_scale: fp32, one element (or a Hook): the global scale of format nvfp4.
             routing: an earlier output whose routing is used again: its ids and its counts, which are neither counted
                 nor exchanged then. All ranks give one of the same earlier call, or none does.
-            host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
+            host_counts: return exact-size tensors instead of worst-case ones, and the rows of each expert as a list
+                (``recv.host_counts``), for one host synchronisation.
             out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
 
         When x or topk_weights requires grad, so do ``recv.tokens`` (of a format with scales: its dequantised rows, see

@@ -93,13 +93,18 @@ def _finish_dispatch(
             request.host_counts,
             context.name,
         )
-    return context.assemble(
+    output = context.assemble(
         outputs,
         num_tokens=request.x.shape[0],
         topk_ids=request.topk_ids,
         topk_weights=weights,  # type: ignore[arg-type]
         routing=routing,
     )
+    # A subclass of Tensor, a fake tensor for example, may have no values. An operator returns tensors alone, so the
+    # list is read once more.
+    if not request.host_counts or type(output.row_offsets) is not Tensor:
+        return output
+    return dataclasses.replace(output, host_counts=output.num_recv_per_expert.tolist())
 
 
 def _finish_combine(context: OperatorContext, request: CombineRequest, operation: Pending[Any] | None) -> Tensor:

@@ -459,18 +459,20 @@ def combine_spec(
     epilogue: str = "",
     hook: Any = None,
     raw_sums: bool = False,
+    tells_weighed: bool = False,
 ) -> CombineSpec:
     """Return the launch constants of a combine.
 
     ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank has weights. ``raw_sums``: the
-    result is the sum before rounding.
+    result is the sum before rounding. ``tells_weighed``: ranks tell each other whether they multiply by row
+    weights, which a launcher of the home role alone does not know.
     """
     cfg, regions = workspace.config, workspace.regions
     rank_layout = cfg.layout == "rank"
     local = cfg.mode == "allreduce"
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
-    options = OPTIONS_BY_ROW if not sums else OPTIONS_WEIGHED_SUMS if by_row else OPTIONS_SUMS
+    options = OPTIONS_BY_ROW if not sums else OPTIONS_WEIGHED_SUMS if by_row and tells_weighed else OPTIONS_SUMS
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     most_small = workspace.lamport_tokens
     # A block of words has at least one element for each thread (``kernels.sync.signals``).

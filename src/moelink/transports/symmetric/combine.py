@@ -59,7 +59,7 @@ class LaunchPlan:
         config = rank.config
         spec = combine_spec(
             rank.workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
-            shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums,
+            shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums, tells_weighed=True,
         )  # fmt: skip
         launch = combine_launch(rank.workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
         travels = not spec.ALLREDUCE

@@ -137,7 +137,8 @@ class Dispatch:
         if out is None:
             self.output, self._scale_rows = plan.outputs.allocate(handle, device), plan.fused.scale_rows
         else:
-            self.output, self._scale_rows = dataclasses.replace(out, handle=handle), _scale_rows(out.scales)
+            self.output = dataclasses.replace(out, handle=handle, host_counts=None)
+            self._scale_rows = _scale_rows(out.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
             x = x.clone()
         self._x, self._input_scale, self._weights = x, input_scale, weights
@@ -228,7 +229,7 @@ class Dispatch:
         if not self.request.host_counts:
             return self.output
         out, config = self.output, self.rank.config
-        rows = int(out.row_offsets[-1])
+        *counted, rows = torch.cat((out.num_recv_per_expert, out.row_offsets[-1:])).tolist()
         scales = out.scales
         if scales is not None:
             width = config.format.scale_width(config.hidden_size)
@@ -244,6 +245,7 @@ class Dispatch:
         return dataclasses.replace(
             out, tokens=out.tokens[:rows].clone(), scales=scales, src_info=out.src_info[:rows].clone(),
             weights=cut(out.weights), topk_ids=cut(out.topk_ids), topk_weights=cut(out.topk_weights),
+            host_counts=counted,
         )  # fmt: skip
 
 
