@@ -60,7 +60,7 @@ class Case:
 
     setup: Setup
     scenario: str
-    weights: str = "dispatch"  # or "combine", "none"
+    weights: str = "dispatch"  # or "combine", "none", or "left": they travel, and combine does not weigh
     reduce: bool = True
     shared: bool = False
     seed: int = 0
@@ -95,6 +95,11 @@ class Case:
             data = dataclasses.replace(self.data(0))
         ids = torch.full_like(data.topk_ids, 2) if scenario == "one_expert" else data.topk_ids
         return dataclasses.replace(data, topk_ids=ids, topk_weights=data.topk_weights.to(self.weight_dtype))
+
+    @property
+    def travel(self) -> bool:
+        """Whether router weights go into dispatch."""
+        return self.weights in ("dispatch", "left")
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -154,6 +159,10 @@ FIELDS = (
 )
 
 
+PER_EXPERT = "num_recv_per_expert"
+"""What an output of a communicator has besides; the contract's launchers return no such tensor."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What one rank got."""
@@ -164,14 +173,14 @@ class Result:
     @classmethod
     def of(cls, recv: moelink.DispatchOutput, out: torch.Tensor) -> Result:
         """Of what dispatch and combine returned."""
-        return cls({name: Packed.of(getattr(recv, name)) for name in FIELDS}, Packed.of(out))
+        return cls({name: Packed.of(getattr(recv, name)) for name in (*FIELDS, PER_EXPERT)}, Packed.of(out))
 
 
 def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
     """One dispatch and one combine of ``case`` on this rank."""
     data = case.data(rank)
     x, ids, weights = (t.to(ep.device) for t in (data.x, data.topk_ids, data.topk_weights))
-    recv = ep.dispatch(x, ids, weights if case.weights == "dispatch" else None)
+    recv = ep.dispatch(x, ids, weights if case.travel else None)
     shared = case.shared_rows(rank)
     out = ep.combine(
         case.expert_rows(rank, recv.tokens.shape[0]).to(ep.device),
@@ -179,6 +188,7 @@ def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
         weights if case.weights == "combine" else None,
         reduce=case.reduce,
         shared=None if shared is None else shared.to(ep.device),
+        weigh=case.weights != "left",
     )
     return Result.of(recv, out)
 
@@ -210,16 +220,15 @@ def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
     data = [case.data(rank) for rank in range(world_size)]
     ids = [d.topk_ids for d in data]
     weights = [d.topk_weights for d in data]
-    rows = reference.reference_dispatch(
-        config, [d.x for d in data], ids, weights if case.weights == "dispatch" else None
-    )
+    rows = reference.reference_dispatch(config, [d.x for d in data], ids, weights if case.travel else None)
     for rank, (expected, result) in enumerate(zip(rows, results, strict=True)):
         check_rows(f"{case.id} rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
     shared = [case.shared_rows(rank) for rank in range(world_size)] if case.shared else None
     ys = [case.expert_rows(rank, rows[rank].tokens.shape[0]) for rank in range(world_size)]
     outs = reference.reference_combine(
-        config, ys, rows, ids, weights if case.weights == "combine" else None, reduce=case.reduce, shared=shared
-    )
+        config, ys, rows, ids, weights if case.weights == "combine" else None, reduce=case.reduce, shared=shared,
+        weigh=case.weights != "left",
+    )  # fmt: skip
     for rank, (expected, result) in enumerate(zip(outs, results, strict=True)):
         assert_bitwise_equal(result.combined.tensor(), expected, f"{case.id} rank {rank}: combine")
 
@@ -227,7 +236,7 @@ def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
 def check_rows(what: str, expected: reference.ReferenceRows, got: dict[str, torch.Tensor | None]) -> None:
     """The defined part of a dispatch output against the oracle's."""
     n = expected.num_rows
-    for name in FIELDS:
+    for name in (*FIELDS, PER_EXPERT) if PER_EXPERT in got else FIELDS:
         want, have = getattr(expected, name), got[name]
         if (
             name in ("tokens", "src_info", "weights", "topk_ids", "topk_weights")
@@ -319,6 +328,9 @@ def features() -> list[Case]:
     add("fp32", combine_dtype=torch.float32)
     add("fp32", combine_dtype=torch.float16, pre_reduce=False)
     add("bf16", combine_dtype=torch.float64)
+    add("bf16", "repeats", weights="left")
+    add("nvfp4", "holes", weights="left", pre_reduce=False)
+    add("bf16", weights="left", mode="allreduce", fused_shared_expert=True)
     return cases
 
 

@@ -26,7 +26,8 @@ class Case:
 
     Attributes:
         options: keyword arguments of ``moelink.init`` besides the sizes.
-        weights: where router weights go: "dispatch", "combine" or "none".
+        weights: where router weights go: "dispatch", "combine" or "none"; "left": into dispatch, and the
+            experts multiply by them.
         added: what is added in combine: "", "shared", "bias" or "residual".
         slots: ``reduce=False``; weights are then applied and summed outside.
         lazy: experts without rows are skipped, so a rank without rows builds no graph.
@@ -94,6 +95,8 @@ def gradient_cases() -> list[Case]:
         Case(late, weights="combine"),
         Case(late, weights="combine", scenario="holes", added="residual"),
         Case(late, weights="none", slots=True),
+        Case(weights="left", scenario="holes"),
+        Case(late, weights="left", scenario="one_rank_empty", lazy=True, frozen=True),
         Case(slots=True, scenario="holes"),
         Case(added="shared"),
         Case(added="bias"),
@@ -208,9 +211,17 @@ def apply_experts(ep: moelink.Communicator, case: Case, recv: moelink.DispatchOu
     return torch.cat([total, pad])
 
 
+def _weighed(case: Case, y: Tensor, recv: moelink.DispatchOutput) -> Tensor:
+    """Multiply y by the weights that travelled, as experts do that combine leaves them to."""
+    if case.lazy and int(recv.row_offsets[-1]) == 0:
+        return y
+    rows = torch.arange(len(y)) < recv.row_offsets[-1]
+    return y * torch.where(rows, recv.weights, 0.0)[:, None]
+
+
 def layer(ep: moelink.Communicator, case: Case, m: Inputs) -> Tensor:
     """The layer on one rank: [T, H]."""
-    weights = m.weights if case.weights == "dispatch" else None
+    weights = m.weights if case.weights in ("dispatch", "left") else None
     call = {"host_counts": case.host_counts}
     if case.split:
         recv = ep.dispatch_async(m.x, m.ids, weights, **call).wait()
@@ -220,6 +231,8 @@ def layer(ep: moelink.Communicator, case: Case, m: Inputs) -> Tensor:
         recv = ep.dispatch(m.x, None, weights, routing=recv, **call)
     y = apply_experts(ep, case, recv, m)
     options: dict[str, Any] = {"reduce": not case.slots}
+    if case.weights == "left":
+        y, options["weigh"] = _weighed(case, y, recv), False
     if case.added:
         name = "shared" if case.added == "shared" else "epilogue"
         options[name] = m.bias if case.added == "bias" else m.extra

@@ -33,10 +33,7 @@ def apart(setup: Setup, world_size: int, timeout: float = 10.0) -> list[Symmetri
 
 def dispatch_requests(case: Case, ranks: list[int], **options: Any) -> list[DispatchRequest]:
     datas = [case.data(rank) for rank in ranks]
-    return [
-        DispatchRequest(d.x, d.topk_ids, d.topk_weights if case.weights == "dispatch" else None, **options)
-        for d in datas
-    ]
+    return [DispatchRequest(d.x, d.topk_ids, d.topk_weights if case.travel else None, **options) for d in datas]
 
 
 def over(recvs: Sequence[moelink.DispatchOutput], requests: Sequence[DispatchRequest]) -> list[DispatchRequest]:
@@ -55,6 +52,7 @@ def combine_requests(case: Case, ranks: list[int], recvs: list[moelink.DispatchO
             case.data(rank).topk_weights if case.weights == "combine" else None,
             reduce=case.reduce,
             shared=case.shared_rows(rank),
+            weigh=case.weights != "left",
         )
         for rank, recv in zip(ranks, recvs, strict=True)
     ]

@@ -19,15 +19,14 @@ def run_devices(ep, case, world_size):
     """One dispatch and combine on all ranks; results as the process runner gives them."""
     data = [case.data(rank) for rank in range(world_size)]
     weights = [d.topk_weights for d in data]
-    recvs = ep.dispatch(
-        [d.x for d in data], [d.topk_ids for d in data], weights if case.weights == "dispatch" else None
-    )
+    recvs = ep.dispatch([d.x for d in data], [d.topk_ids for d in data], weights if case.travel else None)
     outs = ep.combine(
         [case.expert_rows(rank, recv.tokens.shape[0]) for rank, recv in enumerate(recvs)],
         recvs,
         weights if case.weights == "combine" else None,
         reduce=case.reduce,
         shared=[case.shared_rows(rank) for rank in range(world_size)] if case.shared else None,
+        weigh=case.weights != "left",
     )
     return [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)]
 
@@ -136,9 +135,11 @@ def test_host_counts_give_exact_sizes():
         rows = int(recv.row_offsets[-1])
         assert recv.tokens.shape[0] == recv.src_info.shape[0] == recv.weights.shape[0] == rows == want.num_rows
         assert recv.scales.shape[1] == rows
+        assert recv.host_counts == want.num_recv_per_expert.tolist()
         assert_bitwise_equal(recv.tokens, want.tokens[:rows])
     ys = [case.expert_rows(rank, expected[rank].tokens.shape[0])[: len(recv.tokens)] for rank, recv in enumerate(recvs)]
     full = [case.expert_rows(rank, rows.tokens.shape[0]) for rank, rows in enumerate(expected)]
+    assert all(recv.host_counts is None for recv in ep.dispatch(xs, ids, weights))
     outs = reference.reference_combine(case.setup.config(3), full, expected, ids, None)
     for out, want in zip(ep.combine(ys, recvs), outs, strict=True):
         assert_bitwise_equal(out, want)

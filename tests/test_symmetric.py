@@ -213,6 +213,8 @@ def test_host_counts_gives_exact_sizes(fmt):
         n = int(full.row_offsets[-1])
         assert cut.tokens.shape[0] == cut.src_info.shape[0] == n
         assert torch.equal(cut.src_info, full.src_info[:n])
+        assert cut.host_counts == full.num_recv_per_expert.tolist()
+        assert full.host_counts is None
         if full.scales is not None:
             expected = full.scales[:, :n] if fmt == "fp8_block128" else full.scales[:n]
             assert cut.scales.shape == expected.shape

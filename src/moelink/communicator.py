@@ -179,7 +179,8 @@ class Communicator:
                 the output has room for the worst case of so many tokens (or ``capacity``) in place of the worst case of
                 the communicator. Rows that do not fit, as another rank sends more, are dropped and counted as those
                 over ``capacity``. Not with ``routing``.
-            host_counts: return exact-size tensors instead of worst-case ones, for one host synchronisation.
+            host_counts: return exact-size tensors instead of worst-case ones, and the rows of each expert as a list
+                (``recv.host_counts``), for one host synchronisation.
             out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
 
         When x or topk_weights requires grad, so do ``recv.tokens`` (of a format with scales: its dequantised rows, see
@@ -264,6 +265,7 @@ class Communicator:
         epilogue: Tensor | Hook | None = None,
         shared: Tensor | None = None,
         out: Tensor | None = None,
+        weigh: bool = True,
     ) -> Tensor:
         """Bring expert outputs home and sum them: [num_tokens, hidden_size] of ``combine_dtype``.
 
@@ -277,17 +279,22 @@ class Communicator:
                 Hook that stores for itself.
             shared: [num_tokens, hidden_size] added in fp32 before rounding (a shared expert's output).
             out: where the result goes.
+            weigh: False leaves the router weights that went into dispatch to the caller, who has multiplied y by
+                ``recv.weights``: rows are then summed unweighted, as they are where no weights went into dispatch. With
+                ``pre_reduce=True`` all ranks pass the same. Layout "rank" has nothing to weigh.
 
         Gradients flow to y, ``recv``, topk_weights, shared, and a bias or residual; their backward is a dispatch.
 
         Raises: as :meth:`dispatch`.
         """
         if torch.compiler.is_compiling():
-            return ops.combine(self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out))
+            return ops.combine(
+                self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+            )
         session = self._session
         try:
             session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out)
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
             if ops.needs_operator(request):
                 return ops.combine(self._context, request)
             return session.start_combine([self._context.direct(request)], fused=True).wait()[0]
@@ -307,16 +314,19 @@ class Communicator:
         epilogue: Tensor | Hook | None = None,
         shared: Tensor | None = None,
         out: Tensor | None = None,
+        weigh: bool = True,
     ) -> PendingSingle[Tensor]:
         """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
         if torch.compiler.is_compiling():
             return PendingSingle(
-                ops.start_combine(self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out))
+                ops.start_combine(
+                    self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+                )
             )
         session = self._session
         try:
             session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out)
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
             if ops.needs_operator(request):
                 return PendingSingle(ops.start_combine(self._context, request))
             operation = session.start_combine([self._context.direct(request)], fused=False)

@@ -122,9 +122,10 @@ class DeviceCommunicator:
         epilogue: Sequence[Tensor | Hook] | None = None,
         shared: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
+        weigh: bool = True,
     ) -> list[Tensor]:
         """Combine on every rank; see :meth:`moelink.Communicator.combine`."""
-        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out)
+        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
         return self._session.combine(requests, fused=True).wait()
 
     def combine_async(
@@ -137,9 +138,10 @@ class DeviceCommunicator:
         epilogue: Sequence[Tensor | Hook] | None = None,
         shared: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
+        weigh: bool = True,
     ) -> PendingOperation[list[Tensor]]:
         """Start a combine on every rank; ``.wait()`` gives the list."""
-        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out)
+        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
         return self._session.combine(requests)  # type: ignore[return-value]  # not fused
 
     def _dispatch_requests(
@@ -179,9 +181,10 @@ class DeviceCommunicator:
         epilogue: Sequence[Tensor | Hook] | None,
         shared: Sequence[Tensor] | None,
         out: Sequence[Tensor] | None,
+        weigh: bool,
     ) -> list[CombineRequest]:
         return [
-            CombineRequest(y_i, recv_i, weights_i, reduce=reduce, epilogue=epilogue_i, shared=shared_i, out=out_i)  # type: ignore[arg-type]
+            CombineRequest(y_i, recv_i, weights_i, reduce, epilogue_i, shared_i, out_i, weigh)  # type: ignore[arg-type]
             for y_i, recv_i, weights_i, epilogue_i, shared_i, out_i in zip(
                 self._spread("y", y),
                 self._spread("recv", recv),

@@ -199,6 +199,7 @@ class DispatchOutput(FromArena):
         handle: for combine and ``routing=``.
         topk_ids: layout "rank" only: [rows, topk] int32 local expert ids, -1 elsewhere.
         topk_weights: layout "rank" only: [rows, topk] router weights if they went into dispatch, 0 where the id is -1.
+        host_counts: with ``host_counts=True``, :attr:`num_recv_per_expert` as a list on the host; else None.
     """
 
     tokens: Tensor
@@ -213,6 +214,26 @@ class DispatchOutput(FromArena):
     handle: DispatchHandle = field(repr=False)
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
+    host_counts: list[int] | None = None
+
+    @property
+    def num_recv_per_expert(self) -> Tensor:
+        """[num_local_experts] int32: routed rows present for each local expert, padding left out.
+
+        They are counted after ``capacity``, as ``num_recv_tokens`` is. The fused shared expert is not among them. With
+        layout "rank" it is (row, slot) pairs that name the expert. Computed on the device at each access, without host
+        synchronisation, so a CUDA graph may capture it.
+        """
+        counts = self.handle.counts
+        experts = counts.shape[0]
+        if self.topk_ids is None:
+            offsets = self.row_offsets[self.row_offsets.shape[0] - experts - 1 :]
+            return torch.minimum(counts.sum(1, dtype=torch.int32), offsets[1:] - offsets[:-1])
+        ids = self.topk_ids
+        here = torch.arange(ids.shape[0], device=ids.device)[:, None] < self.row_offsets[-1]
+        place = (torch.where(here, ids, -1) + 1).flatten().long()  # 0: none of this rank's experts
+        counted = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
+        return counted.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))[1:]
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class ErrorRecord:
         peer = peer if peer in range(self.world_size) else self.rank
         return ProtocolError(
             f"rank {self.rank}: rank {peer} calls {PHASES[phase]} (call {call}) {_DIFFERENCES[code]} than most ranks: "
-            "expected the same weights, routing and reduce on all ranks, got different ones; pass the same on every "
-            "rank",
+            "expected the same weights, routing, reduce and weigh on all ranks, got different ones; pass the same on "
+            "every rank",
             rank=self.rank, peer=peer, phase=PHASES[phase], call=call,
         )  # fmt: skip
 

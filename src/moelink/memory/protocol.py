@@ -43,9 +43,9 @@ CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS, CODE_ROUTING = 1, 2, 3, 4
 
 STATUS_OK, STATUS_ABORT = 0, 1
 
-OPTIONS_BY_ROW, OPTIONS_SUMS = 1, 2
-"""What a combine returns: every row, or sums of rows. Stored in combine_status beside the refusal; what
-else that word says is in ``kernels.sync.quiesce.beside_status``."""
+OPTIONS_BY_ROW, OPTIONS_SUMS, OPTIONS_WEIGHED_SUMS = 1, 2, 3
+"""What a combine returns: every row, sums of rows, or of rows that the expert's rank has multiplied by router weights.
+Stored in combine_status beside the refusal; what else that word says is in ``kernels.sync.quiesce.beside_status``."""
 
 COUNT_HEADER = 8
 """Words before the counts in a row of ``counts``: status, messages, tokens, sending CTAs (0: each counted for itself),

@@ -20,7 +20,7 @@ from moelink.ops import library
 from moelink.ops.context import OperatorContext, Request
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
-from moelink.transports.validation import check_max_tokens, check_recv
+from moelink.transports.validation import check_max_tokens, check_recv, check_weigh
 
 
 def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
@@ -94,31 +94,39 @@ def _finish_dispatch(
             context.name,
             max_tokens=request.max_tokens,
         )
-    return context.assemble(
+    output = context.assemble(
         outputs,
         num_tokens=request.x.shape[0],
         topk_ids=request.topk_ids,
         topk_weights=weights,  # type: ignore[arg-type]
         routing=routing,
     )
+    # A subclass of Tensor, a fake tensor for example, may have no values. An operator returns tensors alone, so the
+    # list is read once more.
+    if not request.host_counts or type(output.row_offsets) is not Tensor:
+        return output
+    return dataclasses.replace(output, host_counts=output.num_recv_per_expert.tolist())
 
 
 def _finish_combine(context: OperatorContext, request: CombineRequest, operation: Pending[Any] | None) -> Tensor:
     recv = request.recv
+    weights, home_weights = (recv.weights, recv.handle.topk_weights) if request.weigh else (None, None)
     carrier = recv.handle.carrier if context.static.quantised else recv.tokens
-    if recv.topk_weights is not None and (carrier is None or not carrier.requires_grad):
-        carrier = recv.topk_weights  # layout "rank": weights may require grad when tokens do not
+    # What the operator does not multiply by may require grad when tokens do not.
+    carried = recv.topk_weights if request.weigh or recv.weights is None else recv.weights
+    if carried is not None and (carrier is None or not carrier.requires_grad):
+        carrier = carried
     with context.finishing("combine", operation):
         out: Tensor = library.combine(
             context.order,
             request.y,
-            recv.weights,
+            weights,
             request.topk_weights,
             request.shared,
             request.epilogue,
             carrier,
             recv.handle.topk_ids,
-            recv.handle.topk_weights,
+            home_weights,
             context.record(recv),
             reduce=request.reduce,
             communicator=context.name,
@@ -159,6 +167,7 @@ def _checked_combine(context: OperatorContext, request: CombineRequest) -> Combi
     with _refusing(context, "combine", request):
         _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
         check_recv(request.recv, identity=context.static.owner, config=context.config)
+        check_weigh(request)
         _no_out(request.out)
         if isinstance(request.epilogue, Hook):
             raise UnsupportedError(

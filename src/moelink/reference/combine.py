@@ -120,6 +120,7 @@ def reference_combine(
     *,
     reduce: bool = True,
     shared: Sequence[Tensor] | None = None,
+    weigh: bool = True,
 ) -> list[Tensor]:
     """Combine of all ranks. Every sequence has one entry per rank. Sums are fp32 (fp64 when combine_dtype is).
 
@@ -139,13 +140,17 @@ def reference_combine(
         topk_weights_home: [T, topk] weights when they were not given to dispatch (``pre_reduce=False`` only).
         reduce: False returns the rows as they are, by slot.
         shared: [T, hidden_size] to add, or None.
+        weigh: False sums rows as they are, though weights travelled.
 
     Returns:
         Per rank [T, hidden_size] of ``combine_dtype``; with ``reduce=False`` [T, topk, hidden_size], zero for slots
         that are not routed, dropped, or (allreduce) of another rank; in allreduce mode the rank's partial sum.
     """
     _check(config, rows, topk_weights_home, reduce, shared)
-    call = _Combine(config, ys, [r.weights for r in rows], topk_weights_home, [_places(r) for r in rows])
+    if topk_weights_home is not None and not weigh:
+        raise ValueError("weigh: expected True with topk_weights_home, got False; leave one of them out")
+    travelled = [r.weights if weigh else None for r in rows]
+    call = _Combine(config, ys, travelled, topk_weights_home, [_places(r) for r in rows])
     outputs = []
     for home, ids in enumerate(topk_ids):
         tokens = slot_owners(config, ids)

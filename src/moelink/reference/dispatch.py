@@ -39,6 +39,8 @@ class ReferenceRows:
         topk_weights: layout "rank": [rows, topk] weights, 0 where the id is -1; else None.
         num_rows: rows that are defined, padding inside groups included (``row_offsets[-1]``).
         input_scales: [world_size] fp32, the global input scale that each source rank used (1 where it gave none).
+        num_recv_per_expert: [num_local_experts] int32, routed rows present of each local expert; layout "rank": the
+            (row, slot) pairs that name it.
     """
 
     tokens: Tensor
@@ -54,6 +56,7 @@ class ReferenceRows:
     topk_weights: Tensor | None
     num_rows: int
     input_scales: Tensor
+    num_recv_per_expert: Tensor
 
 
 @dataclass(frozen=True)
@@ -295,6 +298,7 @@ def reference_dispatch(
                 topk_weights=None if local_weights is None else local_weights.to(device),
                 num_rows=offsets[-1],
                 input_scales=used_scales.to(device),
+                num_recv_per_expert=_int32(_count_rows(config, rows, rank, topk_ids), device),
             )
         )
     return outputs
@@ -302,6 +306,18 @@ def reference_dispatch(
 
 def _int32(values: object, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _count_rows(config: EPConfig, rows: list[_Row], rank: int, topk_ids: Sequence[Tensor]) -> list[int]:
+    """Present rows of each expert of ``rank``; layout "rank": pairs of a row and a slot that names the expert."""
+    counts = {e: 0 for e, owner in enumerate(expert_owners(config)) if owner == rank}
+    for row in rows:
+        source, token, slot = row.origin
+        named = topk_ids[source][token].tolist()
+        for expert in named if config.layout == "rank" else named[slot : slot + 1] if slot >= 0 else []:
+            if expert in counts:
+                counts[expert] += 1
+    return list(counts.values())
 
 
 def _routing_columns(

@@ -75,6 +75,7 @@ class CombineRequest:
             before rounding, or None.
         shared: [num_tokens, hidden_size] to add before rounding, or None.
         out: where the result goes, or None.
+        weigh: multiply by the router weights that went into dispatch; False where the caller has done so.
     """
 
     y: Tensor
@@ -84,11 +85,24 @@ class CombineRequest:
     epilogue: Tensor | Hook | None = None
     shared: Tensor | None = None
     out: Tensor | None = None
+    weigh: bool = True
 
     @property
     def over(self) -> DispatchOutput:
         """The earlier output that this call goes over."""
         return self.recv
+
+    @property
+    def row_weights(self) -> Tensor | None:
+        """[rows] router weights that the expert's rank multiplies by, or None."""
+        return self.recv.weights if self.weigh else None
+
+    @property
+    def home_weights(self) -> Tensor | Hook | None:
+        """[num_tokens, topk] router weights that the home rank multiplies by where it sums slots, or None."""
+        if self.topk_weights is not None:
+            return self.topk_weights
+        return self.recv.handle.topk_weights if self.weigh else None
 
 
 @dataclass(frozen=True)

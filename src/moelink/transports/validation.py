@@ -208,6 +208,7 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         raise ArgumentError("recv.weights", f"shape [{rows[0]}], a weight for each row", list(recv.weights.shape))
     if not isinstance(request.reduce, bool):
         raise ArgumentError("reduce", "True or False", f"a {type(request.reduce).__name__}")
+    check_weigh(request)
     if request.topk_weights is not None:
         if config.pre_reduce:
             raise ArgumentError(
@@ -246,6 +247,14 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
         added = (request.shared, request.epilogue)
         _refuse_overlap("out", out, [t for t in added if not (isinstance(t, Tensor) and _in_place(t, out))])
     return request
+
+
+def check_weigh(request: CombineRequest) -> None:
+    """Check ``weigh``, which an operator does not get."""
+    if not isinstance(request.weigh, bool):
+        raise ArgumentError("weigh", "True or False", f"a {type(request.weigh).__name__}")
+    if not request.weigh and request.topk_weights is not None:
+        raise ArgumentError("weigh", "True with topk_weights= (combine is given them to multiply by)", "False")
 
 
 def _in_place(tensor: Tensor, out: Tensor) -> bool:

@@ -63,7 +63,14 @@ from moelink.kernels.sync.signals import (
     report_failure,
     wait_all,
 )
-from moelink.memory.protocol import CODE_ABORT, CODE_OPTIONS, CODE_ROUTING, COMBINE_RECEIVED, PHASE_COMBINE
+from moelink.memory.protocol import (
+    CODE_ABORT,
+    CODE_OPTIONS,
+    CODE_ROUTING,
+    COMBINE_RECEIVED,
+    OPTIONS_BY_ROW,
+    PHASE_COMBINE,
+)
 
 
 @triton.jit
@@ -98,7 +105,17 @@ _ROLE = tl.constexpr(COMBINE_RECEIVED)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _FLAGS = tl.constexpr(128)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
+_BY_ROW = tl.constexpr(OPTIONS_BY_ROW)
 _ROUTING = tl.constexpr(CODE_ROUTING)
+
+
+@triton.jit
+def sends_otherwise(options, S: tl.constexpr):
+    """Return which of ``options`` [ranks] bring rows where this rank awaits sums, or sums where it awaits rows."""
+    if S.SENDS_SUMS:
+        return options == _BY_ROW
+    else:
+        return options != _BY_ROW
 
 
 @triton.jit
@@ -165,7 +182,7 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
         if S.LAMPORT_TOKENS > 0:
             if follows_refusal(ctx.control, ctx.call):
                 clear_rows(mine, S)
-            other = mask & (refused == S.WORLD_SIZE) & (strays == 0) & (status // 2 != S.OPTIONS)
+            other = mask & (refused == S.WORLD_SIZE) & (strays == 0) & sends_otherwise(status // 2, S)
             if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
                 ok = end_other_waits(ctx, notes.slot_of, refused < S.WORLD_SIZE, other, num_tokens, S)
         if S.NODE_SIZE == S.WORLD_SIZE:

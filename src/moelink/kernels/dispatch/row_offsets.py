@@ -172,6 +172,21 @@ def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
 
 
 @triton.jit
+def write_counts(outputs, rows, numbers, S: tl.constexpr):
+    """Write ``rows`` [ranks, local experts] of every source. Where nothing travels this rank is the only source, and
+    those of the others are zero."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
+    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)[None, :]
+    mask = (r < S.WORLD_SIZE) & (e < numbers.num_local_experts)
+    to = outputs.counts + e * numbers.counts_stride + r
+    if S.ALLREDUCE:
+        for source in range(numbers.counts_stride):
+            tl.store(to + source, tl.where(source == numbers.rank, rows, 0), mask=mask)
+    else:
+        tl.store(to, rows, mask=mask)
+
+
+@triton.jit
 def write_nothing(outputs, received, numbers, S: tl.constexpr):
     """Write the outputs of a dispatch that brought no rows, because the communicator is poisoned or a rank refused the
     call."""
@@ -184,16 +199,10 @@ def write_nothing(outputs, received, numbers, S: tl.constexpr):
     tl.store(outputs.num_recv_tokens, 0)
     tl.store(outputs.overflow, 0)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)
     tl.store(received + r * 2, tl.zeros([S.WORLD_SIZE_POW2], tl.int32), mask=r < S.WORLD_SIZE)
     tl.store(received + r * 2 + 1, tl.zeros([S.WORLD_SIZE_POW2], tl.int32), mask=r < S.WORLD_SIZE)
     tl.store(received + S.WORLD_SIZE * 2, 1)
-    column = numbers.rank if S.ALLREDUCE else 0
-    tl.store(
-        outputs.counts + e[None, :] * numbers.counts_stride + column + r[:, None],
-        tl.zeros([S.WORLD_SIZE_POW2, S.MAX_LOCAL_EXPERTS_POW2], tl.int32),
-        mask=(r < S.WORLD_SIZE)[:, None] & (e < numbers.num_local_experts)[None, :],
-    )
+    write_counts(outputs, tl.zeros([S.WORLD_SIZE_POW2, S.MAX_LOCAL_EXPERTS_POW2], tl.int32), numbers, S)
 
 
 @triton.jit
@@ -242,12 +251,7 @@ def write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, s
     tl.store(outputs.overflow, lost)
     if lost > 0:
         tl.atomic_add(ctx.control + _OVERFLOW, lost.to(tl.int64), sem="relaxed", scope="gpu")
-    column = numbers.rank if S.ALLREDUCE else 0
-    tl.store(
-        outputs.counts + e[None, :] * numbers.counts_stride + column + r[:, None],
-        rows,
-        mask=(r < S.WORLD_SIZE)[:, None] & (e < numbers.num_local_experts)[None, :],
-    )
+    write_counts(outputs, rows, numbers, S)
     tl.store(received + r * 2, messages, mask=r < S.WORLD_SIZE)
     tl.store(received + r * 2 + 1, tokens, mask=r < S.WORLD_SIZE)
     tl.store(received + S.WORLD_SIZE * 2, 0)

@@ -34,6 +34,7 @@ from moelink.memory.protocol import (
     MOST_THREADS,
     OPTIONS_BY_ROW,
     OPTIONS_SUMS,
+    OPTIONS_WEIGHED_SUMS,
 )
 from moelink.memory.workspace import Workspace
 
@@ -458,17 +459,20 @@ def combine_spec(
     epilogue: str = "",
     hook: Any = None,
     raw_sums: bool = False,
+    tells_weighed: bool = False,
 ) -> CombineSpec:
     """Return the launch constants of a combine.
 
     ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank has weights. ``raw_sums``: the
-    result is the sum before rounding.
+    result is the sum before rounding. ``tells_weighed``: ranks tell each other whether they multiply by row
+    weights, which a launcher of the home role alone does not know.
     """
     cfg, regions = workspace.config, workspace.regions
     rank_layout = cfg.layout == "rank"
     local = cfg.mode == "allreduce"
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
+    options = OPTIONS_BY_ROW if not sums else OPTIONS_WEIGHED_SUMS if by_row and tells_weighed else OPTIONS_SUMS
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     most_small = workspace.lamport_tokens
     # A block of words has at least one element for each thread (``kernels.sync.signals``).
@@ -479,7 +483,7 @@ def combine_spec(
         **common(workspace, device), HIDDEN_SIZE=cfg.hidden_size, PARTS_PER_ROW=workspace.combine_parts,
         PARTS_POW2=triton.next_power_of_2(workspace.combine_parts),
         BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), COMBINE_BLOCK),
-        SENDS_SUMS=sums, REDUCES=reduce, OPTIONS=OPTIONS_SUMS if sums else OPTIONS_BY_ROW, HAS_ROW_WEIGHTS=by_row,
+        SENDS_SUMS=sums, REDUCES=reduce, OPTIONS=options, HAS_ROW_WEIGHTS=by_row,
         HAS_HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk, ROW_DTYPE=dtype,
         ROW_POINTER=tl.pointer_type(dtype), SUM_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype],

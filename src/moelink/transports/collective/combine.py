@@ -43,9 +43,8 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
         _partial_sums(config, request, plan, sums)
         return total.index_add_(0, tokens, sums)
     counts = torch.bincount(sources, minlength=config.world_size).tolist()
-    yield Announce(
-        "combine pre_reduced", counts, limit=num_tokens, row_bytes=config.home_message_bytes, origin=plan.call
-    )
+    options = f"combine pre_reduced weighed={plan.rows is not None and request.row_weights is not None}"
+    yield Announce(options, counts, limit=num_tokens, row_bytes=config.home_message_bytes, origin=plan.call)
     home = _HomeRows(config, scratch, messages, y.device)
     _partial_sums(config, request, plan, home.rows)
     got, keys = yield from home.send(tokens, counts, limit=num_tokens)
@@ -59,7 +58,7 @@ def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePla
         return
     partial_sums(
         request.y,
-        request.recv.weights,
+        request.row_weights,
         plan.rows,
         num_rows=_kept(plan.rows, request),
         out=out,
@@ -102,15 +101,13 @@ def _slots(
 def _sum_of_slots(config: EPConfig, request: CombineRequest, slots: Tensor, arrived: Tensor) -> Tensor:
     """Weight and sum slots, ascending: [T, hidden] fp32. A slot without a row adds nothing, whatever its weight."""
     handle = request.recv.handle
-    weights = handle.topk_weights
-    if request.topk_weights is not None:
-        weights = evaluate_weights(
-            request.topk_weights,
-            num_tokens=handle.num_tokens,
-            topk=config.topk,
-            device=slots.device,
-            dtype=config.weight_dtype,
-        )
+    weights = evaluate_weights(
+        request.home_weights,
+        num_tokens=handle.num_tokens,
+        topk=config.topk,
+        device=slots.device,
+        dtype=config.weight_dtype,
+    )
     total = torch.zeros(len(slots), config.hidden_size, dtype=config.accumulate_dtype, device=slots.device)
     for k in range(config.topk):
         rows = slots[:, k].to(total.dtype)

@@ -62,7 +62,7 @@ HEADER_FIELDS = ("magic", "call", "phase", "status", "config", "options", "origi
 """int64 words of a header, in this order."""
 
 _CHOICES = {
-    "options": ("with other options", "weights, routing and reduce alike on all ranks", "other ones"),
+    "options": ("with other options", "weights, routing, reduce and weigh alike on all ranks", "other ones"),
     "origin": ("over the routing of another call", "dispatch {} as on most ranks", "dispatch {}"),
     "row_bytes": ("with other rows", "rows of {} bytes as on most ranks", "{}"),
 }

@@ -44,7 +44,10 @@ def fill_output(
         _fill_rank(plan, message, result, received, total)
     else:
         _fill_expert(config, plan, plan.rows, message, result, received=received, own=own, total=total)
-    return dataclasses.replace(result, handle=handle)
+    result = dataclasses.replace(result, handle=handle, host_counts=None)
+    if host_counts:
+        result = dataclasses.replace(result, host_counts=result.num_recv_per_expert.tolist())
+    return result
 
 
 def _fill_rank(

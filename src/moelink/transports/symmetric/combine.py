@@ -59,7 +59,7 @@ class LaunchPlan:
         config = rank.config
         spec = combine_spec(
             rank.workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
-            shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums,
+            shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums, tells_weighed=True,
         )  # fmt: skip
         launch = combine_launch(rank.workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
         travels = not spec.ALLREDUCE
@@ -97,34 +97,32 @@ class Combine:
     """
 
     def __init__(self, rank: Rank, request: CombineRequest) -> None:
-        recv, epilogue, weights, shared = request.recv, request.epilogue, request.topk_weights, request.shared
-        handle = recv.handle
+        epilogue, weights, shared = request.epilogue, request.home_weights, request.shared
+        handle, row_weights = request.recv.handle, request.row_weights
         self.rank, self.request = rank, request
         hook, bias = (epilogue, None) if isinstance(epilogue, Hook) else (None, epilogue)
         self._torch_hook = hook if hook is not None and hook.triton_fn is None else None
-        if weights is None:
-            weights = handle.topk_weights
-        else:
+        if request.topk_weights is not None:
             weights = evaluate_weights(
                 weights, num_tokens=handle.num_tokens, topk=rank.config.topk, device=rank.device,
                 dtype=rank.weight_dtype,
             )  # fmt: skip
-        weights = None if weights is None else weights.contiguous()
+        weights = None if weights is None else weights.contiguous()  # type: ignore[union-attr]
         self.launch_plan = rank.plan(
-            LaunchPlan, handle.num_tokens, request.reduce, recv.weights is not None, weights is not None,
+            LaunchPlan, handle.num_tokens, request.reduce, row_weights is not None, weights is not None,
             shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
             hook.triton_fn if hook is not None and self._torch_hook is None else None, self._torch_hook is not None,
         )  # fmt: skip
         self.out = self._result(hook)
         self._hooked = hook.tensors if hook is not None and self._torch_hook is None else ()
-        self._weights, self._bias = weights, bias
-        mine = (request.y, recv.weights, weights, handle.topk_ids, shared, bias, self.out, *self._hooked)
+        self._weights, self._row_weights, self._bias = weights, row_weights, bias
+        mine = (request.y, row_weights, weights, handle.topk_ids, shared, bias, self.out, *self._hooked)
         self._given = [t for t in mine if t is not None]
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
         """Return the rows, and what they are multiplied by and added to."""
         request, nothing = self.request, self.rank.table
-        row_weights, weights, shared, bias = request.recv.weights, self._weights, request.shared, self._bias
+        row_weights, weights, shared, bias = self._row_weights, self._weights, request.shared, self._bias
         fields = (
             request.y, nothing if row_weights is None else row_weights, nothing if weights is None else weights,
             request.recv.handle.topk_ids, nothing if shared is None else shared, nothing if bias is None else bias,

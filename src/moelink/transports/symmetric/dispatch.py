@@ -165,7 +165,8 @@ class Dispatch:
         })  # fmt: skip
         self._arena = arena
         if out is not None:
-            self.output, self._scale_rows = dataclasses.replace(out, handle=handle), _scale_rows(out.scales)
+            self.output = dataclasses.replace(out, handle=handle, host_counts=None)
+            self._scale_rows = _scale_rows(out.scales)
         elif arena is not None:
             large = {name: blank.on(device) for name, blank in plan.outputs.large}
             self.output = make(DispatchOutput, {**large, **plan.outputs.absent, "handle": handle, "_arena": arena})
@@ -291,7 +292,7 @@ class Dispatch:
         if not self.request.host_counts:
             return self.output
         out, config = self.output, self.rank.config
-        rows = int(out.row_offsets[-1])
+        *counted, rows = torch.cat((out.num_recv_per_expert, out.row_offsets[-1:])).tolist()
         scales = out.scales
         if scales is not None:
             width = config.format.scale_width(config.hidden_size)
@@ -307,6 +308,7 @@ class Dispatch:
         return dataclasses.replace(
             out, tokens=out.tokens[:rows].clone(), scales=scales, src_info=out.src_info[:rows].clone(),
             weights=cut(out.weights), topk_ids=cut(out.topk_ids), topk_weights=cut(out.topk_weights),
+            host_counts=counted,
         )  # fmt: skip
 
 
