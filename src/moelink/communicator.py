@@ -27,7 +27,7 @@ from moelink.control.surroundings import ProcessSurroundings
 from moelink.errors import ClosedError, ConfigError, PeerTimeoutError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
+from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic
 from moelink.transports.bound import BoundDispatch
 from moelink.transports.build import build_in_group
 from moelink.transports.session import Session
@@ -138,6 +138,7 @@ class Communicator:
     def __init__(self, session: Session, world: World) -> None:
         self._session = session
         self._context = ops.OperatorContext(session, world)
+        self._quick: Quick | None = session.quick_lane()
 
     @property
     def config(self) -> EPConfig:
@@ -202,19 +203,27 @@ class Communicator:
                     x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
                 ),
             )
-        session = self._session
+        session, quick = self._session, self._quick
+        plain = scales is None and input_scale is None and routing is None and max_tokens is None and out is None
+        if quick is not None and plain and host_counts is False:
+            made = quick.dispatch(x, topk_ids, topk_weights)  # type: ignore[arg-type]
+            if made is not None:
+                return made
         try:
             session.begin("dispatch")
             ids = ids_of(topk_ids, routing)
             request = DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens)
             if ops.needs_operator(request):
                 return ops.dispatch(self._context, request)
-            return session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
+            made = session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
         except BaseException as error:
             session.unwind("dispatch", error, lambda: self._context.unpacked(routing))
             raise
         finally:
             session.guard.leave()
+        if quick is not None and plain and not host_counts:
+            quick.learn_dispatch(request)
+        return made
 
     def dispatch_async(
         self,
@@ -291,18 +300,27 @@ class Communicator:
             return ops.combine(
                 self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
             )
-        session = self._session
+        session, quick = self._session, self._quick
+        plain = topk_weights is None and epilogue is None and shared is None and out is None
+        plain = plain and reduce is True and weigh is True
+        if quick is not None and plain:
+            made = quick.combine(y, recv)
+            if made is not None:
+                return made
         try:
             session.begin("combine")
             request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
             if ops.needs_operator(request):
                 return ops.combine(self._context, request)
-            return session.start_combine([self._context.direct(request)], fused=True).wait()[0]
+            made = session.start_combine([self._context.direct(request)], fused=True).wait()[0]
         except BaseException as error:
             session.unwind("combine", error, lambda: self._context.unpacked(recv))
             raise
         finally:
             session.guard.leave()
+        if quick is not None and plain:
+            quick.learn_combine(request)
+        return made
 
     def combine_async(
         self,

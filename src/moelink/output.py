@@ -103,6 +103,10 @@ class Arena:
         memory = self.memory if blank.dtype == torch.int32 else self.memory.view(blank.dtype)
         return memory.as_strided(blank.shape, blank.strides, begin // blank.dtype.itemsize)
 
+    def address(self, name: str) -> int:
+        """Return the address of the tensor called ``name``, without making it."""
+        return self.memory.data_ptr() + self.layout.places[name][0]
+
 
 class FromArena:
     """A record whose missing fields are tensors of its arena. A field is made at the first look, and kept."""

@@ -130,6 +130,25 @@ class Pending(Protocol[T_co]):
         return its result, or raise what went wrong."""
 
 
+class Quick(Protocol):
+    """A way to make calls of kinds that were made before with little host time, for one local rank.
+
+    ``dispatch`` and ``combine`` return None, and do nothing, for a call that they do not know.
+    """
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None) -> DispatchOutput | None:
+        """Make a dispatch without options."""
+
+    def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
+        """Make a combine without options."""
+
+    def learn_dispatch(self, request: DispatchRequest) -> None:
+        """Note the kind of an ordinary dispatch without options that was made."""
+
+    def learn_combine(self, request: CombineRequest) -> None:
+        """Note the kind of an ordinary combine without options that was made."""
+
+
 class Transport(Protocol):
     """A way to move rows between ranks.
 

@@ -46,7 +46,7 @@ from moelink.errors import (
 )
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic, Transport
+from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Quick, Traffic, Transport
 from moelink.transports.guard import Guard
 from moelink.transports.validation import check_combine, check_dispatch, check_ids, kind_of
 
@@ -248,6 +248,10 @@ class Session:
             # An exception that comes between the end of a block under no_grad and its exit leaves gradients disabled.
             torch.set_grad_enabled(gradients)
             raise
+
+    def quick_lane(self) -> Quick | None:
+        """Return what makes calls of known kinds with little host time, where the transport has such a thing."""
+        return self.transport.quick_lane(self)  # type: ignore[no-any-return, attr-defined]
 
     def repeat(self, phase: Phase, call: Callable[[], T], *, over: object = None) -> T:
         """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands it to the transport and waits."""

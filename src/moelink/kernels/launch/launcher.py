@@ -218,6 +218,16 @@ class Launcher:
         function, metadata = triton_kernel.function, triton_kernel.packed_metadata
         triton_kernel.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
 
+    def direct_form(self, kernel: CompiledKernel, given: Sequence[Tensor]) -> DirectKernel | None:
+        """Return the direct form of a kernel that was launched with these tensors of the caller's, or None."""
+        _, direct = kernel.loaded.get(_key(given), (None, None))
+        return direct
+
+    def launch_direct(self, direct: DirectKernel, count: int, addresses: Sequence[int], numbers: Any) -> None:
+        """Launch ``count`` CTAs of a direct form on the current stream, with the addresses of all tensors in order."""
+        direct.pack([*self._own_addresses, *addresses], numbers)
+        direct.launch(count, self.current_stream())
+
     def bind(
         self,
         kernel: CompiledKernel,

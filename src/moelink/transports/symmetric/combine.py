@@ -96,33 +96,63 @@ class Combine:
     There is one pass, except for ``reduce=False`` when the workspace holds fewer rows per token than ``topk``.
     """
 
-    def __init__(self, rank: Rank, request: CombineRequest) -> None:
-        epilogue, weights, shared = request.epilogue, request.home_weights, request.shared
-        handle, row_weights = request.recv.handle, request.row_weights
+    def __init__(self, rank: Rank, request: CombineRequest, plan: LaunchPlan | None = None) -> None:
+        """``plan``: that of an earlier call of this kind, without options."""
         self.rank, self.request = rank, request
+        weights, handle, epilogue = request.home_weights, request.recv.handle, request.epilogue
         hook, bias = (epilogue, None) if isinstance(epilogue, Hook) else (None, epilogue)
         self._torch_hook = hook if hook is not None and hook.triton_fn is None else None
-        if request.topk_weights is not None:
-            weights = evaluate_weights(
-                weights, num_tokens=handle.num_tokens, topk=rank.config.topk, device=rank.device,
-                dtype=rank.weight_dtype,
+        if plan is None:
+            if request.topk_weights is not None:
+                weights = evaluate_weights(
+                    weights, num_tokens=handle.num_tokens, topk=rank.config.topk, device=rank.device,
+                    dtype=rank.weight_dtype,
+                )  # fmt: skip
+            weights = None if weights is None else weights.contiguous()  # type: ignore[union-attr]
+            plan = rank.plan(
+                LaunchPlan, handle.num_tokens, request.reduce, request.row_weights is not None, weights is not None,
+                request.shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
+                hook.triton_fn if hook is not None and self._torch_hook is None else None,
+                self._torch_hook is not None,
             )  # fmt: skip
-        weights = None if weights is None else weights.contiguous()  # type: ignore[union-attr]
-        self.launch_plan = rank.plan(
-            LaunchPlan, handle.num_tokens, request.reduce, row_weights is not None, weights is not None,
-            shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
-            hook.triton_fn if hook is not None and self._torch_hook is None else None, self._torch_hook is not None,
-        )  # fmt: skip
+        self.launch_plan = plan
         self.out = self._result(hook)
         self._hooked = hook.tensors if hook is not None and self._torch_hook is None else ()
-        self._weights, self._row_weights, self._bias = weights, row_weights, bias
-        mine = (request.y, row_weights, weights, handle.topk_ids, shared, bias, self.out, *self._hooked)
-        self._given = [t for t in mine if t is not None]
+        self._weights, self._bias = weights, bias
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The caller's tensors that kernels read or write."""
+        request = self.request
+        tensors = (
+            request.y, request.row_weights, self._weights, request.recv.handle.topk_ids, request.shared, self._bias,
+            self.out, *self._hooked,
+        )  # fmt: skip
+        return [tensor for tensor in tensors if tensor is not None]  # type: ignore[misc]
+
+    def direct(self) -> tuple[int, list[int], CombineNumbers]:
+        """Return how many CTAs launch both roles at once, the addresses of all tensors, and the numbers.
+
+        Of a call without options over an output in an arena.
+        """
+        plan, request, weights = self.launch_plan, self.request, self._weights
+        recv, nothing = request.recv, self.rank.nothing_at
+        fields = recv.__dict__
+        if "weights" in fields:
+            row_weights = nothing if fields["weights"] is None else fields["weights"].data_ptr()
+        else:
+            row_weights = fields["_arena"].address("weights")
+        addresses = [
+            request.y.data_ptr(), row_weights, nothing if weights is None else weights.data_ptr(),  # type: ignore[union-attr]
+            recv.handle.topk_ids.data_ptr(), nothing, nothing, self.out.data_ptr(), nothing,
+            *recv.handle.plan.addresses,
+        ]  # fmt: skip
+        return plan.both.count, addresses, self._numbers(plan.fused, 0)
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
         """Return the rows, and what they are multiplied by and added to."""
         request, nothing = self.request, self.rank.table
-        row_weights, weights, shared, bias = self._row_weights, self._weights, request.shared, self._bias
+        row_weights, weights, shared, bias = request.row_weights, self._weights, request.shared, self._bias
         fields = (
             request.y, nothing if row_weights is None else row_weights, nothing if weights is None else weights,
             request.recv.handle.topk_ids, nothing if shared is None else shared, nothing if bias is None else bias,
@@ -169,12 +199,12 @@ class Combine:
         plan = self.launch_plan
         if plan.travels:
             numbers = self._numbers(plan.sending, slot_begin)
-            self.rank.launcher.launch(plan.send, self._sent, numbers, self._given)
+            self.rank.launcher.launch(plan.send, self._sent, numbers, self.given)
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
         plan = self.launch_plan
-        self.rank.launcher.launch(plan.receive, self._both, self._numbers(plan.receiving, slot_begin), self._given)
+        self.rank.launcher.launch(plan.receive, self._both, self._numbers(plan.receiving, slot_begin), self.given)
         self.rank.grant_credits()
 
     def send_and_receive(self, slot_begin: int) -> None:
@@ -183,7 +213,7 @@ class Combine:
 
     def _fused(self, slot_begin: int) -> tuple[Any, ...]:
         plan = self.launch_plan
-        return plan.both, self._both, self._numbers(plan.fused, slot_begin), self._given
+        return plan.both, self._both, self._numbers(plan.fused, slot_begin), self.given
 
     def launches(self) -> list[tuple[Any, ...]]:
         """Return the arguments of the launches of both roles at once, as :meth:`Launcher.launch` takes them."""

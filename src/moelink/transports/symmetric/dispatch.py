@@ -47,6 +47,7 @@ class LaunchPlan:
         arena: where the small ones of them are in one allocation, the notes first.
         small: of the fields of :class:`DispatchOutputs` from ``row_offsets`` on, the first byte in the arena, -1 where
             the call has none.
+        in_arena: the same of these fields, of the notes, and of what stands for the cached routing.
     """
 
     send: CompiledKernel
@@ -64,6 +65,7 @@ class LaunchPlan:
     outputs: OutputShape
     arena: ArenaLayout
     small: tuple[int, ...]
+    in_arena: tuple[int, ...]
 
     @classmethod
     def of(
@@ -97,6 +99,9 @@ class LaunchPlan:
         notes = Blank.of(rank.workspace.note_words(num_tokens))
         counts = Blank.of(config.num_local_experts, config.world_size)
         arena = ArenaLayout.of([*([] if cached else [("notes", notes)]), ("counts", counts), *outputs.small])
+        small = tuple(arena.places[name][0] if name in arena.places else -1 for name in DispatchOutputs._fields[2:])
+        noted = tuple(4 * begin for begin in rank.notes.begins)
+        received, counted = noted[RoutingNotes._fields.index("received")], small[-1]
         return cls(
             send=send,
             receive=receive,
@@ -112,7 +117,8 @@ class LaunchPlan:
             counts=counts,
             outputs=outputs,
             arena=arena,
-            small=tuple(arena.places[name][0] if name in arena.places else -1 for name in DispatchOutputs._fields[2:]),
+            small=small,
+            in_arena=(*small, *noted, received, counted),
         )
 
 
@@ -129,23 +135,22 @@ def _bytes(tensor: Tensor, typed: bool) -> Tensor:
 class Dispatch:
     """A dispatch of one rank: :meth:`send` and then :meth:`receive`, or :meth:`send_and_receive` in one launch."""
 
-    def __init__(self, rank: Rank, request: DispatchRequest, identity: str) -> None:
+    def __init__(self, rank: Rank, request: DispatchRequest, identity: str, plan: LaunchPlan | None = None) -> None:
+        """``plan``: that of an earlier call of this kind (:meth:`plan_of`), whose tensors need no conversion."""
         self.rank, self.request = rank, request
         config, device, out = rank.config, rank.device, request.out
-        x, scales, weights, input_scale = request.x, request.scales, request.topk_weights, request.input_scale
-        num_tokens = x.shape[0]
-        if weights is not None:
-            weights = evaluate_weights(
-                weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=rank.weight_dtype
-            )
-            assert weights is not None
-            weights = weights.contiguous()
-        if input_scale is not None:
-            input_scale = evaluate_input_scale(input_scale)
-        self.launch_plan = plan = rank.plan(
-            LaunchPlan, num_tokens, x.dtype, scales is not None, weights is not None, input_scale is not None,
-            request.routing is not None, request.max_tokens,
-        )  # fmt: skip
+        x, weights, input_scale = request.x, request.topk_weights, request.input_scale
+        if plan is None:
+            if weights is not None:
+                weights = evaluate_weights(
+                    weights, num_tokens=x.shape[0], topk=config.topk, device=device, dtype=rank.weight_dtype
+                )
+                assert weights is not None
+                weights = weights.contiguous()
+            if input_scale is not None:
+                input_scale = evaluate_input_scale(input_scale)
+            plan = self.plan_of(rank, request)
+        self.launch_plan = plan
         self._rows = plan.rows if request.routing is None else request.output_rows(config)
         in_arena = out is None and not request.apart and self._rows == plan.rows
         arena = plan.arena.allocate(device) if in_arena else None
@@ -159,7 +164,7 @@ class Dispatch:
             self.notes = SymmetricNotes(rank.notes, arena.memory, words=plan.notes.shape[0])
         counts = {"counts": plan.counts.on(device)} if arena is None else {"_arena": arena}
         handle = make(DispatchHandle, {
-            "owner": identity, "rank": config.rank, "num_tokens": num_tokens, "topk_ids": request.topk_ids,
+            "owner": identity, "rank": config.rank, "num_tokens": x.shape[0], "topk_ids": request.topk_ids,
             "topk_weights": weights, "plan": self.notes, "carrier": None,
             "ids_version": version_at_dispatch(request.topk_ids), **counts,
         })  # fmt: skip
@@ -177,8 +182,43 @@ class Dispatch:
             self._scale_rows = _scale_rows(self.output.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
             x = x.clone()
-        self._x, self._input_scale, self._weights = x, input_scale, weights
-        self._given = [t for t in (x, scales, input_scale, request.topk_ids, weights) if t is not None]
+        self._x: Tensor = x
+        self._input_scale: Tensor | None = input_scale  # type: ignore[assignment]
+        self._weights: Tensor | None = weights  # type: ignore[assignment]
+
+    @staticmethod
+    def plan_of(rank: Rank, request: DispatchRequest) -> LaunchPlan:
+        """Return the launch plan of calls like ``request``."""
+        return rank.plan(  # type: ignore[no-any-return]
+            LaunchPlan, request.x.shape[0], request.x.dtype, request.scales is not None,
+            request.topk_weights is not None, request.input_scale is not None, request.routing is not None,
+            request.max_tokens,
+        )  # fmt: skip
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The caller's tensors that kernels read."""
+        tensors = (self._x, self.request.scales, self._input_scale, self.request.topk_ids, self._weights)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def direct(self) -> tuple[int, list[int], DispatchNumbers]:
+        """Return how many CTAs launch both roles at once, the addresses of all tensors, and the numbers.
+
+        Of a call without options whose output is in an arena.
+        """
+        plan, fields, arena, weights = self.launch_plan, self.output.__dict__, self._arena, self._weights
+        assert arena is not None
+        nothing, start, scales = self.rank.nothing_at, arena.memory.data_ptr(), fields["scales"]
+        addresses = [
+            self._x.data_ptr(), nothing, nothing, self.request.topk_ids.data_ptr(),
+            nothing if weights is None else weights.data_ptr(), fields["tokens"].data_ptr(),
+            nothing if scales is None else scales.data_ptr(),
+            *[nothing if begin < 0 else start + begin for begin in plan.in_arena],
+        ]  # fmt: skip
+        if fields["topk_ids"] is not None:  # layout "rank", which has these in tensors of their own
+            addresses[11] = nothing if fields["topk_weights"] is None else fields["topk_weights"].data_ptr()
+            addresses[12] = fields["topk_ids"].data_ptr()
+        return plan.both.count, addresses, plan.fused
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
         """Return what the sender role reads."""
@@ -253,12 +293,12 @@ class Dispatch:
     def send(self) -> None:
         """Launch the sender role."""
         plan = self.launch_plan
-        self.rank.launcher.launch(plan.send, self._sent, plan.sending, self._given)
+        self.rank.launcher.launch(plan.send, self._sent, plan.sending, self.given)
 
     def receive(self) -> None:
         """Launch the receiver role."""
         plan = self.launch_plan
-        self.rank.launcher.launch(plan.receive, self._received, self._numbers(plan.receiving), self._given)
+        self.rank.launcher.launch(plan.receive, self._received, self._numbers(plan.receiving), self.given)
         self._lay_out_scales()
         self.rank.grant_credits()
 
@@ -270,7 +310,7 @@ class Dispatch:
     def launches(self) -> list[tuple[Any, ...]]:
         """Return the arguments of the launches of both roles at once, as :meth:`Launcher.launch` takes them."""
         plan = self.launch_plan
-        return [(plan.both, self._both, self._numbers(plan.fused), self._given), *self._scales_later()]
+        return [(plan.both, self._both, self._numbers(plan.fused), self.given), *self._scales_later()]
 
     def _lay_out_scales(self) -> None:
         """Launch the scale kernel where the receiver only noted the message that each row came with."""

@@ -68,6 +68,7 @@ class Rank:
         if config.mode == "allreduce" and memory.world_size > 1:
             # A copy: the alignment of a slice would depend on the rank, and the compiled kernel on the alignment.
             self.table = memory.pointers[config.rank : config.rank + 1].clone()
+        self.nothing_at = self.table.data_ptr()
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")

@@ -22,8 +22,10 @@ from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
+from moelink.transports.session import Session
 from moelink.transports.symmetric.combine import Combine, refuse_combine
 from moelink.transports.symmetric.dispatch import Dispatch, refuse_dispatch
+from moelink.transports.symmetric.quick import QuickLane
 from moelink.transports.symmetric.rank import Rank
 
 T = TypeVar("T")
@@ -191,6 +193,27 @@ class SymmetricTransport:
             return result
 
         return again
+
+    def quick_lane(self, session: Session) -> QuickLane | None:
+        """Return the quick lane of a session with one local rank, or None for one with several."""
+        return QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 else None
+
+    def quick(self, phase: Phase, rank: Rank, prepare: Callable[[], Callable[[], None]]) -> None:
+        """Make a call of the quick lane: ``prepare`` makes its tensors and returns what launches it."""
+        self._raise_error()
+        try:
+            launch = prepare()
+        except Exception:  # for instance no memory for the outputs; peers are already in the call
+            self.refuse(phase)
+            raise
+        self._count_call(phase)
+        if rank.goes_on(apart=False):
+            launch()
+        else:
+            with rank.launching(apart=False):
+                launch()
+        self.half_done = False
+        self._join()
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
         """Call ``launch`` with each rank's entry of ``calls``."""
