@@ -251,15 +251,12 @@ class Walk:
         return self.mismatched(lambda: self.ep.dispatch(x, ids), lambda: self.ep.dispatch(x, ids, weights))
 
     def other_dispatch(self) -> str:
-        """One rank combines the rows, or reuses the routing, of another dispatch than the rest. Between nodes nobody
-        notices the former."""
+        """One rank combines the rows, or reuses the routing, of another dispatch than the rest."""
         if len(self.outputs) < 2:
             return self.dispatch()
         (one, sent), (other, more) = self.random.sample(self.outputs, 2)
         same = sent.ids[0] is more.ids[0]  # one reused the routing of the other, which is as good
-        if same and "ranks_per_node" in self.options:
-            return self.dispatch()
-        if (self.random.random() < 0.5 or "ranks_per_node" in self.options) and not same:
+        if self.random.random() < 0.5 and not same:
             x, y = sent.data[self.rank].x, more.data[self.rank].x
             return self.mismatched(
                 lambda: self.ep.dispatch(y, None, routing=other), lambda: self.ep.dispatch(x, None, routing=one)
