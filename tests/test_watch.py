@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from moelink.control import probe as probing
 from moelink.control.failure_detector import FailureDetector, _odd_rank
 from moelink.control.probe import GONE, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe
 
@@ -74,8 +75,11 @@ def test_the_first_report_stays():
 
 
 @pytest.mark.parametrize("phases", [("combine", "dispatch", "combine"), ("combine", "combine", "dispatch")])
-def test_the_rank_that_makes_another_call_is_named_by_whoever_asks(phases: tuple[str, ...]):
+def test_the_rank_that_makes_another_call_is_named_by_whoever_asks(
+    phases: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
     """Whoever waited for whom: all are in their call 4, and one left a combine out before it."""
+    monkeypatch.setattr(probing, "_PROBE_SECONDS", 20.0)  # servers are only just started
     for asks in range(3):
         servers = [ProbeServer() for _ in phases]
         try:

@@ -20,7 +20,7 @@ import moelink
 from cases import FIELDS as OUTPUT_FIELDS
 from cases import check_rows
 from fault_ranks import FIELDS
-from interrupted_ranks import KINDS, Countdown, attempt, everyone, make, trial
+from interrupted_ranks import KINDS, SECONDS, Countdown, attempt, everyone, make, trial
 from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
 
@@ -231,7 +231,7 @@ class Walk:
         else:
             assert isinstance(error, moelink.PeerAbortedError), repr(error)
             assert error.peer in victims, repr(error)
-        assert seconds < 10, f"{error!r} after {seconds:.1f} s"
+        assert seconds < SECONDS, f"{error!r} after {seconds:.1f} s"
         return "refused"
 
     def mismatched(self, mine: Callable[[], Any], others: Callable[[], Any]) -> str:
@@ -239,7 +239,7 @@ class Walk:
         victim = self.random.randrange(self.world_size)
         _, error, seconds = attempt(mine if self.rank == victim else others)
         assert isinstance(error, moelink.ProtocolError), f"victim {victim}: {error!r}"
-        assert seconds < 10, f"{error!r} after {seconds:.1f} s"
+        assert seconds < SECONDS, f"{error!r} after {seconds:.1f} s"
         named = everyone(error.peer, self.world_size)
         assert set(named) == {victim} or self.world_size < 3, f"victim {victim}, named {named}"
         return f"rank {victim}"
