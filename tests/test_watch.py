@@ -17,6 +17,12 @@ from moelink.control.probe import GONE, Address, Failure, ProbeResult, ProbeServ
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are only just started here, which may take longer than a probe waits on a busy machine."""
+    monkeypatch.setattr(probing, "_PROBE_SECONDS", 20.0)
+
+
 @pytest.mark.parametrize("reported", [True, False])
 def test_a_report_that_waits_to_be_read_comes_before_a_refused_connection(reported):
     gone = ProbeServer()
@@ -75,11 +81,8 @@ def test_the_first_report_stays():
 
 
 @pytest.mark.parametrize("phases", [("combine", "dispatch", "combine"), ("combine", "combine", "dispatch")])
-def test_the_rank_that_makes_another_call_is_named_by_whoever_asks(
-    phases: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_rank_that_makes_another_call_is_named_by_whoever_asks(phases: tuple[str, ...]):
     """Whoever waited for whom: all are in their call 4, and one left a combine out before it."""
-    monkeypatch.setattr(probing, "_PROBE_SECONDS", 20.0)  # servers are only just started
     for asks in range(3):
         servers = [ProbeServer() for _ in phases]
         try:
