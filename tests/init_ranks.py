@@ -9,8 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +29,7 @@ from moelink.testing import _rank_main
 TIMEOUT = 2.0
 SPARE = 0.5
 """Seconds beyond the promise that a busy machine gets."""
+_BEAT = 0.01
 
 
 @dataclass(frozen=True)
@@ -242,10 +243,36 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool,
     raise AssertionError(f"rank {rank} came to no end after {len(tried)} attempts, the last ones: {tried[-3:]}")
 
 
-def run_schedule(seed: int) -> list[list[Tried] | None]:
-    """Run three ranks under the faults of ``seed``; a launcher starts anew who was killed. Results by rank."""
-    with TemporaryDirectory() as content:
-        return _run_schedule(seed, content)
+@contextmanager
+def starvation() -> Iterator[Callable[[], float]]:
+    """Measure by how many seconds a thread of this process, which wants to wake all the time, has woken too late.
+
+    On a machine at rest that is almost nothing. What a rank itself waits for does not count: it is another process.
+    """
+    late, over = [0.0], threading.Event()
+
+    def beat() -> None:
+        while not over.is_set():
+            begin = time.monotonic()
+            time.sleep(_BEAT)
+            late[0] += max(time.monotonic() - begin - 2 * _BEAT, 0.0)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield lambda: late[0]
+    finally:
+        over.set()
+        thread.join()
+
+
+def run_schedule(seed: int) -> tuple[list[list[Tried] | None], float]:
+    """Run three ranks under the faults of ``seed``; a launcher starts anew who was killed.
+
+    Returns results by rank, and for how many seconds the machine kept this process from running.
+    """
+    with TemporaryDirectory() as content, starvation() as late:
+        return _run_schedule(seed, content), late()
 
 
 def _run_schedule(seed: int, content: str) -> list[list[Tried] | None]:

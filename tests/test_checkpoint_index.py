@@ -29,7 +29,7 @@ def mutated(good: bytes, choice: random.Random) -> bytes:
     return bytes(data)
 
 
-@seeds(500, 20_000)
+@seeds(500, 50_000)
 def test_an_index_leads_nowhere_but_into_its_folder(seeds: range, tmp_path: Path) -> None:
     files = {"model.a.weight": "model-00001-of-00002.safetensors", "model.b.weight": "more/two.safetensors"}
     good = json.dumps({"metadata": {"total_size": 4}, "weight_map": files}).encode()

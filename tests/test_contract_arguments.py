@@ -97,6 +97,13 @@ def test_flags_that_are_no_flags_are_refused(name: str, value: object) -> None:
         dataclasses.replace(params_of(CASE.setup, 2), **{name: value})
 
 
+def test_sizes_are_refused_under_the_names_of_the_contract() -> None:
+    good = params_of(CASE.setup, 2)
+    with pytest.raises(ConfigError, match="^max_token_per_rank: expected sizes with at most") as told:
+        dataclasses.replace(good, max_token_per_rank=1 << 30)
+    assert told.value.field == "max_token_per_rank"
+
+
 def test_puts_that_nothing_would_travel_by_are_refused() -> None:
     good = params_of(CASE.setup, 2)
     with pytest.raises(ConfigError, match="use_shmem: expected None or False with n_nodes=1"):
@@ -128,6 +135,21 @@ def test_allreduce_refuses_ranks_that_do_not_fit() -> None:
         with pytest.raises(ConfigError, match="allreduce_world_size: expected n_gpus_per_node .* those of one rank"):
             dataclasses.replace(good, **changes)
     assert dataclasses.replace(good, n_gpus_per_node=2, n_nodes=2).n_ranks == 4
+
+
+def test_what_every_rank_would_add_is_refused_where_nothing_travels() -> None:
+    """A bias, a residual or shared rows would be in every rank's partial result, and the later all-reduce adds all."""
+    one = one_rank(dataclasses.replace(REPLICATED, setup=setup("bf16", mode="allreduce")))
+    contract.ep_fused_dispatch(one.ep, **one.dispatch)
+    x = one.data.x
+    for launch in (contract.ep_fused_combine, contract.ep_combine_wait):
+        for name, value in (("epilogue_fn", x[0]), ("epilogue_fn", x), ("shared", x)):
+            with pytest.raises(ArgumentError, match=f"^{name}: expected None .*skip_a2a"):
+                launch(one.ep, **one.combine, **{name: value})
+    out = torch.full_like(x, 7.0)
+    contract.ep_fused_combine(one.ep, **one.combine, epilogue_fn=cast(out))  # a Hook stores what the caller says
+    contract.ep_fused_combine(one.ep, **one.combine)
+    assert torch.equal(out, one.combine["output_tokens"])
 
 
 def test_a_block_of_ones_own_needs_its_rank() -> None:

@@ -299,9 +299,9 @@ def test_ranks_that_combine_with_and_without_sums_are_named(without, most):
     assert run_ranks(sums_or_rows, 3, without, 1, most) == [True] * 3
 
 
-def calls_over_another(rank, world_size, transport):
+def calls_over_another(rank, world_size, fields):
     """Rank 1 goes over another dispatch, to which every token went alike: all rows come, and mean nothing."""
-    with moelink.init(**SUMS_OR_ROWS | {"transport": transport}) as ep:
+    with moelink.init(**SUMS_OR_ROWS | fields) as ep:
         d = data(rank)
         recvs = [ep.dispatch(d.x, d.topk_ids) for _ in range(2)]
         again = [ep.dispatch(d.x, None, routing=recvs[0]) for _ in range(2)]
@@ -330,15 +330,17 @@ def calls_over_another(rank, world_size, transport):
     return True
 
 
-@pytest.mark.quick("the two transports tell it in ways of their own")
-@pytest.mark.parametrize("transport", ["collective", "symmetric"])
-def test_a_rank_that_goes_over_another_dispatch_is_named(transport):
-    assert run_ranks(calls_over_another, 3, transport, timeout=200) == [True] * 3
+@pytest.mark.quick("the two transports tell it in ways of their own, and the symmetric one between nodes in another")
+@pytest.mark.parametrize(
+    "fields", [{"transport": "collective"}, {}, {"ranks_per_node": 1}], ids=["collective", "symmetric", "nodes"]
+)
+def test_a_rank_that_goes_over_another_dispatch_is_named(fields):
+    assert run_ranks(calls_over_another, 3, fields, timeout=200) == [True] * 3
 
 
-def rows_of_another(rank, world_size, most):
+def rows_of_another(rank, world_size, most, fields):
     """Rank 1 combines another dispatch, of fewer tokens, to other ranks: rows are awaited that nobody sends."""
-    with mock.patch.object(workspaces, "LAMPORT_BYTES", most), moelink.init(**SUMS_OR_ROWS) as ep:
+    with mock.patch.object(workspaces, "LAMPORT_BYTES", most), moelink.init(**SUMS_OR_ROWS | fields) as ep:
         d = data(rank)
         full = ep.dispatch(d.x, d.topk_ids)
         few = ep.dispatch(d.x[:1], torch.full((1, 2), 2 * rank, dtype=torch.int32))
@@ -358,10 +360,16 @@ def rows_of_another(rank, world_size, most):
     return True
 
 
-@pytest.mark.quick("rows with flags and without end their waits in ways of their own")
-@pytest.mark.parametrize("most", [1 << 25, 0], ids=["small", "flags"])
-def test_rows_of_another_dispatch_are_not_waited_for(most):
-    assert run_ranks(rows_of_another, 3, most, timeout=200) == [True] * 3
+ROWS_OF_ANOTHER = {
+    "small": (1 << 25, {}), "flags": (0, {}), "nodes": (0, {"ranks_per_node": 1}),
+    "every row, nodes": (0, {"pre_reduce": False, "ranks_per_node": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.quick("rows with flags and without, on one node and between nodes, end their waits in ways of their own")
+@pytest.mark.parametrize("most, fields", ROWS_OF_ANOTHER.values(), ids=ROWS_OF_ANOTHER)
+def test_rows_of_another_dispatch_are_not_waited_for(most, fields):
+    assert run_ranks(rows_of_another, 3, most, fields, timeout=200) == [True] * 3
 
 
 @pytest.mark.quick("the two transports tell it in ways of their own")

@@ -151,6 +151,46 @@ def test_after_a_combine_in_which_ranks_disagree_nothing_of_it_is_under_way(opti
         run_disagreement(seed, **options)
 
 
+EVERY_ROW = dataclasses.replace(FEW, setup=ROWS)
+
+
+def run_another(seed, few, more, odd, world=2):
+    """Rank ``odd`` combines the rows of ``more``, the others those of ``few``; combines after it must be right."""
+    results = [{}, {}]
+    group = transports(few.setup, world, seed=seed, proxies=SpitefulProxy)
+
+    def main(rank):
+        transport = group[rank]
+
+        def combine(case, recv):
+            return transport.combine(combine_requests(case, [rank], recv), fused=True).wait()
+
+        def calls():
+            recvs = [transport.dispatch(dispatch_requests(case, [rank]), fused=True).wait() for case in (few, more)]
+            with pytest.raises(moelink.ProtocolError, match="over the routing of another call"):
+                combine(*((more, recvs[1]) if rank == odd else (few, recvs[0])))
+            for number, case in ((1, more), (0, few)):
+                (out,) = combine(case, recvs[number])
+                results[number][rank] = Result.of(recvs[number][0], out)
+
+        return calls
+
+    play(Scheduler(seed), group, [main(rank) for rank in range(world)])
+    for case, ranks in zip((few, more), results, strict=True):
+        check([case], {id(case): ranks}, world=world)
+    for transport in group:
+        transport.check()
+        transport.close()
+
+
+@seeds(1, 4)
+@pytest.mark.parametrize("few", [FEW, UNREDUCED, EVERY_ROW], ids=["sums", "unreduced", "rows"])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_after_combines_of_different_dispatches_nothing_of_them_is_under_way(odd, few, seeds):
+    for seed in seeds:
+        run_another(seed, few, dataclasses.replace(few, tokens=(4, 4)), odd)
+
+
 @pytest.mark.parametrize("slow_to", [0.02, 0.002], ids=["slow", "slowest"])
 def test_rows_of_a_refused_combine_land_before_the_next_one(slow_to):
     """Without sums another rank of the node may store the same rows in the next combine."""

@@ -20,7 +20,7 @@ import moelink
 from cases import FIELDS as OUTPUT_FIELDS
 from cases import check_rows
 from fault_ranks import FIELDS
-from interrupted_ranks import KINDS, Countdown, attempt, everyone, make, trial
+from interrupted_ranks import KINDS, SECONDS, Countdown, attempt, everyone, make, trial
 from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
 
@@ -231,7 +231,7 @@ class Walk:
         else:
             assert isinstance(error, moelink.PeerAbortedError), repr(error)
             assert error.peer in victims, repr(error)
-        assert seconds < 10, f"{error!r} after {seconds:.1f} s"
+        assert seconds < SECONDS, f"{error!r} after {seconds:.1f} s"
         return "refused"
 
     def mismatched(self, mine: Callable[[], Any], others: Callable[[], Any]) -> str:
@@ -239,7 +239,7 @@ class Walk:
         victim = self.random.randrange(self.world_size)
         _, error, seconds = attempt(mine if self.rank == victim else others)
         assert isinstance(error, moelink.ProtocolError), f"victim {victim}: {error!r}"
-        assert seconds < 10, f"{error!r} after {seconds:.1f} s"
+        assert seconds < SECONDS, f"{error!r} after {seconds:.1f} s"
         named = everyone(error.peer, self.world_size)
         assert set(named) == {victim} or self.world_size < 3, f"victim {victim}, named {named}"
         return f"rank {victim}"
@@ -251,15 +251,12 @@ class Walk:
         return self.mismatched(lambda: self.ep.dispatch(x, ids), lambda: self.ep.dispatch(x, ids, weights))
 
     def other_dispatch(self) -> str:
-        """One rank combines the rows, or reuses the routing, of another dispatch than the rest. Between nodes nobody
-        notices the former."""
+        """One rank combines the rows, or reuses the routing, of another dispatch than the rest."""
         if len(self.outputs) < 2:
             return self.dispatch()
         (one, sent), (other, more) = self.random.sample(self.outputs, 2)
         same = sent.ids[0] is more.ids[0]  # one reused the routing of the other, which is as good
-        if same and "ranks_per_node" in self.options:
-            return self.dispatch()
-        if (self.random.random() < 0.5 or "ranks_per_node" in self.options) and not same:
+        if self.random.random() < 0.5 and not same:
             x, y = sent.data[self.rank].x, more.data[self.rank].x
             return self.mismatched(
                 lambda: self.ep.dispatch(y, None, routing=other), lambda: self.ep.dispatch(x, None, routing=one)

@@ -69,8 +69,9 @@ def ep_fused_combine(
             are (with ``pre_reduce`` or ``skip_a2a``). Without either kind rows are summed unweighted.
         shared: [T, hidden_size] of ``combine_dtype`` to add before the rounding: the output of a shared expert that is
             not fused.
-        epilogue_fn: a bias [hidden_size] or residual [T, hidden_size] to add before the rounding, or a Hook with a
-            ``triton_fn`` that stores instead (``output_tokens`` stays untouched).
+        epilogue_fn: a bias [hidden_size] or residual [T, hidden_size] to add before the rounding (not with
+            ``skip_a2a``, where every rank would add it), or a Hook with a ``triton_fn`` that stores instead
+            (``output_tokens`` stays untouched).
 
     Raises:
         ArgumentError: a tensor does not fit; nothing was launched.
@@ -327,6 +328,9 @@ def _epilogue(
     if epilogue_fn is not None:
         if not isinstance(epilogue_fn, Tensor):
             raise ArgumentError("epilogue_fn", "a tensor or a Hook", type(epilogue_fn).__name__)
+        if ep.params.skip_a2a:
+            expected = "None or a Hook with skip_a2a: a tensor would be added once per rank"
+            raise ArgumentError("epilogue_fn", expected, describe(epilogue_fn))
         hidden = ep.config.hidden_size
         shape = (hidden,) if epilogue_fn.dim() == 1 else (count, hidden)
         check_tensor(ep, "epilogue_fn", epilogue_fn, shape, epilogue_fn.dtype)

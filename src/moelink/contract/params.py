@@ -15,6 +15,9 @@ from moelink.memory.workspace import Workspace
 FORMAT_NAMES = {"BF16": "bf16", "BlockwiseFP8": "fp8_block128", "NVFP4": "nvfp4", "MXFP4": "mxfp4"}
 """The contract's names of formats. Registered names of this package are accepted beside them."""
 
+_OWN_NAMES = {"max_tokens_per_rank": "max_token_per_rank"}
+"""The contract's names of fields that ``EPConfig`` may refuse under its own, and EPParams does not check itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EPParams:
@@ -104,7 +107,10 @@ class EPParams:
                 f"n_nodes={self.n_nodes}, use_shmem=False: expected puts (use_shmem) to reach ranks of other nodes, "
                 "got none; leave use_shmem out, or use moelink.init(transport='collective')"
             )
-        self.config(0)
+        try:
+            self.config(0)
+        except ConfigError as error:
+            raise ConfigError(_OWN_NAMES.get(error.field, error.field), error.expected, error.got) from None
 
     @property
     def n_ranks(self) -> int:

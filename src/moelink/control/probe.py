@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from moelink import env
 from moelink.control import responder
 from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, NUM_PHASES, PROGRESS, READ, TELL, TOKEN_BYTES
+from moelink.control.stores import listen
 from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UnsupportedError
 
 _PHASES = ("dispatch", "combine", "init")
@@ -135,7 +136,7 @@ class ProbeServer:
         """Start it. Probes that come before it runs wait for it.
 
         Raises:
-            UnsupportedError: there is no Python interpreter to run it.
+            UnsupportedError: there is no Python interpreter to run it, or no such address to listen at.
         """
         memory = _anonymous_file()
         reading, writing = os.pipe()
@@ -143,7 +144,7 @@ class ProbeServer:
             os.ftruncate(memory, responder.Blackboard.BYTES)
             self._board = responder.Blackboard(memory)
             self._board.token = secrets.token_bytes(TOKEN_BYTES)
-            with socket.create_server((_own_host(), 0), backlog=_BACKLOG) as listener:
+            with listen(_own_host(), _BACKLOG) as listener:
                 host, port = listener.getsockname()[:2]
                 self.address = Address(host, port, self._board.token)
                 # The socket, too, is closed here: a child that this process forks must not keep the port.

@@ -144,6 +144,7 @@ def regroup(around: Surroundings, survivors: tuple[int, ...], timeout: float) ->
         PeerLostError: the process of a rank in the list is gone.
         PeerTimeoutError: a rank in the list does not answer for ``timeout`` seconds, or has not called recover when any
             call of the old communicator must be over; or, naming this rank, another one has gone on without it.
+        UnsupportedError: this rank's address is not there any more.
     """
     store, port = around.serve(timeout) if around.rank == survivors[0] else (None, 0)
     board = _Board(around, Proposal(survivors, secrets.token_bytes(16), port))

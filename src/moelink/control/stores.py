@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from moelink.errors import ConfigError
+from moelink import env
+from moelink.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -60,9 +61,24 @@ def peek(store: Any, key: str) -> bytes:
     return b"" if value == _ABSENT else value
 
 
+def listen(host: str, backlog: int) -> socket.socket:
+    """Listen on a free port of ``host``'s interface, and of no other.
+
+    Raises:
+        UnsupportedError: ``host`` is no address of this machine, or not any more.
+    """
+    try:
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError as error:
+        raise UnsupportedError(
+            f"expected an address of this machine, for peers to reach it at, got {host!r} ({error}); check its "
+            f"network, or set {env.PROBE_HOST.name}"
+        ) from error
+
+
 def serve(host: str, timeout: float) -> Any:
-    """Open a store on a free port of ``host``'s interface, and of no other."""
-    with socket.create_server((host, 0), backlog=1024) as listener:
+    """Open a store on a free port of ``host``'s interface, and of no other. Raises UnsupportedError as ``listen``."""
+    with listen(host, 1024) as listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout),

@@ -185,10 +185,9 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
             other = mask & (refused == S.WORLD_SIZE) & (strays == 0) & sends_otherwise(status // 2, S)
             if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
                 ok = end_other_waits(ctx, notes.slot_of, refused < S.WORLD_SIZE, other, num_tokens, S)
-        if S.NODE_SIZE == S.WORLD_SIZE:
-            if (ok > 0) & (lost >= 0):
-                ok = end_waits_for_strays(ctx, strays, heads, notes.slot_of, num_tokens, S)
-        ok = quiesce_combine(ok, (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)), ctx, S)
+        ok = quiesce_combine(ok, (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0)), ctx, S)
+        if (ok > 0) & (lost >= 0):
+            ok = end_waits_for_strays(ctx, strays, heads, notes.slot_of, num_tokens, S)
     return ok
 
 

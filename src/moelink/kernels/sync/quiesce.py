@@ -2,14 +2,14 @@
 
 Before this rank grants credit for a call, every signal that a rank of another node puts here in that call must have
 arrived (``kernels.sync.internode`` says why). In an ordinary call this rank waits for these signals anyway. In a call
-that a rank refused, or for which ranks chose different options, it waits here, because then it reads nothing, or more
-comes than it asked for.
+that a rank refused, or that ranks make with different options or over different dispatches, it waits here, because then
+it reads nothing, or more comes than it asked for.
 
 On one node a rank that refuses waits for nobody, because each peer stores for one call after the other. Instead the
 ranks that sent it rows in a combine wait until these have arrived (:func:`wait_until_sent`). Combine's heads say how
-many messages to wait for; on one node they also say which dispatch's rows go home (:func:`odd_dispatch`). A rank that
-sends home rows of another dispatch than this rank awaits, a stray, fills other slots. So this rank waits for the rows
-that do come, and ends its own waits for those that do not (:func:`end_waits_for_strays`).
+many messages to wait for, and which dispatch's rows go home (:func:`odd_dispatch`). A rank that sends home rows of
+another dispatch than this rank awaits, a stray, fills other slots. So this rank waits for the rows that do come, and
+ends its own waits for those that do not (:func:`end_waits_for_strays`).
 
 Example: W = 4, S.NODE_SIZE = 2, rank 0 refuses a dispatch. Counts say that rank 2 sends 3 messages and rank 3 none:
 rank 0 waits for the flags of slots 0, 1, 2 of rank 2, and then grants credit.
@@ -24,7 +24,7 @@ import triton.language as tl
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.internode import intra_node_only
 from moelink.kernels.sync.lamport_slots import has_no_flags, is_small, stand_in
-from moelink.kernels.sync.signals import I64, U8, first_stray, odd_one_out, own_block, report_failure, wait_all
+from moelink.kernels.sync.signals import I64, U8, first_stray, odd_one_out, own_block, publish, report_failure, wait_all
 from moelink.memory.protocol import OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
 
 _DISPATCH = tl.constexpr(PHASE_DISPATCH)
@@ -106,69 +106,81 @@ def quiesce_dispatch(ctx, messages, programs, S: tl.constexpr):
 def beside_status(received, control, call, status, S: tl.constexpr):
     """Return what ``combine_status`` says to each rank [ranks] besides the refusal and the options, which are below 8.
 
-    Between nodes the upper half is how many messages' rows go there (of a rank that refuses: flags that it raises), for
-    :func:`quiesce_combine`. On one node it is the number of the dispatch whose rows go home, for :func:`odd_dispatch`.
-    Of the lower half bit 3 says there whether the rows go without flags, and the bits above it are how many messages'
-    rows go there, for :func:`end_waits_for_strays`.
+    The upper half is the number of the dispatch whose rows go home, for :func:`odd_dispatch`. Of the lower half bit 3
+    says whether the rows go without flags, and the bits above it are how many messages' rows go there (of a rank that
+    refuses: flags that it raises), for :func:`end_waits_for_strays` and :func:`quiesce_combine`.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     messages = tl.load(received + 2 * r, mask=mask, other=0)
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        return tl.where(status == 0, messages, S.MAX_TOKENS).to(tl.int64) << 32
-    else:
-        small = is_small(control, tl.load(received + 2 * r + 1, mask=mask, other=0), call, S)
-        upper = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + _dispatch_of(received, S)
-        return (upper << 32) + messages.to(tl.int64) * 16 + small.to(tl.int64) * 8
+    messages = tl.where(status == 0, messages, S.MAX_TOKENS)
+    small = is_small(control, tl.load(received + 2 * r + 1, mask=mask, other=0), call, S)
+    upper = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + _dispatch_of(received, S)
+    return (upper << 32) + messages.to(tl.int64) * 16 + small.to(tl.int64) * 8
+
+
+@triton.jit
+def _messages_of(heads, S: tl.constexpr):
+    """Return how many messages' rows come by ``heads``, words of combine_status [ranks]. It need not be true."""
+    return tl.minimum((heads & 0xFFFFFFFF) >> 4, S.MAX_TOKENS).to(tl.int32)
 
 
 @triton.jit
 def other_dispatches(heads, received, S: tl.constexpr):
     """Return which of ``heads``, words of combine_status [ranks], name another dispatch than the one that ``received``
-    is of; none between nodes."""
-    return (S.NODE_SIZE == S.WORLD_SIZE) & ((heads >> 32).to(tl.int32) != _dispatch_of(received, S))
+    is of."""
+    return (heads >> 32).to(tl.int32) != _dispatch_of(received, S)
 
 
 @triton.jit
 def odd_dispatch(heads, received, S: tl.constexpr):
-    """Return the rank to blame where ``heads`` name other dispatches than the one that ``received`` is of, or -1.
+    """Return the rank to blame where ``heads`` name other dispatches than the one that ``received`` is of, or -1."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mask = r < S.WORLD_SIZE
+    beside = (heads >> 32).to(tl.int32)
+    odd = odd_one_out(beside, mask, _dispatch_of(received, S), S.WORLD_SIZE)
+    if odd >= 0:  # of three dispatches or more, all ranks name the same one
+        odd = first_stray(beside, mask)
+    return odd
 
-    Between nodes heads name none, and it is -1.
-    """
+
+@triton.jit
+def _forget_kept(mine, strays, S: tl.constexpr):
+    """Let no rows of ``strays`` [ranks] be awaited that have flags of their own, as those of other nodes have."""
     if S.NODE_SIZE < S.WORLD_SIZE:
-        return tl.full([], -1, tl.int32)
-    else:
         r = tl.arange(0, S.WORLD_SIZE_POW2)
-        mask = r < S.WORLD_SIZE
-        beside = (heads >> 32).to(tl.int32)
-        odd = odd_one_out(beside, mask, _dispatch_of(received, S), S.WORLD_SIZE)
-        if odd >= 0:  # of three dispatches or more, all ranks name the same one
-            odd = first_stray(beside, mask)
-        return odd
+        i = tl.arange(0, _AT_ONCE)
+        count: tl.constexpr = S.MAX_TOKENS * S.KEPT_BYTES
+        for source in range(S.WORLD_SIZE):
+            stray = tl.max((strays & (r == source)).to(tl.int32), 0)
+            kept = (mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + source * count
+            for c0 in range(0, tl.where(stray > 0, count, 0), _AT_ONCE):
+                tl.store(kept + c0 + i, (i * 0).to(tl.uint8), mask=c0 + i < count)
 
 
 @triton.jit
 def end_waits_for_strays(ctx, strays, heads, slot_of, num_tokens, S: tl.constexpr):
-    """Let the other CTAs of the home role go on, which wait for rows of ``strays`` [ranks]: ranks of this node that
-    send rows of another dispatch home. ``heads`` [ranks]: their words of combine_status.
+    """Let the other CTAs of the home role go on, which wait for rows of ``strays`` [ranks]: ranks that send rows of
+    another dispatch home. ``heads`` [ranks]: their words of combine_status.
 
     First all rows that strays send with flags must have arrived, because in the next call other ranks may store the
-    same rows. Then CTA 0 raises all flags of the strays in this rank's own block, and stands in for rows without flags.
-    What strays send without flags may arrive later, and is cleared as after a refusal. Returns 1, or 0 or -1 after an
-    error.
+    same rows; between nodes :func:`quiesce_combine` has waited for all of them. Then CTA 0 raises all flags of the
+    strays in this rank's own block, and stands in for rows without flags. What strays send without flags may arrive
+    later, and is cleared as after a refusal. Returns 1, or 0 or -1 after an error.
     """
     mine = own_block(ctx.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _AT_ONCE)
-    messages = tl.minimum((heads & 0xFFFFFFFF) >> 4, S.MAX_TOKENS).to(tl.int32)
-    messages = tl.where(strays & ((heads & 8) == 0), messages, 0)
+    messages = tl.where(strays & ((heads & 8) == 0), _messages_of(heads, S), 0)
     ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages * S.PARTS_PER_ROW, _COMBINE, S.PARTS_PER_ROW, S)
+    if ok > 0:
+        _forget_kept(mine, strays, S)
     count: tl.constexpr = S.MAX_TOKENS * S.PARTS_PER_ROW
     for source in range(S.WORLD_SIZE):
         stray = tl.max((strays & (r == source)).to(tl.int32), 0)
         flags = (mine + S.OFFSET_COMBINE_FLAG).to(I64) + source * count
         for c0 in range(0, tl.where(stray > 0, count, 0), _AT_ONCE):
-            tl.store(flags + c0 + i, ctx.call + i * 0, mask=only(ok > 0, c0 + i < count))
+            publish(flags + c0 + i, only(ok > 0, c0 + i < count), ctx.call + i * 0)
     if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
         if (ok > 0) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
             stand_in(mine, strays, slot_of, num_tokens, S)
@@ -245,11 +257,11 @@ def _wait_for_what_heads_say(ctx, S: tl.constexpr):
     report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
-        messages = tl.minimum(tl.maximum(status >> 32, 0), S.MAX_TOKENS).to(tl.int32)
+        messages = _messages_of(status, S)
         ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages, _COMBINE, 1, S)
         q = tl.arange(0, S.TOPK_POW2)
         far = intra_node_only(mask, r, ctx.me, S) == 0
-        by_row = tl.where(far & ((status & 0xFFFFFFFF) == 2 * _BY_ROW), messages, 0)
+        by_row = tl.where(far & ((status & 7) == 2 * _BY_ROW), messages, 0)
         for source in range(S.WORLD_SIZE):
             for slot in range(0, tl.sum(tl.where(r == source, by_row, 0), 0)):
                 if ok > 0:
@@ -272,7 +284,7 @@ def _wait_for_choices(ctx, S: tl.constexpr):
     ok, source, got = wait_for_inter_node(mine, S.OFFSET_COMBINE_HEAD, r < S.WORLD_SIZE, ctx, S)
     report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
     status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=r < S.WORLD_SIZE, other=0)
-    return ok, intra_node_only(r < S.WORLD_SIZE, r, ctx.me, S) | ((status & 0xFFFFFFFF) == 2 * _BY_ROW)
+    return ok, intra_node_only(r < S.WORLD_SIZE, r, ctx.me, S) | ((status & 7) == 2 * _BY_ROW)
 
 
 @triton.jit
