@@ -182,8 +182,8 @@ def to_document(value: object) -> object:
     return value
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """Read a document of ``moelink bench``, that of a layer preset included.
+def read_result(path: Path, benchmarks: Sequence[str] = (BENCHMARK,)) -> dict[str, Any]:
+    """Read a document of ``moelink bench``: of one of ``benchmarks``, by default that of dispatch and combine.
 
     Raises:
         ConfigError: it is none of this schema, or its correctness gate failed, so that it has no figures.
@@ -192,7 +192,7 @@ def read_result(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError("results", "JSON files of moelink bench", f"{path} ({error})") from error
-    if not isinstance(document, dict) or document.get("benchmark") not in (BENCHMARK, LAYER_BENCHMARK):
+    if not isinstance(document, dict) or document.get("benchmark") not in benchmarks:
         raise ConfigError("results", "JSON files of moelink bench", path.name)
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError("results", f"schema_version {SCHEMA_VERSION}", f"{document.get('schema_version')} in {path}")

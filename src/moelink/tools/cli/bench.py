@@ -16,8 +16,8 @@ from rich.text import Text
 
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, make_plan, run_bench
-from moelink.tools.bench.document import command_line, read_result
-from moelink.tools.bench.layer import LAYER_BENCHMARK, LAYER_PRESETS, make_layer_plan, run_layer_bench
+from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, command_line, read_result
+from moelink.tools.bench.layer import LAYER_PRESETS, make_layer_plan, run_layer_bench
 from moelink.tools.bench.layer.plan import SHAPES
 from moelink.tools.bench.presets import LAYOUTS, DeviceKind
 from moelink.tools.cli.console import (
@@ -139,7 +139,7 @@ def plot_results(
 ) -> None:
     """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks; of the
     layer (one result), the time of each contender by its parts."""
-    draw([read_result(path) for path in results], out)
+    draw([read_result(path, (BENCHMARK, LAYER_BENCHMARK)) for path in results], out)
 
 
 def draw(documents: list[dict[str, Any]], path: Path) -> None:

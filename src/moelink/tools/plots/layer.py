@@ -14,12 +14,11 @@ COLORS = {
 """By part; communication is blue, the products are violet."""
 
 SHORT = {
-    "moelink bf16": "moelink\nbf16",
-    "moelink fp8_block128": "moelink\nfp8",
-    "transformers grouped_mm": "trans-\nformers",
-    "sort + all-to-all": "sort +\na2a",
-    "FlashInfer one-sided": "Flash-\nInfer",
+    "moelink fp8_block128": "moelink fp8",
+    "transformers grouped_mm": "transformers",
+    "sort + all-to-all": "sort + a2a",
 }
+"""Names that are too long for an axis."""
 
 
 def draw_layer(document: dict[str, Any], path: Path) -> None:
@@ -36,19 +35,20 @@ def draw_layer(document: dict[str, Any], path: Path) -> None:
         raise ValueError("no figure in this result")
     models = list(dict.fromkeys(case["shape"]["model"] for case in document["cases"]))
     columns = max(sum(case["shape"]["model"] == model for case in document["cases"]) for model in models)
-    height = 1.5 + 2.3 * len(models)
+    height = 1.5 + 2.6 * len(models)
     figure = new_figure(height)
     panels = figure.subplots(len(models), columns, squeeze=False)
-    figure.subplots_adjust(left=0.055, right=0.99, top=1 - 1.2 / height, bottom=0.5 / height, wspace=0.38, hspace=0.5)
+    figure.subplots_adjust(left=0.055, right=0.99, top=1 - 1.45 / height, bottom=0.5 / height, wspace=0.38, hspace=0.5)
     for line, model in zip(panels, models, strict=True):
         cases = [(index, case) for index, case in enumerate(document["cases"]) if case["shape"]["model"] == model]
         for axes in line[len(cases) :]:
             axes.set_axis_off()
         for axes, (index, case) in zip(line, cases, strict=False):
             tokens = case["tokens"]
-            title = f"{model}, {tokens}" if axes is line[0] else f"{tokens}"
-            _panel(axes, [row for row in rows if row["case"] == index], f"{title} token{'s' * (tokens != 1)}")
+            _panel(axes, [row for row in rows if row["case"] == index], f"{tokens} token{'s' * (tokens != 1)}")
         line[0].set_ylabel("microseconds", color=INK, size=8)
+        top = line[0].get_position().y1
+        figure.text(0.055, top + 0.27 / height, model, size=10.5, weight="bold", color=INK)
     _words(figure, document, height)
     figure.savefig(path)
 
@@ -73,10 +73,15 @@ def segments(row: dict[str, Any]) -> list[tuple[str, float]]:
     return [(name, took * figure["median"] / total) for name, took in parts.items()]
 
 
+def _short(contender: str) -> str:
+    """The name of a contender below its bar."""
+    return SHORT.get(contender, contender.removesuffix(" one-sided"))
+
+
 def _panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
     frame(axes, title, "", "")
-    axes.title.set_size(9)
     axes.grid(visible=False, axis="x")
+    axes.set_axisbelow(True)
     highest = max((whole(row) or {"median": 0.0})["median"] for row in rows) if rows else 1.0
     for place, row in enumerate(rows):
         bottom = 0.0
@@ -86,8 +91,8 @@ def _panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
         by_call = "" if row["graph"] else "*"
         axes.text(place, bottom + 0.02 * highest, f"{bottom:.0f}{by_call}", ha="center", size=6.5, color=INK)
     axes.set_ylim(0, 1.12 * highest)
-    axes.set_xticks(range(len(rows)), [SHORT.get(row["contender"], row["contender"]) for row in rows])
-    axes.tick_params(axis="x", labelsize=5.5, length=0)
+    axes.set_xticks(range(len(rows)), [_short(row["contender"]) for row in rows], rotation=38, ha="right")
+    axes.tick_params(axis="x", labelsize=6, length=0, pad=1)
     axes.tick_params(axis="y", labelsize=7)
 
 
