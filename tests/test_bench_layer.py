@@ -14,6 +14,7 @@ from torch import Tensor
 
 import bench_ranks
 import moelink
+from bench_fakes import FakeClock, FakeDevice
 from moelink.formats import get_format
 from moelink.tools.bench import render
 from moelink.tools.bench.document import LAYER_BENCHMARK
@@ -90,6 +91,13 @@ def test_a_chain_starts_again_from_its_input() -> None:
     parts = [Part("route", lambda given: given + 1), Part("dispatch", lambda at: 10 * at)]
     calls = chained(parts, 1)
     assert [call() for call in (*calls, *calls)] == [2, 20, 2, 20] == [2, run_parts(parts, 1)] * 2
+
+
+def test_a_shape_without_room_has_a_row_for_everybody() -> None:
+    plan = make_layer_plan("layer", ranks=1, device="cuda", cases=["tiny", "mixtral-8x7b"], tokens=[1, 2])
+    rows = run.absent_rows(plan, SHAPES["mixtral-8x7b"], "out of memory")
+    assert {(row.case, row.contender) for row in rows} == {(case, name) for case in (2, 3) for name in run.MAKERS}
+    assert {row.reason for row in rows} == {"out of memory"}
 
 
 class FakeFlashInfer:
@@ -187,6 +195,48 @@ def test_what_is_wrong_is_not_timed(right: int) -> None:
 def test_a_result_that_is_no_number_is_wrong() -> None:
     out = torch.full((3, 4), float("nan"))
     assert run.wrong_by(WrongLayer(out, 2), tiny_input(3), torch.ones(3, 4)) == float("inf")
+
+
+class TakingLayer(WrongLayer):
+    """Can be captured; in a graph its two parts take 10 and 30 us."""
+
+    capturable = True
+
+    def __init__(self, device: FakeDevice, out: Tensor) -> None:
+        super().__init__(out, 1000)
+        self.device = device
+
+    def takes(self, us: int) -> Any:
+        def run_part(_: Any) -> Tensor:
+            def node(_: int) -> None:
+                self.device.now += us
+
+            if self.device.capturing is not None:
+                self.device.capturing.nodes.append(node)
+            return self.layer(None)
+
+        return run_part
+
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("dispatch", self.takes(10)), Part("combine", self.takes(30)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_graph_is_measured_whole_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, want = FakeDevice(monkeypatch), torch.ones(3, 4)
+    contender = TakingLayer(device, want)
+    settings = Settings(calls=2, samples=3, warmup=1, host_calls=2, host_samples=2)
+    row, fault = run.run_contender(contender, [tiny_input(3)] * 2, want, settings, FakeClock(device))
+    assert (fault, row.reason) == ("", "")
+    assert row.samples.graph == (1.5,) * 3, "of a clock that says 3 us for two calls"
+    assert row.samples.eager == (1.5,) * 2
+    assert row.samples.parts_by == "graph"
+    assert row.samples.parts == {"dispatch": (10.0,) * 3, "combine": (30.0,) * 3}
+    contender.right = 3  # those that are compared: the layer, and its two parts
+    contender.calls = 0
+    row, fault = run.run_contender(contender, [tiny_input(3)] * 2, want, settings, FakeClock(device))
+    assert "the output of a replayed graph is wrong by 0.03" in fault
+    assert (row.reason, row.samples) == (fault, LayerSamples())
 
 
 def test_steps_are_summed_to_parts() -> None:
@@ -313,8 +363,8 @@ def synthetic() -> dict[str, Any]:
 def test_verdicts_compare_by_the_same_method() -> None:
     document = synthetic()
     first, second = document["verdicts"]
-    assert [(duel["contender"], duel["method"]) for duel in first["duels"]] == [
-        (peers.TRANSFORMERS, "graph"), (peers.EXCHANGE, "eager"),
+    assert [tuple(duel.values()) for duel in first["duels"]] == [
+        (peers.TRANSFORMERS, "graph", 90.0, 100.0), (peers.EXCHANGE, "eager", 400.0, 500.0),
     ]  # fmt: skip
     assert (first["faster"], second["faster"]) == (True, False)
     assert document["faster_everywhere"] is False

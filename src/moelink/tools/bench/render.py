@@ -199,6 +199,7 @@ def speed_table(document: dict[str, Any]) -> str:
     return "\n".join([*lines, "", wrapped(ran), "", *(wrapped(f"* {note}") for note in leaving_out([document]))])
 
 
+LAYER_PICTURE = "![Time of the layer by contender and part](layer.png)"
 NO_LAYER = "No result is in `benchmarks/results/` yet."
 
 LEGEND = (
@@ -271,11 +272,12 @@ def rendered() -> dict[Path, str]:
 
     layers = gpu_results(LAYER_BENCHMARK)
     by_ranks = [document for _, document in reversed(layers)]
+    picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
     start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
     return {
         readme: between(start, "layer", layer_summary(by_ranks[:1])),
-        performance: between(speed, "layer", layer_summary(by_ranks) or NO_LAYER),
+        performance: between(speed, "layer", (layer_summary(by_ranks) or NO_LAYER) + picture),
         guide: between(guide.read_text(), "overhead", overhead(result("ops_overhead.json"))),
         root / "docs" / "results.md": page(results, layers),
     }

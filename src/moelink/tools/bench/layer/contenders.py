@@ -18,7 +18,6 @@ from torch.nn import functional
 
 import moelink
 from moelink.errors import UnsupportedError
-from moelink.formats import get_format
 from moelink.nn import MoE
 from moelink.nn.experts import dequantized, grouped_matmul
 from moelink.nn.gated import gated_activation
@@ -137,6 +136,19 @@ def expert_parts(weights: Weights) -> tuple[Part, ...]:
     )
 
 
+def moelink_expert_parts(ep: moelink.Communicator, weights: Weights) -> tuple[Part, ...]:
+    """The experts as :class:`moelink.nn.MoE` computes them, from what dispatch returned to what combine takes.
+
+    Rows of formats with scales are converted to bf16 first; others need no conversion.
+    """
+
+    def convert(at: Rows) -> Rows:
+        return replace(at, rows=dequantized(at.home, ep.config, dtype=weights.down.dtype))
+
+    converted = ep.config.format.scale_layout is not None
+    return (*((Part("convert", convert),) if converted else ()), *expert_parts(weights))
+
+
 class GivenLogits(torch.nn.Module):
     """Stands in a layer for its router: chooses experts from logits that are given, and does not look at the tokens."""
 
@@ -190,22 +202,17 @@ class MoelinkLayer:
         return self.moe(given.x)  # type: ignore[no-any-return]
 
     def parts(self) -> tuple[Part, ...]:
-        """See :class:`LayerContender`. Formats without scales need no conversion."""
-        convert = (Part("convert", self._convert),) if get_format(self.fmt).scale_layout is not None else ()
+        """See :class:`LayerContender`."""
         return (
             routing_part(self._shape),
             Part("dispatch", self._dispatch),
-            *convert,
-            *expert_parts(self._weights),
+            *moelink_expert_parts(self.ep, self._weights),
             Part("combine", self._combine),
         )
 
     def _dispatch(self, at: Routed) -> Rows:
         recv = self.ep.dispatch(at.x, at.routing.topk_ids, at.routing.topk_weights)
         return Rows(recv.tokens, recv.row_offsets, recv)
-
-    def _convert(self, at: Rows) -> Rows:
-        return replace(at, rows=dequantized(at.home, self.ep.config, dtype=torch.bfloat16))
 
     def _combine(self, at: Rows) -> Tensor:
         return self.ep.combine(at.rows, at.home)

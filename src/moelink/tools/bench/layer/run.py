@@ -7,6 +7,7 @@ timed. FlashInfer runs in processes of its own, so that it cannot take the other
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,7 +31,7 @@ from moelink.tools.bench.layer.contenders import (
     moelink_maker,
     run_parts,
 )
-from moelink.tools.bench.layer.data import LayerInput, make_inputs, make_weights, truth, worst_error
+from moelink.tools.bench.layer.data import LayerInput, Weights, make_inputs, make_weights, truth, worst_error
 from moelink.tools.bench.layer.peers import (
     EXCHANGE,
     FLASHINFER_LAYER,
@@ -39,7 +40,7 @@ from moelink.tools.bench.layer.peers import (
     FlashInferLayer,
     TransformersLayer,
 )
-from moelink.tools.bench.layer.plan import FORMATS, LayerPlan
+from moelink.tools.bench.layer.plan import FORMATS, LayerPlan, Shape
 from moelink.tools.bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
 from moelink.tools.bench.peers import flashinfer_is_installed
 from moelink.tools.bench.presets import Settings
@@ -90,18 +91,29 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
         report = LayerReport(device)
         for shape, most in plan.shapes().items():
             say(f"{shape.model}: weights")
-            weights = make_weights(
-                shape, seed=plan.settings.seed, rank=rank, world_size=world_size, device=clock.device
-            )
-            at = Setting(plan, shape, weights, most, rank, clock.device, CALL_TIMEOUT)
-            report = run_shape(report, at, clock, say)
-            del weights, at
+            made, reason = attempt(lambda shape=shape: weights_of(shape, plan, rank, clock.device))  # type: ignore[misc]
+            if made is None:
+                report = replace(report, rows=(*report.rows, *absent_rows(plan, shape, reason)))
+                continue
+            report = run_shape(report, Setting(plan, shape, made, most, rank, clock.device, CALL_TIMEOUT), clock, say)
+            del made
             gc.collect()
             if plan.device == "cuda":
                 torch.cuda.empty_cache()
             if report.gate:
                 break
         return [LayerReport.decode(said) for said in everyone(asdict(report))]
+
+
+def weights_of(shape: Shape, plan: LayerPlan, rank: int, device: torch.device) -> Weights:
+    """Draw this rank's experts."""
+    return make_weights(shape, seed=plan.settings.seed, rank=rank, world_size=plan.ranks, device=device)
+
+
+def absent_rows(plan: LayerPlan, shape: Shape, reason: str) -> list[LayerRankRow]:
+    """Rows of all contenders for all cases of ``shape``, which could not be made."""
+    cases = [index for index, case in enumerate(plan.cases) if case.shape == shape]
+    return [LayerRankRow(index, name, reason=reason) for index in cases for name in takes_part(plan)]
 
 
 def run_shape(report: LayerReport, at: Setting, clock: Clock, say: Callable[[str], None]) -> LayerReport:
@@ -124,7 +136,10 @@ def run_shape(report: LayerReport, at: Setting, clock: Clock, say: Callable[[str
         for index, case in cases:
             say(f"{case.label} ({index + 1} of {len(at.plan.cases)})")
             inputs = make_inputs(case, at.plan.settings, rank=at.rank, device=at.device)
-            truths = _truths(list(open_.values()), inputs[0], at)
+            truths, reason = attempt(lambda given=inputs[0]: _truths(list(open_.values()), given, at))  # type: ignore[misc]
+            if truths is None:
+                rows += [LayerRankRow(index, name, reason=f"no truth: {reason}") for name in open_]
+                continue
             for name, contender in open_.items():
                 row, fault = run_contender(contender, inputs, truths[contender.fmt], at.plan.settings, clock)
                 if fault and isinstance(contender, MoelinkLayer):
@@ -156,7 +171,7 @@ def run_contender(
     error, reason = attempt(lambda: wrong_by(contender, inputs[0], want))
     if error is None:
         return replace(row, reason=reason), ""
-    row = replace(row, error=error)
+    row = replace(row, error=error if math.isfinite(error) else None)  # JSON knows no infinity
     fault = first_fault(_fault("its output", error, contender))
     if fault:
         return replace(row, reason=f"not timed: {fault}"), fault
@@ -182,7 +197,7 @@ def wrong_by(contender: LayerContender, given: LayerInput, want: Tensor) -> floa
         outputs.append(run_parts(contender.parts(), given))
     contender.check()
     errors = [worst_error(out, want) for out in outputs]
-    return max(error if error == error else float("inf") for error in errors)  # noqa: PLR0124 - NaN
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def time_layer(
