@@ -6,6 +6,9 @@ import torch
 
 import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
+from moelink.tools.bench.layer.plan import LayerPlan
+from moelink.tools.bench.layer.result import LayerReport
+from moelink.tools.bench.layer.run import layer_main
 from moelink.tools.bench.presets import Plan
 from moelink.tools.bench.run import RankReport, moelink_main
 
@@ -22,3 +25,22 @@ def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = 
 
     moelink.Communicator.combine = wrong
     return moelink_main(rank, world_size, plan, progress)
+
+
+def broken_layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[LayerReport]:
+    """The ranks of the layer's benchmark, but the last one's combine loses a token's rows."""
+    combine = moelink.Communicator.combine
+
+    def wrong(self: moelink.Communicator, *args: object, **options: object) -> torch.Tensor:
+        out = combine(self, *args, **options)
+        if rank == world_size - 1:
+            out[-1] *= 0.9
+        return out
+
+    moelink.Communicator.combine = wrong
+    return layer_main(rank, world_size, plan, progress)
+
+
+def interpreted_layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[LayerReport]:
+    """The ranks of the layer's benchmark, with the tests' fast interpreter."""
+    return layer_main(rank, world_size, plan, progress)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moelink.memory.workspace import Workspace
-from moelink.tools.bench import Case, collective, document, host, launchers, layer, ncu, quotients, render, sweep
+from moelink.tools.bench import Case, collective, document, host, launchers, ncu, quotients, render, sweep
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_every_result_has_a_command_that_exists() -> None:
         assert importlib.util.find_spec(module), module
 
 
-@pytest.mark.parametrize("module", [collective, host, launchers, layer, ncu, quotients, render, sweep])
+@pytest.mark.parametrize("module", [collective, host, launchers, ncu, quotients, render, sweep])
 def test_scripts_explain_themselves(
     module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,16 +188,3 @@ def test_one_correction_makes_quotients_of_bf16_right() -> None:
     for wrong in (found["bf16_by_fp32"]["wrong"], found["fp32_by_448"]["wrong"]):
         assert wrong[0] > 0
         assert wrong[1:] == [0, 0]
-
-
-def test_the_layer_is_measured_and_compared() -> None:
-    case = layer.LayerCase(num_experts=4, topk=2, hidden_size=32, intermediate_size=16)
-    document = layer.layer_document(case, [1, 3], 5, "cpu", rounds=1, commit="abc1234")
-    assert [row["tokens"] for row in document["rows"]] == [1, 3]
-    for row in document["rows"]:
-        assert set(row["forward_us"]) == {"rows that exist", "worst case", "sized for the call", "torch"}
-        assert set(row["training_us"]) == {"rows that exist", "worst case"}
-        assert all(us > 0 for us in (*row["forward_us"].values(), *row["training_us"].values()))
-        assert all(difference <= layer.TOLERANCE for difference in row["difference"].values())
-    with pytest.raises(RuntimeError, match="expected the output of the torch layer within"):
-        layer.check_close("mine", torch.ones(2), torch.zeros(2) + 0.5)

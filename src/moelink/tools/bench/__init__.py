@@ -1,7 +1,7 @@
 """Benchmarks: dispatch and combine, found correct, then measured against their peers and against the wire.
 
-``moelink bench`` runs the presets and draws results. Every other file of ``benchmarks/results`` comes from a module of
-its own, started with ``python -m moelink.tools.bench.NAME``:
+``moelink bench`` runs the presets and draws results; the package ``layer`` holds those of the whole layer. Every other
+file of ``benchmarks/results`` comes from a module of its own, started with ``python -m moelink.tools.bench.NAME``:
 
 * ``collective``: the collective transport against a sort and ``all_to_all_single``, on CPU ranks
 * ``sweep``: launch settings of the symmetric kernels, and pairs of dispatch and combine

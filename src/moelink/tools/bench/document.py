@@ -26,6 +26,7 @@ import moelink
 from moelink.errors import ConfigError
 
 BENCHMARK = "moelink bench"
+LAYER_BENCHMARK = "moelink bench layer"
 SCHEMA_VERSION = 1
 
 PACKAGES = ("torch", "triton", "numpy", "flashinfer")
@@ -181,8 +182,8 @@ def to_document(value: object) -> object:
     return value
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """Read a document of ``moelink bench``.
+def read_result(path: Path, benchmarks: Sequence[str] = (BENCHMARK,)) -> dict[str, Any]:
+    """Read a document of ``moelink bench``: of one of ``benchmarks``, by default that of dispatch and combine.
 
     Raises:
         ConfigError: it is none of this schema, or its correctness gate failed, so that it has no figures.
@@ -191,7 +192,7 @@ def read_result(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError("results", "JSON files of moelink bench", f"{path} ({error})") from error
-    if not isinstance(document, dict) or document.get("benchmark") != BENCHMARK:
+    if not isinstance(document, dict) or document.get("benchmark") not in benchmarks:
         raise ConfigError("results", "JSON files of moelink bench", path.name)
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError("results", f"schema_version {SCHEMA_VERSION}", f"{document.get('schema_version')} in {path}")

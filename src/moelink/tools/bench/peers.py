@@ -67,6 +67,23 @@ class _TorchComm:
         return self
 
 
+def open_flashinfer(
+    *, rank: int, world_size: int, max_tokens: int, topk: int, num_experts: int, hidden_size: int
+) -> Any:
+    """Open FlashInfer's ``MoeAlltoAll`` over the default group. Collective. Raises UnsupportedError without it."""
+    if not flashinfer_is_installed():
+        raise UnsupportedError("flashinfer is not installed")
+    comm = importlib.import_module("flashinfer.comm")
+    mnnvl = importlib.import_module("flashinfer.comm.mnnvl")
+    mapping = comm.Mapping(
+        rank=rank, world_size=world_size, gpus_per_node=world_size, tp_size=world_size, moe_ep_size=world_size
+    )
+    return comm.MoeAlltoAll(
+        mapping, max_num_tokens=max_tokens, top_k=topk, num_experts=num_experts, hidden_size=hidden_size,
+        mnnvl_config=mnnvl.MnnvlConfig(comm_backend=_TorchComm()),
+    )  # fmt: skip
+
+
 class FlashInferContender:
     """Dispatch of quantised rows, scales, ids and weights; combine of one bf16 row per (token, rank)."""
 
@@ -77,18 +94,11 @@ class FlashInferContender:
 
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
         """Set up FlashInfer. Collective. Raises UnsupportedError when it is not installed."""
-        if not flashinfer_is_installed():
-            raise UnsupportedError("flashinfer is not installed")
-        comm = importlib.import_module("flashinfer.comm")
-        mnnvl = importlib.import_module("flashinfer.comm.mnnvl")
         self._case = case = workload.case
         self.leaves_out = FLASHINFER_LEAVES_OUT[case.layout]
-        mapping = comm.Mapping(
-            rank=rank, world_size=world_size, gpus_per_node=world_size, tp_size=world_size, moe_ep_size=world_size
-        )
-        self._moe = comm.MoeAlltoAll(
-            mapping, max_num_tokens=case.tokens, top_k=case.topk, num_experts=case.num_experts,
-            hidden_size=case.hidden_size, mnnvl_config=mnnvl.MnnvlConfig(comm_backend=_TorchComm()),
+        self._moe = open_flashinfer(
+            rank=rank, world_size=world_size, max_tokens=case.tokens, topk=case.topk, num_experts=case.num_experts,
+            hidden_size=case.hidden_size,
         )  # fmt: skip
         self._ids = [batch.topk_ids for batch in workload.batches]
         self._payloads = [payloads(case, batch.x, batch.topk_ids, batch.topk_weights) for batch in workload.batches]

@@ -4,6 +4,8 @@
   the largest number of GPUs.
 * docs/performance.md, between the markers "benchmark": the comparison on CPUs.
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
+* README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``; README.md
+  on the fewest GPUs.
 * docs/results.md, whole: every result of ``moelink bench`` on GPUs.
 
     python -m moelink.tools.bench.render
@@ -18,7 +20,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from moelink.tools.bench.document import BENCHMARK, repository, results_folder
+from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, repository, results_folder
+from moelink.tools.bench.layer import tables
 from moelink.tools.bench.measure import PHASES
 from moelink.tools.bench.report import METHODS
 
@@ -56,10 +59,10 @@ def cpu_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def gpu_results() -> list[tuple[str, dict[str, Any]]]:
-    """Return (file, result) of ``moelink bench`` on GPUs by number of ranks, the most first, then file name."""
+def gpu_results(benchmark: str = BENCHMARK) -> list[tuple[str, dict[str, Any]]]:
+    """Return (file, result) of a benchmark on GPUs by number of ranks, the most first, then file name."""
     documents = [(path.name, json.loads(path.read_text())) for path in sorted(results_folder().glob("*.json"))]
-    found = [(name, d) for name, d in documents if d["benchmark"] == BENCHMARK and d["device"] == "cuda"]
+    found = [(name, d) for name, d in documents if d["benchmark"] == benchmark and d["device"] == "cuda"]
     return sorted(found, key=lambda entry: -entry[1]["ranks"])
 
 
@@ -128,6 +131,29 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
     return "\n".join([table, "", wrapped(text), "", *notes])
 
 
+def layer_summary(documents: list[dict[str, Any]]) -> str:
+    """Render what README.md and docs/performance.md show of the layer; "" without a result."""
+    return "\n\n".join(
+        "\n".join([tables.times_table(document, spread=False), "", wrapped(tables.setting_text(document))])
+        for document in documents
+    )
+
+
+def layer_section(document: dict[str, Any]) -> str:
+    """Render one result of the layer in Markdown, whole."""
+    parts = [tables.times_table(document, spread=True), wrapped(tables.setting_text(document))]
+    parts += ["\n".join(wrapped(f"* {note}") for note in tables.note_lines(document))]
+    split = tables.parts_table(document)
+    if split:
+        parts += ["Medians of the parts, between events inside a replayed graph:", split]
+    parts += [
+        wrapped(f"`{document['command']}`. {document['method']}."),
+        wrapped(f"Verdicts by this rule: {document['rule']}."),
+    ]
+    parts += ["\n".join(f"* {text}" for text in tables.verdict_lines(document))]
+    return "\n\n".join(parts)
+
+
 def wrapped(text: str) -> str:
     """``text`` in lines of at most 120 characters, those of a list item indented."""
     indent = "  " if text.startswith("* ") else ""
@@ -173,6 +199,9 @@ def speed_table(document: dict[str, Any]) -> str:
     return "\n".join([*lines, "", wrapped(ran), "", *(wrapped(f"* {note}") for note in leaving_out([document]))])
 
 
+LAYER_PICTURE = "![Time of the layer by contender and part](layer.png)"
+NO_LAYER = "No result is in `benchmarks/results/` yet."
+
 LEGEND = (
     "* A figure is the median over samples of the slowest rank, in microseconds, with the 20th and 80th percentiles in "
     "parentheses.",
@@ -185,8 +214,8 @@ LEGEND = (
 )
 
 
-def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
-    """Render docs/results.md from every (file, result)."""
+def page(documents: list[tuple[str, dict[str, Any]]], layers: list[tuple[str, dict[str, Any]]] | None = None) -> str:
+    """Render docs/results.md from every (file, result), ``layers`` those of the layer."""
     parts = [
         "# Benchmark results on GPUs",
         wrapped(
@@ -204,6 +233,9 @@ def page(documents: list[tuple[str, dict[str, Any]]]) -> str:
         if verdicts:
             rule = f"Verdicts by this rule: {document['rule']}."
             parts.append("\n".join([wrapped(rule), "", *(f"* {text}" for text in verdicts)]))
+    for name, document in layers or []:
+        ranks = f"{document['ranks']} rank{'s' * (document['ranks'] != 1)}"
+        parts += [f"## {document['preset']}, {ranks}", f"`benchmarks/results/{name}`", layer_section(document)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -238,11 +270,16 @@ def rendered() -> dict[Path, str]:
         document: dict[str, Any] = json.loads((results_folder() / name).read_text())
         return document
 
+    layers = gpu_results(LAYER_BENCHMARK)
+    by_ranks = [document for _, document in reversed(layers)]
+    picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
+    start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
+    speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
     return {
-        readme: between(readme.read_text(), "speed", speed_summary([document for _, document in results])),
-        performance: between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json"))),
+        readme: between(start, "layer", layer_summary(by_ranks[:1])),
+        performance: between(speed, "layer", (layer_summary(by_ranks) or NO_LAYER) + picture),
         guide: between(guide.read_text(), "overhead", overhead(result("ops_overhead.json"))),
-        root / "docs" / "results.md": page(results),
+        root / "docs" / "results.md": page(results, layers),
     }
 
 

@@ -40,7 +40,7 @@ from moelink.tools.bench.peers import (
     VdevContender,
     flashinfer_is_installed,
 )
-from moelink.tools.bench.presets import LAYOUTS, Case, Plan
+from moelink.tools.bench.presets import LAYOUTS, Case, DeviceKind, Plan, Settings
 from moelink.tools.bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
 from moelink.tools.bench.timing import Clock, CudaClock, WallClock, attempt, everyone, first_fault, host_barrier
 from moelink.tools.bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
@@ -51,10 +51,10 @@ CALL_TIMEOUT = 60.0
 
 
 @contextmanager
-def joined(rank: int, plan: Plan) -> Iterator[Clock]:
+def joined(rank: int, kind: DeviceKind, settings: Settings, timeout: float) -> Iterator[Clock]:
     """Set this rank's device, make the default group and a clock, and destroy the group at the end."""
-    limit = timedelta(seconds=plan.timeout)
-    if plan.device == "cuda":
+    limit = timedelta(seconds=timeout)
+    if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
         device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
@@ -63,8 +63,8 @@ def joined(rank: int, plan: Plan) -> Iterator[Clock]:
         dist.init_process_group("gloo", timeout=limit)
     try:
         clock: Clock = WallClock()
-        if plan.device == "cuda":
-            clock = CudaClock(device, flush_bytes=2 * plan.settings.rotation_bytes)
+        if kind == "cuda":
+            clock = CudaClock(device, flush_bytes=2 * settings.rotation_bytes)
         yield clock
     finally:
         dist.destroy_process_group()
@@ -81,7 +81,7 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
             with Path(progress).open("a") as stream:
                 stream.write(f"{message}\n")
 
-    with joined(rank, plan) as clock:
+    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
         say("measuring the ceiling")
         ceiling = measure_ceiling(clock, samples=max(3, plan.settings.samples // 2), timeout=CALL_TIMEOUT)
         say("compiling")
@@ -197,7 +197,7 @@ def time_contender(
 
 def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
     """Measure torch's all_to_all_vdev_2d. The program of ``world_size`` processes."""
-    with joined(rank, plan) as clock:
+    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
         pool, reason = attempt(
             lambda: Pool([Sizes.of(case, plan.settings, world_size) for case in plan.cases], clock.device)
         )
@@ -212,7 +212,7 @@ def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
 
 def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
     """Measure FlashInfer. The program of ``world_size`` processes."""
-    with joined(rank, plan) as clock:
+    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
 
         def make(case: Case) -> Contender:
             workload = make_workload(case, plan.settings, rank=rank, world_size=world_size, device=clock.device)

@@ -16,7 +16,9 @@ from rich.text import Text
 
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, make_plan, run_bench
-from moelink.tools.bench.document import command_line, read_result
+from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, command_line, read_result
+from moelink.tools.bench.layer import LAYER_PRESETS, make_layer_plan, run_layer_bench
+from moelink.tools.bench.layer.plan import SHAPES
 from moelink.tools.bench.presets import LAYOUTS, DeviceKind
 from moelink.tools.cli.console import (
     check_writable,
@@ -28,12 +30,15 @@ from moelink.tools.cli.console import (
     to_json,
     write_json,
 )
+from moelink.tools.cli.layer import layer_view, refuse_options
 
 bench_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
-Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
+Preset = Enum("Preset", {name: name for name in (*PRESETS, *LAYER_PRESETS)}, type=str)  # type: ignore[misc]
+CaseName = Enum("CaseName", {name: name for name in SHAPES}, type=str)  # type: ignore[misc]
+CPU_PRESETS = ("smoke", "layer-smoke")
 LayoutName = Enum("LayoutName", {name: name for name in LAYOUTS}, type=str)  # type: ignore[misc]
 
 
@@ -49,7 +54,11 @@ def bench(
     context: typer.Context,
     preset: Annotated[Preset, typer.Option(help="What is measured.")] = Preset.decode,  # type: ignore[attr-defined]
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks. Default: the CUDA devices; 2 for smoke, which runs on CPUs.")
+        int | None, typer.Option(min=1, help="Ranks. Default: the CUDA devices; 2 for the smoke presets, on CPUs.")
+    ] = None,
+    case: Annotated[
+        list[CaseName] | None,  # type: ignore[valid-type]
+        typer.Option(help="Model whose layer is measured, of the layer presets; may be repeated. Default: three."),
     ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens per rank instead of the preset's; may be repeated.")
@@ -71,25 +80,38 @@ def bench(
     commit: Annotated[str | None, typer.Option(help="Commit to record, where there is no repository.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Measure dispatch and combine against their peers and against the wire.
+    """Measure dispatch and combine, or the whole layer, against their peers and against the wire.
 
-    Nothing is timed before moelink's transports have returned the right bits; when they do not, no figure is shown and
-    the exit status is 1. Start it as it is (ranks are processes), or with torchrun.
+    Nothing of moelink is timed before its results were found right; when they are not, no figure is shown and the exit
+    status is 1. Start it as it is (ranks are processes), or with torchrun.
     """
     if context.invoked_subcommand is not None:
         return
     name = str(preset.value)
-    device: DeviceKind = "cpu" if name == "smoke" else "cuda"
+    device: DeviceKind = "cpu" if name in CPU_PRESETS else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("preset", "smoke on a machine without a CUDA device", name)
-    plan = make_plan(
-        name, ranks=ranks or default_ranks(device), device=device, tokens=tokens or (), formats=format or (),
-        samples=samples, seed=seed, peers=peers, timeout=timeout, hidden_size=hidden, topk=topk, num_experts=experts,
-        num_sms=num_sms, layout=None if layout is None else layout.value,
-    )  # fmt: skip
-    check_writable(out, plot)
-    with progress_on_stderr() as progress:
-        document = run_bench(plan, commit=commit, command=command_line("moelink", sys.argv[1:]), progress=progress)
+        raise ConfigError("preset", f"{' or '.join(CPU_PRESETS)} on a machine without a CUDA device", name)
+    world, command = ranks or default_ranks(device), command_line("moelink", sys.argv[1:])
+    if name in LAYER_PRESETS:
+        fixed = {"format": format, "hidden": hidden, "topk": topk, "experts": experts, "layout": layout}
+        refuse_options(name, {**fixed, "num-sms": num_sms})
+        layer_plan = make_layer_plan(
+            name, ranks=world, device=device, cases=[str(one.value) for one in case or ()], tokens=tokens or (),
+            samples=samples, seed=seed, peers=peers, timeout=timeout,
+        )  # fmt: skip
+        check_writable(out, plot)
+        with progress_on_stderr() as progress:
+            document = run_layer_bench(layer_plan, commit=commit, command=command, progress=progress)
+    else:
+        refuse_options(name, {"case": [str(one.value) for one in case or ()]})
+        plan = make_plan(
+            name, ranks=world, device=device, tokens=tokens or (), formats=format or (), samples=samples, seed=seed,
+            peers=peers, timeout=timeout, hidden_size=hidden, topk=topk, num_experts=experts, num_sms=num_sms,
+            layout=None if layout is None else layout.value,
+        )  # fmt: skip
+        check_writable(out, plot)
+        with progress_on_stderr() as progress:
+            document = run_bench(plan, commit=commit, command=command, progress=progress)
     if document is not None:
         show(document, out=out, plot=plot, json_output=json_output)
 
@@ -103,7 +125,8 @@ def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_
         typer.echo(to_json(document))
     else:
         console = make_console()
-        console.print(bench_view(console, document))
+        view = layer_view if document["benchmark"] == LAYER_BENCHMARK else bench_view
+        console.print(view(console, document))
     write_json(document, out)
     if plot is not None:
         draw([document], plot)
@@ -114,16 +137,28 @@ def plot_results(
     results: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JSON files of moelink bench.")],
     out: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")],
 ) -> None:
-    """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks."""
-    draw([read_result(path) for path in results], out)
+    """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks; of the
+    layer (one result), the time of each contender by its parts."""
+    draw([read_result(path, (BENCHMARK, LAYER_BENCHMARK)) for path in results], out)
 
 
 def draw(documents: list[dict[str, Any]], path: Path) -> None:
-    """Draw documents; one line and exit status 1 where that cannot be done."""
+    """Draw documents; one line and exit status 1 where that cannot be done.
+
+    Raises:
+        ConfigError: a result of the layer is not alone.
+    """
+    from moelink.tools.plots.layer import draw_layer
     from moelink.tools.plots.lines import draw_bench
 
+    of_layer = [document["benchmark"] == LAYER_BENCHMARK for document in documents]
+    if any(of_layer) and len(documents) > 1:
+        raise ConfigError("results", "one result of the layer, or results of other presets", f"{len(documents)} files")
     with drawing(path):
-        draw_bench(documents, path)
+        if any(of_layer):
+            draw_layer(documents[0], path)
+        else:
+            draw_bench(documents, path)
 
 
 PHASES = ("dispatch", "combine", "both")
