@@ -339,10 +339,12 @@ def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
     payload = rows.tokens[: rows.num_rows]
     if rows.scales is None:
         return reference_dequantize(config.dispatch_format, payload, None)
-    width = config.hidden_size // format_facts(config.dispatch_format).group
-    scales = torch.zeros(rows.num_rows, width, dtype=_copyable(rows.scales).dtype, device=payload.device)
     stored = _copyable(rows.scales)
     layout = _scale_layout(config)
+    width = stored.shape[0] if layout == "transposed" else stored.shape[-1]
+    if layout == "tiles":
+        width = config.hidden_size // (format_facts(config.dispatch_format).group or 1)
+    scales = torch.zeros(rows.num_rows, width, dtype=stored.dtype, device=payload.device)
     offsets: list[int] = rows.row_offsets.tolist()
     blocks = _first_blocks(offsets)
     for group in range(len(offsets) - 1):

@@ -214,7 +214,7 @@ def load_piece(x, token, piece, end, S: tl.constexpr):
 @triton.jit
 def columns_of(row, S: tl.constexpr):
     """Return the columns [groups, elements of a group], fp32, of a piece from :func:`load_piece` that is to be
-    encoded."""
+    encoded; zeros past the end of a row that is one group."""
     if S.INPUT_DTYPE.primitive_bitwidth == 16:
         if S.INPUT_DTYPE == tl.bfloat16:  # the upper half of an fp32
             even = (row << 16).to(tl.float32, bitcast=True)
@@ -222,9 +222,12 @@ def columns_of(row, S: tl.constexpr):
         else:
             even = row.to(tl.int16).to(S.INPUT_DTYPE, bitcast=True).to(tl.float32)
             odd = (row >> 16).to(tl.int16).to(S.INPUT_DTYPE, bitcast=True).to(tl.float32)
-        return tl.reshape(tl.join(even, odd), (S.GROUPS_PER_PIECE, S.GROUP_SIZE))
+        columns = tl.reshape(tl.join(even, odd), (S.GROUPS_PER_PIECE, S.GROUP_SIZE))
     else:
-        return row.to(tl.float32)
+        columns = row.to(tl.float32)
+    if S.HIDDEN_SIZE % S.GROUP_SIZE:
+        columns = tl.where((tl.arange(0, S.GROUP_SIZE) < S.HIDDEN_SIZE)[None, :], columns, 0.0)
+    return columns
 
 
 @triton.jit
@@ -237,7 +240,8 @@ def in_format(row, input_scale, S: tl.constexpr):
     if S.SOURCE == 2:
         factor = tl.load(input_scale) if S.HAS_INPUT_SCALE else 1.0
         payload, scale = S.ENCODE_FN(columns_of(row, S), factor, S.NATIVE_CASTS)
-        return tl.reshape(payload, (S.GROUPS_PER_PIECE * S.GROUP_BYTES,)), scale.to(S.SCALE_DTYPE, bitcast=True)
+        scale = scale.to(S.GROUP_SCALE_POINTER.element_ty, bitcast=True)
+        return tl.reshape(payload, (S.GROUPS_PER_PIECE * S.GROUP_BYTES,)), scale
     elif S.SOURCE == 1:
         rounded = round_to(row.to(tl.float64 if S.ROW_DTYPE == tl.float64 else tl.float32), S.ROW_DTYPE, S.NATIVE_CASTS)
         return rounded, rounded
@@ -270,13 +274,15 @@ def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr)
     if S.SOURCE == 2:
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
         b = piece * (S.GROUPS_PER_PIECE * S.GROUP_BYTES) + tl.arange(0, S.GROUPS_PER_PIECE * S.GROUP_BYTES)
+        row_bytes: tl.constexpr = S.HIDDEN_SIZE * S.GROUP_BYTES // S.GROUP_SIZE
+        if S.GROUP_SCALES > S.NUM_SCALE_GROUPS:
+            scale = tl.where(g < S.NUM_SCALE_GROUPS, scale, 0).to(scale.dtype)
         for d in tl.static_range(S.WORLD_SIZE):
             place = place_at(places, d)
             goes = place != 0
-            tl.store(
-                tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < S.NUM_SCALE_GROUPS * S.GROUP_BYTES)
-            )
-            tl.store((place + S.MESSAGE_SCALES).to(S.SCALE_POINTER) + g, scale, mask=only(goes, g < S.NUM_SCALE_GROUPS))
+            tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < row_bytes))
+            to = (place + S.MESSAGE_SCALES).to(S.GROUP_SCALE_POINTER)
+            tl.store(to + g, scale, mask=only(goes, g < S.GROUP_SCALES))
     elif S.SOURCE == 1:
         c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         for d in tl.static_range(S.WORLD_SIZE):
