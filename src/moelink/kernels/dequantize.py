@@ -4,8 +4,8 @@ How many rows exist is read on the device, from the last of ``row_offsets``; lat
 Nothing waits for anything; there is no protocol.
 
 The rows are one list of groups of GS elements, those of a scale (of 64 at most where there are none, or one a row):
-group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H / GS. Step s handles groups [s * N, s * N + N), and
-program p the steps p, p + P, p + 2 P, ... A group's scale is where the layout puts it
+group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H / GS. Step s handles groups [s * N, s * N +
+N), and program p the steps p, p + P, p + 2 P, ... A group's scale is where the layout puts it
 (:mod:`moelink.formats.scale_layouts`). The number is that of the format's device function, ``code * scale`` in fp32,
 rounded to the output's dtype.
 

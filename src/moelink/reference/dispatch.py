@@ -243,7 +243,7 @@ def reference_dispatch(
         topk_ids: [T, topk] int32 or int64; ids outside [0, num_experts) are not routed.
         topk_weights: [T, topk] float, or None.
         input_scales: global input scales (fp32, one element), or None.
-        scales: [T, hidden_size / group] row-major scales of already quantised rows, or None.
+        scales: [T, n] row-major scales of already quantised rows, as ``reference_quantize`` returns them, or None.
 
     Returns:
         One ``ReferenceRows`` per rank, on the device of that rank's ``xs``.

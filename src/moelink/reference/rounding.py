@@ -207,7 +207,7 @@ def _groups(facts: FormatFacts, x: Tensor) -> Tensor:
 
 
 def _pack_words(codes: Tensor) -> Tensor:
-    """[n, g] bytes as [n, ceil(g / 4)] int32, the first in the lowest byte: codes 1, 2, 0, 128, 3 -> -2**31 + 513, 3."""
+    """[n, g] bytes as [n, ceil(g / 4)] int32, the first in the lowest byte: 1, 2, 0, 128, 3 -> 513 - 2**31, 3."""
     words = torch.zeros(codes.shape[0], math.ceil(codes.shape[1] / 4), dtype=torch.int64, device=codes.device)
     for column in range(codes.shape[1]):
         words[:, column // 4] += codes[:, column].long() * 256 ** (column % 4)

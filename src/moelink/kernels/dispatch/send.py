@@ -38,7 +38,8 @@ goes to. Whether it goes to a rank is in the mask of the store, not in a branch:
 piece into the store's layout again for each rank, through shared memory and five barriers. The CTA reads a piece before
 it stores the one before, so that reading hides behind storing. For that, nothing may touch a piece between its load and
 its use. Hence masked loads have no ``other`` value (it would be moved in behind the load), and elements of 16 bits are
-loaded as words of two and taken apart where they are encoded.
+loaded as words of two and taken apart where they are encoded. In a format with one scale per row, a row is one piece
+and one group, rounded up to a power of two, so that its largest element is known before the first store.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
@@ -56,6 +57,9 @@ Example of places: token 5 goes to ranks 0 and 2 of 3, in slots 4 and 0 there. I
 if its experts are theirs.
 
 Example of a piece: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) are read as the word 0x40003f80.
+
+Example of scales: hidden size 640. In fp8_token a piece has 1024 columns, 640 of the row and 384 zeros, 640 of which
+are stored, and one scale. In fp8_block128_e8m0 it has 8 groups, 5 of the row; they and 3 zeros are 2 words of scales.
 """
 
 import triton
