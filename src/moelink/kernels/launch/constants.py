@@ -372,8 +372,9 @@ def dispatch_spec(
         GROUP_SIZE=group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block,
         GROUP_BYTES=group * nbytes // hidden, GROUP_SCALES=group_scales,
         GROUP_SCALE_POINTER=tl.pointer_type(_WORDS.get(group_scale_bytes, tl.uint8)),
-        PIECES_PER_ROW=-(-max(groups, group_scales) // group_block) if source == ENCODE else -(-(hidden if source == CONVERT
-        else nbytes // word_bytes) // block), MESSAGES_PER_STEP=gather, EVICTION="evict_first" if most > FEW_TOKENS else "",
+        PIECES_PER_ROW=-(-max(groups, group_scales) // group_block) if source == ENCODE else -(-(hidden if source ==
+        CONVERT else nbytes // word_bytes) // block), MESSAGES_PER_STEP=gather,
+        EVICTION="evict_first" if most > FEW_TOKENS else "",
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many,
