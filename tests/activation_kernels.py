@@ -11,9 +11,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moelink.formats import get_format
-from moelink.kernels.activation import ActivationConstants, group_elements, silu_and_quantize_kernel
+from moelink.kernels.activation import (
+    ActivationConstants,
+    group_elements,
+    scales_per_word,
+    silu_and_quantize_kernel,
+    warps_of,
+)
 
-FORMATS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
+FORMATS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token")
 MEMORY = re.compile(r"^\s*(?:@!?%\w+ )?((?:ld|st)\.global\S*)", re.MULTILINE)
 
 
@@ -23,10 +29,11 @@ def compile_for(target, name, native, *, clamp=False, hidden=2048, block=2048, g
     fmt = get_format(name)
     codec, group = fmt.codec(), group_elements(fmt, hidden)
     constants = ActivationConstants(
-        HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=triton.next_power_of_2(block // group),
+        HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=triton.next_power_of_2(max(1, block // group)),
         GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
         NUM_GROUPS=groups, HALVINGS=(groups - 1).bit_length(), ENCODE_FN=codec.encode,
-        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name, HAS_INPUT_SCALES=name == "nvfp4",
+        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name, SCALES_PER_WORD=scales_per_word(fmt),
+        HAS_INPUT_SCALES=name == "nvfp4",
         CLAMP=clamp, ALPHA=1.702, LIMIT=7.0, NATIVE_CASTS=native, TAIL_TILES=16,
     )  # fmt: skip
     signature = {
@@ -36,7 +43,8 @@ def compile_for(target, name, native, *, clamp=False, hidden=2048, block=2048, g
     }  # fmt: skip
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(silu_and_quantize_kernel, signature, {"S": constants}, aligned)
-    return triton.compile(source, target=gpu, options={"enable_fp_fusion": False})
+    options = {"enable_fp_fusion": False, "num_warps": warps_of(constants.GROUPS_PER_STEP * group)}
+    return triton.compile(source, target=gpu, options=options)
 
 
 def check(target, name, native, **options):
@@ -57,7 +65,7 @@ def check(target, name, native, **options):
     wanted = sum(int(width or 1) for width in calls)
     made = sum(2 if packed else 1 for packed in re.findall(r"\bfma\.rn\.f32(x2)?", ptx))
     assert made == wanted, f"{what}: {made} fma in place of {wanted}"
-    assert (wanted > 0) == (native and name in ("fp8_block128", "nvfp4")), f"{what}: {wanted} fma"
+    assert (wanted > 0) == (native and name in ("fp8_block128", "fp8_token", "nvfp4")), f"{what}: {wanted} fma"
     memory = MEMORY.findall(ptx)
     wide = {"ld.global.v4.b32", "ld.global.v2.b64"}
     loads = [op for op in memory if op.startswith("ld")]
@@ -76,4 +84,4 @@ if __name__ == "__main__":
         check(target, name, False)
         if target.startswith("sm"):
             check(target, name, True, clamp=True)
-            check(target, name, True, hidden=2880 if name != "fp8_block128" else 2944, rows="fp32")
+            check(target, name, True, hidden=2944 if "block128" in name else 2880, rows="fp32")

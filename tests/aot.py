@@ -110,6 +110,9 @@ def bare_loads(ttir):
     return sum(size >= 1024 for size in sizes)
 
 
+SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
+"""Formats that are received as another one is: only what sends them is compiled."""
+
 PARTS = ("kernels", "variants", "scales")
 """Each kernel once; other formats, cached routings and reductions; those that lay scales out."""
 
@@ -126,22 +129,24 @@ def kernels(part):
 
     device = torch.device("cuda")
     shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)
-    for fmt in ("fp8_block128",) if part == "kernels" else ("bf16", "fp8_block128", "nvfp4"):
+    for fmt in ("fp8_block128",) if part == "kernels" else ("bf16", "fp8_block128", "nvfp4", *SENT_OTHERWISE):
         workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))
         spec = dispatch_spec(
             workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True, input_scale=fmt == "nvfp4"
         )
         x = "*u8" if fmt == "bf16" else "*bf16"
         if part == "scales":
-            if spec.SCALES_LATER:
+            if spec.SCALES_LATER and fmt not in SENT_OTHERWISE:
                 yield f"scale_layout-{fmt}", ep_lay_out_scales_kernel, spec, x
             continue
-        if (part == "kernels") == (fmt == "fp8_block128"):
+        if part == "variants" and fmt in SENT_OTHERWISE:
+            yield f"dispatch_async-{fmt}", dispatch.ep_dispatch_async_kernel, spec, x
+        elif (part == "kernels") == (fmt == "fp8_block128"):
             yield f"dispatch_async-{fmt}", dispatch.ep_dispatch_async_kernel, spec, x
             yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if part == "kernels":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
-        elif fmt != "bf16":
+        elif fmt not in ("bf16", *SENT_OTHERWISE):
             cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x
             yield f"dispatch_wait_cached-{fmt}", dispatch.ep_dispatch_wait_kernel, cached, x

@@ -18,13 +18,16 @@ import moelink
 from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
 
-FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp32", "fp64")
+FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp32", "fp64", "fp8_block128_e8m0", "fp8_token")
 SCALE_LAYOUTS = ("bf16", "fp8_block128", "nvfp4", "mxfp4")
 """A format without scales, and one for each layout of scales: transposed, tiles, rows. What a transport does with rows
 and scales depends on the layout; ``test_formats*.py`` prove the arithmetic of each format."""
 SCENARIOS = ("uniform", "skewed", "one_expert", "one_rank_empty", "all_empty", "holes", "repeats")
 # Multiples of each format's group that are not powers of two.
-HIDDEN = {"bf16": 40, "fp8_block128": 384, "mxfp8": 96, "nvfp4": 48, "mxfp4": 96, "fp32": 24, "fp64": 20}
+HIDDEN = {
+    "bf16": 40, "fp8_block128": 384, "mxfp8": 96, "nvfp4": 48, "mxfp4": 96, "fp32": 24, "fp64": 20,
+    "fp8_block128_e8m0": 640, "fp8_token": 48,
+}  # fmt: skip
 MAX_TOKENS = 7
 
 
@@ -263,7 +266,8 @@ def defined_scales(expected: reference.ReferenceRows, scales: torch.Tensor) -> t
             base = start // 128 + block_offsets[group]
             blocks += range(base, base + -(-(end - start) // 128))
         return raw[blocks]
-    if expected.topk_ids is None and scales.dtype == torch.float32:
+    # Transposed scales are [w, rows] in 4 bytes each, row-major ones of fp8_token [rows, 1].
+    if expected.topk_ids is None and scales.dtype.itemsize == 4 and scales.shape[1] == len(expected.tokens):
         return scales[:, : expected.num_rows].contiguous()
     return raw[: expected.num_rows]
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moelink.formats import get_format
 
-CODECS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
+CODECS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token")
 BLOCK = 4096
 
 
@@ -37,9 +37,10 @@ def decode_kernel(
     tl.store(x + groups[:, None] * GS + tl.arange(0, GS)[None, :], values)
 
 
-def shape(codec, block=BLOCK):
-    """(NG, GS, PE) of a block; plain formats are given rows of 64."""
-    group = 64 if codec.GROUP == 1 else codec.GROUP
+def shape(name, block=BLOCK):
+    """(NG, GS, PE) of a block; plain formats are given rows of 64, fp8_token rows of 256."""
+    codec = get_format(name).codec()
+    group = 64 if codec.GROUP == 1 else 256 if name == "fp8_token" else codec.GROUP
     return block // group, group, codec.PAYLOAD_BYTES_PER_GROUP * (group // codec.GROUP) // codec.ELEMENT_BYTES
 
 
@@ -52,9 +53,9 @@ def compile_for(target, name, native, kernel):
     codec = get_format(name).codec()
     element = f"*u{8 * codec.ELEMENT_BYTES}"
     function, argument = ((encode_kernel, "ENCODE"), (decode_kernel, "DECODE"))[kernel == "decode"]
-    signature = {"x": "*fp32", "payload": element, "scale": "*fp32" if name == "fp8_block128" else "*u8",
+    signature = {"x": "*fp32", "payload": element, "scale": "*fp32" if codec.SCALE_BYTES == 4 else "*u8",
                  "input_scale": "*fp32"}  # fmt: skip
-    ng, gs, pe = shape(codec, 2048)
+    ng, gs, pe = shape(name, 2048)
     constants = {argument: getattr(codec, kernel), "NG": ng, "GS": gs, "PE": pe, "NATIVE": native}
     signature = signature | dict.fromkeys(constants, "constexpr")
     names = list(function.arg_names)
@@ -75,7 +76,7 @@ def check(target, name, native, kernel):
     for unwanted in (".ftz", "div.full", "div.approx", "rcp.", ".local"):
         assert unwanted not in ptx, f"{what}: {unwanted}"
     if kernel == "encode":
-        fp8 = name in ("fp8_block128", "mxfp8", "nvfp4")
+        fp8 = "fp8" in name or name == "nvfp4"
         assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (native and fp8), what
         assert ("cvt.rn.bf16" in ptx) == (native and name == "bf16"), what
         assert ("div.rn.f32" in ptx) == fp8, what

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moelink.formats import get_format
-from moelink.kernels.activation import group_elements
+from moelink.kernels.activation import even_groups, group_elements, scales_per_word
 from moelink.kernels.dequantize import DequantizeConstants, dequantize_rows_kernel
 from moelink.kernels.gated import GatedConstants, gated_activation_kernel, gated_gradient_kernel
 
@@ -51,11 +51,13 @@ def check_gated(target, kind, dtype, inner):
 
 def check_dequantize(target, name, dtype, hidden=7168):
     fmt = get_format(name)
-    codec, group = fmt.codec(), group_elements(fmt, hidden)
+    codec, one_scale = fmt.codec(), name == "fp8_token"
+    group = even_groups(hidden) if one_scale else group_elements(fmt, hidden)
     constants = DequantizeConstants(
         HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=2048 // group,
         GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES, NUM_GROUPS=32,
-        HALVINGS=5, DECODE_FN=codec.decode, SCALE_LAYOUT=fmt.scale_layout.name, HAS_INPUT_SCALE=name == "nvfp4",
+        HALVINGS=5, DECODE_FN=codec.decode, SCALE_LAYOUT=fmt.scale_layout.name, SCALES_PER_WORD=scales_per_word(fmt),
+        ONE_SCALE=one_scale, HAS_INPUT_SCALE=name == "nvfp4",
         TO_BF16=dtype == "bf16", NATIVE_CASTS=target.startswith("sm"),
     )  # fmt: skip
     signature = {
@@ -72,6 +74,6 @@ if __name__ == "__main__":
         check_gated(target, kind, "bf16", 768)
     check_gated(target, "silu", "fp32", 2880)
     check_gated(target, "silu", "fp64", 256)
-    for name in ("fp8_block128", "mxfp8", "nvfp4", "mxfp4"):
+    for name in ("fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token"):
         check_dequantize(target, name, "bf16")
     check_dequantize(target, "fp8_block128", "fp32")

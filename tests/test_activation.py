@@ -13,6 +13,7 @@ import torch
 import moelink
 from moelink import ArgumentError, ConfigError, UnsupportedError, get_format
 from moelink.activation import ActivationOutput, Clamp, exp, gated_silu, silu_and_quantize
+from moelink.memory.layout import as_bytes
 
 pytest.importorskip("triton")
 from moelink.kernels import activation as kernels  # noqa: E402
@@ -21,9 +22,12 @@ from moelink.kernels.launch.constants import is_interpreted  # noqa: E402
 HERE = Path(__file__).parent
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-FORMATS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
+FORMATS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token")
 # Multiples of each format's group that are not powers of two; 80 leaves 3 columns of the last scale tile empty.
-HIDDEN = {"bf16": 41, "fp32": 24, "fp8_block128": 384, "mxfp8": 96, "nvfp4": 80, "mxfp4": 96}
+HIDDEN = {
+    "bf16": 41, "fp32": 24, "fp8_block128": 384, "mxfp8": 96, "nvfp4": 80, "mxfp4": 96, "fp8_block128_e8m0": 640,
+    "fp8_token": 48,
+}  # fmt: skip
 SIZES = (3, 0, 130, 1, 0, 12)
 CLAMPS = [None, Clamp(), Clamp(alpha=1.0, limit=math.exp(1))]
 POISON = 0xAA
@@ -31,7 +35,7 @@ POISON = 0xAA
 
 def raw(tensor):
     """Bytes of a tensor."""
-    return tensor.cpu().contiguous().view(torch.uint8)
+    return as_bytes(tensor.cpu())
 
 
 def offsets(sizes, device=DEVICE):

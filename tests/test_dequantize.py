@@ -10,8 +10,10 @@ from moelink import get_format
 from moelink.kernels import dequantize as kernel
 from moelink.kernels.launch.constants import is_interpreted
 
-FORMATS = ("fp8_block128", "mxfp8", "nvfp4", "mxfp4")
-HIDDEN = {"fp8_block128": 384, "mxfp8": 96, "nvfp4": 80, "mxfp4": 96}
+FORMATS = ("fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token")
+HIDDEN = {
+    "fp8_block128": 384, "mxfp8": 96, "nvfp4": 80, "mxfp4": 96, "fp8_block128_e8m0": 640, "fp8_token": 48,
+}  # fmt: skip
 SIZES = (3, 0, 130, 1, 12)
 SPARE = 5
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -20,7 +20,8 @@ def quiet_numpy():
         yield
 
 
-QUANTISED = ["fp8_block128", "mxfp8", "nvfp4", "mxfp4"]
+QUANTISED = ["fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token"]
+FP32_SCALES = ("fp8_block128", "fp8_token")
 F32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -50,12 +51,22 @@ def oracle_e8m0_value(code):
     return np.where(code == 255, np.nan, np.exp2(code.astype(np.float64) - 127))
 
 
+def words(code):
+    """Bytes [n, g] as words [n, ceil(g / 4)] of four, the first the lowest; zeros fill up the last."""
+    filled = np.concatenate([code, np.zeros((len(code), -code.shape[1] % 4), np.uint8)], 1)
+    return filled.reshape(len(code), -1, 4).astype(np.uint32) @ (np.uint32(256) ** np.arange(4, dtype=np.uint32))
+
+
+def group_of(name, hidden):
+    """Elements that share a scale."""
+    return hidden if name == "fp8_token" else get_format(name).group
+
+
 def oracle_quantize(name, x, s=1.0):
     """(payload bytes [n, .], scale bits [n, .]) of fp32 [n, hidden]."""
-    fmt = get_format(name)
-    groups = x.reshape(len(x), -1, fmt.group)
+    groups = x.reshape(len(x), -1, group_of(name, x.shape[1]))
     amax = np.minimum(np.abs(groups).max(-1), F32_MAX)
-    if name == "fp8_block128":
+    if name in FP32_SCALES:
         scale = np.maximum(amax, np.float32(1e-4)) / np.float32(448)
         code, divisor, dead = scale.view(np.uint32), scale, np.zeros(scale.shape, bool)
         code = np.where(np.isnan(scale), np.uint32(0x7FC00000), code)
@@ -66,6 +77,8 @@ def oracle_quantize(name, x, s=1.0):
     else:
         if name == "mxfp8":
             code = oracle_e8m0_up(amax / np.float32(448))
+        elif name == "fp8_block128_e8m0":
+            code = oracle_e8m0_up(np.maximum(amax, np.float32(1e-4)) / np.float32(448))
         else:
             mantissa, exponent = np.frexp(amax.astype(np.float64))
             code = np.clip(exponent - 1 + (mantissa * 2 >= 1.75) - 2 + 127, 0, 254)
@@ -74,7 +87,7 @@ def oracle_quantize(name, x, s=1.0):
     scaled = (groups / divisor[..., None]).astype(np.float32)
     scaled = np.where(dead[..., None], np.float32(0), scaled)
     if "fp8" in name:
-        return oracle_e4m3(scaled).reshape(x.shape), code
+        return oracle_e4m3(scaled).reshape(x.shape), words(code) if name == "fp8_block128_e8m0" else code
     codes = oracle_e2m1(scaled).reshape(x.shape)
     return codes[:, ::2] | codes[:, 1::2] << 4, code
 
@@ -154,12 +167,14 @@ def test_half_inputs_are_widened_first(name, dtype):
 @pytest.mark.parametrize("name", QUANTISED)
 def test_dequantize_multiplies_every_code_by_every_scale(name):
     fmt, s = get_format(name), 0.3
-    scale_codes = fp32_inputs()[:4096].view(np.uint32) if name == "fp8_block128" else np.arange(256, dtype=np.uint8)
-    per_row = np.arange(256, dtype=np.uint8).reshape(-1, fmt.group // (1 if "fp8" in name else 2))
+    scale_codes = fp32_inputs()[:4096].view(np.uint32) if name in FP32_SCALES else np.arange(256, dtype=np.uint8)
+    group = group_of(name, 256)
+    per_row = np.arange(256, dtype=np.uint8).reshape(-1, group // (1 if "fp8" in name else 2))
     payload = np.tile(per_row.reshape(1, -1), (len(scale_codes), 1))
     tiled = np.repeat(scale_codes[:, None], len(per_row), 1)
-    width = {1: torch.uint8, 4: torch.int32}[tiled.dtype.itemsize]
-    scales = torch.from_numpy(tiled.view(f"i{tiled.itemsize}")).view(width).view(fmt.scale_dtype)
+    stored = words(tiled) if name == "fp8_block128_e8m0" else tiled
+    width = {1: torch.uint8, 4: torch.int32}[stored.dtype.itemsize]
+    scales = torch.from_numpy(stored.view(f"i{stored.itemsize}")).view(width).view(fmt.scale_dtype)
     uses = name == "nvfp4"
     got = fmt.dequantize(
         torch.from_numpy(payload).view(fmt.payload_dtype), scales, torch.tensor(s) if uses else None
@@ -170,17 +185,18 @@ def test_dequantize_multiplies_every_code_by_every_scale(name):
         values = np.concatenate([E2M1_VALUES, -E2M1_VALUES])[np.stack([payload & 15, payload >> 4], -1)].reshape(
             len(payload), -1
         )
-    if fmt.scale_dtype == torch.float8_e8m0fnu:
+    if fmt.scale_dtype in (torch.float8_e8m0fnu, torch.int32):
         factor = oracle_e8m0_value(tiled).astype(np.float32)
     else:
         factor = tiled.view(np.float32 if "fp8" in name else ml_dtypes.float8_e4m3fn).astype(np.float32)
         factor = factor / np.float32(s) if uses else factor
-    want = values * np.repeat(factor, fmt.group, 1)
+    want = values * np.repeat(factor, group, 1)
     np.testing.assert_array_equal(got, want)
 
 
 # rows of data whose scales are in the range that the formats state for their tolerance
-SCALE_RANGE = {"fp8_block128": (-13, 120), "mxfp8": (-117, 120), "nvfp4": (-2, 10), "mxfp4": (-123, 120)}
+SCALE_RANGE = {"mxfp8": (-117, 120), "nvfp4": (-2, 10), "mxfp4": (-123, 120)}
+SCALE_RANGE |= dict.fromkeys(("fp8_block128", "fp8_block128_e8m0", "fp8_token"), (-13, 120))
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32), rows_=st.integers(0, 5), groups=st.integers(1, 5))
@@ -195,13 +211,17 @@ def test_tolerance_holds(data, seed, rows_, groups):
     x = torch.from_numpy((unit * largest).astype(np.float32).reshape(rows_, groups * fmt.group))
     quantised = fmt.quantize(x)
     error = (fmt.dequantize(quantised.payload, quantised.scales).double() - x.double()).abs()
-    bound = x.double().abs().view(rows_, groups, fmt.group).amax(-1, keepdim=True) * fmt.tolerance
-    assert (error.view(rows_, groups, fmt.group) <= bound).all()
+    elements = group_of(name, x.shape[1])
+    parts = (rows_, x.shape[1] // elements, elements)
+    bound = x.double().abs().view(parts).amax(-1, keepdim=True) * fmt.tolerance
+    assert (error.view(parts) <= bound).all()
 
 
 @pytest.mark.parametrize(
-    "name,amax,worst", [("fp8_block128", 448.0, 432.0), ("mxfp8", 272.0, 272.0), ("mxfp4", 5.0, 5.0)]
-)
+    "name,amax,worst",
+    [("fp8_block128", 448.0, 432.0), ("mxfp8", 272.0, 272.0), ("mxfp4", 5.0, 5.0), ("fp8_block128_e8m0", 272.0, 272.0),
+     ("fp8_token", 448.0, 432.0)],
+)  # fmt: skip
 def test_tolerance_is_reached(name, amax, worst):
     fmt = get_format(name)
     x = torch.zeros(1, fmt.group)
@@ -220,14 +240,18 @@ def test_tolerance_is_reached_by_nvfp4():
     assert 3 / 17 - 1e-5 <= error / x.max().item() <= fmt.tolerance
 
 
+FLOOR = int((np.float32(1e-4) / np.float32(448)).view(np.uint32))  # below 2**-22, whose code is 105
+
+
 @pytest.mark.parametrize(
-    "name,zero_scale", [("fp8_block128", np.float32(1e-4) / np.float32(448)), ("mxfp8", 0), ("nvfp4", 0), ("mxfp4", 0)]
-)
+    "name,zero_scale",
+    [("fp8_block128", FLOOR), ("mxfp8", 0), ("nvfp4", 0), ("mxfp4", 0), ("fp8_block128_e8m0", 105 + (105 << 8)),
+     ("fp8_token", FLOOR)], ids=QUANTISED,
+)  # fmt: skip
 def test_zero_groups(name, zero_scale):
     quantised = get_format(name).quantize(torch.zeros(3, 256))
     assert not bits(quantised.payload).any()
-    scales = bits(quantised.scales)
-    assert (scales == np.float32(zero_scale).view(np.uint32) if name == "fp8_block128" else scales == 0).all()
+    assert (bits(quantised.scales) == zero_scale).all()
 
 
 @pytest.mark.parametrize(
@@ -242,20 +266,22 @@ def test_a_stored_scale_of_zero_means_zero_codes(name, tiny):
 
 @pytest.mark.parametrize(
     "name,scale_nan,payload_nan",
-    [("fp8_block128", 0x7FC00000, 0x7F), ("mxfp8", 255, 0x7F), ("nvfp4", 0x7F, 0x77), ("mxfp4", 255, 0x77)],
-)
+    [("fp8_block128", 0x7FC00000, 0x7F), ("mxfp8", 255, 0x7F), ("nvfp4", 0x7F, 0x77), ("mxfp4", 255, 0x77),
+     ("fp8_block128_e8m0", 119 + (255 << 8), 0x7F), ("fp8_token", 0x7FC00000, 0x7F)],
+)  # fmt: skip
 @pytest.mark.parametrize("nan", CORNERS[np.isnan(CORNERS)].view(np.uint32))
 def test_nan_fills_its_group_alone(name, scale_nan, payload_nan, nan):
-    fmt, x = get_format(name), np.ones((2, 256), np.float32)
+    fmt, x, group = get_format(name), np.ones((2, 256), np.float32), group_of(name, 256)
+    hit = 1 % (256 // group)
     for sign in (0, 1 << 31):
-        x.view(np.uint32)[1, fmt.group + 3] = nan | sign
+        x.view(np.uint32)[1, hit * group + 3] = nan | sign
         quantised = fmt.quantize(torch.from_numpy(x))
-        assert bits(quantised.scales)[1, 1] == scale_nan
-        codes = bits(quantised.payload).reshape(2, 256 // fmt.group, -1)
-        assert (codes[1, 1] == payload_nan).all()
-        values = fmt.dequantize(quantised.payload, quantised.scales).view(2, -1, fmt.group)
-        assert values[1, 1].isnan().all()
-        assert values.isnan().sum() == fmt.group
+        assert bits(quantised.scales)[1, min(hit, fmt.scale_width(256) - 1)] == scale_nan
+        codes = bits(quantised.payload).reshape(2, 256 // group, -1)
+        assert (codes[1, hit] == payload_nan).all()
+        values = fmt.dequantize(quantised.payload, quantised.scales).view(2, -1, group)
+        assert values[1, hit].isnan().all()
+        assert values.isnan().sum() == group
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -263,7 +289,7 @@ def test_inf_saturates_beside_the_largest_finite(name):
     fmt, x = get_format(name), torch.ones(1, 256)
     x[0, 0], x[0, 1] = -torch.inf, F32_MAX
     quantised = fmt.quantize(x)
-    top = {"fp8_block128": 0xFE, "mxfp8": 0xFE}.get(name, 0xF)
+    top = 0xFE if "fp8" in name else 0xF
     assert bits(quantised.payload)[0, 0] & (0xFF if "fp8" in name else 0xF) == top
     x[0, 0] = -F32_MAX
     assert np.array_equal(bits(fmt.quantize(x).scales), bits(quantised.scales))
@@ -291,7 +317,8 @@ def test_plain_formats_carry_rows_unchanged():
 
 def test_sizes():
     want = {"bf16": (14336, 0), "fp32": (28672, 0), "fp64": (57344, 0), "fp8_block128": (7168, 224),
-            "mxfp8": (7168, 224), "nvfp4": (3584, 448), "mxfp4": (3584, 224)}  # fmt: skip
+            "mxfp8": (7168, 224), "nvfp4": (3584, 448), "mxfp4": (3584, 224), "fp8_block128_e8m0": (7168, 56),
+            "fp8_token": (7168, 4)}  # fmt: skip
     for name, (payload, scales) in want.items():
         fmt = get_format(name)
         assert (fmt.payload_bytes(7168), fmt.scale_bytes(7168), fmt.bytes_per_token(7168)) == (
@@ -307,10 +334,31 @@ def test_sizes():
             assert fmt.dequantize(quantised.payload, quantised.scales).shape == (0, 7168)
 
 
+def test_four_e8m0_codes_share_a_word():
+    fmt, x = get_format("fp8_block128_e8m0"), torch.zeros(1, 640)
+    x[0, ::128] = 448 * torch.tensor([1.0, 2.0, 0.5, 1.0, 8.0])
+    quantised = fmt.quantize(x)
+    assert bits(quantised.scales).tolist() == [[0x7F7E807F, 0x00000082]]
+    assert torch.equal(fmt.dequantize(quantised.payload, quantised.scales), x)
+    one_column = quantised.scales[:, :1].t().contiguous().t()  # of any stride
+    assert torch.equal(fmt.dequantize(quantised.payload[:, :512], one_column), x[:, :512])
+
+
+def test_a_scale_per_row_takes_its_rows_largest():
+    fmt, x = get_format("fp8_token"), torch.ones(2, 48)
+    x[1, 40] = -448.0
+    quantised = fmt.quantize(x)
+    assert torch.equal(quantised.scales[1], torch.tensor([1.0]))
+    assert quantised.payload.float()[1].tolist() == x[1].tolist()
+    assert (quantised.payload.float()[0] == 448).all()
+
+
 def test_arguments_are_refused():
     fmt = get_format("fp8_block128")
     with pytest.raises(ConfigError, match=r"hidden_size: expected a multiple of 128 .*fp8_block128.*got 200"):
         fmt.quantize(torch.zeros(2, 200))
+    with pytest.raises(ConfigError, match=r"hidden_size: expected a multiple of 16 .*fp8_token.*got 200"):
+        get_format("fp8_token").quantize(torch.zeros(2, 200))
     with pytest.raises(ArgumentError, match="x: .*float64"):
         fmt.quantize(torch.zeros(2, 128, dtype=torch.float64))
     with pytest.raises(ArgumentError, match=r"x: expected a tensor \[n, hidden\]"):

@@ -131,8 +131,10 @@ def test_layout_of_each_format():
     layouts = {name: get_format(name).scale_layout for name in BUILTIN}
     names = {name: layout and layout.name for name, layout in layouts.items()}
     assert names == {"bf16": None, "fp32": None, "fp64": None, "fp8_block128": "transposed", "mxfp8": "tiles_128x4",
-                     "nvfp4": "tiles_128x4", "mxfp4": "row_major"}  # fmt: skip
-    assert {name: fmt.row_multiple for name, fmt in BUILTIN.items() if fmt.row_multiple > 1} == {"fp8_block128": 4}
+                     "nvfp4": "tiles_128x4", "mxfp4": "row_major", "fp8_block128_e8m0": "transposed",
+                     "fp8_token": "row_major"}  # fmt: skip
+    multiples = {name: fmt.row_multiple for name, fmt in BUILTIN.items() if fmt.row_multiple > 1}
+    assert multiples == {"fp8_block128": 4, "fp8_block128_e8m0": 4}
 
 
 def test_row_multiple_example():

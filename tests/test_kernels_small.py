@@ -1,4 +1,4 @@
-"""The small integers in the docstrings of kernels whose rows are their own signal."""
+"""The small integers in the docstrings of kernels whose rows are their own signal, and of a piece of a row."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moelink.kernels.dispatch.send import columns_of
 from moelink.kernels.sync import lamport_slots
 from moelink.memory.protocol import COMBINE_WITH_FLAGS, CONTROL_WORDS
 
@@ -90,3 +91,18 @@ def test_half_a_word_is_not_enough(half):
 def _look(words, out, S: tl.constexpr):
     n = tl.arange(0, 1)
     tl.store(out + n, lamport_slots.is_missing(tl.load(words + n), S).to(tl.int32))
+
+
+@triton.jit
+def _columns(piece, out, S: tl.constexpr):
+    words = tl.load(piece + tl.arange(0, S.GROUP_SIZE // 2))[None, :]
+    tl.store(out + tl.arange(0, S.GROUP_SIZE)[None, :], columns_of(words, S))
+
+
+@pytest.mark.parametrize("hidden, expected", [(2, [1, 2, 0, 0]), (4, [1, 2, 3, 0.5])])
+def test_a_piece_is_taken_apart_and_filled_up_with_zeros(hidden, expected):
+    """The piece of ``kernels.dispatch.send``, and two columns that are the row's, or what a masked load left there."""
+    spec = SimpleNamespace(INPUT_DTYPE=tl.bfloat16, GROUPS_PER_PIECE=1, GROUP_SIZE=4, HIDDEN_SIZE=hidden)
+    out = torch.empty(4)
+    _columns[(1,)](torch.tensor([0x40003F80, 0x3F004040], dtype=torch.int32), out, S=spec)
+    assert out.tolist() == expected

@@ -21,7 +21,7 @@ from moelink.reference import (
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 
-QUANTISED = ["fp8_block128", "mxfp8", "nvfp4", "mxfp4"]
+QUANTISED = ["fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token"]
 
 
 def config(**changes):

@@ -10,7 +10,7 @@ from moelink.reference import reference_dequantize, reference_quantize
 from moelink.reference.rounding import E2M1_VALUES, e2m1_codes, e4m3_codes, e8m0_codes_up, mxfp4_scale_codes
 
 NAN, INF = math.nan, math.inf
-QUANTISED = ["fp8_block128", "mxfp8", "nvfp4", "mxfp4"]
+QUANTISED = ["fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token"]
 
 
 def bits(x):
@@ -48,7 +48,9 @@ def test_groups_of_zeros_infs_and_nans(name):
     payload, scales = reference_quantize(name, x)
     values = reference_dequantize(name, payload, scales)
     assert bits(payload)[0].sum() == 0
-    if name == "fp8_block128":
+    if name == "fp8_block128_e8m0":
+        assert scales[0].tolist() == [105]
+    elif name.startswith("fp8"):
         assert scales[0].tolist() == [float(torch.tensor(1e-4) / torch.tensor(448.0))]
     else:
         assert bits(scales)[0].sum() == 0
@@ -76,6 +78,27 @@ def test_mx_by_hand():
     assert bits(scales).tolist() == [[128]]
     # 358.4 -> 352, -201.6 -> -208, 22.4 -> 22
     assert payload[0, :3].float().tolist() == [352, -208, 22]
+
+
+def test_powers_of_two_in_words_by_hand():
+    x = torch.zeros(1, 640)
+    x[0, ::128] = torch.tensor([448, 449, 1.75, -448, 2.0**127])
+    payload, scales = reference_quantize("fp8_block128_e8m0", x)
+    assert bits(scales).tolist() == [[127, 128, 119, 127, 246, 0, 0, 0]]
+    assert payload.float()[0, ::128].tolist() == [448, 224, 448, -448, 256]
+    assert reference_dequantize("fp8_block128_e8m0", payload, scales)[0, ::128].tolist() == [
+        448,
+        448,
+        1.75,
+        -448,
+        2.0**127,
+    ]
+
+
+def test_a_scale_per_row_by_hand():
+    payload, scales = reference_quantize("fp8_token", torch.tensor([[896.0, -2.0, 0.0], [1.0, 1.0, -1.0]]))
+    assert scales.tolist() == [[2.0], [float(torch.tensor(1.0) / 448)]]
+    assert payload.float().tolist() == [[448, -1, 0], [448, 448, -448]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -41,6 +41,15 @@ def test_matrix_equals_oracle(fmt):
     check_all(some(matrix([fmt]), 4), 3)
 
 
+@pytest.mark.quick("a sender rounds a row up, or fills a word up")
+@pytest.mark.parametrize("fmt", ["fp8_token", "fp8_block128_e8m0"])
+def test_a_scale_of_a_row_and_of_a_word(fmt, filled_memory):
+    """Past the end of a row, and in the rest of a row's last word, nothing is left of other data."""
+    check_all(
+        [Case(Setup(fmt), "uniform", small=True), Case(Setup(fmt, (("layout", "rank"),)), "holes", small=True)], 2
+    )
+
+
 @pytest.mark.parametrize(
     "fmt, first, keep",
     [("bf16", 0, 4), ("bf16", 1, 4), ("bf16", 2, 4), ("bf16", 3, 4), ("fp8_block128", 0, 9), ("nvfp4", 4, 9),

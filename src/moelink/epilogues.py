@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink.errors import ArgumentError
+from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats import get_format
 from moelink.formats.casts import to_bf16
 from moelink.hooks import Hook
@@ -71,10 +71,20 @@ def block_quantize(
         payload_out: [num_tokens, payload_width] of the format's payload dtype, contiguous.
         scales_out: [num_tokens, hidden_size / group] of its scale dtype, row-major, contiguous.
         input_scale: fp32, one element: the global scale of nvfp4. None for 1.
+
+    Raises:
+        ArgumentError: an argument is not as above.
+        UnsupportedError: a format in which a scale is not an element of its own per group (fp8_block128_e8m0,
+            fp8_token): combine stores a row in blocks of columns, which may divide what such a scale stands for.
     """
     fmt = get_format(format_name)
     if fmt.scale_dtype is None:
         raise ArgumentError("format_name", "a format with scales (cast() stores rows without)", repr(format_name))
+    if fmt.scale_width(4 * fmt.group) != 4:
+        raise UnsupportedError(
+            f"format_name: expected a format with one element of scales per group, got {format_name!r}; quantise what "
+            f"combine returns with get_format({format_name!r}).quantize"
+        )
     if not isinstance(scales_out, Tensor) or scales_out.dim() != 2:
         raise ArgumentError("scales_out", "a tensor [num_tokens, hidden_size / group]", _shape(scales_out))
     shape = (scales_out.shape[0], fmt.payload_width(scales_out.shape[1] * fmt.group))

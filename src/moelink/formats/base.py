@@ -69,9 +69,10 @@ class Format(ABC):
 
     Attributes:
         name: the registered name, e.g. ``"fp8_block128"``.
-        group: elements per scale; ``hidden`` must be a multiple of it (and even for 4-bit formats).
+        group: elements that are encoded together; ``hidden`` must be a multiple of it (and even for 4-bit formats).
+            They share a scale, unless :meth:`elements_per_scale` says that more do.
         payload_dtype: dtype of the payload tensor.
-        scale_dtype: dtype of one scale, or None.
+        scale_dtype: dtype of one element of the scales, or None. It may hold several scales (int32 for four of E8M0).
         row_multiple: group sizes of the "expert" layout are rounded up to this many rows.
         tolerance: largest relative error of one round trip, |dequantize(quantize(x)) - x| <= tolerance * amax(group);
             0 for formats that carry rows unchanged.
@@ -100,9 +101,13 @@ class Format(ABC):
     def payload_width(self, hidden: int) -> int:
         """Return the elements of ``payload_dtype`` per row."""
 
+    def elements_per_scale(self, hidden: int) -> int:
+        """Return how many elements share a scale: the group, or ``hidden`` in a format with one scale per row."""
+        return self.group
+
     def scale_width(self, hidden: int) -> int:
-        """Return the scales per row."""
-        return 0 if self.scale_dtype is None else hidden // self.group
+        """Return the elements of ``scale_dtype`` per row."""
+        return 0 if self.scale_dtype is None else hidden // self.elements_per_scale(hidden)
 
     def payload_bytes(self, hidden: int) -> int:
         """Return the bytes of one row's payload."""

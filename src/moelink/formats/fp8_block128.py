@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink.formats.base import Format, Quantized
+from moelink.formats.base import Format, Quantized, ScaleLayout
 from moelink.formats.casts import E4M3_MAX, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
 from moelink.formats.grouping import amax, join, require_scales, split
 from moelink.formats.scale_layouts import Transposed
@@ -36,7 +36,7 @@ class FP8Block128(Format):
     scale_dtype = torch.float32
     row_multiple = 4
     tolerance = 1 / 28 + 2.0**-20
-    scale_layout = Transposed()
+    scale_layout: ScaleLayout = Transposed()
 
     def payload_width(self, hidden: int) -> int:
         return hidden

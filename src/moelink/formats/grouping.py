@@ -24,9 +24,14 @@ def check_rows(fmt: Format, x: Tensor, input_scale: Tensor | None) -> None:
 
 
 def split(fmt: Format, x: Tensor, input_scale: Tensor | None = None) -> Tensor:
-    """Check [n, hidden] and split it into fp32 [n, hidden / group, group]."""
+    """Check [n, hidden] and split it into fp32 [n, g, elements], g parts that share a scale each."""
     check_rows(fmt, x, input_scale)
-    return x.to(torch.float32).reshape(x.shape[0], x.shape[1] // fmt.group, fmt.group)
+    return _parts(fmt, x.to(torch.float32))
+
+
+def _parts(fmt: Format, x: Tensor) -> Tensor:
+    elements = fmt.elements_per_scale(x.shape[1])
+    return x.reshape(x.shape[0], x.shape[1] // elements, elements)
 
 
 def amax(groups: Tensor) -> Tensor:
@@ -36,10 +41,8 @@ def amax(groups: Tensor) -> Tensor:
 
 
 def join(fmt: Format, values: Tensor, scales: Tensor) -> Tensor:
-    """Join what :func:`split` splits: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, hidden /
-    group]."""
-    groups = values.view(values.shape[0], values.shape[1] // fmt.group, fmt.group)
-    return (groups * scales[..., None]).view(values.shape)
+    """Join what :func:`split` splits: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, g]."""
+    return (_parts(fmt, values) * scales[..., None]).view(values.shape)
 
 
 def require_scales(fmt: Format, scales: Tensor | None) -> Tensor:

@@ -8,14 +8,21 @@ from types import MappingProxyType
 from moelink.errors import ArgumentError, ConfigError
 from moelink.formats.base import Format
 from moelink.formats.fp8_block128 import FP8Block128
+from moelink.formats.fp8_block128_e8m0 import FP8Block128E8M0
+from moelink.formats.fp8_token import FP8Token
 from moelink.formats.mxfp4 import MXFP4
 from moelink.formats.mxfp8 import MXFP8
 from moelink.formats.nvfp4 import NVFP4
 from moelink.formats.plain import BF16, FP32, FP64
 
 BUILTIN: Mapping[str, Format] = MappingProxyType(
-    {fmt.name: fmt for fmt in (BF16(), FP32(), FP64(), FP8Block128(), MXFP8(), NVFP4(), MXFP4())}
-)
+    {
+        fmt.name: fmt
+        for fmt in (
+            BF16(), FP32(), FP64(), FP8Block128(), FP8Block128E8M0(), FP8Token(), MXFP8(), NVFP4(), MXFP4(),
+        )
+    }
+)  # fmt: skip
 
 
 class FormatRegistry:

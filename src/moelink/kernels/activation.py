@@ -5,8 +5,10 @@ a fixed number of programs serves any number of rows. Nothing waits for anything
 
 The output rows are one list of groups of GS elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W,
 with W = H / GS. Step s handles groups [s * NG, s * NG + NG), and program p the steps p, p + P, p + 2 P, ... Payloads of
-consecutive groups are neighbours in memory, whatever H is. Scales go where the layout wants them; in the 128x4 tiles
-the programs then share the zeroing of the rows behind every group, up to the next multiple of 128.
+consecutive groups are neighbours in memory, whatever H is. In a format with a scale per row the group is the row,
+rounded up to a power of two and filled up with zeros, which are not stored; so W is 1. Scales go where the layout wants
+them; in the 128x4 tiles the programs then share the zeroing of the rows behind every group, up to the next multiple of
+128.
 
 Every operation is rounded once in fp32, none is fused, and the exponential is a polynomial of such operations, so that
 the bits are those of the torch twin.
@@ -118,6 +120,7 @@ class ActivationConstants(Constants):
         HIDDEN_SIZE: columns of an output row. GROUP_SIZE: elements of a group. GROUPS_PER_STEP: groups at a time.
         GROUP_ELEMENTS: payload elements of a group. NUM_GROUPS: groups of rows; HALVINGS: to find a row's by bisection.
         ENCODE_FN: the format's device function. SCALE_LAYOUT: its layout of scales, "" for formats without them.
+        SCALES_PER_WORD: scales in an element of the scale tensor, as it is seen from outside.
         HAS_INPUT_SCALES: there is a global scale for each group of rows.
         CLAMP, ALPHA, LIMIT: the clamped form, and its two numbers. NATIVE_CASTS: the device's narrow conversions.
         TAIL_TILES: 128x4 tiles that are cleared at a time.
@@ -131,6 +134,7 @@ class ActivationConstants(Constants):
     HALVINGS: int
     ENCODE_FN: Any
     SCALE_LAYOUT: str
+    SCALES_PER_WORD: int
     HAS_INPUT_SCALES: bool
     CLAMP: bool
     ALPHA: float
@@ -142,7 +146,7 @@ class ActivationConstants(Constants):
 @triton.jit(do_not_specialize=["rows"])
 def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, tokens, scales, rows, S: tl.constexpr):
     """See the module."""
-    W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
+    W: tl.constexpr = (S.HIDDEN_SIZE + S.GROUP_SIZE - 1) // S.GROUP_SIZE
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
@@ -153,8 +157,11 @@ def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, token
         group = ahead % W
         here = row < total
         source = x + (row * (2 * S.HIDDEN_SIZE) + group * S.GROUP_SIZE)[:, None] + tl.arange(0, S.GROUP_SIZE)[None, :]
-        gate = tl.load(source, mask=here[:, None], other=0.0).to(tl.float32)
-        up = tl.load(source + S.HIDDEN_SIZE, mask=here[:, None], other=0.0).to(tl.float32)
+        inside = here[:, None]
+        if S.HIDDEN_SIZE % S.GROUP_SIZE:
+            inside = inside & (tl.arange(0, S.GROUP_SIZE) < S.HIDDEN_SIZE)[None, :]
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + S.HIDDEN_SIZE, mask=inside, other=0.0).to(tl.float32)
         z = gated(gate, up, S.CLAMP, S.ALPHA, S.LIMIT)
         if S.SCALE_LAYOUT == "tiles_128x4" or S.HAS_INPUT_SCALES:
             expert = group_of(row, row_offsets, S.NUM_GROUPS, S.HALVINGS)
@@ -165,15 +172,22 @@ def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, token
         payload, scale = S.ENCODE_FN(z, factor, S.NATIVE_CASTS)
         left = total.to(tl.int64) * (W * S.GROUP_ELEMENTS) - first * S.GROUP_ELEMENTS
         element = tl.arange(0, S.GROUPS_PER_STEP * S.GROUP_ELEMENTS)
-        tl.store(
-            tokens + first * S.GROUP_ELEMENTS + element,
-            tl.reshape(payload, (S.GROUPS_PER_STEP * S.GROUP_ELEMENTS,)),
-            mask=element < left,
-        )
+        to = tokens + first * S.GROUP_ELEMENTS + element
+        stored = element < left
+        if S.HIDDEN_SIZE % S.GROUP_SIZE:  # a group is a row, but longer
+            ROW: tl.constexpr = S.HIDDEN_SIZE * S.GROUP_ELEMENTS // S.GROUP_SIZE
+            to -= (first + element // S.GROUP_ELEMENTS) * (S.GROUP_ELEMENTS - ROW)
+            stored = stored & (element % S.GROUP_ELEMENTS < ROW)
+        tl.store(to, tl.reshape(payload, (S.GROUPS_PER_STEP * S.GROUP_ELEMENTS,)), mask=stored)
         if S.SCALE_LAYOUT == "row_major":
             tl.store(scales + first + tl.arange(0, S.GROUPS_PER_STEP), scale, mask=here)
         elif S.SCALE_LAYOUT == "transposed":
-            tl.store(scales + group.to(tl.int64) * rows + row, scale, mask=here)
+            P: tl.constexpr = S.SCALES_PER_WORD
+            to = scales + (group.to(tl.int64) // P * rows + row) * P
+            tl.store(to + group % P, scale, mask=here)
+            # Scales past the row's end, in its last word.
+            for j in tl.static_range(W % P, P if W % P > 0 else 0):
+                tl.store(to + j, tl.zeros([S.GROUPS_PER_STEP], tl.uint8), mask=here & (group == W - 1))
         elif S.SCALE_LAYOUT == "tiles_128x4":
             start = tl.load(row_offsets + expert)
             inner = (row - start).to(tl.int32)
@@ -191,8 +205,24 @@ def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, token
 
 
 def group_elements(fmt: Format, hidden: int) -> int:
-    """GS: the format's group; for formats without scales the largest power of two up to 64 that divides ``hidden``."""
-    return fmt.group if fmt.scale_dtype is not None else min(64, hidden & -hidden)
+    """GS of rows that are encoded: the elements that share a scale, rounded up to a power of two; for formats without
+    scales as :func:`even_groups`."""
+    return even_groups(hidden) if fmt.scale_dtype is None else triton.next_power_of_2(fmt.elements_per_scale(hidden))
+
+
+def even_groups(hidden: int) -> int:
+    """The largest power of two up to 64 that divides ``hidden``."""
+    return min(64, hidden & -hidden)
+
+
+def scales_per_word(fmt: Format) -> int:
+    """Scales in an element of the scale tensor: 4 where an int32 holds four bytes, else 1."""
+    return 1 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize // max(1, fmt.codec().SCALE_BYTES)
+
+
+def warps_of(elements: int) -> int:
+    """Warps of a program whose step has ``elements`` elements: 16 for each thread, up to 1024 threads."""
+    return max(4, min(32, elements // 512))
 
 
 def native_conversions(device: torch.device) -> bool:
@@ -240,6 +270,7 @@ def launch(
         HALVINGS=(num_groups - 1).bit_length(),
         ENCODE_FN=codec.encode,
         SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name,
+        SCALES_PER_WORD=scales_per_word(fmt),
         HAS_INPUT_SCALES=input_scales is not None,
         CLAMP=clamp is not None,
         ALPHA=alpha,
@@ -251,5 +282,5 @@ def launch(
         x, row_offsets, row_offsets if input_scales is None else input_scales,
         row_offsets if scales_offsets is None else scales_offsets, tokens.view(_UNSIGNED[codec.ELEMENT_BYTES]),
         row_offsets if scales is None else scales if codec.SCALE_BYTES == 4 else scales.view(torch.uint8), x.shape[0],
-        S=constants, enable_fp_fusion=False,
+        S=constants, enable_fp_fusion=False, num_warps=warps_of(group * per_step),
     )  # fmt: skip

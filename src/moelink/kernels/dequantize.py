@@ -3,9 +3,9 @@
 How many rows exist is read on the device, from the last of ``row_offsets``; later rows of the output are not written.
 Nothing waits for anything; there is no protocol.
 
-The rows are one list of groups of GS elements, those of a scale (of 64 at most where there are none): group f is
-columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H / GS. Step s handles groups [s * N, s * N + N), and
-program p the steps p, p + P, p + 2 P, ... A group's scale is where the layout puts it
+The rows are one list of groups of GS elements, those of a scale (of 64 at most where there are none, or one a row):
+group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H / GS. Step s handles groups [s * N, s * N +
+N), and program p the steps p, p + P, p + 2 P, ... A group's scale is where the layout puts it
 (:mod:`moelink.formats.scale_layouts`). The number is that of the format's device function, ``code * scale`` in fp32,
 rounded to the output's dtype.
 
@@ -22,7 +22,14 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.formats.device.casts import f32_to_bf16
-from moelink.kernels.activation import LAYOUTS, group_elements, group_of, native_conversions
+from moelink.kernels.activation import (
+    LAYOUTS,
+    even_groups,
+    group_elements,
+    group_of,
+    native_conversions,
+    scales_per_word,
+)
 from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.constants import Constants
 
@@ -44,6 +51,7 @@ class DequantizeConstants(Constants):
         HIDDEN_SIZE: columns of a row. GROUP_SIZE: elements of a group. GROUPS_PER_STEP: groups at a time.
         GROUP_ELEMENTS: payload elements of a group. NUM_GROUPS: groups of rows; HALVINGS: to find a row's by bisection.
         DECODE_FN: the format's device function. SCALE_LAYOUT: its layout of scales, "" for formats without them.
+        SCALES_PER_WORD: scales in an element of the scale tensor. ONE_SCALE: a row has one.
         HAS_INPUT_SCALE: there is a global scale. TO_BF16: the output is bf16, stored as its bits.
         NATIVE_CASTS: the device's narrow conversions.
     """
@@ -56,6 +64,8 @@ class DequantizeConstants(Constants):
     HALVINGS: int
     DECODE_FN: Any
     SCALE_LAYOUT: str
+    SCALES_PER_WORD: int
+    ONE_SCALE: bool
     HAS_INPUT_SCALE: bool
     TO_BF16: bool
     NATIVE_CASTS: bool
@@ -66,9 +76,10 @@ def scale_of(scales, row_offsets, scales_offsets, row, group, here, rows, S: tl.
     """The scales of groups ``group`` of rows ``row``, as the layout has them."""
     W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
     if S.SCALE_LAYOUT == "row_major":
-        return tl.load(scales + row * W + group, mask=here, other=0)
+        return tl.load(scales + (row if S.ONE_SCALE else row * W + group), mask=here, other=0)
     elif S.SCALE_LAYOUT == "transposed":
-        return tl.load(scales + group.to(tl.int64) * rows + row, mask=here, other=0)
+        P: tl.constexpr = S.SCALES_PER_WORD
+        return tl.load(scales + (group.to(tl.int64) // P * rows + row) * P + group % P, mask=here, other=0)
     else:
         expert = group_of(row, row_offsets, S.NUM_GROUPS, S.HALVINGS)
         start = tl.load(row_offsets + expert)
@@ -125,7 +136,8 @@ def launch(
     codec, hidden, num_groups, cuda = fmt.codec(), out.shape[1], row_offsets.shape[0] - 1, out.is_cuda
     if not out.numel() or not num_groups:
         return
-    group = group_elements(fmt, hidden)
+    one_scale = fmt.scale_dtype is not None and fmt.elements_per_scale(hidden) > fmt.group
+    group = even_groups(hidden) if one_scale else group_elements(fmt, hidden)
     per_step = triton.next_power_of_2(max(1, (2048 if cuda else 16384) // group))
     most = 8 * torch.cuda.get_device_properties(out.device).multi_processor_count if cuda else 2
     num_programs = max(1, min(most, triton.cdiv(out.shape[0] * (hidden // group), per_step)))
@@ -138,6 +150,8 @@ def launch(
         HALVINGS=(num_groups - 1).bit_length(),
         DECODE_FN=codec.decode,
         SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name,
+        SCALES_PER_WORD=scales_per_word(fmt),
+        ONE_SCALE=one_scale,
         HAS_INPUT_SCALE=input_scale is not None,
         TO_BF16=out.dtype == torch.bfloat16,
         NATIVE_CASTS=native_conversions(out.device),

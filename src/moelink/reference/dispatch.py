@@ -248,7 +248,7 @@ def reference_dispatch(
         topk_ids: [T, topk] int32 or int64; ids outside [0, num_experts) are not routed.
         topk_weights: [T, topk] float, or None.
         input_scales: global input scales (fp32, one element), or None.
-        scales: [T, hidden_size / group] row-major scales of already quantised rows, or None.
+        scales: [T, n] row-major scales of already quantised rows, as ``reference_quantize`` returns them, or None.
         max_tokens: what each rank states as the most tokens of any rank, or None.
 
     Returns:
@@ -358,10 +358,12 @@ def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
     payload = rows.tokens[: rows.num_rows]
     if rows.scales is None:
         return reference_dequantize(config.dispatch_format, payload, None)
-    width = config.hidden_size // format_facts(config.dispatch_format).group
-    scales = torch.zeros(rows.num_rows, width, dtype=_copyable(rows.scales).dtype, device=payload.device)
     stored = _copyable(rows.scales)
     layout = _scale_layout(config)
+    width = stored.shape[0] if layout == "transposed" else stored.shape[-1]
+    if layout == "tiles":
+        width = config.hidden_size // (format_facts(config.dispatch_format).group or 1)
+    scales = torch.zeros(rows.num_rows, width, dtype=stored.dtype, device=payload.device)
     offsets: list[int] = rows.row_offsets.tolist()
     blocks = _first_blocks(offsets)
     for group in range(len(offsets) - 1):

@@ -35,14 +35,14 @@ class FormatFacts:
     Attributes:
         payload_dtype: dtype of the payload; uint8 holds two 4-bit codes, the even element in the low nibble.
         scale_dtype: dtype of one scale, or None for rows that travel unchanged.
-        group: elements that share a scale.
+        group: elements that share a scale; None for all of a row.
         row_multiple: group sizes of the "expert" layout are rounded up to this.
         scale_layout: where scales lie in the "expert" layout.
     """
 
     payload_dtype: torch.dtype
     scale_dtype: torch.dtype | None = None
-    group: int = 1
+    group: int | None = 1
     row_multiple: int = 1
     scale_layout: Literal["none", "row_major", "transposed", "tiles"] = "none"
 
@@ -52,10 +52,16 @@ _FACTS = {
     "fp32": FormatFacts(torch.float32),
     "fp64": FormatFacts(torch.float64),
     "fp8_block128": FormatFacts(torch.float8_e4m3fn, torch.float32, 128, 4, "transposed"),
+    "fp8_block128_e8m0": FormatFacts(torch.float8_e4m3fn, torch.int32, 128, 4, "transposed"),
+    "fp8_token": FormatFacts(torch.float8_e4m3fn, torch.float32, None, 1, "row_major"),
     "mxfp8": FormatFacts(torch.float8_e4m3fn, torch.float8_e8m0fnu, 32, 1, "tiles"),
     "nvfp4": FormatFacts(torch.uint8, torch.float8_e4m3fn, 16, 1, "tiles"),
     "mxfp4": FormatFacts(torch.uint8, torch.float8_e8m0fnu, 32, 1, "row_major"),
 }
+
+
+_FLOORED = ("fp8_block128", "fp8_block128_e8m0", "fp8_token")
+"""Formats that count an amax below 1e-4 as 1e-4."""
 
 
 def format_facts(name: str) -> FormatFacts:
@@ -155,25 +161,32 @@ def reference_quantize(name: str, x: Tensor, input_scale: Tensor | None = None) 
         input_scale: fp32, one element, or None for 1; only nvfp4 uses it.
 
     Returns:
-        Payload [n, width] of the format's payload dtype and row-major scales [n, hidden / group], or None.
+        Payload [n, width] of the format's payload dtype and row-major scales [n, hidden / group], or None. An int32
+        of fp8_block128_e8m0 holds four codes, the first in the lowest byte; zero bytes fill up a row's last one.
 
     Formulas, per group (amax: largest magnitude)::
 
-        fp8_block128  scale = max(amax, 1e-4) / 448           q = e4m3(x / scale)
-        mxfp8         scale = e8m0 not below amax / 448       q = e4m3(x / scale), 0 where the scale's code is 0
-        nvfp4         sf = e4m3(s * (amax / 6))               q = e2m1(x / (sf / s)), 0 where sf is 0
-        mxfp4         scale by mxfp4_scale_codes(amax)        q = e2m1(x / scale), 0 where the scale's code is 0
+        fp8_block128       scale = max(amax, 1e-4) / 448        q = e4m3(x / scale)
+        fp8_token          the same, a row being the group
+        fp8_block128_e8m0  scale = e8m0 not below that scale    q = e4m3(x / scale)
+        mxfp8              scale = e8m0 not below amax / 448    q = e4m3(x / scale), 0 where the scale's code is 0
+        nvfp4              sf = e4m3(s * (amax / 6))            q = e2m1(x / (sf / s)), 0 where sf is 0
+        mxfp4              scale by mxfp4_scale_codes(amax)     q = e2m1(x / scale), 0 where the scale's code is 0
     """
     facts = format_facts(name)
     if facts.scale_dtype is None:
         return _plain(x, facts.payload_dtype), None
-    groups = x.to(torch.float32).reshape(x.shape[0], x.shape[1] // facts.group, facts.group)
+    groups = _groups(facts, x.to(torch.float32))
     amax = groups.abs().amax(dim=2)
     amax = torch.where(amax.isinf(), _F32_MAX, amax)
-    if name == "fp8_block128":
+    if name in _FLOORED:
         scale = torch.maximum(amax, _constant(x, 1e-4)) / _constant(x, 448.0)
         scale = torch.where(scale.isnan(), math.nan, scale)
-        return e4m3_codes(groups / scale[:, :, None]).reshape(x.shape).view(facts.payload_dtype), scale
+        stored = scale
+        if facts.scale_dtype == torch.int32:
+            stored = _pack_words(e8m0_codes_up(scale))
+            scale = e8m0_floats(e8m0_codes_up(scale)).to(torch.float64)
+        return e4m3_codes(groups / scale[:, :, None]).reshape(x.shape).view(facts.payload_dtype), stored
     if name == "nvfp4":
         s = _constant(x, 1.0) if input_scale is None else input_scale.to(torch.float32).reshape(())
         scale_codes = e4m3_codes(s * (amax / _constant(x, 6.0)))
@@ -185,6 +198,26 @@ def reference_quantize(name: str, x: Tensor, input_scale: Tensor | None = None) 
     codes = (e4m3_codes if name == "mxfp8" else e2m1_codes)(scaled).reshape(x.shape)
     payload = codes.view(facts.payload_dtype) if name == "mxfp8" else _pack(codes)
     return payload, scale_codes.view(facts.scale_dtype)
+
+
+def _groups(facts: FormatFacts, x: Tensor) -> Tensor:
+    """[n, hidden] as [n, groups, elements of a group]."""
+    group = facts.group or x.shape[1]
+    return x.reshape(x.shape[0], x.shape[1] // group, group)
+
+
+def _pack_words(codes: Tensor) -> Tensor:
+    """[n, g] bytes as [n, ceil(g / 4)] int32, the first in the lowest byte: 1, 2, 0, 128, 3 -> 513 - 2**31, 3."""
+    words = torch.zeros(codes.shape[0], math.ceil(codes.shape[1] / 4), dtype=torch.int64, device=codes.device)
+    for column in range(codes.shape[1]):
+        words[:, column // 4] += codes[:, column].long() * 256 ** (column % 4)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _unpack_words(words: Tensor, count: int) -> Tensor:
+    """The inverse of :func:`_pack_words` for rows of ``count`` codes."""
+    unsigned = words.long() % 2**32
+    return torch.stack([unsigned[:, c // 4] // 256 ** (c % 4) % 256 for c in range(count)], dim=1)
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,12 +243,13 @@ def reference_dequantize(
         values = e2m1_floats(_unpack(payload))
     else:
         values = e4m3_floats(payload.view(torch.uint8))
-    if name == "fp8_block128":
+    if facts.scale_dtype == torch.float32:
         steps = scales
+    elif facts.scale_dtype == torch.int32:
+        steps = e8m0_floats(_unpack_words(scales, _groups(facts, values).shape[1]))
     elif name == "nvfp4":
         s = _constant(payload, 1.0) if input_scale is None else input_scale.to(torch.float32)
         steps = e4m3_floats(scales.view(torch.uint8)) / s.reshape(-1, 1)
     else:
         steps = e8m0_floats(scales.view(torch.uint8))
-    groups = values.reshape(values.shape[0], values.shape[1] // facts.group, facts.group)
-    return (groups * steps[:, :, None]).reshape(values.shape)
+    return (_groups(facts, values) * steps[:, :, None]).reshape(values.shape)

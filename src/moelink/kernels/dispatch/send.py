@@ -38,7 +38,8 @@ goes to. Whether it goes to a rank is in the mask of the store, not in a branch:
 piece into the store's layout again for each rank, through shared memory and five barriers. The CTA reads a piece before
 it stores the one before, so that reading hides behind storing. For that, nothing may touch a piece between its load and
 its use. Hence masked loads have no ``other`` value (it would be moved in behind the load), and elements of 16 bits are
-loaded as words of two and taken apart where they are encoded.
+loaded as words of two and taken apart where they are encoded. In a format with one scale per row, a row is one piece
+and one group, rounded up to a power of two, so that its largest element is known before the first store.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
@@ -56,6 +57,9 @@ Example of places: token 5 goes to ranks 0 and 2 of 3, in slots 4 and 0 there. I
 if its experts are theirs.
 
 Example of a piece: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) are read as the word 0x40003f80.
+
+Example of scales: hidden size 640. In fp8_token a piece has 1024 columns, 640 of the row and 384 zeros, 640 of which
+are stored, and one scale. In fp8_block128_e8m0 it has 8 groups, 5 of the row; they and 3 zeros are 2 words of scales.
 """
 
 import triton
@@ -214,7 +218,7 @@ def load_piece(x, token, piece, end, S: tl.constexpr):
 @triton.jit
 def columns_of(row, S: tl.constexpr):
     """Return the columns [groups, elements of a group], fp32, of a piece from :func:`load_piece` that is to be
-    encoded."""
+    encoded; zeros past the end of a row that is one group."""
     if S.INPUT_DTYPE.primitive_bitwidth == 16:
         if S.INPUT_DTYPE == tl.bfloat16:  # the upper half of an fp32
             even = (row << 16).to(tl.float32, bitcast=True)
@@ -222,9 +226,12 @@ def columns_of(row, S: tl.constexpr):
         else:
             even = row.to(tl.int16).to(S.INPUT_DTYPE, bitcast=True).to(tl.float32)
             odd = (row >> 16).to(tl.int16).to(S.INPUT_DTYPE, bitcast=True).to(tl.float32)
-        return tl.reshape(tl.join(even, odd), (S.GROUPS_PER_PIECE, S.GROUP_SIZE))
+        columns = tl.reshape(tl.join(even, odd), (S.GROUPS_PER_PIECE, S.GROUP_SIZE))
     else:
-        return row.to(tl.float32)
+        columns = row.to(tl.float32)
+    if S.HIDDEN_SIZE % S.GROUP_SIZE:
+        columns = tl.where((tl.arange(0, S.GROUP_SIZE) < S.HIDDEN_SIZE)[None, :], columns, 0.0)
+    return columns
 
 
 @triton.jit
@@ -237,7 +244,8 @@ def in_format(row, input_scale, S: tl.constexpr):
     if S.SOURCE == 2:
         factor = tl.load(input_scale) if S.HAS_INPUT_SCALE else 1.0
         payload, scale = S.ENCODE_FN(columns_of(row, S), factor, S.NATIVE_CASTS)
-        return tl.reshape(payload, (S.GROUPS_PER_PIECE * S.GROUP_BYTES,)), scale.to(S.SCALE_DTYPE, bitcast=True)
+        scale = scale.to(S.GROUP_SCALE_POINTER.element_ty, bitcast=True)
+        return tl.reshape(payload, (S.GROUPS_PER_PIECE * S.GROUP_BYTES,)), scale
     elif S.SOURCE == 1:
         rounded = round_to(row.to(tl.float64 if S.ROW_DTYPE == tl.float64 else tl.float32), S.ROW_DTYPE, S.NATIVE_CASTS)
         return rounded, rounded
@@ -270,13 +278,15 @@ def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr)
     if S.SOURCE == 2:
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
         b = piece * (S.GROUPS_PER_PIECE * S.GROUP_BYTES) + tl.arange(0, S.GROUPS_PER_PIECE * S.GROUP_BYTES)
+        row_bytes: tl.constexpr = S.HIDDEN_SIZE * S.GROUP_BYTES // S.GROUP_SIZE
+        if S.GROUP_SCALES > S.NUM_SCALE_GROUPS:
+            scale = tl.where(g < S.NUM_SCALE_GROUPS, scale, 0).to(scale.dtype)
         for d in tl.static_range(S.WORLD_SIZE):
             place = place_at(places, d)
             goes = place != 0
-            tl.store(
-                tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < S.NUM_SCALE_GROUPS * S.GROUP_BYTES)
-            )
-            tl.store((place + S.MESSAGE_SCALES).to(S.SCALE_POINTER) + g, scale, mask=only(goes, g < S.NUM_SCALE_GROUPS))
+            tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < row_bytes))
+            to = (place + S.MESSAGE_SCALES).to(S.GROUP_SCALE_POINTER)
+            tl.store(to + g, scale, mask=only(goes, g < S.GROUP_SCALES))
     elif S.SOURCE == 1:
         c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         for d in tl.static_range(S.WORLD_SIZE):

@@ -221,8 +221,11 @@ class DispatchSpec(CommonSpec):
         WORD_POINTER, ROW_WORDS, BLOCK_SIZE: rows are moved in words: pointer type, words of a row, words at a time.
         INPUT_DTYPE: dtype of the rows' elements. HIDDEN_SIZE: columns of a row. ROW_DTYPE, ROW_POINTER: payload dtype
             of CONVERT.
-        ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: for ENCODE: the function, elements of a
-            group, groups of a row, groups at a time, payload bytes of a group.
+        ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: for ENCODE: the function, elements that
+            share a scale, such groups of a row, groups at a time, payload bytes of a group. Where a row is one group,
+            it is rounded up to a power of two, and the rest of it is zeros.
+        GROUP_SCALE_POINTER, GROUP_SCALES: for ENCODE: pointer to a group's scale, of which SCALE_DTYPE may hold
+            several; places for them in a row, a multiple of what it holds.
         HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
             the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout.
@@ -255,6 +258,8 @@ class DispatchSpec(CommonSpec):
     NUM_SCALE_GROUPS: int
     GROUPS_PER_PIECE: int
     GROUP_BYTES: int
+    GROUP_SCALE_POINTER: Any
+    GROUP_SCALES: int
     PIECES_PER_ROW: int
     SCALE_WIDTH: int
     SCALE_WIDTH_POW2: int
@@ -330,10 +335,14 @@ def dispatch_spec(
     word = word_of(nbytes)
     word_bytes = word.primitive_bitwidth // 8
     scale_bytes = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
-    groups = hidden // fmt.group
+    codec = fmt.codec() if source == ENCODE else None
+    elements = fmt.elements_per_scale(hidden)
+    groups, group = hidden // elements, power(elements)
+    group_scale_bytes = codec.SCALE_BYTES if codec else scale_bytes
+    group_scales = fmt.scale_bytes(hidden) // max(1, group_scale_bytes)
     block = min(power(nbytes // word_bytes), max_block)
     # A piece of at least max_block bytes leaves 16 bytes to each thread of a CTA.
-    group_block = min(power(groups), max(1, max_block // fmt.group, max_block * groups // nbytes))
+    group_block = min(power(max(groups, group_scales)), max(1, max_block // group, max_block * groups // nbytes))
     if source == CONVERT:
         block = min(power(hidden), max_block)
     payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
@@ -360,10 +369,13 @@ def dispatch_spec(
         SOURCE=source, WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes,
         BLOCK_SIZE=block,
         INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
-        HIDDEN_SIZE=hidden, ENCODE_FN=fmt.codec().encode if source == ENCODE else None, HAS_INPUT_SCALE=input_scale,
-        GROUP_SIZE=fmt.group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block, GROUP_BYTES=nbytes // groups,
-        PIECES_PER_ROW=-(-groups // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
-        word_bytes) // block), MESSAGES_PER_STEP=gather, EVICTION="evict_first" if most > FEW_TOKENS else "",
+        HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, HAS_INPUT_SCALE=input_scale,
+        GROUP_SIZE=group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block,
+        GROUP_BYTES=group * nbytes // hidden, GROUP_SCALES=group_scales,
+        GROUP_SCALE_POINTER=tl.pointer_type(_WORDS.get(group_scale_bytes, tl.uint8)),
+        PIECES_PER_ROW=-(-max(groups, group_scales) // group_block) if source == ENCODE else -(-(hidden if source ==
+        CONVERT else nbytes // word_bytes) // block), MESSAGES_PER_STEP=gather,
+        EVICTION="evict_first" if most > FEW_TOKENS else "",
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many,
