@@ -133,6 +133,7 @@ class Dispatch:
             "owner": identity, "rank": config.rank, "num_tokens": num_tokens, "topk_ids": request.topk_ids,
             "topk_weights": weights, "counts": counts, "plan": self.notes, "carrier": None,
             "ids_version": version_at_dispatch(request.topk_ids),
+            "first_id": rank.first_expert if config.global_ids else 0,
         })  # fmt: skip
         if out is None:
             self.output, self._scale_rows = plan.outputs.allocate(handle, device), plan.fused.scale_rows
