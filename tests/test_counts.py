@@ -106,3 +106,24 @@ def test_a_reused_output_does_not_keep_the_list() -> None:
         again = ep.dispatch(x, torch.zeros_like(IDS), out=exact)
         assert again.host_counts is None
         assert again.num_recv_per_expert.tolist() == [8, 0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_a_graph_counts_anew_at_each_replay(layout: str) -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": T}
+    with moelink.init(**sizes, layout=layout, device="cuda", transport="symmetric") as ep:
+        x, ids = torch.randn(T, 128, device="cuda").bfloat16(), IDS.cuda()
+        ep.warmup()
+        ep.dispatch(x, ids).num_recv_per_expert  # noqa: B018 - loads the kernels that it uses
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recv = ep.dispatch(x, ids)
+            counts = recv.num_recv_per_expert
+        for wanted, value in (([2, 2, 2, 2], IDS), ([0, 8, 0, 0], torch.ones_like(IDS)), ([0] * 4, IDS * 0 - 1)):
+            ids.copy_(value)
+            graph.replay()
+            assert counts.tolist() == wanted
+            if recv.topk_ids is not None:
+                assert (recv.topk_ids[int(recv.row_offsets[-1]) :] == -1).all()
