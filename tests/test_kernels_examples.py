@@ -332,3 +332,14 @@ def test_workspace_does_not_depend_on_the_rank():
         fields = {**SMALL, "num_experts": 7, **more}
         configs = [moelink.EPConfig(**fields, world_size=3, rank=rank) for rank in range(3)]
         assert len({Workspace(config).regions for config in configs}) == 1
+
+
+@triton.jit
+def _fill_unused(ids, S: tl.constexpr):
+    padding.fill_unused_ids(ids, 2, 4, 0, 1, S)
+
+
+def test_unused_ids_of_the_example():
+    ids = torch.zeros(15, dtype=torch.int32)
+    _fill_unused[(1,)](ids, S=SimpleNamespace(TOPK=3, TOPK_POW2=4))
+    assert ids.tolist() == [0] * 6 + [-1] * 6 + [0] * 3

@@ -222,7 +222,7 @@ def test_names_tell_configurations_apart_and_repeat() -> None:
 
 
 def test_every_field_of_an_output_passes_through_the_operator() -> None:
-    assert {*ops.context.FIELDS, "expert_ids", "handle"} == DispatchOutput.__dataclass_fields__.keys()
+    assert {*ops.context.FIELDS, "expert_ids", "handle", "host_counts"} == DispatchOutput.__dataclass_fields__.keys()
 
 
 ROOT = Path(__file__).parent.parent

@@ -81,6 +81,7 @@ class EPConfig:
         capacity: rows of the dispatch output, or None for the worst case; a call's ``max_tokens`` may make it smaller.
         pre_reduce: sum a token's rows on the expert's rank before they travel home.
         fused_shared_expert: group 0 is the rank's own tokens.
+        global_ids: layout "rank": the ids of an output count over all ranks, not from this rank's first expert.
         mode: "alltoall", or "allreduce" (replicated activations, nothing travels).
         transport: "auto", "collective" or "symmetric".
         ranks_per_node: ranks that can address each other's memory, or None for all of them.
@@ -100,6 +101,7 @@ class EPConfig:
     capacity: int | None = None
     pre_reduce: bool = True
     fused_shared_expert: bool = False
+    global_ids: bool = False
     mode: Mode = "alltoall"
     transport: TransportName = "auto"
     ranks_per_node: int | None = None
@@ -122,7 +124,7 @@ class EPConfig:
         for name, minimum in (("capacity", 0), ("ranks_per_node", 1), ("num_sms", 1)):
             if getattr(self, name) is not None:
                 self._integer(name, minimum)
-        for name in ("pre_reduce", "fused_shared_expert"):
+        for name in ("pre_reduce", "fused_shared_expert", "global_ids"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, "True or False", getattr(self, name))
         for name, choices in (
@@ -153,6 +155,8 @@ class EPConfig:
                     raise ConfigError(
                         name, f"{allowed} with layout='rank' (its rows are one per token and rank)", getattr(self, name)
                     )
+        elif self.global_ids:
+            raise ConfigError("global_ids", "False with layout='expert' (its output has no ids)", True)
         pairs = self.max_recv_tokens * self.topk
         if max(pairs, self.max_rows, self.row_capacity) > MAX_INT32:
             raise ConfigError(

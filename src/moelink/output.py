@@ -131,6 +131,8 @@ class DispatchHandle(FromArena):
         topk_weights: [num_tokens, topk], the home rank's router weights when they went into dispatch, else None.
         counts: [num_local_experts, world_size] int32, routed rows per (expert, source rank) before capacity.
         plan: the transport's own record of the routing, which ``routing=`` uses again.
+        first_id: what an id in ``DispatchOutput.topk_ids`` is of this rank's first expert: 0, or with ``global_ids``
+            that expert's number.
         ids_version: what torch counted as changes of ``topk_ids`` when they were dispatched, so that a combine over
             other ids is refused. None where it counts none, and where the dispatch was captured into a CUDA graph,
             whose replays dispatch the ids that are there then.
@@ -146,6 +148,7 @@ class DispatchHandle(FromArena):
     counts: Tensor
     plan: Any = field(repr=False)
     ids_version: int | None = None
+    first_id: int = 0
     carrier: Tensor | None = field(default=None, repr=False)
 
 
@@ -201,7 +204,8 @@ class DispatchOutput(FromArena):
         num_recv_tokens: [] int32, routed rows present in the output.
         overflow: [] int32, rows that did not fit ``rows``.
         handle: for combine and ``routing=``.
-        topk_ids: layout "rank" only: [rows, topk] int32 local expert ids, -1 elsewhere.
+        topk_ids: layout "rank" only: [rows, topk] int32 local expert ids (with ``global_ids``, ids over all ranks), -1
+            elsewhere: for experts of other ranks, and throughout on rows past ``row_offsets[-1]``.
         topk_weights: layout "rank" only: [rows, topk] router weights if they went into dispatch, 0 where the id is -1.
         host_counts: with ``host_counts=True``, :attr:`num_recv_per_expert` as a list on the host; else None.
     """
@@ -234,8 +238,8 @@ class DispatchOutput(FromArena):
             offsets = self.row_offsets[self.row_offsets.shape[0] - experts - 1 :]
             return torch.minimum(counts.sum(1, dtype=torch.int32), offsets[1:] - offsets[:-1])
         ids = self.topk_ids
-        here = torch.arange(ids.shape[0], device=ids.device)[:, None] < self.row_offsets[-1]
-        place = (torch.where(here, ids, -1) + 1).flatten().long()  # 0: none of this rank's experts
+        local = torch.where(ids >= 0, ids - self.handle.first_id, -1)
+        place = (local + 1).flatten().long()  # 0: none of this rank's experts
         counted = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
         return counted.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))[1:]
 

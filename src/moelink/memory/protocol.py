@@ -47,6 +47,12 @@ OPTIONS_BY_ROW, OPTIONS_SUMS, OPTIONS_WEIGHED_SUMS = 1, 2, 3
 """What a combine returns: every row, sums of rows, or of rows that the expert's rank has multiplied by router weights.
 Stored in combine_status beside the refusal; what else that word says is in ``kernels.sync.quiesce.beside_status``."""
 
+
+def combine_options(sums: bool, weighed: bool) -> int:
+    """Return the options of a combine that returns ``sums``, of ``weighed`` rows."""
+    return OPTIONS_BY_ROW if not sums else OPTIONS_WEIGHED_SUMS if weighed else OPTIONS_SUMS
+
+
 COUNT_HEADER = 8
 """Words before the counts in a row of ``counts``: status, messages, tokens, sending CTAs (0: each counted for itself),
 most messages of one of them, options, the call whose routing is cached, (unused). Each word carries the call number

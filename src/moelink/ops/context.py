@@ -26,6 +26,7 @@ from moelink.errors import ClosedError
 from moelink.ops.gradient_communicators import GradientCommunicators
 from moelink.ops.record import MAX_PARTS, OWN_PARTS, PackedPlan, allocate, count_parts, pack, pack_call, unpack
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
+from moelink.routing import ExpertMap
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
 from moelink.transports.collective.plan import CollectivePlan
 from moelink.transports.session import Session
@@ -62,6 +63,7 @@ class StaticConfig:
         transport: name of the transport.
         ranked: layout is "rank".
         quantised: rows have scales, so their gradients arrive at the carrier.
+        first_id: as handles carry it.
         tiled: outputs have ``scales_offsets``.
         num_groups, topk: as in the configuration.
         weight_dtype, combine_dtype, accumulate_dtype: as in the configuration.
@@ -73,6 +75,7 @@ class StaticConfig:
     transport: str
     ranked: bool
     quantised: bool
+    first_id: int
     tiled: bool
     num_groups: int
     topk: int
@@ -93,6 +96,7 @@ class StaticConfig:
             transport=transport,
             ranked=ranked,
             quantised=config.format.scale_dtype is not None,
+            first_id=ExpertMap(config.num_experts, config.world_size).first(config.rank) if config.global_ids else 0,
             tiled=not ranked and layout is not None and layout.scales_offsets(offsets) is not None,
             num_groups=config.num_groups,
             topk=config.topk,
@@ -230,6 +234,7 @@ class OperatorContext:
             topk_weights=None if topk_weights is None else topk_weights.detach().to(static.weight_dtype),
             counts=flat[COUNTS] if routing is None else routing.handle.counts,
             plan=self._plan(flat, routing),
+            first_id=static.first_id,
             carrier=flat[CARRIER] if static.quantised else None,
         )
         ids = None if static.ranked else torch.arange(static.num_groups, dtype=torch.int32, device=topk_ids.device)

@@ -35,7 +35,8 @@ class ReferenceRows:
         weights: [rows] fp32 (fp64 when combine_dtype is), 1 on shared rows; None for layout "rank" or without weights.
         num_recv_tokens: [] int32, routed rows present.
         overflow: [] int32, routed and shared rows that did not fit; padding is not counted.
-        topk_ids: layout "rank": [rows, topk] int32 local ids, -1 elsewhere; else None.
+        topk_ids: layout "rank": [rows, topk] int32 local ids (``global_ids``: ids over all ranks), -1 elsewhere, and
+            on all rows past ``num_rows``; else None.
         topk_weights: layout "rank": [rows, topk] weights, 0 where the id is -1; else None.
         num_rows: rows that are defined, padding inside groups included (``row_offsets[-1]``).
         input_scales: [world_size] fp32, the global input scale that each source rank used (1 where it gave none).
@@ -347,7 +348,7 @@ def _routing_columns(
         source, token, _ = row.origin
         for slot, expert in enumerate(ids[source][token]):
             if expert in mine:
-                local_ids[row.row, slot] = mine.index(expert)
+                local_ids[row.row, slot] = expert if config.global_ids else mine.index(expert)
                 if given is not None:
                     local_weights[row.row, slot] = given[source][token][slot]
     return None, local_ids, None if given is None else local_weights

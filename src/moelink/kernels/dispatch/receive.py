@@ -35,7 +35,7 @@ from moelink.kernels.dispatch.row_offsets import (
     write_counted_offsets,
     write_nothing,
 )
-from moelink.kernels.dispatch.unpack import pad_rows, pad_tiles, unpack_group, unpack_headers, who_pads
+from moelink.kernels.dispatch.unpack import fill_unused_ids, pad_rows, pad_tiles, unpack_group, unpack_headers, who_pads
 from moelink.kernels.records import CallContext, Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
@@ -230,6 +230,8 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
     elif ok <= 0:
         if program == 0:
             write_nothing(outputs, notes.received, numbers, S)
+            if S.RANK_LAYOUT:
+                fill_unused_ids(outputs.topk_ids, 0, numbers.capacity, 0, 1, S)
     else:
         shared = numbers.shared_end - numbers.shared_begin
         starts, aligned, shared_rows = group_starts(sizes, shared, S)
@@ -241,6 +243,8 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
         if tl.max(wrong.to(tl.int32), 0) > 0:
             if program == 0:
                 write_nothing(outputs, notes.received, numbers, S)
+                if S.RANK_LAYOUT:
+                    fill_unused_ids(outputs.topk_ids, 0, numbers.capacity, 0, 1, S)
                 peer = tl.min(tl.where(refused != 0, r, S.WORLD_SIZE), 0)
                 if peer < S.WORLD_SIZE:
                     note_refusal(ctx, peer, _PHASE, _REFUSED)
@@ -255,6 +259,8 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
             ok = steps.prepare(ok, program, ctx, outputs, notes.received, cached, numbers, shared, S)
             pad, pads = who_pads(program, num_programs, tl.max(messages, 0), numbers.num_local_experts, S)
             if pad >= 0:
+                if S.RANK_LAYOUT:
+                    fill_unused_ids(outputs.topk_ids, tl.sum(messages, 0), numbers.capacity, pad, pads, S)
                 if S.ROW_ALIGNMENT > 1:
                     pad_rows(outputs, groups, numbers, pad, pads, S)
                 if S.SCALE_LAYOUT == 2 and not S.SCALES_LATER:

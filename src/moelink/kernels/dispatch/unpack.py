@@ -150,6 +150,20 @@ def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
 
 
 @triton.jit
+def fill_unused_ids(topk_ids, total, capacity, program, num_programs, S: tl.constexpr):
+    """Store -1 in the ids of the rows from ``total`` to ``capacity``, which hold no token, in layout "rank".
+
+    Example: S.TOPK 3, 2 rows of 4, CTA 0 of 1: ids 6 to 11 become -1.
+    """
+    block: tl.constexpr = 1024 // S.TOPK_POW2 if S.TOPK_POW2 < 1024 else 1
+    row = tl.arange(0, block)[:, None]
+    k = tl.arange(0, S.TOPK_POW2)[None, :]
+    for first in range(total + program * block, capacity, num_programs * block):
+        cell = (first + row).to(tl.int64) * S.TOPK + k
+        tl.store(topk_ids + cell, tl.zeros(cell.shape, tl.int32) - 1, mask=(first + row < capacity) & (k < S.TOPK))
+
+
+@triton.jit
 def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexpr):
     """Zero the scales after each group's real rows, up to the end of its last tile of 128 rows.
 
@@ -225,7 +239,7 @@ def load_headers(message, valid, IDS: tl.constexpr, POSITIONS: tl.constexpr, S: 
 
 @triton.jit
 def store_choices(ctx, source, valid, header, strange, start, fits, outputs, numbers, S: tl.constexpr):
-    """Store the local ids and weights of messages that are ``valid`` at rows ``start`` [n] that are within capacity
+    """Store the ids and weights of messages that are ``valid`` at rows ``start`` [n] that are within capacity
     (``fits``), in layout "rank".
 
     Note that ``source`` sent malformed data where an id is out of range or the token ``strange``.
@@ -237,7 +251,10 @@ def store_choices(ctx, source, valid, header, strange, start, fits, outputs, num
     local = tl.where(known, header.local_ids, -1)
     here = named & fits[:, None]
     cell = start.to(tl.int64)[:, None] * S.TOPK + k[None, :]
-    tl.store(outputs.topk_ids + cell, local, mask=here)
+    ids = local
+    if S.GLOBAL_IDS:
+        ids = tl.where(local >= 0, local + numbers.first_expert, -1)
+    tl.store(outputs.topk_ids + cell, ids, mask=here)
     if S.HAS_WEIGHTS:
         tl.store(outputs.weights + cell, tl.where(local >= 0, header.weights, 0.0), mask=here)
 

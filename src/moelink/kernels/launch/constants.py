@@ -32,9 +32,7 @@ from moelink.memory.protocol import (
     MANY_TOKENS,
     MAX_SENDERS,
     MOST_THREADS,
-    OPTIONS_BY_ROW,
-    OPTIONS_SUMS,
-    OPTIONS_WEIGHED_SUMS,
+    combine_options,
 )
 from moelink.memory.workspace import Workspace
 
@@ -230,7 +228,7 @@ class DispatchSpec(CommonSpec):
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
             the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout.
         ROW_ALIGNMENT: group sizes are multiples of it. HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their
-            type.
+            type. GLOBAL_IDS: ids of the output count over all ranks.
         CACHED_ROUTING: the dispatch uses an earlier call's routing. OPTIONS: what every rank must choose alike.
         ROWS_PER_MESSAGE: output rows of a message, at most. NUM_GROUPS_POW2: group offsets, as a power of two.
         EVICTION: how rows are loaded, as Triton names it: in a call of more than FEW_TOKENS they are the first to leave
@@ -269,6 +267,7 @@ class DispatchSpec(CommonSpec):
     SCALES_LATER: bool
     ROW_ALIGNMENT: int
     HAS_WEIGHTS: bool
+    GLOBAL_IDS: bool
     CACHED_ROUTING: bool
     OPTIONS: int
     WEIGHT_POINTER: Any
@@ -379,8 +378,9 @@ def dispatch_spec(
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many,
-        ROW_ALIGNMENT=cfg.row_alignment, HAS_WEIGHTS=weights, CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 *
-        int(cached), WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
+        ROW_ALIGNMENT=cfg.row_alignment, HAS_WEIGHTS=weights, GLOBAL_IDS=cfg.global_ids,
+        CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
+        WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE=rows, ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone,
         MAX_SENDERS=MAX_SENDERS, SENDERS_PER_STEP=power(max(1, 8192 // workspace.block_counts_width)),
         BLOCK_COUNT_WORDS=workspace.block_counts_width, NUM_GROUPS_POW2=power(max(workspace.max_local_experts + 1,
@@ -476,15 +476,13 @@ def combine_spec(
     """Return the launch constants of a combine.
 
     ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank has weights. ``raw_sums``: the
-    result is the sum before rounding. ``tells_weighed``: ranks tell each other whether they multiply by row
-    weights, which a launcher of the home role alone does not know.
+    result is the sum before rounding. ``tells_weighed``: ranks tell whether they multiply by row weights.
     """
     cfg, regions = workspace.config, workspace.regions
     rank_layout = cfg.layout == "rank"
     local = cfg.mode == "allreduce"
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
-    options = OPTIONS_BY_ROW if not sums else OPTIONS_WEIGHED_SUMS if by_row and tells_weighed else OPTIONS_SUMS
     dtype = TRITON_DTYPES[cfg.combine_dtype]
     most_small = workspace.lamport_tokens
     # A block of words has at least one element for each thread (``kernels.sync.signals``).
@@ -493,9 +491,9 @@ def combine_spec(
     copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]
     return CombineSpec(
         **common(workspace, device), HIDDEN_SIZE=cfg.hidden_size, PARTS_PER_ROW=workspace.combine_parts,
-        PARTS_POW2=triton.next_power_of_2(workspace.combine_parts),
+        PARTS_POW2=triton.next_power_of_2(workspace.combine_parts), REDUCES=reduce,
         BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), COMBINE_BLOCK),
-        SENDS_SUMS=sums, REDUCES=reduce, OPTIONS=options, HAS_ROW_WEIGHTS=by_row,
+        SENDS_SUMS=sums, OPTIONS=combine_options(sums, by_row and tells_weighed), HAS_ROW_WEIGHTS=by_row,
         HAS_HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk, ROW_DTYPE=dtype,
         ROW_POINTER=tl.pointer_type(dtype), SUM_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype],

@@ -92,6 +92,7 @@ def dispatch_steps(
         counts=expert_counts(config, plan),
         plan=plan,
         ids_version=version_at_dispatch(request.topk_ids),
+        first_id=experts.first(config.rank) if config.global_ids else 0,
     )
     return fill_output(
         config,

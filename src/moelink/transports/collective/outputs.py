@@ -37,6 +37,7 @@ def fill_output(
         if out is not None
         else OutputShape.of(config, rows=rows, weighted=weighted).allocate(handle, received.device)
     )
+    result = dataclasses.replace(result, handle=handle, host_counts=None)
     result.row_offsets.copy_(plan.row_offsets.clamp(max=total))
     if result.expert_ids is not None:
         torch.arange(config.num_groups, out=result.expert_ids, device=result.expert_ids.device)
@@ -44,7 +45,6 @@ def fill_output(
         _fill_rank(plan, message, result, received, total)
     else:
         _fill_expert(config, plan, plan.rows, message, result, received=received, own=own, total=total)
-    result = dataclasses.replace(result, handle=handle, host_counts=None)
     if host_counts:
         result = dataclasses.replace(result, host_counts=result.num_recv_per_expert.tolist())
     return result
@@ -59,7 +59,9 @@ def _fill_rank(
         out.scales.view(torch.uint8)[:total].copy_(message.field(received, "scales")[:total])
     out.src_info[:total] = torch.stack((got.sources, got.tokens, torch.full_like(got.tokens, -1)), 1)[:total].int()
     assert out.topk_ids is not None
-    out.topk_ids[:total] = got.local_ids[:total]
+    ids = got.local_ids[:total]
+    out.topk_ids[:total] = torch.where(ids >= 0, ids + out.handle.first_id, -1)
+    out.topk_ids[total:] = -1
     if out.topk_weights is not None:
         weights = message.field(received, "weights")[:total]
         out.topk_weights[:total] = weights.masked_fill(got.local_ids[:total] < 0, 0)

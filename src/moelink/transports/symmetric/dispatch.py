@@ -166,7 +166,8 @@ class Dispatch:
         handle = make(DispatchHandle, {
             "owner": identity, "rank": config.rank, "num_tokens": x.shape[0], "topk_ids": request.topk_ids,
             "topk_weights": weights, "plan": self.notes, "carrier": None,
-            "ids_version": version_at_dispatch(request.topk_ids), **counts,
+            "ids_version": version_at_dispatch(request.topk_ids),
+            "first_id": rank.first_expert if config.global_ids else 0, **counts,
         })  # fmt: skip
         self._arena = arena
         if out is not None:
