@@ -185,9 +185,7 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
 
 
 @triton.jit(do_not_specialize=["rows", "least", "most"])
-def grouped_fp8_kernel(
-    codes, scales, row_offsets, weight, weight_scales, out, rows, least, most, S: tl.constexpr
-):
+def grouped_fp8_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, least, most, S: tl.constexpr):
     """See the module."""
     COLUMN_TILES: tl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
     groups = tl.arange(0, S.GROUPS_POW2)
