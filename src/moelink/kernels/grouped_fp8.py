@@ -1,7 +1,7 @@
 """Grouped matrix product of fp8 rows and fp8 weights, both with their scales: ``out[r] = rows[r] @ weight[g].T``.
 
-Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output; ``kb`` counts blocks
-of 128 along K and ``nb`` along N. Group g is rows ``row_offsets[g]`` to ``row_offsets[g + 1]``.
+Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output; ``kb`` counts
+blocks of 128 along K and ``nb`` along N. Group g is rows ``row_offsets[g]`` to ``row_offsets[g + 1]``.
 
 ==================  ======================  ==========================================================================
 tensor              shape                   contents

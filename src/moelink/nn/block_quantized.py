@@ -197,8 +197,8 @@ def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Bl
 
     if not codes.is_cuda and not is_interpreted():
         raise UnsupportedError(
-            "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set before "
-            f"triton is imported), got tensors on {codes.device}; use implementation='torch'"
+            "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
+            f"before triton is imported), got tensors on {codes.device}; use implementation='torch'"
         )
     launch(codes, scales, row_offsets, weight.codes, weight.scales, out)
 

@@ -44,6 +44,7 @@ from moelink.nn.block_quantized import (
     multiply_by_group,
     quantize_weight,
 )
+from moelink.nn.expert_backends import PIP, multiply, what_library_lacks
 from moelink.nn.experts import grouped_matmul
 from moelink.nn.gated import gated_activation
 from moelink.tools.bench.document import head, results_folder, script_parser, write
@@ -153,9 +154,21 @@ def by_kernel(rows: Rows, weights: Weights, settings: Any = None) -> Tensor:
     return out
 
 
-def contenders(device: torch.device) -> dict[str, Product]:
-    """The ways to make a product that run here."""
-    return {BF16: by_torch, FP8: by_kernel}
+def by_library(rows: Rows, weights: Weights, library: str) -> Tensor:
+    """The product in fp8, by an installed library."""
+    out = rows.numbers.new_empty(rows.numbers.shape[0], weights.numbers.shape[1])
+    multiply(library, rows.codes, rows.scales, rows.offsets, weights.quantized, out)
+    return out
+
+
+def contenders(device: torch.device, sizes: Sequence[int]) -> dict[str, Product]:
+    """The ways to make a product of groups of ``sizes`` rows that run here."""
+    ways: dict[str, Product] = {BF16: by_torch, FP8: by_kernel}
+    for library in PIP:
+        aligned = library != "deep_gemm" or not any(size % BLOCK for size in sizes)
+        if aligned and not what_library_lacks(library, device):
+            ways[library] = functools.partial(by_library, library=library)
+    return ways
 
 
 def experts_in_bf16(rows: Rows, gate_up: Weights, down: Weights) -> Tensor:
@@ -232,14 +245,16 @@ def measure_load(
     for name, own in weights.items():
         columns, inner = shape.product(name)
         row: dict[str, Any] = {"product": name, **base}
-        for way, product in contenders(device).items():
+        worst = 0.0
+        for way, product in contenders(device, sizes).items():
             if way != BF16:
-                row["error_over_bound"] = round(excess(product(by_product[name], own), by_product[name], own), 3)
+                worst = max(worst, excess(product(by_product[name], own), by_product[name], own))
             us = microseconds(functools.partial(product, by_product[name], own), device, samples)
             row[way] = figures(us, sizes, columns, inner, 2 if way == BF16 else 1)
-        row["ratio"] = round(row[BF16]["us"] / row[FP8]["us"], 3)
+        row |= {"ratio": round(row[BF16]["us"] / row[FP8]["us"], 3), "error_over_bound": round(worst, 3)}
         yield row
-    rows, whole = by_product["gate_up"], {"product": "experts", **base}
+    rows = by_product["gate_up"]
+    whole: dict[str, Any] = {"product": "experts", **base}
     for way, experts in ((BF16, experts_in_bf16), (FP8, experts_in_fp8)):
         us = microseconds(functools.partial(experts, rows, weights["gate_up"], weights["down"]), device, samples)
         whole[way] = {"us": round(us, 2)}
@@ -264,7 +279,8 @@ def candidates() -> list[Any]:
         few(16, num_stages=5, programs=2, descriptors=False), few(16, 64, num_stages=6, programs=3),
         few(32, num_stages=5, programs=2), few(32, num_stages=3, programs=3), few(32, parts=2, num_stages=5),
         few(32, num_stages=5, programs=2, descriptors=False), few(64, num_stages=4, programs=2),
-        few(64, parts=2, num_stages=5), few(64, num_stages=3, programs=3), few(64, num_warps=8, num_stages=4, programs=2),
+        few(64, parts=2, num_stages=5), few(64, num_stages=3, programs=3),
+        few(64, num_warps=8, num_stages=4, programs=2),
         Tiles(64, num_stages=4, programs=2), Tiles(64, num_stages=3, programs=3),
         Tiles(128, num_warps=8, num_stages=6), Tiles(128, num_warps=8, num_stages=3, programs=2),
         Tiles(128, parts=2, num_warps=8), Tiles(128, parts=2, num_warps=8, band=8),
@@ -276,12 +292,12 @@ def candidates() -> list[Any]:
 def compile_tiles(tiles: Any, groups: int, columns: int, inner: int) -> str:
     """Compile for these tiles into Triton's cache on disk, in a process of its own; what went wrong, or ""."""
     device = torch.device("cuda")
-    fp8 = {"dtype": torch.float8_e4m3fn, "device": device}
+    fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
     weight = BlockQuantized(
-        torch.empty(groups, columns, inner, **fp8),
+        fp8(groups, columns, inner),
         torch.empty(groups, -(-columns // BLOCK), inner // BLOCK, device=device),
     )
-    rows = torch.empty(tiles.rows, inner, **fp8), torch.empty(inner // BLOCK, tiles.rows, device=device)
+    rows = fp8(tiles.rows, inner), torch.empty(inner // BLOCK, tiles.rows, device=device)
     offsets = torch.zeros(groups + 1, dtype=torch.int32, device=device)
     out = torch.empty(tiles.rows, columns, dtype=torch.bfloat16, device=device)
     return _launch_alone(tiles, rows, offsets, weight, out)
@@ -353,7 +369,9 @@ def document_of(args: Any, device: torch.device) -> dict[str, Any]:
         if args.sweep:
             found = [
                 row for name in PRODUCTS
-                for row in sweep_load(load, name, tiles, shape, weights[name], device, most=args.most, samples=args.samples)
+                for row in sweep_load(
+                    load, name, tiles, shape, weights[name], device, most=args.most, samples=args.samples
+                )
             ]  # fmt: skip
         else:
             found = list(measure_load(load, shape, weights, device, most=args.most, samples=args.samples))
