@@ -7,14 +7,16 @@ rows without descriptors.
 import dataclasses
 import json
 import re
+import subprocess
 import sys
+import tempfile
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moelink.kernels.grouped_fp8 import WITHOUT_FP8, Settings, constants_of, grouped_fp8_kernel
+from moelink.kernels.grouped_fp8 import BLACKWELL, HOPPER, SMALL_CACHE, WITHOUT_FP8, constants_of, grouped_fp8_kernel
 
 WEIGHT = torch.Size([32, 4096, 7168])
 
@@ -40,19 +42,30 @@ def compiled(target, tiles):
     )
 
 
+def stack_of(cubin):
+    """Bytes of stack a thread, which is where registers are spilled to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    return sum(int(size) for size in re.findall(r"STACK:(\d+)", done.stdout))
+
+
 def describe(form, binary):
     text = binary.asm.get("ptx") or binary.asm["amdgcn"]
     amd_stack = re.search(r"\.private_segment_fixed_size: (\d+)", text)
     return {
         "form": form, "wgmma": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", text)),
         "tcgen05": len(re.findall(r"tcgen05\.mma", text)), "tma": len(re.findall(r"cp\.async\.bulk\.tensor", text)),
-        "local": text.count(".local") if amd_stack is None else int(amd_stack[1]), "shared": binary.metadata.shared,
+        "local": stack_of(binary.asm["cubin"]) if amd_stack is None else int(amd_stack[1]), "shared": binary.metadata.shared,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
     target = sys.argv[1]
-    settings = Settings() if target.startswith("sm") else WITHOUT_FP8
+    settings = {"sm_90": HOPPER, "sm_100": BLACKWELL, "sm_89": SMALL_CACHE}.get(target, WITHOUT_FP8)
     forms = {"few": settings.few, "many": settings.many}
     if target.startswith("sm"):
         forms["few, pointers"] = dataclasses.replace(settings.few, descriptors=False)

@@ -12,6 +12,8 @@ from moelink.nn.block_quantized import BlockQuantized, quantize_weight
 
 POISON = 7.0
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+TINY = {torch.bfloat16: 1e-30, torch.float16: 2.0**-24, torch.float32: 1e-30}
+"""Where results are subnormal, steps do not shrink any more."""
 FP32_SUMS = 2.0**-18
 TENSOR_CORES = 2.0**-10
 
@@ -30,20 +32,22 @@ class Problem:
         return int(self.offsets[-1])
 
 
-def problem(sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu", seed: int = 0) -> Problem:
-    """Groups of ``sizes`` rows and ``room`` rows more, whose codes and scales are NaN."""
-    generator = torch.Generator().manual_seed(seed)
+def problem(sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu", spread: int = 6) -> Problem:
+    """Groups of ``sizes`` rows and ``room`` rows more, whose codes and scales are NaN.
+
+    Blocks differ by up to 2 ** (4 * ``spread``), so that a scale of a wrong block shows.
+    """
+    generator = torch.Generator().manual_seed(0)
     total = sum(sizes) + room
-    # Blocks of very different sizes: a scale of a wrong block shows.
-    spread = torch.randint(-6, 7, (total, inner // 128), generator=generator).repeat_interleave(128, 1)
-    rows = torch.randn(total, inner, generator=generator) * 2.0**spread
+    shifts = torch.randint(-spread, spread + 1, (total, inner // 128), generator=generator)
+    rows = torch.randn(total, inner, generator=generator) * 2.0 ** shifts.repeat_interleave(128, 1)
     quantized = get_format("fp8_block128").quantize(rows)
     assert quantized.scales is not None
     codes, scales = quantized.payload.clone(), quantized.scales.t().contiguous()
     codes.view(torch.uint8)[sum(sizes) :] = 0x7F
     scales[:, sum(sizes) :] = float("nan")
     weight = torch.randn(len(sizes), columns, inner, generator=generator)
-    blocks = torch.randint(-6, 7, (len(sizes), -(-columns // 128), inner // 128), generator=generator)
+    blocks = torch.randint(-spread, spread + 1, (len(sizes), -(-columns // 128), inner // 128), generator=generator)
     weight *= 2.0 ** blocks.repeat_interleave(128, 1)[:, :columns].repeat_interleave(128, 2)
     of = quantize_weight(weight)
     offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
@@ -67,7 +71,7 @@ def error_over_bound(out: Tensor, given: Problem, sums: float) -> float:
         by_row = given.weight.scales[group].repeat_interleave(128, 0)[:columns]
         weight = numbers(given.weight.codes[group], by_row)
         exact = rows @ weight.t()
-        bound = HALF_STEP[out.dtype] * exact.abs() + sums * (rows.abs() @ weight.abs().t()) + 1e-30
+        bound = HALF_STEP[out.dtype] * exact.abs() + sums * (rows.abs() @ weight.abs().t()) + TINY[out.dtype]
         error = (out[start:end].double() - exact).abs() / bound
         assert not error.isnan().any(), "rows that do not exist reached rows that do"
         worst = max(worst, float(error.max()))

@@ -249,6 +249,14 @@ INTERPRETED = Settings(
     most_few=8,
 )  # fmt: skip
 """Small tiles, of which small tests have several."""
+HOPPER = Settings()
+BLACKWELL = Settings(many=Tiles(128, num_warps=8, num_stages=4))
+"""Of compute capability 10.x: accumulators come out of tensor memory into registers, which two parts overflow."""
+SMALL_CACHE = Settings(
+    few=Tiles(16, 64, swapped=True, descriptors=False, num_stages=3, programs=2),
+    many=Tiles(64, 64, descriptors=False, num_stages=3, programs=2),
+)
+"""Of other devices that multiply fp8: about 100 KB of shared memory an SM."""
 WITHOUT_FP8 = Settings(
     few=Tiles(16, 64, descriptors=False, num_stages=2, programs=2),
     many=Tiles(64, 64, descriptors=False, num_stages=2, programs=2),
@@ -260,7 +268,9 @@ def default_settings(device: torch.device) -> Settings:
     """The settings of launches on ``device``."""
     if is_interpreted():
         return INTERPRETED
-    return Settings() if native_conversions(device) else WITHOUT_FP8
+    if not native_conversions(device):
+        return WITHOUT_FP8
+    return {9: HOPPER, 10: BLACKWELL}.get(torch.cuda.get_device_capability(device)[0], SMALL_CACHE)
 
 
 def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: bool) -> GroupedConstants:
