@@ -206,9 +206,9 @@ class Communicator:
                 ),
             )
         session, quick = self._session, self._quick
-        plain = scales is None and input_scale is None and routing is None and max_tokens is None and out is None
+        plain = scales is None and input_scale is None and routing is None and out is None
         if quick is not None and plain and host_counts is False:
-            made = quick.dispatch(x, topk_ids, topk_weights)  # type: ignore[arg-type]
+            made = quick.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
             if made is not None:
                 return made
         try:

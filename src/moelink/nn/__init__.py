@@ -5,32 +5,41 @@
 ``router``     which experts, with which weights    ``mlp``       the dense block, for shared experts
 ``load``       tokens per expert and rank           ``report``    them as JSON      ``plots``    them as a picture
 ``parallel``   gradients and checkpoints of models  ``initial``   first weights, the same on any number of ranks
+``quantized_experts``, ``block_quantized``          experts in fp8; their weights and products
+``expert_backends``                                 what multiplies rows that travelled in fp8
 =============  ========================================================================================================
 """
 
+from moelink.nn.block_quantized import BlockQuantized, dequantize_weight, grouped_fp8, quantize_weight
 from moelink.nn.experts import dequantized, grouped_experts
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.mlp import GatedMLP
 from moelink.nn.moe import Experts, MoE
 from moelink.nn.parallel import all_reduce_gradients, local_state_dict, merge_state_dicts
+from moelink.nn.quantized_experts import QuantizedExperts
 from moelink.nn.report import load_report, save_load
 from moelink.nn.router import Router, RouterConfig, Routing, route
 
 __all__ = [
+    "BlockQuantized",
     "Experts",
     "GatedMLP",
     "LoadMeter",
     "LoadStats",
     "MoE",
+    "QuantizedExperts",
     "Router",
     "RouterConfig",
     "Routing",
     "all_reduce_gradients",
+    "dequantize_weight",
     "dequantized",
     "grouped_experts",
+    "grouped_fp8",
     "load_report",
     "local_state_dict",
     "merge_state_dicts",
+    "quantize_weight",
     "route",
     "save_load",
 ]

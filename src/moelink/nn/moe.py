@@ -6,6 +6,7 @@ every rank has them whole; of the experts a rank has its own only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,17 @@ from torch import Tensor
 
 from moelink.communicator import Communicator, init
 from moelink.config import EPConfig
-from moelink.errors import ArgumentError, ConfigError, StateError
+from moelink.errors import ArgumentError, ConfigError, StateError, UnsupportedError
+from moelink.nn.block_quantized import quantize_weight
+from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens
 from moelink.nn.initial import EXPERTS, SHARED, draw
 from moelink.nn.load import LoadMeter, LoadStats
+from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
 from moelink.routing import ExpertMap
+
+_log = logging.getLogger("moelink")
 
 
 class Experts(torch.nn.Module):
@@ -38,6 +44,8 @@ class Experts(torch.nn.Module):
         first: id of the first expert here; group g is expert ``first + g - num_shared``.
         num_shared: 1 if group 0 of both parameters is the fused shared expert, the same on every rank; else 0.
     """
+
+    stacked = ("gate_up_proj", "down_proj")
 
     def __init__(
         self,
@@ -76,6 +84,15 @@ class Experts(torch.nn.Module):
         """Rows by group, as :func:`moelink.nn.grouped_experts` takes them."""
         return grouped_experts(rows, row_offsets, self.gate_up_proj, self.down_proj, activation=self.activation)
 
+    def quantized(self, backend: str) -> QuantizedExperts:
+        """Experts of these weights in fp8 (:func:`moelink.nn.quantize_weight`), multiplied by ``backend``, one of
+        "triton", "torch", "flashinfer", "deep_gemm". :meth:`MoE.quantize_experts` checks that it can run."""
+        return QuantizedExperts(
+            quantize_weight(self.gate_up_proj), quantize_weight(self.down_proj), backend=backend,
+            activation=self.activation, experts=(self.first, self.num_experts, self.num_shared),
+            dtype=self.down_proj.dtype,
+        )  # fmt: skip
+
     def extra_repr(self) -> str:
         groups, hidden, inner = self.down_proj.shape
         last = self.first + groups - self.num_shared - 1
@@ -99,6 +116,10 @@ class MoE(torch.nn.Module):
         seed: of the first weights. A layer on any number of ranks starts with the same weights.
         host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
             for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
+        experts_backend: what multiplies rows of experts. "dequantize": rows become numbers of ``dtype``
+            first. "triton", "torch", "flashinfer", "deep_gemm": rows of format fp8_block128 are multiplied in fp8 by
+            weights in fp8, for inference only (:meth:`quantize_experts`). "auto" chooses by format and device; the
+            choice is logged, and part of the layer's ``repr``.
         load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
         device, dtype: of the parameters; default the communicator's device and ``combine_dtype``. "meta" allocates
             nothing, for loading a checkpoint with ``assign=True``.
@@ -113,6 +134,7 @@ class MoE(torch.nn.Module):
 
     Raises:
         ConfigError: a size or option does not fit; with a mapping also what ``moelink.init`` raises.
+        UnsupportedError: ``experts_backend`` names one that cannot run here.
 
     Example:
         >>> import torch
@@ -136,6 +158,7 @@ class MoE(torch.nn.Module):
         shared_expert: torch.nn.Module | None = None,
         seed: int = 0,
         host_counts: bool = False,
+        experts_backend: ExpertsBackend = "dequantize",
         load_steps: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -153,19 +176,53 @@ class MoE(torch.nn.Module):
                 config.hidden_size, config.num_experts, topk=config.topk, config=router, seed=seed, device=device,
                 dtype=dtype,
             )  # fmt: skip
-            self.experts = Experts(
+            self.experts: Experts | QuantizedExperts = Experts(
                 config, intermediate_size=intermediate_size, activation=activation, seed=seed, device=device,
                 dtype=dtype,
             )  # fmt: skip
+            self.quantize_experts(experts_backend)
             self.shared_expert = shared_expert
             self.host_counts = host_counts
             self.load = None if load_steps == 0 else LoadMeter(
                 config.num_experts, rank=config.rank, world_size=config.world_size,
                 replicated=config.mode == "allreduce", steps=load_steps, device=self.ep.device,
             )  # fmt: skip
-        except ConfigError:
+        except (ConfigError, UnsupportedError):
             self.close()
             raise
+
+    def quantize_experts(self, backend: ExpertsBackend = "auto") -> None:
+        """Quantise the experts' weights to fp8, once, and multiply by ``backend`` from now on; with "dequantize", or
+        where "auto" chooses it, nothing changes.
+
+        For weights that were loaded in another dtype: a layer that was made with ``experts_backend`` has experts in fp8
+        from the start, and loads codes and scales. Afterwards :attr:`experts` is a :class:`QuantizedExperts`, which has
+        no parameters.
+
+        Raises:
+            ConfigError: there is no such backend.
+            UnsupportedError: a backend was asked for by name where it cannot run.
+            StateError: the experts are quantised already.
+        """
+        if isinstance(self.experts, QuantizedExperts):
+            raise StateError(
+                "quantize_experts: expected experts that are not quantised, got quantised ones, for backend "
+                f"{self.experts.backend!r}; make another layer"
+            )
+        weight = self.experts.down_proj
+        choice = choose_backend(
+            backend, self.ep.config, intermediate_size=weight.shape[2], activation=self.experts.activation,
+            device=self.ep.device, dtype=weight.dtype,
+        )  # fmt: skip
+        self.experts_backend = choice.backend
+        if backend == "auto":
+            because = f" ({choice.reason})" if choice.reason else ""
+            _log.info("experts_backend 'auto': %s%s", choice.backend, because)
+        if choice.backend != "dequantize":
+            self.experts = self.experts.quantized(choice.backend)
+
+    def extra_repr(self) -> str:
+        return f"experts_backend={self.experts_backend!r}"
 
     def _checked(self, intermediate_size: int, shared_expert: torch.nn.Module | None) -> EPConfig:
         config = self.ep.config
@@ -205,6 +262,8 @@ class MoE(torch.nn.Module):
         config = self.ep.config
         if x.shape[-1:] != (config.hidden_size,):
             raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
+        if isinstance(self.experts, QuantizedExperts):
+            refuse_gradients(x, self)
         tokens = x.reshape(-1, config.hidden_size).contiguous()
         present = None
         if num_tokens is not None:
@@ -227,13 +286,24 @@ class MoE(torch.nn.Module):
             pending = self.ep.dispatch_async(tokens, ids, weights, **options)
             shared = self.shared_expert(tokens)
             recv = pending.wait()
-        rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)
-        y = self.experts(rows, recv.row_offsets)
+        if isinstance(self.experts, QuantizedExperts):
+            y = self.experts(recv.tokens, recv.scales, recv.row_offsets)
+        else:
+            rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)
+            y = self.experts(rows, recv.row_offsets)
         out = self.ep.combine(y.to(config.combine_dtype), recv, shared=shared)
         return out.to(x.dtype).view(x.shape)
 
     def reset_parameters(self) -> None:
-        """First weights again, of the router and the experts, by their seed."""
+        """First weights again, of the router and the experts, by their seed.
+
+        Raises:
+            StateError: the experts are quantised.
+        """
+        if isinstance(self.experts, QuantizedExperts):
+            raise StateError(
+                "reset_parameters: expected experts with parameters, got quantised ones; make another layer"
+            )
         self.router.reset_parameters()
         self.experts.reset_parameters()
 

@@ -18,14 +18,14 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from moelink.control.gloo import await_release
 from moelink.errors import ArgumentError
 from moelink.nn.moe import Experts
+from moelink.nn.quantized_experts import QuantizedExperts
 
-PROJECTIONS = ("gate_up_proj", "down_proj")
 
-
-def _experts_by_key(model: torch.nn.Module) -> dict[str, Experts]:
-    """The owner of each stacked weight, by its name in the state_dict of ``model``."""
-    named = ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
-    return {f"{name}.{part}".lstrip("."): module for name, module in named for part in PROJECTIONS}
+def _experts_by_key(model: torch.nn.Module) -> dict[str, Experts | QuantizedExperts]:
+    """The owner of each stacked tensor, by its name in the state_dict of ``model``."""
+    kinds = (Experts, QuantizedExperts)
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
+    return {f"{name}.{part}".lstrip("."): module for name, module in named for part in module.stacked}
 
 
 def all_reduce_gradients(model: torch.nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
@@ -72,7 +72,7 @@ def local_state_dict(model: torch.nn.Module, full: Mapping[str, Any]) -> dict[st
     for key, owner in _experts_by_key(model).items():
         if key not in full:
             raise ArgumentError("full", f"an entry {key!r}", f"{len(full)} entries without it")
-        mine = owner.get_parameter(key.rpartition(".")[2])
+        mine = getattr(owner, key.rpartition(".")[2])
         shared, value = owner.num_shared, full[key]
         wanted = [owner.num_experts + shared, *mine.shape[1:]]
         if list(value.shape) != wanted:

@@ -136,8 +136,8 @@ class Quick(Protocol):
     ``dispatch`` and ``combine`` return None, and do nothing, for a call that they do not know.
     """
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None) -> DispatchOutput | None:
-        """Make a dispatch without options."""
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None, max_tokens: int | None) -> DispatchOutput | None:
+        """Make a dispatch without other options."""
 
     def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
         """Make a combine without options."""

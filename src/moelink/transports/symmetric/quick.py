@@ -65,17 +65,19 @@ class QuickLane:
         self._config, self._device, self._identity = session.configs[0], session.devices[0], session.identity
         self._kinds: dict[Any, _Kind | None] = {}
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None) -> DispatchOutput | None:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None, max_tokens: int | None) -> DispatchOutput | None:
         """Make a dispatch of a known kind and return its output, or do nothing and return None."""
         if type(x) is not Tensor or type(ids) is not Tensor or (weights is not None and type(weights) is not Tensor):
             return None
-        kind = self._kinds.get((x.shape, x.dtype, ids.dtype, None if weights is None else weights.dtype))
+        kind = self._kinds.get((x.shape, x.dtype, ids.dtype, None if weights is None else weights.dtype, max_tokens))
         if kind is None or not self._fits(x, ids, weights, kind):
             return None
         made: list[Dispatch] = []
 
         def prepare() -> Callable[[], None]:
-            call = Dispatch(self._rank, DispatchRequest(x, ids, weights), self._identity, kind.plan)
+            call = Dispatch(
+                self._rank, DispatchRequest(x, ids, weights, max_tokens=max_tokens), self._identity, kind.plan
+            )
             made.append(call)
             return self._launch(call, kind)
 
@@ -152,7 +154,7 @@ class QuickLane:
     def learn_dispatch(self, request: DispatchRequest) -> None:
         """Note the kind of an ordinary dispatch without options that was made."""
         x, ids, weights = request.x, request.topk_ids, request.topk_weights
-        key = (x.shape, x.dtype, ids.dtype, weights.dtype if isinstance(weights, Tensor) else None)
+        key = (x.shape, x.dtype, ids.dtype, weights.dtype if isinstance(weights, Tensor) else None, request.max_tokens)
         if key in self._kinds or type(x) is not Tensor or type(ids) is not Tensor:
             return
         if weights is not None and (type(weights) is not Tensor or weights.dtype != self._rank.weight_dtype):

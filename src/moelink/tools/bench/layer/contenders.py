@@ -199,7 +199,7 @@ class MoelinkLayer:
     def layer(self, given: LayerInput) -> Tensor:
         """See :class:`LayerContender`."""
         self._logits.logits = given.logits
-        return self.moe(given.x)  # type: ignore[no-any-return]
+        return self.moe(given.x, max_tokens=len(given.x))  # type: ignore[no-any-return]
 
     def parts(self) -> tuple[Part, ...]:
         """See :class:`LayerContender`."""
@@ -211,7 +211,7 @@ class MoelinkLayer:
         )
 
     def _dispatch(self, at: Routed) -> Rows:
-        recv = self.ep.dispatch(at.x, at.routing.topk_ids, at.routing.topk_weights)
+        recv = self.ep.dispatch(at.x, at.routing.topk_ids, at.routing.topk_weights, max_tokens=len(at.x))
         return Rows(recv.tokens, recv.row_offsets, recv)
 
     def _combine(self, at: Rows) -> Tensor:

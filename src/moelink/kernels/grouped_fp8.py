@@ -1,0 +1,331 @@
+"""Grouped matrix product of fp8 rows and fp8 weights, both with their scales: ``out[r] = rows[r] @ weight[g].T``.
+
+Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output; ``kb`` counts
+blocks of 128 along K and ``nb`` along N. Group g is rows ``row_offsets[g]`` to ``row_offsets[g + 1]``.
+
+==================  ======================  ==========================================================================
+tensor              shape                   contents
+==================  ======================  ==========================================================================
+``codes``           [R, K] e4m3             rows, as dispatch lays them out
+``scales``          [K / 128, R] fp32       ``scales[kb, r]`` of elements kb * 128 to kb * 128 + 127 of row r
+``weight``          [G, N, K] e4m3          weights
+``weight_scales``   [G, nb, K / 128] fp32   one a block of 128 x 128
+``out``             [R, N]                  bf16, fp16 or fp32
+==================  ======================  ==========================================================================
+
+With d the sum of the 128 products of codes of block kb::
+
+    out[r, n] = sum over kb of d[r, n, kb] * (scales[kb, r] * weight_scales[g, n // 128, kb])
+
+A d comes from the tensor cores; the sum over kb is fp32, outside of them (their accumulators of fp8 products keep about
+14 bits on compute capability 9.0).
+
+The number of rows of each group is read on the device. The kernel lists *tiles* of BLOCK_ROWS rows x BLOCK_COLUMNS
+columns of the groups that it serves, those of ``least`` to ``most`` rows; program p of P computes tiles p, p + P, ...
+and ends behind the last one. So two launches can share the groups, each with the tiles that suit its groups
+(:class:`Settings`). Rows from ``row_offsets[G]`` on are not written. Nothing waits for anything; there is no protocol.
+
+*Swapped* tiles multiply weight by transposed rows, because the tensor core takes at least 64 rows of its left operand
+at a time: few rows then waste nothing.
+
+Example: G = 2, N = K = 128, row_offsets [0, 4, 4], all codes 1, all scales of rows 2, all of weights 0.5: rows 0 to 3
+of ``out`` are 128 * (2 * 0.5) = 128, others as they were. With BLOCK_ROWS = 16 and BLOCK_COLUMNS = 64 the one group
+with rows has 1 x 2 tiles; of 4 programs, 0 and 1 compute one each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moelink.formats.device.casts import e4m3_to_f32
+from moelink.kernels.activation import native_conversions
+from moelink.kernels.launch.cache_keys import settle_cache_key
+from moelink.kernels.launch.constants import Constants, is_interpreted
+from moelink.kernels.numeric import round_to
+
+BLOCK = 128
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class GroupedConstants(Constants):
+    """What the kernel is compiled for.
+
+    Attributes:
+        K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
+        BLOCK_ROWS: rows of a tile. BLOCK_COLUMNS: columns of a part of a tile, 64 or 128; PARTS: parts side by side, 1
+            or 2, which share the loaded rows.
+        BAND: tiles of rows that the tiles in progress span before they go on to the next columns.
+        SWAPPED: multiply weight by transposed rows. DESCRIPTORS: load tiles through tensor descriptors.
+        OPERANDS: what codes are multiplied as: "fp8" where the device can, else "fp16" (exact), or "fp32" interpreted.
+        NATIVE_CASTS: the device's narrow conversions.
+    """
+
+    K: int
+    N: int
+    NUM_GROUPS: int
+    GROUPS_POW2: int
+    BLOCK_ROWS: int
+    BLOCK_COLUMNS: int
+    PARTS: int
+    BAND: int
+    SWAPPED: bool
+    DESCRIPTORS: bool
+    OPERANDS: str
+    NATIVE_CASTS: bool
+
+
+@triton.jit
+def _operand(block, S: tl.constexpr):
+    """Codes as what is multiplied."""
+    if S.OPERANDS == "fp8":
+        return block
+    elif S.OPERANDS == "fp16":
+        return e4m3_to_f32(block, S.NATIVE_CASTS).to(tl.float16)
+    else:
+        return e4m3_to_f32(block, S.NATIVE_CASTS)
+
+
+@triton.jit
+def _load_block(source, row, first_row, k, S: tl.constexpr):
+    """Codes [rows, 128] of block ``k``: rows ``first_row`` on by descriptor, or rows ``row``, which all exist."""
+    if S.DESCRIPTORS:
+        block = source.load([first_row, k * _BLOCK])
+    else:
+        at = row.to(tl.int64)[:, None] * S.K + tl.arange(0, _BLOCK)[None, :]
+        block = tl.load(source + at + k * _BLOCK)
+    return _operand(block, S)
+
+
+@triton.jit
+def _times(rows, weight, S: tl.constexpr):
+    """The sums of products of a block: [columns, rows] if swapped, else [rows, columns]."""
+    if S.SWAPPED:
+        return tl.dot(weight, rows.T, input_precision="ieee", out_dtype=tl.float32)
+    else:
+        return tl.dot(rows, weight.T, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def _along_rows(values, S: tl.constexpr):
+    """A value of each row of a tile, shaped to fit its sums."""
+    return values[None, :] if S.SWAPPED else values[:, None]
+
+
+@triton.jit
+def _store_part(out, sums, row, end, first_column, S: tl.constexpr):
+    """Round a part of a tile and store it, as far as its rows and columns exist."""
+    if S.SWAPPED:
+        sums = sums.T
+    column = first_column + tl.arange(0, S.BLOCK_COLUMNS)
+    at = row.to(tl.int64)[:, None] * S.N + column[None, :]
+    mask = (row < end)[:, None] & (column < S.N)[None, :]
+    tl.store(out + at, round_to(sums, out.dtype.element_ty, S.NATIVE_CASTS), mask=mask)
+
+
+@triton.jit
+def tile_in_group(number, row_tiles, S: tl.constexpr):
+    """``(row tile, column tile)`` of tile ``number`` of a group with ``row_tiles`` x (column tiles) tiles.
+
+    Tiles go down the rows of a band, then to the next column. 3 row tiles, 2 column tiles, BAND 2:
+    (0, 0), (1, 0), (0, 1), (1, 1), then (2, 0), (2, 1).
+    """
+    COLUMN_TILES: tl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
+    band = number // (S.BAND * COLUMN_TILES)
+    inside = number - band * (S.BAND * COLUMN_TILES)
+    height = tl.minimum(row_tiles - band * S.BAND, S.BAND)
+    return band * S.BAND + inside % height, inside // height
+
+
+@triton.jit
+def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds, S: tl.constexpr):
+    """Compute one tile: ``place`` is (row tile, column tile) in ``group``, which has rows ``bounds``."""
+    KB: tl.constexpr = S.K // _BLOCK
+    NB: tl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
+    first_row = bounds[0] + place[0] * S.BLOCK_ROWS
+    row = first_row + tl.arange(0, S.BLOCK_ROWS)
+    present = tl.minimum(row, bounds[1] - 1)
+    first_column = place[1] * (S.BLOCK_COLUMNS * S.PARTS)
+    column = first_column + tl.arange(0, S.BLOCK_COLUMNS)
+    weight_row = group.to(tl.int64) * S.N + tl.minimum(column, S.N - 1)
+    first_scale = weight_scales + (group * NB + first_column // _BLOCK) * KB
+    shape: tl.constexpr = [S.BLOCK_COLUMNS, S.BLOCK_ROWS] if S.SWAPPED else [S.BLOCK_ROWS, S.BLOCK_COLUMNS]
+    sums = tl.zeros(shape, tl.float32)
+    next_scale = first_scale
+    if S.PARTS == 2:
+        next_column = tl.minimum(column + S.BLOCK_COLUMNS, S.N - 1)
+        next_row = group.to(tl.int64) * S.N + next_column
+        # The last column tile may have no second part: its scale is read from where there is one.
+        next_block = tl.minimum(first_column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK
+        next_scale = weight_scales + (group * NB + next_block) * KB
+        next_sums = tl.zeros(shape, tl.float32)
+    # Scales are loaded a block ahead: a load that nothing prefetches would be waited for behind each product.
+    scale, by_scale, next_by = tl.load(scales + present), tl.load(first_scale), tl.load(next_scale)
+    for k in range(KB):
+        factor, next_factor = scale * by_scale, scale * next_by
+        ahead = tl.minimum(k + 1, KB - 1)
+        scale = tl.load(scales + ahead.to(tl.int64) * rows + present)
+        by_scale = tl.load(first_scale + ahead)
+        block = _load_block(codes, present, first_row, k, S)
+        by = _load_block(weight, weight_row, group * S.N + first_column, k, S)
+        sums += _times(block, by, S) * _along_rows(factor, S)
+        if S.PARTS == 2:
+            next_by = tl.load(next_scale + ahead)
+            by = _load_block(weight, next_row, group * S.N + first_column + S.BLOCK_COLUMNS, k, S)
+            next_sums += _times(block, by, S) * _along_rows(next_factor, S)
+    _store_part(out, sums, row, bounds[1], first_column, S)
+    if S.PARTS == 2:
+        _store_part(out, next_sums, row, bounds[1], first_column + S.BLOCK_COLUMNS, S)
+
+
+@triton.jit(do_not_specialize=["rows", "least", "most"])
+def grouped_fp8_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, least, most, S: tl.constexpr):
+    """See the module."""
+    COLUMN_TILES: tl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
+    groups = tl.arange(0, S.GROUPS_POW2)
+    starts = tl.load(row_offsets + groups, mask=groups < S.NUM_GROUPS, other=0)
+    ends = tl.load(row_offsets + groups + 1, mask=groups < S.NUM_GROUPS, other=0)
+    sizes = tl.minimum(ends, rows) - tl.minimum(starts, rows)
+    served = (sizes >= least) & (sizes <= most)
+    last_tiles = tl.cumsum(tl.where(served, tl.cdiv(sizes, S.BLOCK_ROWS) * COLUMN_TILES, 0), 0)
+    total = tl.max(last_tiles, 0)
+    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
+        before = last_tiles <= tile
+        group = tl.sum(before.to(tl.int32), 0)
+        start = tl.load(row_offsets + group)
+        end = tl.minimum(tl.load(row_offsets + group + 1), rows)
+        inside = tile - tl.max(tl.where(before, last_tiles, 0), 0)
+        place = tile_in_group(inside, tl.cdiv(end - start, S.BLOCK_ROWS), S)
+        _tile(codes, scales, weight, weight_scales, out, rows, group, place, (start, end), S)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a launch computes the groups that it serves.
+
+    Attributes:
+        rows: of a tile, a power of two, 16 to 128.
+        columns: of a part of a tile, 64 or 128.
+        parts: side by side in a tile, 1 or 2.
+        swapped: weight is the left operand.
+        descriptors: tiles are loaded through tensor descriptors, by the TMA unit where there is one.
+        num_warps, num_stages: of the compiled kernel; stages are the blocks of K in flight.
+        programs: of each SM.
+        band: tiles of rows that tiles in progress span.
+    """
+
+    rows: int
+    columns: int = 128
+    parts: int = 1
+    swapped: bool = False
+    descriptors: bool = True
+    num_warps: int = 4
+    num_stages: int = 4
+    programs: int = 1
+    band: int = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The launches of a product.
+
+    Groups of up to ``most_few`` rows are computed by tiles ``few``, larger ones by ``many`` in a launch of its own.
+    Where the buffer has no more than ``most_few`` rows there is one launch.
+    """
+
+    few: Tiles = Tiles(32, swapped=True, num_warps=4, num_stages=4, programs=2)
+    many: Tiles = Tiles(128, parts=2, num_warps=8, num_stages=4)
+    most_few: int = 64
+
+
+INTERPRETED = Settings(
+    few=Tiles(16, 64, swapped=True, descriptors=False), many=Tiles(32, 128, parts=2, descriptors=False, band=2),
+    most_few=8,
+)  # fmt: skip
+"""Small tiles, of which small tests have several."""
+HOPPER = Settings()
+BLACKWELL = Settings(many=Tiles(128, num_warps=8, num_stages=4))
+"""Of compute capability 10.x: accumulators come out of tensor memory into registers, which two parts overflow."""
+SMALL_CACHE = Settings(
+    few=Tiles(16, 64, swapped=True, descriptors=False, num_stages=3, programs=2),
+    many=Tiles(64, 64, descriptors=False, num_stages=3, programs=2),
+)
+"""Of other devices that multiply fp8: about 100 KB of shared memory an SM."""
+WITHOUT_FP8 = Settings(
+    few=Tiles(16, 64, descriptors=False, num_stages=2, programs=2),
+    many=Tiles(64, 64, descriptors=False, num_stages=2, programs=2),
+)
+"""Of devices whose matrix units do not take these codes."""
+
+
+def default_settings(device: torch.device) -> Settings:
+    """The settings of launches on ``device``."""
+    if is_interpreted():
+        return INTERPRETED
+    if not native_conversions(device):
+        return WITHOUT_FP8
+    return {9: HOPPER, 10: BLACKWELL}.get(torch.cuda.get_device_capability(device)[0], SMALL_CACHE)
+
+
+def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: bool) -> GroupedConstants:
+    """What the kernel is compiled for, for weights of shape [G, N, K]."""
+    groups, columns, inner = weight
+    return GroupedConstants(
+        K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tiles.rows,
+        BLOCK_COLUMNS=tiles.columns, PARTS=tiles.parts, BAND=tiles.band, SWAPPED=tiles.swapped,
+        DESCRIPTORS=tiles.descriptors, OPERANDS=operands, NATIVE_CASTS=native,
+    )  # fmt: skip
+
+
+def launch(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_offsets: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    out: torch.Tensor,
+    settings: Settings | None = None,
+) -> None:
+    """Fill ``out`` [R, N] for the rows there are. All tensors are contiguous, of the shapes in the module's table."""
+    settings = settings or default_settings(out.device)
+    if not out.numel():
+        return
+    _launch_tiles(codes, scales, row_offsets, weight, weight_scales, out, settings.few, (1, settings.most_few))
+    if len(codes) > settings.most_few:
+        largest = (settings.most_few + 1, len(codes))
+        _launch_tiles(codes, scales, row_offsets, weight, weight_scales, out, settings.many, largest)
+
+
+def _launch_tiles(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_offsets: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    out: torch.Tensor,
+    tiles: Tiles,
+    served: tuple[int, int],
+) -> None:
+    native = native_conversions(out.device)
+    operands = "fp8" if native else "fp32" if is_interpreted() else "fp16"
+    constants = constants_of(tiles, weight.shape, operands=operands, native=native)
+    most = tiles.programs * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 3
+    # A group begins at most one tile that is not full.
+    row_tiles = min(len(codes), triton.cdiv(len(codes), tiles.rows) + weight.shape[0])
+    num_programs = min(most, row_tiles * triton.cdiv(weight.shape[1], tiles.columns * tiles.parts))
+    flat = weight.view(-1, weight.shape[2])
+    left: Any = codes if native else codes.view(torch.uint8)
+    right: Any = flat if native else flat.view(torch.uint8)
+    if tiles.descriptors:
+        left = TensorDescriptor.from_tensor(left, [tiles.rows, BLOCK])
+        right = TensorDescriptor.from_tensor(right, [tiles.columns, BLOCK])
+    settle_cache_key(grouped_fp8_kernel)[(num_programs,)](
+        left, scales, row_offsets, right, weight_scales, out, len(codes), *served, S=constants,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip

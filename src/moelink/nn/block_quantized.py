@@ -1,0 +1,218 @@
+"""Weights in fp8 with one scale a block of 128 x 128, and the grouped product of fp8 rows with them.
+
+Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output.
+
+The product is an operator, ``moelink::grouped_fp8``, with two implementations of one formula. The kernel
+(:mod:`moelink.kernels.grouped_fp8`) reads on the device how many rows each group has. The twin multiplies dequantised
+numbers in fp32, group by group, and reads on the host how many rows there are.
+
+Accuracy, against exact arithmetic on the dequantised numbers: an element of the output is within::
+
+    u * abs(exact) + e * sum over k of abs(row[k] * weight[n, k])
+
+with u half a step of the output's dtype (2**-8 bf16, 2**-11 fp16, 2**-24 fp32), and e 2**-18 for fp32 accumulation (the
+twin, the interpreter, K up to 2**13), 2**-10 for the tensor cores of compute capability 9.0, whose accumulators of fp8
+products keep about 14 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelink.arith import ceil_div
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.formats.casts import E4M3_MAX, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
+from moelink.formats.fp8_block128 import AMAX_FLOOR
+from moelink.formats.grouping import amax
+
+BLOCK = 128
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class BlockQuantized:
+    """Weights [..., N, K] in fp8.
+
+    Attributes:
+        codes: [..., N, K] float8_e4m3fn.
+        scales: [..., ceil(N / 128), K / 128] fp32: element (n, k) is ``codes[n, k] * scales[n // 128, k // 128]``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+def quantize_weight(weight: Tensor) -> BlockQuantized:
+    """Quantise [..., N, K] to fp8 with a scale for each block of 128 x 128, as checkpoints of DeepSeek-V3 have them.
+
+    Of each block ``scale = max(amax, 1e-4) / 448`` and ``code = e4m3(weight / scale)``, each operation rounded once in
+    fp32: the arithmetic of format fp8_block128. So a zero block has codes 0, an inf saturates, and a NaN makes its
+    block NaN. The last block of N may have fewer than 128 rows. Leading dimensions are quantised one after the other,
+    so that no copy of all weights in fp32 exists.
+
+    Raises:
+        ArgumentError: ``weight`` has fewer than two dimensions, is not floating point, or K is not a multiple of 128.
+
+    >>> quantized = quantize_weight(torch.full((2, 128), 448.0))
+    >>> quantized.scales, quantized.codes.float().unique()
+    (tensor([[1.]]), tensor([448.]))
+    """
+    if weight.dim() < 2 or not weight.is_floating_point() or weight.shape[-1] % BLOCK or not weight.shape[-1]:
+        got = f"{weight.dtype} {list(weight.shape)}"
+        raise ArgumentError("weight", f"floating point [..., N, K] with K a multiple of {BLOCK}", got)
+    weight = weight.detach()
+    rows, inner = weight.shape[-2:]
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    blocks = (*weight.shape[:-2], ceil_div(rows, BLOCK), inner // BLOCK)
+    scales = torch.empty(blocks, dtype=torch.float32, device=weight.device)
+    matrices = zip(
+        weight.reshape(-1, rows, inner), codes.view(-1, rows, inner), scales.view(-1, *blocks[-2:]), strict=True
+    )
+    for one, codes_of_one, scales_of_one in matrices:
+        _quantize_matrix(one.to(torch.float32), codes_of_one, scales_of_one)
+    return BlockQuantized(codes, scales)
+
+
+def _quantize_matrix(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Fill ``codes`` and ``scales`` of one fp32 matrix [N, K]."""
+    rows, inner = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK))
+    blocks = padded.view(-1, BLOCK, inner // BLOCK, BLOCK).transpose(1, 2)
+    scales.copy_(canonical_nan(divide(amax(blocks.flatten(2)).clamp(min=AMAX_FLOOR), E4M3_MAX)))
+    quotients = blocks / scales[..., None, None]
+    codes.copy_(f32_to_e4m3(quotients.transpose(1, 2).reshape(padded.shape))[:rows])
+
+
+def dequantize_weight(quantized: BlockQuantized, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers of :func:`quantize_weight`, [..., N, K] of ``dtype``."""
+    rows = quantized.codes.shape[-2]
+    scales = quantized.scales.repeat_interleave(BLOCK, -2).narrow(-2, 0, rows).repeat_interleave(BLOCK, -1)
+    return (e4m3_to_f32(quantized.codes) * scales).to(dtype)
+
+
+def grouped_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    weight: BlockQuantized,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    implementation: str = "auto",
+) -> Tensor:
+    """``rows @ weight[g].T`` for the rows of each group g, fp8 times fp8: [R, K] and [G, N, K] give [R, N].
+
+    Args:
+        codes: [R, K] float8_e4m3fn, rows as format fp8_block128 has them.
+        scales: [K / 128, R] fp32, one for each 128 elements of a row, transposed.
+        row_offsets: [G + 1] int32, exclusive starts. Rows from ``row_offsets[-1]`` on are undefined, in and out.
+        weight: codes [G, N, K], scales [G, ceil(N / 128), K / 128].
+        dtype: of the result: bf16, fp16 or fp32.
+        implementation: "triton", the kernel (on CPU tensors only in Triton's interpreter); "torch", the twin; "auto":
+            "triton" on CUDA, "torch" elsewhere.
+
+    No gradients. The kernel synchronises with nothing, and a CUDA graph may capture it.
+
+    Raises:
+        ArgumentError: a shape, dtype or device does not fit, or a tensor is not contiguous.
+        UnsupportedError: the kernel was asked for where it cannot run, or the twin inside of a capture.
+    """
+    check_product(codes, scales, row_offsets, weight, dtype)
+    if implementation not in ("auto", "triton", "torch"):
+        raise ArgumentError("implementation", "one of auto, triton, torch", repr(implementation))
+    kernel = implementation == "triton" or (implementation == "auto" and codes.is_cuda)
+    return torch.ops.moelink.grouped_fp8(  # type: ignore[no-any-return]
+        codes, scales, row_offsets, weight.codes, weight.scales, dtype, kernel
+    )
+
+
+def check_product(
+    codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, dtype: torch.dtype
+) -> None:
+    """Refuse what does not fit together, as :func:`grouped_fp8` says."""
+    if weight.codes.dim() != 3:
+        raise ArgumentError("weight", "codes [G, N, K]", list(weight.codes.shape))
+    groups, columns, inner = weight.codes.shape
+    if not groups or not columns or not inner or inner % BLOCK:
+        raise ArgumentError("weight", f"codes [G, N, K] without empty sizes, K a multiple of {BLOCK}",
+                            list(weight.codes.shape))  # fmt: skip
+    if codes.dim() != 2:
+        raise ArgumentError("codes", f"shape [R, {inner}]", list(codes.shape))
+    rows, fp8 = codes.shape[0], torch.float8_e4m3fn
+    wanted = (
+        ("codes", codes, (rows, inner), fp8),
+        ("scales", scales, (inner // BLOCK, rows), torch.float32),
+        ("row_offsets", row_offsets, (groups + 1,), torch.int32),
+        ("weight.codes", weight.codes, (groups, columns, inner), fp8),
+        ("weight.scales", weight.scales, (groups, ceil_div(columns, BLOCK), inner // BLOCK), torch.float32),
+    )
+    for name, tensor, shape, of in wanted:
+        if tuple(tensor.shape) != shape or tensor.dtype != of:
+            raise ArgumentError(name, f"{of} {list(shape)}", f"{tensor.dtype} {list(tensor.shape)}")
+        if tensor.device != codes.device:
+            raise ArgumentError(name, f"device {codes.device}", tensor.device)
+        if not tensor.is_contiguous():
+            raise ArgumentError(name, "a contiguous tensor", f"strides {tensor.stride()}")
+    if dtype not in OUTPUT_DTYPES:
+        raise ArgumentError("dtype", f"one of {', '.join(map(str, OUTPUT_DTYPES))}", dtype)
+
+
+@torch.library.custom_op("moelink::grouped_fp8", mutates_args=())
+def _grouped_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    dtype: torch.dtype,
+    kernel: bool,
+) -> Tensor:
+    out = torch.empty(codes.shape[0], weight.shape[1], dtype=dtype, device=codes.device)
+    if kernel:
+        launch_kernel(codes, scales, row_offsets, BlockQuantized(weight, weight_scales), out)
+    else:
+        multiply_by_group(codes, scales, row_offsets, BlockQuantized(weight, weight_scales), out)
+    return out
+
+
+@_grouped_fp8.register_fake
+def _grouped_fp8_fake(
+    codes: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    dtype: torch.dtype,
+    kernel: bool,
+) -> Tensor:
+    return codes.new_empty(codes.shape[0], weight.shape[1], dtype=dtype)
+
+
+def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
+    """Fill ``out`` by the kernel."""
+    from moelink.kernels.grouped_fp8 import launch
+    from moelink.kernels.launch.constants import is_interpreted
+
+    if not codes.is_cuda and not is_interpreted():
+        raise UnsupportedError(
+            "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
+            f"before triton is imported), got tensors on {codes.device}; use implementation='torch'"
+        )
+    launch(codes, scales, row_offsets, weight.codes, weight.scales, out)
+
+
+def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
+    """Fill ``out`` by the twin."""
+    if codes.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "grouped_fp8: expected a product that a CUDA graph can capture, got the torch twin, which reads group "
+            "sizes on the host; use the Triton kernel"
+        )
+    offsets = [min(offset, len(codes)) for offset in row_offsets.tolist()]
+    for group, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        if start < end:
+            rows = e4m3_to_f32(codes[start:end]) * scales[:, start:end].t().repeat_interleave(BLOCK, 1)
+            numbers = dequantize_weight(BlockQuantized(weight.codes[group], weight.scales[group]))
+            out[start:end] = (rows @ numbers.t()).to(out.dtype)

@@ -1,0 +1,144 @@
+"""Experts whose weights are fp8, for rows that travelled in fp8: product, activation, product, all quantised.
+
+Legend: ``R`` rows, ``H`` hidden_size, ``I`` intermediate_size, ``G`` groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelink.activation import Clamp, silu_and_quantize
+from moelink.errors import UnsupportedError
+from moelink.nn.block_quantized import BlockQuantized, check_product
+from moelink.nn.expert_backends import multiply
+from moelink.nn.experts import Activation
+from moelink.nn.gated import known_activation
+
+INNER_FORMAT = "fp8_block128"
+
+
+class QuantizedExperts(torch.nn.Module):
+    """The gated feed-forward experts of one rank in fp8, stacked; made by :meth:`moelink.nn.Experts.quantized`.
+
+    Rows come as format fp8_block128 has them and are multiplied as they are. Between the two products
+    :func:`moelink.activation.silu_and_quantize` quantises again. For inference: there are no gradients.
+
+    Args:
+        gate_up: codes [G, 2 * I, H], rows of gate before rows of up.
+        down: codes [G, H, I].
+        backend: one of "triton", "torch", "flashinfer", "deep_gemm" (:mod:`moelink.nn.expert_backends`).
+        activation: silu or a :class:`moelink.activation.Clamp`.
+        experts: (id of the first expert here, experts over all ranks, 1 if group 0 is the fused shared expert).
+        dtype: of the output.
+
+    Attributes:
+        gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict. Each has the
+            groups as its first dimension.
+        first, num_experts, num_shared: as in :class:`moelink.nn.Experts`.
+    """
+
+    stacked = ("gate_up_proj", "gate_up_scales", "down_proj", "down_scales")
+    gate_up_proj: Tensor
+    gate_up_scales: Tensor
+    down_proj: Tensor
+    down_scales: Tensor
+
+    def __init__(
+        self,
+        gate_up: BlockQuantized,
+        down: BlockQuantized,
+        *,
+        backend: str,
+        activation: Activation | Clamp,
+        experts: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.backend, self.activation, self.dtype = backend, activation, dtype
+        self.first, self.num_experts, self.num_shared = experts
+        known = known_activation(activation)
+        assert known is not None, "expert_backends has refused the others"
+        self._clamp = [known.alpha, known.limit] if known.kind == "clamped" else []
+        tensors = (gate_up.codes, gate_up.scales, down.codes, down.scales)
+        for name, tensor in zip(self.stacked, tensors, strict=True):
+            self.register_buffer(name, tensor)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Routed experts here."""
+        return self.gate_up_proj.shape[0] - self.num_shared
+
+    def forward(self, codes: Tensor, scales: Tensor, row_offsets: Tensor) -> Tensor:
+        """Rows by group, ``codes`` [R, H] and ``scales`` [H / 128, R] as dispatch gives them: [R, H] of ``dtype``.
+
+        Raises:
+            ArgumentError: a shape, dtype or device does not fit.
+            UnsupportedError: backend "torch" inside of a CUDA graph's capture.
+        """
+        check_product(codes, scales, row_offsets, BlockQuantized(self.gate_up_proj, self.gate_up_scales), self.dtype)
+        return torch.ops.moelink.quantized_experts(  # type: ignore[no-any-return]
+            codes, scales, row_offsets, self.gate_up_proj, self.gate_up_scales, self.down_proj, self.down_scales,
+            self.backend, self._clamp, self.dtype,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        groups, hidden, inner = self.down_proj.shape
+        last = self.first + groups - self.num_shared - 1
+        shared = ", shared expert in group 0" if self.num_shared else ""
+        experts = f"experts {self.first} to {last} of {self.num_experts}{shared}"
+        return f"{hidden}, {inner}, {experts}, fp8, backend {self.backend!r}"
+
+
+def refuse_gradients(x: Tensor, module: torch.nn.Module) -> None:
+    """Refuse a call of which gradients could be asked, of ``x`` or of the parameters of ``module``.
+
+    Raises:
+        UnsupportedError: gradients are recorded.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in module.parameters())):
+        raise UnsupportedError(
+            "experts_backend: expected a call without gradients, as experts in fp8 have none, got one that records "
+            "them; call the layer under torch.no_grad(), or train with experts_backend='dequantize'"
+        )
+
+
+@torch.library.custom_op("moelink::quantized_experts", mutates_args=())
+def _quantized_experts(
+    codes: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    backend: str,
+    clamp: list[float],
+    dtype: torch.dtype,
+) -> Tensor:
+    rows = codes.shape[0]
+    between = torch.empty(rows, gate_up.shape[1], dtype=dtype, device=codes.device)
+    out = torch.empty(rows, down.shape[1], dtype=dtype, device=codes.device)
+    if not rows:
+        return out
+    multiply(backend, codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), between)
+    inner = silu_and_quantize(between, row_offsets, format=INNER_FORMAT, clamp=Clamp(*clamp) if clamp else None)
+    assert inner.scales is not None
+    multiply(backend, inner.tokens, inner.scales, row_offsets, BlockQuantized(down, down_scales), out)
+    return out
+
+
+@_quantized_experts.register_fake
+def _quantized_experts_fake(
+    codes: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    backend: str,
+    clamp: list[float],
+    dtype: torch.dtype,
+) -> Tensor:
+    return codes.new_empty(codes.shape[0], down.shape[1], dtype=dtype)
