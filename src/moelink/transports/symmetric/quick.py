@@ -69,6 +69,8 @@ class QuickLane:
         """Make a dispatch of a known kind and return its output, or do nothing and return None."""
         if type(x) is not Tensor or type(ids) is not Tensor or (weights is not None and type(weights) is not Tensor):
             return None
+        if max_tokens is not None and type(max_tokens) is not int:
+            return None
         kind = self._kinds.get((x.shape, x.dtype, ids.dtype, None if weights is None else weights.dtype, max_tokens))
         if kind is None or not self._fits(x, ids, weights, kind):
             return None
