@@ -14,7 +14,7 @@ import hashlib
 import os
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -469,9 +469,8 @@ def combine_spec(
     ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank has weights. ``raw_sums``: the
     result is the sum before rounding. ``tells_weighed``: ranks tell whether they multiply by row weights.
     """
-    cfg, regions = workspace.config, workspace.regions
-    rank_layout = cfg.layout == "rank"
-    local = cfg.mode == "allreduce"
+    cfg, regions, inter = workspace.config, workspace.regions, partial(inter_node_offset, workspace)
+    rank_layout, local = cfg.layout == "rank", cfg.mode == "allreduce"
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
@@ -494,9 +493,8 @@ def combine_spec(
         OFFSET_COMBINE_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
         LAMPORT_TOKENS=most_small, OFFSET_LAMPORT_SLOTS=regions["lamport_slots"].offset if most_small else 0,
         EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
-        KEPT_BYTES=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0, STAGED_BY_ROW=not
-        cfg.pre_reduce, OFFSET_ROW_FLAG=inter_node_offset(workspace, "row_flag"),
-        OFFSET_INTER_NODE_KEPT=inter_node_offset(workspace, "inter_node_kept"), OFFSET_STAGED_STATUS=inter_node_offset(
-        workspace, "staged_status"), OFFSET_STAGED_KEPT=inter_node_offset(workspace, "staged_kept"),
-        OFFSET_STAGED_ROWS=inter_node_offset(workspace, "staged_rows"),
+        KEPT_BYTES=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0,
+        STAGED_BY_ROW=not cfg.pre_reduce, OFFSET_ROW_FLAG=inter("row_flag"),
+        OFFSET_INTER_NODE_KEPT=inter("inter_node_kept"), OFFSET_STAGED_STATUS=inter("staged_status"),
+        OFFSET_STAGED_KEPT=inter("staged_kept"), OFFSET_STAGED_ROWS=inter("staged_rows"),
     )  # fmt: skip
