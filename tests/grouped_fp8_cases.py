@@ -32,7 +32,9 @@ class Problem:
         return int(self.offsets[-1])
 
 
-def problem(sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu", spread: int = 6) -> Problem:
+def problem(
+    sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu", spread: int = 6
+) -> Problem:
     """Groups of ``sizes`` rows and ``room`` rows more, whose codes and scales are NaN.
 
     Blocks differ by up to 2 ** (4 * ``spread``), so that a scale of a wrong block shows.
