@@ -93,8 +93,8 @@ def choose_backend(
         lacks = layer or what_is_missing(wanted, config, device)
         if lacks:
             raise UnsupportedError(
-                f"experts_backend {wanted!r}: expected {lacks.expected}, got {lacks.got}; change that, or pass 'auto' or "
-                "'dequantize'"
+                f"experts_backend {wanted!r}: expected {lacks.expected}, got {lacks.got}; change that, or pass "
+                "'auto' or 'dequantize'"
             )
         return Choice(wanted)
     if layer:
