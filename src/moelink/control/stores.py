@@ -72,7 +72,7 @@ def listen(host: str, backlog: int) -> socket.socket:
     except OSError as error:
         raise UnsupportedError(
             f"{env.PROBE_HOST.name}: expected an address of this machine, for peers to reach it at, got {host!r} "
-            f"({error}); check its network, or set the variable"
+            f"({error}); set the variable to one that it has, or start its network"
         ) from error
 
 
