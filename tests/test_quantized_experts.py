@@ -172,10 +172,11 @@ def exact_experts(layer: MoE, recv: moelink.DispatchOutput) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "fused shared expert"])
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_layer_multiplies_the_rows_that_travelled(backend: Any, shared: bool) -> None:
+def test_the_layer_multiplies_the_rows_that_travelled(backend: Any, transport: Any, shared: bool) -> None:
     x = torch.randn(8, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
-    with moelink.init(**SIZES, fused_shared_expert=shared) as ep, torch.no_grad():
+    with moelink.init(**SIZES, fused_shared_expert=shared, transport=transport) as ep, torch.no_grad():
         layer = MoE(ep, intermediate_size=128, experts_backend=backend)
         assert isinstance(layer.experts, QuantizedExperts)
         assert layer.experts.num_local_experts == 4
