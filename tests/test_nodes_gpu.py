@@ -97,4 +97,4 @@ def test_a_rank_that_never_calls_is_named_in_time(world, node):
 
 def test_a_process_has_one_backend():
     for text in run_ranks(nodes_ranks_gpu.one_node_afterwards, 2, 1, timeout=300):
-        assert "ranks of one node need 'CUDA'" in text
+        assert "expected backend 'CUDA' for ranks of one node" in text
