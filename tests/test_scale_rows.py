@@ -159,13 +159,15 @@ def test_the_operators_follow_the_rules_of_operators() -> None:
     d, y, weights, offsets = (t[:ROWS] for t in drawn(4, torch.float64, "cpu"))
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     src_info = torch.zeros(ROWS, 3, dtype=torch.int32)
-    plain = ("test_schema", "test_faketensor")  # these have no gradient of their own
-    slot_args = (torch.zeros_like(d), d, src_info, offsets, 0)
-    torch.library.opcheck(
-        torch.ops.moelink.row_gradients.default, (d, offsets, y, weights, torch.float32), test_utils=plain
-    )
-    torch.library.opcheck(torch.ops.moelink.slot_gradients.default, slot_args, test_utils=plain)
-    torch.library.opcheck(torch.ops.moelink.cast_rows.default, (d.clone().requires_grad_(), offsets, torch.float32))
+    ops = torch.ops.moelink
+    # Compiled they are in test_ops_compile.py, which costs this process seconds.
+    rules = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for operator, args in (
+        (ops.row_gradients.default, (d, offsets, y, weights, torch.float32)),
+        (ops.slot_gradients.default, (torch.zeros_like(d), d, src_info, offsets, 0)),
+        (ops.cast_rows.default, (d.clone().requires_grad_(), offsets, torch.float32)),
+    ):
+        torch.library.opcheck(operator, args, test_utils=rules)
 
 
 @each_device
