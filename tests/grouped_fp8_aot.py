@@ -56,11 +56,11 @@ def stack_of(cubin):
 def describe(form, binary):
     text = binary.asm.get("ptx") or binary.asm["amdgcn"]
     amd_stack = re.search(r"\.private_segment_fixed_size: (\d+)", text)
+    local = stack_of(binary.asm["cubin"]) if amd_stack is None else int(amd_stack[1])
     return {
         "form": form, "wgmma": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", text)),
         "tcgen05": len(re.findall(r"tcgen05\.mma", text)), "tma": len(re.findall(r"cp\.async\.bulk\.tensor", text)),
-        "local": stack_of(binary.asm["cubin"]) if amd_stack is None else int(amd_stack[1]),
-        "shared": binary.metadata.shared,
+        "local": local, "shared": binary.metadata.shared,
     }  # fmt: skip
 
 

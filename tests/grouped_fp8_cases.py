@@ -16,6 +16,7 @@ TINY = {torch.bfloat16: 1e-30, torch.float16: 2.0**-24, torch.float32: 1e-30}
 """Where results are subnormal, steps do not shrink any more."""
 FP32_SUMS = 2.0**-18
 TENSOR_CORES = 2.0**-10
+TENSOR_CORES_AT_WORST = 2.0**-6
 
 
 @dataclass(frozen=True)

@@ -766,9 +766,36 @@ TRUST = (
            "except (ValueError, TypeError, KeyError, RecursionError)", "except (ValueError, TypeError)",
            "test_checkpoint_index.py::test_a_malformed_index_is_refused"),
 )
+
+QUANTIZED = (
+    Mutant("scales of weights are those of the next block of K", "kernels/grouped_fp8.py",
+           "by_scale = tl.load(first_scale + ahead)", "by_scale = tl.load(first_scale + k)",
+           "test_quantized_experts.py::test_twin_and_kernel_keep_the_bound_of_each_dtype"),
+    Mutant("the second part of a tile takes the scales of the first", "kernels/grouped_fp8.py",
+           "next_block = tl.minimum(first_column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK", "next_block = first_column // _BLOCK",
+           "test_quantized_experts.py::test_the_kernel_keeps_the_bound"),
+    Mutant("tiles store rows of the next group", "kernels/grouped_fp8.py",
+           "mask = (row < end)[:, None] & (column < S.N)[None, :]", "mask = (row < end + 1)[:, None] & (column < S.N)[None, :]",
+           "test_quantized_experts.py::test_the_kernel_keeps_the_bound"),
+    Mutant("a launch leaves out the largest group that is its own", "kernels/grouped_fp8.py",
+           "(sizes <= most)", "(sizes < most)",
+           "test_quantized_experts.py::test_the_kernel_keeps_the_bound"),
+    Mutant("groups are found one tile late", "kernels/grouped_fp8.py",
+           "before = last_tiles <= tile", "before = last_tiles < tile",
+           "test_quantized_experts.py::test_the_kernel_keeps_the_bound"),
+    Mutant("weights are quantised by rows of 128 alone", "nn/block_quantized.py",
+           "amax(blocks.flatten(2))", "amax(blocks[:, :, 0])",
+           "test_quantized_experts.py::test_weights_have_a_scale_a_block"),
+    Mutant("experts in fp8 let gradients pass by", "nn/quantized_experts.py",
+           "if torch.is_grad_enabled() and", "if False and",
+           "test_quantized_experts.py::test_gradients_are_refused_before_anything_travels"),
+    Mutant("rows that do not exist belong to the last group", "nn/expert_backends.py",
+           "return group.where(row < row_offsets[-1], -1)", "return group",
+           "test_quantized_experts.py::test_libraries_get_rows_as_dispatch_lays_them_out"),
+)
 # fmt: on
 
 MUTANTS = (
     *FORMATS, *ROUTING, *CALLS, *CALL_ENDS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
-    *TRUST,
+    *TRUST, *QUANTIZED,
 )  # fmt: skip

@@ -109,6 +109,7 @@ def test_a_reused_output_does_not_keep_the_list() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_a_graph_counts_anew_at_each_replay(layout: str) -> None:
     sizes: dict[str, Any] = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": T}

@@ -18,7 +18,7 @@ from moelink import errors
 from moelink.integrations.transformers.errors import CheckpointError
 
 ROOT = Path(moelink.__file__).parent
-NOT_WALKED = ("tools/bench/contenders.py", "tools/bench/peers.py")
+NOT_WALKED = ("tools/bench/contenders.py", "tools/bench/peers.py", "tools/bench/layer/contenders.py")
 """Their UnsupportedErrors say, in a table, why a column of a benchmark is empty."""
 
 CLASSES = {

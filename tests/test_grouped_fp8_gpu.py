@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from grouped_fp8_cases import POISON, TENSOR_CORES, error_over_bound, problem
+from grouped_fp8_cases import POISON, TENSOR_CORES, TENSOR_CORES_AT_WORST, error_over_bound, problem
 from moelink.kernels.grouped_fp8 import Settings, Tiles, launch
 from moelink.nn.block_quantized import grouped_fp8
 
@@ -37,6 +37,15 @@ def test_the_kernel_keeps_the_bound(name: str, dtype: torch.dtype) -> None:
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
     twin = grouped_fp8(given.codes, given.scales, given.offsets, given.weight, dtype=dtype, implementation="torch")
     assert error_over_bound(twin, given, TENSOR_CORES) <= 1
+
+
+def test_terms_of_one_sign_keep_the_bound_at_worst() -> None:
+    """Sums grow from one product to the next, which costs the tensor cores of compute capability 9.0 most bits."""
+    given = problem((36, 0, 128), 0, 1024, 256, device="cuda", spread=0)
+    positive = dataclasses.replace(given, codes=given.codes.view(torch.uint8).bitwise_and(0x7F).view(given.codes.dtype))
+    positive.weight.codes.view(torch.uint8).bitwise_and_(0x7F)
+    out = grouped_fp8(positive.codes, positive.scales, positive.offsets, positive.weight, dtype=torch.float32)
+    assert error_over_bound(out, positive, TENSOR_CORES_AT_WORST) <= 1
 
 
 @pytest.mark.parametrize("descriptors", [True, False], ids=["descriptors", "pointers"])

@@ -129,7 +129,7 @@ def test_an_address_that_is_not_here_is_refused_by_name() -> None:
     """Closes over: an OSError of Python's, and peers that cannot tell why."""
     first, second = run_ranks(without_an_address, 2)
     for words in first:
-        assert words.startswith("UnsupportedError: expected an address of this machine"), words
+        assert words.startswith("UnsupportedError: MOELINK_PROBE_HOST: expected an address of this machine"), words
         assert f"got '{NOWHERE}'" in words
     assert second[0].startswith("PeerTimeoutError: rank 1: rank 0 did not arrive in recover"), second
     assert second[1].startswith("PeerTimeoutError: rank 1: rank 0 did not arrive in init"), second

@@ -25,7 +25,7 @@ ROOMS = (
     "kernels",
     "transports",
     "contract", "activation", "epilogues", "ops",
-    "communicator", "devices", "moelink", "testing",
+    "communicator", "initialize", "devices", "moelink", "testing",
     "nn", "integrations",
     "tools", "__main__",
 )  # fmt: skip

@@ -4,7 +4,7 @@
 ``combine`` brings the experts' outputs home and sums them. Importing this package touches no device.
 """
 
-from moelink.communicator import Communicator, init
+from moelink.communicator import Communicator
 from moelink.config import EPConfig, MemoryReport
 from moelink.devices import DeviceCommunicator, init_devices
 from moelink.errors import (
@@ -30,6 +30,7 @@ from moelink.errors import (
 )
 from moelink.formats import Format, Quantized, format_names, get_format, register_format
 from moelink.hooks import Hook
+from moelink.initialize import init
 from moelink.output import DispatchHandle, DispatchOutput
 from moelink.transports.base import Traffic
 from moelink.version import __version__ as __version__

@@ -71,8 +71,8 @@ def listen(host: str, backlog: int) -> socket.socket:
         return socket.create_server((host, 0), backlog=backlog)
     except OSError as error:
         raise UnsupportedError(
-            f"expected an address of this machine, for peers to reach it at, got {host!r} ({error}); check its "
-            f"network, or set {env.PROBE_HOST.name}"
+            f"{env.PROBE_HOST.name}: expected an address of this machine, for peers to reach it at, got {host!r} "
+            f"({error}); set the variable to one that it has, or start its network"
         ) from error
 
 

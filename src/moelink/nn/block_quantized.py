@@ -10,9 +10,10 @@ Accuracy, against exact arithmetic on the dequantised numbers: an element of the
 
     u * abs(exact) + e * sum over k of abs(row[k] * weight[n, k])
 
-with u half a step of the output's dtype (2**-8 bf16, 2**-11 fp16, 2**-24 fp32), and e 2**-18 for fp32 accumulation (the
-twin, the interpreter, K up to 2**13), 2**-10 for the tensor cores of compute capability 9.0, whose accumulators of fp8
-products keep about 14 bits.
+with u half a step of the output's dtype (2**-8 bf16, 2**-11 fp16, 2**-24 fp32), and e 2**-18 where sums are fp32 (the
+twin, the interpreter, K up to 2**13). Tensor cores of compute capability 9.0 align 32 products at a time and keep about
+14 bits: there e is 2**-6 at worst, when all 128 terms of a block have one sign, and tests hold rows whose terms have
+either sign to 2**-10.
 """
 
 from __future__ import annotations

@@ -58,6 +58,17 @@ class Choice:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Lack:
+    """What a backend needs, and what it finds instead."""
+
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"{self.expected}, got {self.got}"
+
+
 def choose_backend(
     wanted: str,
     config: EPConfig,
@@ -82,7 +93,8 @@ def choose_backend(
         lacks = layer or what_is_missing(wanted, config, device)
         if lacks:
             raise UnsupportedError(
-                f"experts_backend: expected {lacks} for {wanted!r}; change that, or pass 'auto' or 'dequantize'"
+                f"experts_backend {wanted!r}: expected {lacks.expected}, got {lacks.got}; change that, or pass "
+                "'auto' or 'dequantize'"
             )
         return Choice(wanted)
     if layer:
@@ -106,40 +118,40 @@ def _order(device: torch.device) -> tuple[str, ...]:
 
 def _what_layer_lacks(
     config: EPConfig, intermediate_size: int, activation: Activation | Clamp, dtype: torch.dtype
-) -> str:
-    """What the layer would have to be for any backend in fp8, with what it is, or ""."""
+) -> Lack | None:
+    """What the layer would have to be for any backend in fp8, or None."""
     if config.format.name != "fp8_block128":
-        return f"dispatch_format='fp8_block128', got {config.format.name!r},"
+        return Lack("dispatch_format='fp8_block128'", repr(config.format.name))
     if intermediate_size % BLOCK:
-        return f"an intermediate_size that is a multiple of {BLOCK}, got {intermediate_size},"
+        return Lack(f"an intermediate_size that is a multiple of {BLOCK}", str(intermediate_size))
     if dtype not in OUTPUT_DTYPES:
-        return f"a dtype of {', '.join(map(str, OUTPUT_DTYPES))}, got {dtype},"
+        return Lack(f"one of the dtypes {', '.join(map(str, OUTPUT_DTYPES))}", str(dtype))
     known = known_activation(activation)
     if known is None or known.kind not in ("silu", "clamped"):
-        return "the activation silu or a moelink.activation.Clamp, got another one,"
-    return ""
+        return Lack("the activation silu or a moelink.activation.Clamp", repr(activation))
+    return None
 
 
-def what_is_missing(backend: str, config: EPConfig, device: torch.device) -> str:
-    """What ``backend`` needs and does not find, or ""."""
+def what_is_missing(backend: str, config: EPConfig, device: torch.device) -> Lack | None:
+    """What ``backend`` needs and does not find, or None."""
     if backend == "triton":
         from moelink.kernels.launch.constants import is_interpreted
 
         found = device.type == "cuda" or is_interpreted()
-        return "" if found else f"a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1), got {device},"
-    lacks = what_library_lacks(backend, device) if backend in PIP else ""
+        return None if found else Lack("a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1)", str(device))
+    lacks = what_library_lacks(backend, device) if backend in PIP else None
     if backend == "deep_gemm" and not lacks and config.row_alignment % BLOCK:
-        return f"expert_alignment={BLOCK}, got {config.expert_alignment},"
+        return Lack(f"expert_alignment={BLOCK}", str(config.expert_alignment))
     return lacks
 
 
-def what_library_lacks(library: str, device: torch.device) -> str:
-    """What "flashinfer" or "deep_gemm" needs and does not find, whatever the layer, or ""."""
+def what_library_lacks(library: str, device: torch.device) -> Lack | None:
+    """What "flashinfer" or "deep_gemm" needs and does not find, whatever the layer, or None."""
     if importlib.util.find_spec(library) is None:
-        return f"package {library} ({PIP[library]}), which is not installed,"
+        return Lack(f"package {library}, by '{PIP[library]}'", "no such package")
     wanted = 10 if library == "flashinfer" else 9
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and not torch.version.hip else 0
-    return "" if major == wanted else f"a CUDA device of compute capability {wanted}.x, got {device} of {major}.x,"
+    return None if major == wanted else Lack(f"a CUDA device of compute capability {wanted}.x", f"{device}, {major}.x")
 
 
 def multiply(

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink.communicator import Communicator, init
+from moelink.communicator import Communicator
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ConfigError, StateError, UnsupportedError
+from moelink.initialize import init
 from moelink.nn.block_quantized import quantize_weight
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens

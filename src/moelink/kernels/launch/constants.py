@@ -14,7 +14,7 @@ import hashlib
 import os
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -220,10 +220,8 @@ class DispatchSpec(CommonSpec):
         INPUT_DTYPE: dtype of the rows' elements. HIDDEN_SIZE: columns of a row. ROW_DTYPE, ROW_POINTER: payload dtype
             of CONVERT.
         ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: for ENCODE: the function, elements that
-            share a scale, such groups of a row, groups at a time, payload bytes of a group. Where a row is one group,
-            it is rounded up to a power of two, and the rest of it is zeros.
-        GROUP_SCALE_POINTER, GROUP_SCALES: for ENCODE: pointer to a group's scale, of which SCALE_DTYPE may hold
-            several; places for them in a row, a multiple of what it holds.
+            share a scale (a row rounded up to a power of two), such groups of a row, groups at a time, payload bytes of
+            a group. GROUP_SCALE_POINTER, GROUP_SCALES: of one group's scale; scales that fill the row's SCALE_WIDTH.
         HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
             the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout.
@@ -334,16 +332,12 @@ def dispatch_spec(
     word = word_of(nbytes)
     word_bytes = word.primitive_bitwidth // 8
     scale_bytes = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
-    codec = fmt.codec() if source == ENCODE else None
-    elements = fmt.elements_per_scale(hidden)
-    groups, group = hidden // elements, power(elements)
-    group_scale_bytes = codec.SCALE_BYTES if codec else scale_bytes
-    group_scales = fmt.scale_bytes(hidden) // max(1, group_scale_bytes)
-    block = min(power(nbytes // word_bytes), max_block)
+    codec, elements = fmt.codec() if source == ENCODE else None, fmt.elements_per_scale(hidden)
+    groups, group, one = hidden // elements, power(elements), codec.SCALE_BYTES if codec else scale_bytes
+    group_scales = fmt.scale_bytes(hidden) // max(1, one)
+    block = min(power(hidden if source == CONVERT else nbytes // word_bytes), max_block)
     # A piece of at least max_block bytes leaves 16 bytes to each thread of a CTA.
     group_block = min(power(max(groups, group_scales)), max(1, max_block // group, max_block * groups // nbytes))
-    if source == CONVERT:
-        block = min(power(hidden), max_block)
     payload = TRITON_DTYPES.get(fmt.payload_dtype, tl.uint8)
     scale = _WORDS.get(scale_bytes, tl.uint8)
     rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
@@ -369,12 +363,11 @@ def dispatch_spec(
         BLOCK_SIZE=block,
         INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
         HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, HAS_INPUT_SCALE=input_scale,
-        GROUP_SIZE=group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block,
-        GROUP_BYTES=group * nbytes // hidden, GROUP_SCALES=group_scales,
-        GROUP_SCALE_POINTER=tl.pointer_type(_WORDS.get(group_scale_bytes, tl.uint8)),
-        PIECES_PER_ROW=-(-max(groups, group_scales) // group_block) if source == ENCODE else -(-(hidden if source ==
-        CONVERT else nbytes // word_bytes) // block), MESSAGES_PER_STEP=gather,
-        EVICTION="evict_first" if most > FEW_TOKENS else "",
+        GROUP_SIZE=group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block, GROUP_BYTES=group * nbytes // hidden,
+        GROUP_SCALES=group_scales, GROUP_SCALE_POINTER=tl.pointer_type(_WORDS.get(one, tl.uint8)), EVICTION=
+        "evict_first" if most > FEW_TOKENS else "", MESSAGES_PER_STEP=gather, PIECES_PER_ROW=-(-max(groups,
+        group_scales) // group_block) if source == ENCODE else -(-(hidden if source == CONVERT else nbytes //
+        word_bytes) // block),
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many,
@@ -392,11 +385,9 @@ def dispatch_spec(
         OFFSET_BLOCK_COUNTS=regions["block_counts"].offset, OFFSET_MESSAGE_FLAG=regions["message_flag"].offset,
         OFFSET_COUNTS=regions["counts"].offset, OFFSET_FIRSTS=regions["firsts"].offset,
         OFFSET_MESSAGES=regions["messages"].offset, OFFSET_COUNTS_FLAG=inter_node_offset(workspace, "counts_flag"),
-        OFFSET_FIRSTS_FLAG=inter_node_offset(workspace,
-        "firsts_flag"), OFFSET_STAGED_COUNTS=inter_node_offset(workspace, "staged_counts"),
-        OFFSET_STAGED_FIRSTS=inter_node_offset(workspace, "staged_firsts"),
-        OFFSET_STAGED_MESSAGES=inter_node_offset(workspace,
-        "staged_messages"),
+        OFFSET_FIRSTS_FLAG=inter_node_offset(workspace, "firsts_flag"),
+        OFFSET_STAGED_COUNTS=inter_node_offset(workspace, "staged_counts"), OFFSET_STAGED_FIRSTS=inter_node_offset(
+        workspace, "staged_firsts"), OFFSET_STAGED_MESSAGES=inter_node_offset(workspace, "staged_messages"),
     )  # fmt: skip
 
 
@@ -478,9 +469,8 @@ def combine_spec(
     ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank has weights. ``raw_sums``: the
     result is the sum before rounding. ``tells_weighed``: ranks tell whether they multiply by row weights.
     """
-    cfg, regions = workspace.config, workspace.regions
-    rank_layout = cfg.layout == "rank"
-    local = cfg.mode == "allreduce"
+    cfg, regions, inter = workspace.config, workspace.regions, partial(inter_node_offset, workspace)
+    rank_layout, local = cfg.layout == "rank", cfg.mode == "allreduce"
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
@@ -503,10 +493,8 @@ def combine_spec(
         OFFSET_COMBINE_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
         LAMPORT_TOKENS=most_small, OFFSET_LAMPORT_SLOTS=regions["lamport_slots"].offset if most_small else 0,
         EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
-        KEPT_BYTES=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0, STAGED_BY_ROW=not
-        cfg.pre_reduce, OFFSET_ROW_FLAG=inter_node_offset(workspace, "row_flag"),
-        OFFSET_INTER_NODE_KEPT=inter_node_offset(workspace,
-        "inter_node_kept"), OFFSET_STAGED_STATUS=inter_node_offset(workspace, "staged_status"),
-        OFFSET_STAGED_KEPT=inter_node_offset(workspace, "staged_kept"), OFFSET_STAGED_ROWS=inter_node_offset(workspace,
-        "staged_rows"),
+        KEPT_BYTES=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0,
+        STAGED_BY_ROW=not cfg.pre_reduce, OFFSET_ROW_FLAG=inter("row_flag"),
+        OFFSET_INTER_NODE_KEPT=inter("inter_node_kept"), OFFSET_STAGED_STATUS=inter("staged_status"),
+        OFFSET_STAGED_KEPT=inter("staged_kept"), OFFSET_STAGED_ROWS=inter("staged_rows"),
     )  # fmt: skip

@@ -18,7 +18,7 @@ def refuse_options(preset: str, given: Mapping[str, object]) -> None:
     """Raise ConfigError for an option that has a value and means nothing to ``preset``."""
     for name, value in given.items():
         if value:
-            raise ConfigError(f"--{name}", f"nothing with --preset {preset}, which does not use it", value)
+            raise ConfigError(name, f"nothing with --preset {preset}, which does not use it", value)
 
 
 def us(figure: dict[str, Any] | None) -> str:

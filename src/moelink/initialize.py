@@ -1,0 +1,95 @@
+"""Make a communicator: ``moelink.init``."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from moelink.communicator import Communicator, open_communicator
+from moelink.config import MAX_TIMEOUT, EPConfig, Layout, Mode, TransportName
+from moelink.control.group import connect, default_device, leave, plain_device
+from moelink.control.handshake import refuse
+from moelink.errors import ConfigError
+
+
+def init(
+    *,
+    num_experts: int,
+    topk: int,
+    hidden_size: int,
+    max_tokens_per_rank: int,
+    dispatch_format: str = "bf16",
+    combine_dtype: torch.dtype = torch.bfloat16,
+    layout: Layout = "expert",
+    expert_alignment: int = 1,
+    capacity: int | None = None,
+    pre_reduce: bool = True,
+    fused_shared_expert: bool = False,
+    global_ids: bool = False,
+    mode: Mode = "alltoall",
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    transport: TransportName = "auto",
+    ranks_per_node: int | None = None,
+    num_sms: int | None = None,
+    timeout: float = 60.0,
+) -> Communicator:
+    """Make this rank's communicator. Collective over ``group``, torchrun's world, or one rank without either.
+
+    The fields are those of :class:`moelink.EPConfig`; all ranks must pass the same values. ``device`` is this rank's
+    device (default: the CUDA device of LOCAL_RANK where there is one, else the CPU).
+
+    Raises:
+        ConfigError: a value is not acceptable; peers get PeerAbortedError.
+        ConfigMismatchError: ranks passed different values; raised on every rank.
+        PeerTimeoutError: a rank did not arrive within ``timeout``.
+
+    Example:
+        >>> import torch, moelink
+        >>> with moelink.init(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=3) as ep:
+        ...     x = torch.ones(3, 8, dtype=torch.bfloat16)
+        ...     recv = ep.dispatch(x, torch.tensor([[0, 1], [1, 2], [3, -1]]), torch.full((3, 2), 0.5))
+        ...     out = ep.combine(recv.tokens, recv)
+        >>> recv.row_offsets.tolist()
+        [0, 1, 3, 4, 5]
+        >>> out[:, 0].tolist()
+        [1.0, 1.0, 0.5]
+    """
+    refused: ConfigError | None = None
+    try:
+        where = default_device() if device is None else plain_device(device)
+    except ConfigError as error:
+        refused, where = error, default_device()
+    usable = timeout if isinstance(timeout, (int, float)) and 0 < timeout <= MAX_TIMEOUT else 60.0
+    world = connect(group, where, usable)
+    try:
+        if refused is not None:
+            raise refused
+        config = EPConfig(
+            num_experts=num_experts,
+            topk=topk,
+            hidden_size=hidden_size,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dispatch_format=dispatch_format,
+            combine_dtype=combine_dtype,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            capacity=capacity,
+            pre_reduce=pre_reduce,
+            fused_shared_expert=fused_shared_expert,
+            global_ids=global_ids,
+            mode=mode,
+            transport=transport,
+            ranks_per_node=ranks_per_node,
+            num_sms=num_sms,
+            timeout=timeout,
+            world_size=world.world_size,
+            rank=world.rank,
+        )
+    except ConfigError as error:
+        try:
+            refuse(world, usable)
+        finally:
+            leave(world, error)
+        raise
+    return open_communicator(config, where, world)
