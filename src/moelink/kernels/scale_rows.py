@@ -15,9 +15,10 @@ hold. Nothing waits for anything; there is no protocol.
 Step s handles rows [s * N, s * N + N), N = ROWS, and program p the steps p, p + P, p + 2 P, ... It reads C = COLUMNS
 columns of its rows at a time.
 
-**Order of a dot product:** each product is rounded; sum c takes those of columns c, c + C, c + 2 C, ... one by one, and
-then the C sums are added in pairs. The error is at most (ceil(H / C) + log2 C + 1) eps times the sum of the products'
-magnitudes, with eps = 2**-24 in fp32.
+**Order of a dot product:** each product is rounded; sum c takes those of columns c, c + C, c + 2 C, ... one by one.
+Then the C sums are added, those of a thread one by one, those of threads in pairs; which columns a thread has, the
+compiler chooses, once for each compiled form. A product passes through fewer than ceil(H / C) + 32 roundings, so the
+error is at most that many eps times the sum of the products' magnitudes, with eps = 2**-24 in fp32.
 
 With BY_SLOT, only rows of top-k slot ``slot`` are stored, those of which column 2 of ``src_info`` [R, 3] says so; for
 slot 0, zeros in all others. Calls for the slots 0, 1, ... in this order thus fill every row that exists.
