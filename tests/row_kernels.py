@@ -1,4 +1,4 @@
-"""Compiles the kernels of a layer's rows (gated activation, dequantisation) for a GPU that is not there.
+"""Compiles the kernels of a layer's rows (gated activation, dequantisation, gradients) for a GPU that is not there.
 
 ``python row_kernels.py sm_90`` needs TRITON_INTERPRET unset. No spills; rows are read and written in wide words.
 """
@@ -14,6 +14,7 @@ from moelink.formats import get_format
 from moelink.kernels.activation import even_groups, group_elements, scales_per_word
 from moelink.kernels.dequantize import DequantizeConstants, dequantize_rows_kernel
 from moelink.kernels.gated import GatedConstants, gated_activation_kernel, gated_gradient_kernel
+from moelink.kernels.scale_rows import ScaleRowsConstants, scale_rows_kernel
 
 WIDE = re.compile(r"(?:ld|st)\.global\S*\.(?:v4\.b32|v2\.b64|v2\.b32|b64|v4\.f32)")
 
@@ -27,6 +28,7 @@ def compiled(target, kernel, signature, constants):
 
 
 def check(asm, what):
+
     if "amdgcn" in asm:
         assert ".private_segment_fixed_size: 0" in asm["amdgcn"], what
         return
@@ -49,15 +51,15 @@ def check_gated(target, kind, dtype, inner):
     check(compiled(target, gated_gradient_kernel, backward, constants), f"{target} gradient of {kind} {dtype}")
 
 
-def check_dequantize(target, name, dtype, hidden=7168):
+def check_dequantize(target, name, dtype, hidden=7168, by_row=False):
     fmt = get_format(name)
     codec, one_scale = fmt.codec(), name == "fp8_token"
     group = even_groups(hidden) if one_scale else group_elements(fmt, hidden)
     constants = DequantizeConstants(
         HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=2048 // group,
         GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES, NUM_GROUPS=32,
-        HALVINGS=5, DECODE_FN=codec.decode, SCALE_LAYOUT=fmt.scale_layout.name, SCALES_PER_WORD=scales_per_word(fmt),
-        ONE_SCALE=one_scale, HAS_INPUT_SCALE=name == "nvfp4",
+        HALVINGS=5, DECODE_FN=codec.decode, SCALE_LAYOUT="row_major" if by_row else fmt.scale_layout.name,
+        SCALES_PER_WORD=scales_per_word(fmt), ONE_SCALE=one_scale, HAS_INPUT_SCALE=name == "nvfp4",
         TO_BF16=dtype == "bf16", NATIVE_CASTS=target.startswith("sm"),
     )  # fmt: skip
     signature = {
@@ -66,6 +68,21 @@ def check_dequantize(target, name, dtype, hidden=7168):
         "out": "*u16" if dtype == "bf16" else f"*{dtype}",
     }  # fmt: skip
     check(compiled(target, dequantize_rows_kernel, signature, constants), f"{target} {name} to {dtype}")
+
+
+def check_scale_rows(target, dtype, to, hidden=7168, parts=("weights", "out", "dots")):
+    """``parts``: of the kernel, as its HAS_ constants name them; "slot": of one slot."""
+    constants = ScaleRowsConstants(
+        HIDDEN_SIZE=hidden, STRIDE=hidden, COLUMNS=1024, ROWS=2, NUM_GROUPS=32,
+        HAS_WEIGHTS="weights" in parts, HAS_OUT="out" in parts, HAS_DOTS="dots" in parts, BY_SLOT="slot" in parts,
+        DOUBLE="fp64" in (dtype, to), TO_BF16=to == "bf16", NATIVE_CASTS=target.startswith("sm"),
+    )  # fmt: skip
+    number = "*fp64" if "fp64" in (dtype, to) else "*fp32"
+    signature = {
+        "d": f"*{dtype}", "other": f"*{dtype}", "weights": number, "src_info": "*i32", "row_offsets": "*i32",
+        "out": "*u16" if to == "bf16" else f"*{to}", "dots": number, "rows": "i32", "slot": "i32",
+    }  # fmt: skip
+    check(compiled(target, scale_rows_kernel, signature, constants), f"{target} {'+'.join(parts)} {dtype} to {to}")
 
 
 if __name__ == "__main__":
@@ -77,3 +94,9 @@ if __name__ == "__main__":
     for name in ("fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token"):
         check_dequantize(target, name, "bf16")
     check_dequantize(target, "fp8_block128", "fp32")
+    check_dequantize(target, "fp8_block128_e8m0", "bf16", by_row=True)
+    check_scale_rows(target, "bf16", "bf16")
+    check_scale_rows(target, "bf16", "bf16", hidden=2880)
+    check_scale_rows(target, "fp64", "fp64")
+    check_scale_rows(target, "fp32", "bf16", parts=("out",))
+    check_scale_rows(target, "bf16", "fp32", parts=("out", "slot"))

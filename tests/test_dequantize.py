@@ -70,6 +70,30 @@ def test_the_operator_is_the_format(name: str, device: str) -> None:
     assert none.shape == out.shape
 
 
+@pytest.mark.quick("each format has a device function of its own")
+@pytest.mark.parametrize("device", DEVICES)
+@each_format
+def test_scales_by_row_as_layout_rank_has_them(name: str, device: str) -> None:
+    fmt, hidden, count = get_format(name), HIDDEN[name], 11
+    input_scale = torch.tensor([3.5]) if fmt.uses_input_scale else None
+    x = torch.randn(count + SPARE, hidden, generator=torch.Generator().manual_seed(7)) * 20
+    rows = fmt.quantize(x, input_scale)
+    assert rows.scales is not None
+    expected = fmt.dequantize(rows.payload, rows.scales, input_scale)[:count].to(device)
+    tokens, scales = rows.payload.to(device), rows.scales.contiguous().to(device)
+    input_scale = None if input_scale is None else input_scale.to(device)
+    offsets = torch.tensor([0, 4, 4, count], dtype=torch.int32, device=device)
+    args = (tokens, scales, offsets, None, input_scale, name, hidden)
+    for dtype in (torch.float32, torch.float64):
+        out = torch.ops.moelink.dequantize_rows(*args, dtype, by_row=True)
+        assert torch.equal(out[:count], expected.to(dtype))
+    if device == "cpu" and is_interpreted():
+        out = torch.full((count + SPARE, hidden), 7.0)
+        kernel.launch(tokens, scales, offsets, None, input_scale, out, fmt, by_row=True)
+        assert torch.equal(out[:count], expected)
+        assert bool((out[count:] == 7).all()), "rows that do not exist are not written"
+
+
 def test_the_example_of_the_kernel() -> None:
     codes = torch.zeros(4, 256)
     codes[1, :128], codes[1, 128:] = 2, 3

@@ -167,7 +167,7 @@ def test_an_unknown_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_kernels_of_rows_compile_without_a_gpu(target: str) -> None:
-    """The gated activation, its gradient, and dequantisation: no spills, wide words."""
+    """The gated activation, its gradient, dequantisation, gradients of combine, conversions: no spills, wide words."""
     here = Path(__file__).parent
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent / "src"), env.get("PYTHONPATH", "")])

@@ -30,6 +30,7 @@ launch/constants       launch constants: what is fixed when a kernel is compiled
 launch/grid            how many CTAs a launch has, and what each of them does; sm_limit: which SMs they use
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled
 numeric                rounding
+scale_rows             gradients of combine, and conversions between dtypes, for the rows that exist
 activation, epilogues  SiLU and quantise between the two grouped products; Triton halves of the built-in epilogues
 =====================  ==============================================================================================
 

@@ -76,7 +76,8 @@ def scale_of(scales, row_offsets, scales_offsets, row, group, here, rows, S: tl.
     """The scales of groups ``group`` of rows ``row``, as the layout has them."""
     W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
     if S.SCALE_LAYOUT == "row_major":
-        return tl.load(scales + (row if S.ONE_SCALE else row * W + group), mask=here, other=0)
+        P: tl.constexpr = S.SCALES_PER_WORD
+        return tl.load(scales + (row if S.ONE_SCALE else row * ((W + P - 1) // P * P) + group), mask=here, other=0)
     elif S.SCALE_LAYOUT == "transposed":
         P: tl.constexpr = S.SCALES_PER_WORD
         return tl.load(scales + (group.to(tl.int64) // P * rows + row) * P + group % P, mask=here, other=0)
@@ -127,11 +128,13 @@ def launch(
     input_scale: torch.Tensor | None,
     out: torch.Tensor,
     fmt: Format,
+    *,
+    by_row: bool = False,
 ) -> None:
     """Fill ``out`` [rows, hidden] from ``tokens`` [rows, width] and ``scales``, all contiguous, for the rows there are.
 
     ``fmt`` is one that :func:`can_dequantize` takes; ``scales`` are in its layout, with the ``scales_offsets`` of 128x4
-    tiles; None for formats without.
+    tiles, or row-major if ``by_row`` (layout "rank"); None for formats without.
     """
     codec, hidden, num_groups, cuda = fmt.codec(), out.shape[1], row_offsets.shape[0] - 1, out.is_cuda
     if not out.numel() or not num_groups:
@@ -149,7 +152,7 @@ def launch(
         NUM_GROUPS=num_groups,
         HALVINGS=(num_groups - 1).bit_length(),
         DECODE_FN=codec.decode,
-        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name,
+        SCALE_LAYOUT="" if fmt.scale_layout is None else "row_major" if by_row else fmt.scale_layout.name,
         SCALES_PER_WORD=scales_per_word(fmt),
         ONE_SCALE=one_scale,
         HAS_INPUT_SCALE=input_scale is not None,

@@ -24,6 +24,7 @@ from moelink.nn.initial import EXPERTS, SHARED, draw
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
+from moelink.ops.scale_rows import cast_rows
 from moelink.routing import ExpertMap
 
 _log = logging.getLogger("moelink")
@@ -292,7 +293,7 @@ class MoE(torch.nn.Module):
         else:
             rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)
             y = self.experts(rows, recv.row_offsets)
-        out = self.ep.combine(y.to(config.combine_dtype), recv, shared=shared)
+        out = self.ep.combine(cast_rows(y, recv.row_offsets, config.combine_dtype), recv, shared=shared)
         return out.to(x.dtype).view(x.shape)
 
     def reset_parameters(self) -> None:

@@ -12,6 +12,7 @@ operators guarantee. Read the modules in this order:
 ``record``                   a transport's plan of a call as tensors of fixed sizes, and back
 ``gradient_communicators``   the communicators that gradients travel over
 ``rows``                     dequantised rows, through which gradients flow
+``scale_rows``               gradients of combine, and conversions between dtypes, for the rows that exist
 ===========================  ===========================================================================================
 
 Importing this package registers the operators and touches no device.

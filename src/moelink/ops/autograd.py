@@ -19,7 +19,8 @@ dw is the gradient of w. Weights that came with dispatch pass it on to dispatch'
 ``topk_weights`` travel with dout, and their gradients return as those of dispatch's weights do. With ``reduce=False``
 row r alone is ``out[t(r), k(r)]``, so the backward makes one dispatch per slot.
 
-Combine does not read dropped rows, padding or rows past the last offset: their gradient is zero.
+Combine does not read dropped rows or padding: their gradient is zero. Rows past the last offset are undefined in the
+forward, and so is their gradient, which nothing here computes (:mod:`moelink.ops.scale_rows`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from moelink.ops import library
 from moelink.ops.context import CARRIER, FIELDS, NUM_OUTPUTS, REGISTRY, record_of
+from moelink.ops.scale_rows import cast_rows, row_gradients, slot_gradients, zero_rows
 
 _TOKENS, _SRC_INFO, _TOPK_IDS = (FIELDS.index(name) for name in ("tokens", "src_info", "topk_ids"))
 _WEIGHTS, _TOPK_WEIGHTS = (FIELDS.index(name) for name in ("weights", "topk_weights"))
@@ -92,8 +94,8 @@ class Dispatch(torch.autograd.Function):
             rows = grads[ctx.rows]
             if rows is None:
                 # No expert of this rank used the rows. Those of other ranks may have, so this rank makes the call.
-                rows = topk_ids.new_zeros((ctx.num_rows, hidden), dtype=static.combine_dtype)
-            rows = rows.to(static.combine_dtype).contiguous()
+                rows = zero_rows(record[0], (ctx.num_rows, hidden), static.combine_dtype)
+            rows = cast_rows(rows, record[0], static.combine_dtype).contiguous()
         if ctx.needs_input_grad[3]:
             weights = grads[ctx.weights]
             if weights is None:
@@ -184,15 +186,10 @@ def _weighted_sum_backward(
     static = REGISTRY.find(ctx.communicator, "combine (backward)").static
     row_offsets, src_info = record[:2]
     d, home = library.combine_backward(ctx.order, grad, topk_weights, topk_ids, record, ctx.communicator)
-    w = weights if topk_weights is None else home
-    valid = _valid(d, row_offsets)
-    dy = dw = None
-    if ctx.needs_input_grad[1]:
-        scaled = d if w is None else d.to(static.accumulate_dtype) * w[:, None]
-        dy = torch.where(valid, scaled, scaled.new_zeros(())).to(ctx.y_dtype)
-    if y is not None:
-        products = y.to(static.accumulate_dtype) * d.to(static.accumulate_dtype)
-        dw = torch.where(valid, products, products.new_zeros(())).sum(1)
+    dy, dw = row_gradients(
+        d, row_offsets, y=y, weights=weights if topk_weights is None else home,
+        dtype=ctx.y_dtype if ctx.needs_input_grad[1] else None,
+    )  # fmt: skip
     if topk_weights is None or not ctx.needs_input_grad[3]:
         return dy, dw, None
     assert dw is not None
@@ -204,12 +201,11 @@ def _weighted_sum_backward(
 def _slots_backward(ctx: Any, grad: Tensor, topk_ids: Tensor, record: list[Tensor]) -> Tensor | None:
     """Compute the gradient of y for ``reduce=False``: [T, K, H] to rows, slot by slot."""
     row_offsets, src_info = record[:2]
-    dy = torch.zeros(src_info.shape[0], grad.shape[2], dtype=ctx.y_dtype, device=grad.device)
+    dy = grad.new_empty(src_info.shape[0], grad.shape[2], dtype=ctx.y_dtype)
     for slot in range(grad.shape[1]):
         tokens = grad[:, slot].contiguous()
         d, _ = library.combine_backward(ctx.order, tokens, None, topk_ids, record, ctx.communicator)
-        here = _valid(d, row_offsets) & (src_info[:, 2:] == slot)
-        dy = torch.where(here, d.to(ctx.y_dtype), dy)
+        slot_gradients(dy, d, src_info, row_offsets, slot)
     return dy if ctx.needs_input_grad[1] else None
 
 

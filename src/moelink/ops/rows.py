@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from moelink.config import EPConfig
 from moelink.formats import get_format
 from moelink.formats.plain import Plain
+from moelink.ops.scale_rows import cast_rows, count_rows
 from moelink.output import DispatchOutput
 
 
@@ -26,14 +27,16 @@ class _Straight(torch.autograd.Function):
     """Return ``value``; pass its gradient on to ``carrier``."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, carrier: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, carrier: Tensor, row_offsets: Tensor) -> Tensor:
         ctx.dtype = carrier.dtype
+        ctx.save_for_backward(row_offsets)
         return value.view_as(value)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad.to(ctx.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        (row_offsets,) = ctx.saved_tensors
+        return None, cast_rows(grad, row_offsets, ctx.dtype), None
 
 
 def dequantize(
@@ -65,24 +68,23 @@ def dequantized(
     """Dequantise as :func:`dequantize`, from the configuration alone. Does not synchronise with the host.
 
     Rows that already have ``dtype`` in a format that carries numbers as they are (bf16, fp32, fp64) are not copied. Of
-    quantised rows in layout "expert" only those that exist are read and written; a kernel asks the device how many.
+    others only those that exist are read and written; a kernel asks the device how many.
     """
     fmt, scales = config.format, recv.scales
     dtype = dtype or config.combine_dtype
     if scales is None or fmt.scale_layout is None:
         if isinstance(fmt, Plain):
-            return recv.tokens.to(dtype)
+            return cast_rows(recv.tokens, recv.row_offsets, dtype)
         return fmt.dequantize(recv.tokens, None, input_scale).to(dtype)
     with torch.no_grad():
-        if config.layout == "expert":
-            value = torch.ops.moelink.dequantize_rows(
-                recv.tokens, scales, recv.row_offsets, recv.scales_offsets, input_scale, fmt.name, config.hidden_size,
-                dtype,
-            )  # fmt: skip
-        else:
-            value = fmt.dequantize(recv.tokens, scales, input_scale).to(dtype)
+        value = torch.ops.moelink.dequantize_rows(
+            recv.tokens, scales, recv.row_offsets, recv.scales_offsets, input_scale, fmt.name, config.hidden_size,
+            dtype, by_row=config.layout == "rank",
+        )  # fmt: skip
     carrier = recv.handle.carrier
-    return value if carrier is None else _Straight.apply(value, carrier)  # type: ignore[no-any-return, no-untyped-call]
+    if carrier is None:
+        return value  # type: ignore[no-any-return]
+    return _Straight.apply(value, carrier, recv.row_offsets)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.library.custom_op("moelink::dequantize_rows", mutates_args=())
@@ -95,28 +97,34 @@ def _dequantize_rows(
     format: str,
     hidden_size: int,
     dtype: torch.dtype,
+    *,
+    by_row: bool = False,
 ) -> Tensor:
+    """``by_row``: scales are row-major, whatever the format's layout is, as layout "rank" has them."""
     fmt = get_format(format)
     out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
-    if tokens.is_cuda and dtype != torch.float64:
+    if tokens.is_cuda:
         from moelink.kernels import dequantize as kernel
 
         if kernel.can_dequantize(fmt):
-            kernel.launch(tokens, scales, row_offsets, scales_offsets, input_scale, out, fmt)
-            return out
+            narrow = torch.empty_like(out, dtype=torch.float32) if dtype == torch.float64 else out
+            kernel.launch(tokens, scales, row_offsets, scales_offsets, input_scale, narrow, fmt, by_row=by_row)
+            return cast_rows(narrow, row_offsets, dtype)
     # Nobody waits for a device here on CPUs; elsewhere all rows are read, as the host does not know how many there are.
-    count = out.shape[0] if tokens.is_cuda else min(int(row_offsets[-1]), out.shape[0])
-    rows = torch.arange(count, device=tokens.device)
-    groups = torch.searchsorted(row_offsets[1:].contiguous(), rows, right=True)
-    assert fmt.scale_layout is not None
-    by_row = fmt.scale_layout.gather(
-        scales,
-        rows=rows,
-        groups=groups.clamp(max=row_offsets.shape[0] - 2),
-        row_offsets=row_offsets,
-        scale_width=fmt.scale_width(hidden_size),
-    )
-    out[:count] = fmt.dequantize(tokens[:count], by_row, input_scale).to(dtype)
+    count = out.shape[0] if tokens.is_cuda else count_rows(row_offsets, out.shape[0])
+    by_rows = scales[:count]
+    if not by_row:
+        rows = torch.arange(count, device=tokens.device)
+        groups = torch.searchsorted(row_offsets[1:].contiguous(), rows, right=True)
+        assert fmt.scale_layout is not None
+        by_rows = fmt.scale_layout.gather(
+            scales,
+            rows=rows,
+            groups=groups.clamp(max=row_offsets.shape[0] - 2),
+            row_offsets=row_offsets,
+            scale_width=fmt.scale_width(hidden_size),
+        )
+    out[:count] = fmt.dequantize(tokens[:count], by_rows, input_scale).to(dtype)
     return out
 
 
@@ -130,5 +138,7 @@ def _dequantize_rows_fake(
     format: str,
     hidden_size: int,
     dtype: torch.dtype,
+    *,
+    by_row: bool = False,
 ) -> Tensor:
     return tokens.new_empty(tokens.shape[0], hidden_size, dtype=dtype)

@@ -14,6 +14,7 @@ from moelink.errors import UnsupportedError
 from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized, grouped_experts
 from moelink.nn.experts import Activation, known_max_tokens
+from moelink.ops.scale_rows import cast_rows
 
 
 def check_experts(module: nn.Module) -> None:
@@ -79,7 +80,7 @@ def run_experts(
     recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous(), max_tokens=bound)
     rows = dequantized(recv, ep.config, dtype=gate_up.dtype)
     y = grouped_experts(rows, recv.row_offsets, gate_up, down, activation=plain_activation(activation))
-    out = ep.combine(y.to(ep.config.combine_dtype), recv)
+    out = ep.combine(cast_rows(y, recv.row_offsets, ep.config.combine_dtype), recv)
     return (total_over_ranks(out, group) if replicated else out).to(hidden_states.dtype)
 
 

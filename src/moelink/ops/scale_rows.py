@@ -1,0 +1,178 @@
+"""Gradients of combine's rows, and conversions between dtypes, for the rows that exist: three operators.
+
+Legend: ``R`` rows, ``H`` hidden_size, ``G`` groups. On CUDA a kernel reads the number of rows on the device
+(:mod:`moelink.kernels.scale_rows`), so a call costs what its rows cost and not what its buffers could hold. Elsewhere
+the same formulas run in torch on those rows. Either way rows from ``row_offsets[-1]`` on are undefined, in and out.
+
+==========================  ======================================================================================
+``moelink::row_gradients``  the gradients of rows that combine has weighed and summed, and of their weights
+``moelink::slot_gradients``  the gradient of the rows of one top-k slot, in place
+``moelink::cast_rows``      rows in another dtype, differentiable
+==========================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def count_rows(row_offsets: Tensor, rows: int) -> int:
+    """How many of ``rows`` rows there are, for tensors on the host."""
+    return min(int(row_offsets[-1]), rows)
+
+
+def cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert ``rows`` [R, H] to ``dtype``: ``rows`` itself where it has that dtype. Differentiable.
+
+    Rows from ``row_offsets[-1]`` ([G + 1] int32, same device) on are undefined, and so is their gradient. Between bf16,
+    fp16, fp32 and fp64, only the others are converted; torch converts all rows from or to any other dtype.
+
+    >>> cast_rows(torch.ones(3, 2), torch.tensor([0, 1, 2], dtype=torch.int32), torch.bfloat16)[:2].tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+    if rows.dtype == dtype:
+        return rows
+    if rows.dtype not in _FLOATS or dtype not in _FLOATS:
+        return rows.to(dtype)
+    return torch.ops.moelink.cast_rows(rows, row_offsets, dtype)  # type: ignore[no-any-return]
+
+
+def zero_rows(row_offsets: Tensor, shape: tuple[int | torch.SymInt, int], dtype: torch.dtype) -> Tensor:
+    """Make rows [R, H] of ``dtype`` that are zero up to ``row_offsets[-1]``, and undefined from there on."""
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    zero = torch.zeros(1, shape[1], dtype=other, device=row_offsets.device)
+    return cast_rows(zero.expand(shape[0], shape[1]), row_offsets, dtype)  # type: ignore[arg-type]
+
+
+def row_gradients(
+    d: Tensor, row_offsets: Tensor, *, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients of combine's rows and of their weights, from those of the rows' tokens.
+
+    Args:
+        d: [R, H], the gradient of each row's token, which may be returned as the first result.
+        row_offsets: [G + 1] int32; rows from ``row_offsets[-1]`` on are undefined, in and out.
+        y: [R, H], the rows that combine took, for the gradient of weights; None if it is not wanted.
+        weights: [R] fp32 or fp64, what combine multiplied rows by, or None for no weights.
+        dtype: that of the gradient of rows; None if it is not wanted.
+
+    Returns:
+        ``weights[r] d[r]`` [R, H] of ``dtype``, and ``<y[r], d[r]>`` [R] of fp32 (fp64 if ``d`` is fp64); each None
+        where it is not wanted.
+    """
+    if y is None and dtype is None:
+        return None, None
+    if y is None and weights is None and dtype is not None:
+        return cast_rows(d, row_offsets, dtype), None
+    if weights is None and d.dtype == dtype:
+        _, dw = torch.ops.moelink.row_gradients(d, row_offsets, y, None, None)
+        return d, dw
+    dy, dw = torch.ops.moelink.row_gradients(d, row_offsets, y, weights, dtype)
+    return None if dtype is None else dy, None if y is None else dw
+
+
+def twin(d: Tensor, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Both gradients of all rows with torch's operators; the order of the sum is torch's.
+
+    >>> twin(torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 1.0]]), torch.tensor([3.0]), torch.float32)
+    (tensor([[3., 6.]]), tensor([7.]))
+    """
+    wide = d.to(_sum_dtype(d))
+    dw = None if y is None else (y.to(wide.dtype) * wide).sum(1)
+    return (d if weights is None else wide * weights[:, None]).to(dtype), dw
+
+
+def _sum_dtype(d: Tensor) -> torch.dtype:
+    return torch.float64 if d.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("moelink::row_gradients", mutates_args=())
+def _row_gradients(
+    d: Tensor, row_offsets: Tensor, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    dy, dw = _row_gradients_fake(d, row_offsets, y, weights, dtype)
+    if d.is_cuda:
+        from moelink.kernels.scale_rows import launch
+
+        launch(
+            d.contiguous(), row_offsets, weights=None if weights is None else weights.contiguous(),
+            other=None if y is None else y.contiguous(), out=None if dtype is None else dy,
+            dots=None if y is None else dw,
+        )  # fmt: skip
+        return dy, dw
+    count = count_rows(row_offsets, d.shape[0])
+    rows, dots = twin(
+        d[:count], None if y is None else y[:count], None if weights is None else weights[:count], dtype or d.dtype
+    )
+    if dtype is not None:
+        dy[:count] = rows
+    if dots is not None:
+        dw[:count] = dots
+    return dy, dw
+
+
+@_row_gradients.register_fake
+def _row_gradients_fake(
+    d: Tensor, row_offsets: Tensor, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    dy = d.new_empty(0) if dtype is None else d.new_empty(d.shape, dtype=dtype)
+    return dy, d.new_empty(0 if y is None else d.shape[0], dtype=_sum_dtype(d))
+
+
+@torch.library.custom_op("moelink::slot_gradients", mutates_args=("dy",))
+def slot_gradients(dy: Tensor, d: Tensor, src_info: Tensor, row_offsets: Tensor, slot: int) -> None:
+    """Store ``d`` [R, H] in the rows of ``dy`` [R, H] that are of top-k slot ``slot``; for slot 0, zeros in the others.
+
+    ``src_info`` [R, 3] int32 names the slot of each row in column 2. Rows from ``row_offsets[-1]`` on are not touched.
+    """
+    if d.is_cuda:
+        from moelink.kernels.scale_rows import launch
+
+        launch(d.contiguous(), row_offsets, out=dy, src_info=src_info.contiguous(), slot=slot)
+        return
+    count = count_rows(row_offsets, d.shape[0])
+    others = dy.new_zeros(()) if slot == 0 else dy[:count]
+    dy[:count] = torch.where(src_info[:count, 2:] == slot, d[:count].to(dy.dtype), others)
+
+
+@slot_gradients.register_fake
+def _slot_gradients_fake(dy: Tensor, d: Tensor, src_info: Tensor, row_offsets: Tensor, slot: int) -> None:
+    return None
+
+
+@torch.library.custom_op("moelink::cast_rows", mutates_args=())
+def _cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    out = rows.new_empty(rows.shape, dtype=dtype)
+    if rows.is_cuda:
+        from moelink.kernels.scale_rows import launch
+
+        by_rows = rows.shape[1] == 1 or rows.stride(1) == 1
+        launch(rows if by_rows and rows.stride(0) in (0, rows.shape[1]) else rows.contiguous(), row_offsets, out=out)
+        return out
+    count = count_rows(row_offsets, rows.shape[0])
+    out[:count] = rows[:count].to(dtype)
+    return out
+
+
+@_cast_rows.register_fake
+def _cast_rows_fake(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(rows.shape, dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, row_offsets, _ = inputs
+    ctx.dtype = rows.dtype
+    ctx.save_for_backward(row_offsets)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (row_offsets,) = ctx.saved_tensors
+    return torch.ops.moelink.cast_rows(grad, row_offsets, ctx.dtype), None, None
+
+
+_cast_rows.register_autograd(_backward, setup_context=_save)
