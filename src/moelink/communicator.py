@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -22,25 +21,21 @@ from moelink.control.recovery import (
     regroup,
 )
 from moelink.control.surroundings import ProcessSurroundings
-from moelink.errors import ClosedError, PeerTimeoutError
+from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateError
 from moelink.hooks import Hook
+from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic
 from moelink.transports.bound import BoundDispatch
-from moelink.transports.build import build_in_group
-from moelink.transports.session import Session
-
-_log = logging.getLogger("moelink")
 
 T = TypeVar("T")
 
 
 def open_communicator(config: EPConfig, device: torch.device, world: World) -> Communicator:
-    """Make the communicator of this rank of ``world``. Collective over it."""
-    with torch.inference_mode(False):  # calls write to what is made here, in any mode
-        built = build_in_group(config, device, world)
-    _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, built.transport.name, device)
-    return Communicator(Session([config], [device], built.transport, built.identity, built.detector), world)
+    """Make the communicator of this rank of ``world``, with all its lanes. Collective over it."""
+    lanes = Lanes.open(config, device, world)
+    further = [Communicator(Lanes([lane]), number=number) for number, lane in enumerate(lanes.contexts) if number]
+    return Communicator(lanes, further)
 
 
 class Communicator:
@@ -52,10 +47,12 @@ class Communicator:
     PeerTimeoutError.
     """
 
-    def __init__(self, session: Session, world: World) -> None:
-        self._session = session
-        self._context = ops.OperatorContext(session, world)
-        self._quick: Quick | None = session.quick_lane()
+    def __init__(self, lanes: Lanes, further: Sequence[Communicator] = (), number: int = 0) -> None:
+        """``lanes``: first this one, whose number is ``number``; then those of ``further``."""
+        self._lanes, self._further, self._number = lanes, tuple(further), number
+        self._context = lanes.contexts[0]
+        self._session = self._context.session
+        self._quick: Quick | None = self._session.quick_lane()
 
     @property
     def config(self) -> EPConfig:
@@ -66,6 +63,28 @@ class Communicator:
     def device(self) -> torch.device:
         """This rank's device."""
         return self._session.devices[0]
+
+    def lane(self, number: int) -> Communicator:
+        """Return lane ``number`` of ``config.lanes``: a communicator of the same ranks with memory of its own.
+
+        Lane 0 is this communicator. Calls of one phase may be in flight in several lanes, as batches that overlap need.
+        All ranks make the calls of all lanes in the same order; their waits need no order. An output belongs to its
+        lane. Lanes end together: what poisons one poisons all, and only lane 0 is closed or recovered, with the others.
+
+        Raises:
+            ArgumentError: there is no such lane.
+        """
+        count = 1 + len(self._further)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+            raise ArgumentError("number", f"a lane in [0, {count}), of as many as init(lanes=) says", number)
+        return (self, *self._further)[number]
+
+    def _require_lane_0(self, what: str) -> None:
+        if self._number:
+            raise StateError(
+                f"{what}: expected the communicator that init returned, got its lane {self._number}; {what} that "
+                "communicator, and its lanes follow"
+            )
 
     def dispatch(
         self,
@@ -323,18 +342,16 @@ class Communicator:
         return BoundDispatch(self._session, request)
 
     def warmup(self) -> None:
-        """Compile everything before the first call (nothing to do on the collective transport)."""
-        self._session.warmup()
+        """Compile everything before the first call, for all lanes (nothing to do on the collective transport)."""
+        self._lanes.warmup()
 
     def check(self) -> None:
         """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""
-        self._session.check()
-        self._context.gradients.check()
+        self._lanes.check()
 
     def traffic(self) -> Traffic:
         """Return the bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
-        own, gradients = self._session.traffic(), self._context.gradients.traffic()
-        return Traffic(own.dispatch + gradients.dispatch, own.combine + gradients.combine)
+        return self._lanes.traffic()
 
     @property
     def dev_ptrs(self) -> Tensor:
@@ -373,7 +390,9 @@ class Communicator:
             PeerTimeoutError: a rank in the list did not come in time, or (PeerLostError) is gone. If it names this
                 rank, the others have gone on without it: it cannot recover any more.
             ClosedError: after :meth:`close`.
+            StateError: this is a lane other than lane 0.
         """
+        self._require_lane_0("recover")
         self._session.guard.require_own_process("recover")
         detector = self._session.detector
         if self._session.closed and (detector is None or detector.closed):
@@ -392,23 +411,26 @@ class Communicator:
                     detector.left_out = error if error.peer == error.rank else None
                     raise
         # Memory and SMs of the old generation make room for the new one.
-        self._context.gradients.close()
-        self._session.release()
+        self._lanes.release()
         with named_as_before(around, survivors):
             recovered = open_communicator(config, self.device, world)
         if around is not None and detector is not None:
             go_on(around, survivors)
-            detector.close(after=3 * self.config.timeout + LINGER_SECONDS)
-        self._context.gradients.close()
+            self._lanes.close_detectors(after=3 * self.config.timeout + LINGER_SECONDS)
         return recovered
 
     def close(self) -> None:
-        """Release everything moelink made, never the caller's process groups. A second call does nothing."""
+        """Release everything moelink made, never the caller's process groups. A second call does nothing.
+
+        Raises:
+            StateError: this is a lane other than lane 0, which closes the others with it.
+        """
+        self._require_lane_0("close")
         self._session.guard.require_own_process("close")
-        self._context.gradients.close()
-        self._session.close()
+        self._lanes.close()
 
     def __enter__(self) -> Communicator:
+        self._require_lane_0("close")
         return self
 
     def __exit__(

@@ -58,7 +58,7 @@ result, the operator did not run, so there was no call that could be refused."""
 
 
 class Fate:
-    """What ends the sessions of one communicator together: its own and those that its gradients travel over.
+    """What ends the sessions of one communicator together: those of its lanes and those that gradients travel over.
 
     Attributes:
         error: the first PeerTimeoutError that a call of any of them met; all later calls raise it.

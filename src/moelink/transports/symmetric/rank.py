@@ -83,7 +83,8 @@ class Rank:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         available = sm_count(self.device)
         if self.device.type == "cuda":
-            SM_BUDGET.claim(self, self.device, config.num_sms, available=available)
+            lanes = config.lanes if config.mode == "alltoall" else 1  # nothing waits in the other mode
+            SM_BUDGET.claim(self, self.device, config.num_sms, available=available, lanes=lanes)
         self.launcher = Launcher(
             Peers(self.table, self.record, self.control), self.device, network=self.network,
             num_sms=sm_limit_of(config, self.device), available=available,
