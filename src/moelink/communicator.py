@@ -25,7 +25,7 @@ from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateEr
 from moelink.hooks import Hook
 from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic
+from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic, ids_of
 from moelink.transports.bound import BoundDispatch
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class Communicator:
         input_scale: Tensor | Hook | None = None,
         routing: DispatchOutput | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         host_counts: bool = False,
         out: DispatchOutput | None = None,
     ) -> DispatchOutput:
@@ -116,6 +117,9 @@ class Communicator:
                 the output has room for the worst case of so many tokens (or ``capacity``) in place of the worst case of
                 the communicator. Rows that do not fit, as another rank sends more, are dropped and counted as those
                 over ``capacity``. Not with ``routing``.
+            num_sms: SMs that the kernels of this call may occupy, at most the communicator's; symmetric transport
+                only. Ranks need not pass the same. The first call with another number compiles, unless :meth:`warmup`
+                has done so.
             host_counts: return exact-size tensors instead of worst-case ones, and the rows of each expert as a list
                 (``recv.host_counts``), for one host synchronisation.
             out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
@@ -135,12 +139,12 @@ class Communicator:
         if torch.compiler.is_compiling():
             return ops.dispatch(
                 self._context,
-                _dispatch_request(
-                    x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+                DispatchRequest.of(
+                    x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
                 ),
             )
         session, quick = self._session, self._quick
-        plain = scales is None and input_scale is None and routing is None and out is None
+        plain = scales is None and input_scale is None and routing is None and out is None and num_sms is None
         if quick is not None and plain and host_counts is False:
             made = quick.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
             if made is not None:
@@ -148,7 +152,9 @@ class Communicator:
         try:
             session.begin("dispatch")
             ids = ids_of(topk_ids, routing)
-            request = DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens)
+            request = DispatchRequest(
+                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
+            )
             if ops.needs_operator(request):
                 return ops.dispatch(self._context, request)
             made = session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
@@ -171,6 +177,7 @@ class Communicator:
         input_scale: Tensor | Hook | None = None,
         routing: DispatchOutput | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         host_counts: bool = False,
         out: DispatchOutput | None = None,
     ) -> PendingSingle[DispatchOutput]:
@@ -179,16 +186,16 @@ class Communicator:
             return PendingSingle(
                 ops.start_dispatch(
                     self._context,
-                    _dispatch_request(
-                        x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+                    DispatchRequest.of(
+                        x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
                     ),
                 )
             )
         session = self._session
         try:
             session.begin("dispatch")
-            request = _dispatch_request(
-                x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+            request = DispatchRequest.of(
+                x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
             )
             if ops.needs_operator(request):
                 return PendingSingle(ops.start_dispatch(self._context, request))
@@ -211,6 +218,7 @@ class Communicator:
         shared: Tensor | None = None,
         out: Tensor | None = None,
         weigh: bool = True,
+        num_sms: int | None = None,
     ) -> Tensor:
         """Bring expert outputs home and sum them: [num_tokens, hidden_size] of ``combine_dtype``.
 
@@ -227,6 +235,7 @@ class Communicator:
             weigh: False leaves the router weights that went into dispatch to the caller, who has multiplied y by
                 ``recv.weights``: rows are then summed unweighted, as they are where no weights went into dispatch. With
                 ``pre_reduce=True`` all ranks pass the same. Layout "rank" has nothing to weigh.
+            num_sms: as of :meth:`dispatch`.
 
         Gradients flow to y, ``recv``, topk_weights, shared, and a bias or residual; their backward is a dispatch.
 
@@ -234,18 +243,18 @@ class Communicator:
         """
         if torch.compiler.is_compiling():
             return ops.combine(
-                self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+                self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
             )
         session, quick = self._session, self._quick
         plain = topk_weights is None and epilogue is None and shared is None and out is None
-        plain = plain and reduce is True and weigh is True
+        plain = plain and reduce is True and weigh is True and num_sms is None
         if quick is not None and plain:
             made = quick.combine(y, recv)
             if made is not None:
                 return made
         try:
             session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
             if ops.needs_operator(request):
                 return ops.combine(self._context, request)
             made = session.start_combine([self._context.direct(request)], fused=True).wait()[0]
@@ -269,18 +278,19 @@ class Communicator:
         shared: Tensor | None = None,
         out: Tensor | None = None,
         weigh: bool = True,
+        num_sms: int | None = None,
     ) -> PendingSingle[Tensor]:
         """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
         if torch.compiler.is_compiling():
             return PendingSingle(
                 ops.start_combine(
-                    self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+                    self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
                 )
             )
         session = self._session
         try:
             session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
             if ops.needs_operator(request):
                 return PendingSingle(ops.start_combine(self._context, request))
             operation = session.start_combine([self._context.direct(request)], fused=False)
@@ -300,6 +310,7 @@ class Communicator:
         scales: Tensor | None = None,
         input_scale: Tensor | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         out: DispatchOutput | None = None,
     ) -> BoundDispatch:
         """Bind a dispatch to its tensors, for less host time a call. Not collective: nothing is sent before it is
@@ -338,12 +349,17 @@ class Communicator:
             [2.0, 2.0, 2.0]
         """
         self._session.require_open("bind")
-        request = DispatchRequest(x, topk_ids, topk_weights, scales, input_scale, out=out, max_tokens=max_tokens)
+        request = DispatchRequest.of(
+            x, topk_ids, topk_weights, scales, input_scale, None, False, out, max_tokens, num_sms
+        )
         return BoundDispatch(self._session, request)
 
-    def warmup(self) -> None:
-        """Compile everything before the first call, for all lanes (nothing to do on the collective transport)."""
-        self._lanes.warmup()
+    def warmup(self, *, num_sms: Sequence[int] = ()) -> None:
+        """Compile everything before the first call, for all lanes (nothing to do on the collective transport).
+
+        ``num_sms``: also for calls with these SM limits of their own.
+        """
+        self._lanes.warmup(num_sms)
 
     def check(self) -> None:
         """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""
@@ -467,25 +483,3 @@ class PendingSingle(Generic[T]):
         if not self._result:
             self._result.append(self._finish())
         return self._result[0]
-
-
-def _dispatch_request(
-    x: Tensor,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | Hook | None,
-    scales: Tensor | None,
-    input_scale: Tensor | Hook | None,
-    routing: DispatchOutput | None,
-    host_counts: bool,
-    out: DispatchOutput | None,
-    max_tokens: int | None,
-) -> DispatchRequest:
-    ids = ids_of(topk_ids, routing)
-    return DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens)
-
-
-def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:
-    """Return ``topk_ids``, or those of ``routing`` where they are None. What is neither is refused later."""
-    if topk_ids is None and isinstance(routing, DispatchOutput):
-        return routing.handle.topk_ids
-    return topk_ids  # type: ignore[return-value]

@@ -55,10 +55,10 @@ class Lanes:
             opened.pop_all()
         return cls(contexts)
 
-    def warmup(self) -> None:
-        """Compile and allocate what the first calls would."""
+    def warmup(self, num_sms: Sequence[int] = ()) -> None:
+        """Compile and allocate what the first calls would, also those with these SM limits of their own."""
         for lane in self.contexts:
-            lane.session.warmup()
+            lane.session.warmup(num_sms)
 
     def check(self) -> None:
         """Synchronise and raise the first error."""
