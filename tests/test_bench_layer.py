@@ -19,7 +19,7 @@ from moelink.formats import get_format
 from moelink.tools.bench import render
 from moelink.tools.bench.document import LAYER_BENCHMARK
 from moelink.tools.bench.layer import data, make_layer_plan, peers, run, tables
-from moelink.tools.bench.layer.contenders import PARTS, Part, Setting, chained, run_parts
+from moelink.tools.bench.layer.contenders import PARTS, MoelinkLayer, Part, Setting, chained, run_parts
 from moelink.tools.bench.layer.plan import SHAPES, LayerPlan
 from moelink.tools.bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
 from moelink.tools.bench.presets import Settings
@@ -142,10 +142,27 @@ def test_the_layer_over_flashinfer_permutes_and_sums(monkeypatch: pytest.MonkeyP
         assert data.worst_error(out, want) < peers.FlashInferLayer.tolerance
 
 
+def test_experts_in_fp8_and_their_parts_are_close_to_the_truth_that_rounds_as_they_do() -> None:
+    shape = dataclasses.replace(TINY, intermediate_size=256)
+    weights, given = data.make_weights(shape, seed=0, rank=0, world_size=1, device=CPU), tiny_input(5)
+    layer = MoelinkLayer(
+        shape, weights, fmt="fp8_block128", max_tokens=5, device=CPU, timeout=20.0, experts_backend="torch"
+    )
+    try:
+        want, other = (data.truth(given, shape, fmt="fp8_block128", seed=0, fp8_experts=fp8) for fp8 in (True, False))
+        with torch.no_grad():
+            outputs = layer.layer(given), run_parts(layer.parts(), given)
+        assert torch.equal(*outputs)
+        assert data.worst_error(outputs[0], want) < layer.tolerance < data.worst_error(outputs[0], other)
+        assert "experts in fp8 by torch" in layer.note
+    finally:
+        layer.close()
+
+
 class WrongLayer:
     """Returns the layer, but its second call and all after that lack a part."""
 
-    name, note, fmt, tolerance, capturable = "wrong", "", "bf16", 2.0**-6, False
+    name, note, fmt, fp8_experts, tolerance, capturable = "wrong", "", "bf16", False, 2.0**-6, False
 
     def __init__(self, out: Tensor, right: int) -> None:
         self.out, self.right, self.calls = out, right, 0
@@ -291,7 +308,7 @@ def test_two_ranks_over_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert document["gate"]["passed"], document["gate"]
     rows = {row["contender"]: row for row in document["rows"]}
     assert list(rows) == list(names)
-    assert rows[OURS]["note"] == "symmetric transport, sized for 2 tokens"
+    assert rows[OURS]["note"] == "symmetric transport, sized for 2 tokens, experts in bf16"
     assert rows[peers.TRANSFORMERS]["reason"] == "runs on one rank only"
     for name in (OURS, peers.EXCHANGE):
         assert 0 < rows[name]["error"] < 2**-6
@@ -339,7 +356,7 @@ def test_presets_are_what_the_docs_say() -> None:
 def test_options_that_mean_nothing_are_refused(arguments: tuple[str, ...]) -> None:
     done = run_bench_cli(*arguments)
     assert isinstance(done.exception, moelink.ConfigError), done.output
-    assert arguments[2] in str(done.exception)
+    assert str(done.exception).startswith(f"{arguments[2].removeprefix('--')}: ")
 
 
 def synthetic() -> dict[str, Any]:

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+import moelink
 from grouped_fp8_cases import POISON, TENSOR_CORES, TENSOR_CORES_AT_WORST, error_over_bound, problem
 from moelink.kernels.grouped_fp8 import Settings, Tiles, launch
-from moelink.nn.block_quantized import grouped_fp8
+from moelink.nn import MoE, grouped_fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,3 +79,22 @@ def test_a_captured_product_follows_the_offsets() -> None:
         graph.replay()
         assert error_over_bound(out, given, TENSOR_CORES) <= 1
         assert (out[given.rows :] == POISON).all()
+
+
+def test_a_captured_layer_replays_with_other_tokens() -> None:
+    """Dispatch in fp8, both products and the activation, combine: what the twin makes of the same tokens, rounded."""
+    sizes = {"num_experts": 8, "topk": 2, "hidden_size": 512, "max_tokens_per_rank": 256}
+    with moelink.init(**sizes, dispatch_format="fp8_block128") as ep, torch.no_grad():
+        layer = MoE(ep, intermediate_size=256, experts_backend="triton")
+        twin = MoE(ep, intermediate_size=256, experts_backend="torch")
+        x = torch.zeros(256, 512, dtype=torch.bfloat16, device="cuda")
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for seed in range(3):
+            x.normal_(generator=torch.Generator("cuda").manual_seed(seed))
+            graph.replay()
+            want = twin(x)
+            assert (out - want).norm() < 0.02 * want.norm()
+        assert want.any()

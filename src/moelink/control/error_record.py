@@ -52,7 +52,7 @@ class ErrorRecord:
         """``detector`` is asked which ranks live, where there is one."""
         self.words, self.control, self.rank, self.me, self.world_size = words, control, rank, me, world_size
         self._detector = detector
-        self._array = words.numpy()
+        self._array = memoryview(words.numpy())  # type: ignore[arg-type]
         self._failure: PeerTimeoutError | None = None
 
     def error(self) -> MoelinkError | None:

@@ -239,7 +239,7 @@ class Settings:
     Where the buffer has no more than ``most_few`` rows there is one launch.
     """
 
-    few: Tiles = Tiles(32, swapped=True, num_warps=4, num_stages=4, programs=2)
+    few: Tiles = Tiles(64, num_warps=4, num_stages=3, programs=3)
     many: Tiles = Tiles(128, parts=2, num_warps=8, num_stages=4)
     most_few: int = 64
 

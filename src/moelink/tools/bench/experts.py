@@ -278,14 +278,13 @@ def candidates() -> list[Any]:
         few(16, parts=2, num_stages=5), few(16, parts=2, num_stages=3, programs=2),
         few(16, num_stages=5, programs=2, descriptors=False), few(16, 64, num_stages=6, programs=3),
         few(32, num_stages=5, programs=2), few(32, num_stages=3, programs=3), few(32, parts=2, num_stages=5),
-        few(32, num_stages=5, programs=2, descriptors=False), few(64, num_stages=4, programs=2),
-        few(64, parts=2, num_stages=5), few(64, num_stages=3, programs=3),
-        few(64, num_warps=8, num_stages=4, programs=2),
-        Tiles(64, num_stages=4, programs=2), Tiles(64, num_stages=3, programs=3),
-        Tiles(128, num_warps=8, num_stages=6), Tiles(128, num_warps=8, num_stages=3, programs=2),
-        Tiles(128, parts=2, num_warps=8), Tiles(128, parts=2, num_warps=8, band=8),
+        few(32, 64, num_stages=6, programs=3), few(32, num_stages=5, programs=2, descriptors=False),
+        few(64, num_stages=4, programs=2), few(64, num_warps=8, num_stages=8),
+        Tiles(64, num_stages=4, programs=2), Tiles(64, num_stages=3, programs=3), Tiles(64, parts=2, num_stages=5),
+        Tiles(128, num_warps=8, num_stages=6), Tiles(128, 64, num_stages=4, programs=2),
+        Tiles(128, 64, parts=2, num_stages=3, programs=2), Tiles(128, parts=2, num_warps=8),
+        Tiles(128, parts=2, num_warps=8, band=8), Tiles(128, parts=2, num_warps=8, band=32),
         Tiles(128, parts=2, num_warps=8, num_stages=3), Tiles(128, num_warps=8, num_stages=6, descriptors=False),
-        few(128, parts=2, num_warps=8), few(128, num_warps=8, num_stages=3, programs=2),
     ]  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class Combine:
         addresses = [
             request.y.data_ptr(), row_weights, nothing if weights is None else weights.data_ptr(),  # type: ignore[union-attr]
             recv.handle.topk_ids.data_ptr(), nothing, nothing, self.out.data_ptr(), nothing,
-            *recv.handle.plan.addresses,
+            *recv.handle.plan.flat_addresses,
         ]  # fmt: skip
         return plan.both.count, addresses, self._numbers(plan.fused, 0)
 

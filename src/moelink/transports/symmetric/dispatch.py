@@ -48,6 +48,7 @@ class LaunchPlan:
         small: of the fields of :class:`DispatchOutputs` from ``row_offsets`` on, the first byte in the arena, -1 where
             the call has none.
         in_arena: the same of these fields, of the notes, and of what stands for the cached routing.
+        large: the tensors that are not in the arena.
     """
 
     send: CompiledKernel
@@ -66,6 +67,7 @@ class LaunchPlan:
     arena: ArenaLayout
     small: tuple[int, ...]
     in_arena: tuple[int, ...]
+    large: tuple[tuple[str, Blank], ...]
 
     @classmethod
     def of(
@@ -101,7 +103,7 @@ class LaunchPlan:
         counts = Blank.of(config.num_local_experts, config.world_size)
         arena = ArenaLayout.of([*([] if cached else [("notes", notes)]), ("counts", counts), *outputs.small])
         small = tuple(arena.places[name][0] if name in arena.places else -1 for name in DispatchOutputs._fields[2:])
-        noted = tuple(4 * begin for begin in rank.notes.begins)
+        noted = rank.notes.first_bytes
         received, counted = noted[RoutingNotes._fields.index("received")], small[-1]
         return cls(
             send=send,
@@ -120,6 +122,7 @@ class LaunchPlan:
             arena=arena,
             small=small,
             in_arena=(*small, *noted, received, counted),
+            large=outputs.large,
         )
 
 
@@ -175,7 +178,7 @@ class Dispatch:
             self.output = dataclasses.replace(out, handle=handle, host_counts=None)
             self._scale_rows = _scale_rows(out.scales)
         elif arena is not None:
-            large = {name: blank.on(device) for name, blank in plan.outputs.large}
+            large = {name: blank.on(device) for name, blank in plan.large}
             self.output = make(DispatchOutput, {**large, **plan.outputs.absent, "handle": handle, "_arena": arena})
             self._scale_rows = plan.fused.scale_rows
         else:

@@ -22,16 +22,21 @@ class NotesLayout:
 
     Attributes:
         shapes: shapes of the parts; the last part has a row for each token, however many there are.
-        begins: first word of each part.
+        begins, first_bytes: first word, and first byte, of each part.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     begins: tuple[int, ...]
+    first_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, workspace: Workspace) -> NotesLayout:
         """Return the layout for all dispatches of a communicator."""
-        return cls((*workspace.note_shapes(1)[:-1], (-1, workspace.world_size)), workspace.note_begins)
+        shapes, begins = workspace.note_shapes(1), workspace.note_begins
+        return cls((*shapes[:-1], (-1, workspace.world_size)), begins, tuple(4 * begin for begin in begins))
+
+
+_RECEIVED = RoutingNotes._fields.index("received")
 
 
 class SymmetricNotes:
@@ -72,6 +77,15 @@ class SymmetricNotes:
         rows, token, received, sent, slot = self._layout.begins
         own = start + 4 * received if self.own is None else self.own.data_ptr()
         return RoutingNotes(start + 4 * rows, start + 4 * token, own, start + 4 * sent, start + 4 * slot)
+
+    @property
+    def flat_addresses(self) -> list[int]:
+        """The addresses of the parts, as a list."""
+        start = self._memory.data_ptr()
+        flat = [start + begin for begin in self._layout.first_bytes]
+        if self.own is not None:
+            flat[_RECEIVED] = self.own.data_ptr()
+        return flat
 
     def given(self, typed: bool) -> RoutingNotes:
         """Return the parts as a launch asks for them (:meth:`Launcher.launch`): as tensors, or as their addresses."""

@@ -38,8 +38,14 @@ class Transport(Protocol):
 
     half_done: bool
 
-    def quick(self, phase: Phase, rank: Rank, prepare: Callable[[], Callable[[], None]]) -> None:
-        """Make a call: what ``prepare`` returns launches it."""
+    def raise_error(self) -> None:
+        """Raise what the error records say, without waiting."""
+
+    def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
+        """Tell peers that a call which was begun brings nothing."""
+
+    def launch_quick(self, phase: Phase, rank: Rank, launch: Callable[[], None]) -> None:
+        """Count a call of one local rank and launch it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class QuickLane:
 
     def __init__(self, session: Session, transport: Transport, rank: Rank) -> None:
         self._session, self._transport, self._rank = session, transport, rank
-        self._config, self._device, self._identity = session.configs[0], session.devices[0], session.identity
+        self._config, self._identity = session.configs[0], session.identity
+        self._device = -1 if rank.device.type == "cpu" else rank.device.index
         self._kinds: dict[Any, _Kind | None] = {}
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None, max_tokens: int | None) -> DispatchOutput | None:
@@ -74,17 +81,24 @@ class QuickLane:
         kind = self._kinds.get((x.shape, x.dtype, ids.dtype, None if weights is None else weights.dtype, max_tokens))
         if kind is None or not self._fits(x, ids, weights, kind):
             return None
-        made: list[Dispatch] = []
-
-        def prepare() -> Callable[[], None]:
-            call = Dispatch(
-                self._rank, DispatchRequest(x, ids, weights, max_tokens=max_tokens), self._identity, kind.plan
-            )
-            made.append(call)
-            return self._launch(call, kind)
-
-        self._make("dispatch", prepare, None)
-        return made[0].output
+        session, transport = self._session, self._transport
+        try:
+            session.begin("dispatch")
+            transport.half_done = session.settled = True
+            transport.raise_error()
+            try:
+                request = DispatchRequest(x, ids, weights, None, None, None, False, None, max_tokens)
+                call = Dispatch(self._rank, request, self._identity, kind.plan)
+            except Exception:  # for instance no memory for the outputs; peers are already in the call
+                transport.refuse("dispatch")
+                raise
+            transport.launch_quick("dispatch", self._rank, self._launch(call, kind))
+            return call.output
+        except BaseException as error:
+            session.unwind("dispatch", error)
+            raise
+        finally:
+            session.guard.leave()
 
     def _fits(self, x: Tensor, ids: Tensor, weights: Tensor | None, kind: _Kind) -> bool:
         """Return whether a dispatch is of this kind in what the look-up does not compare."""
@@ -93,11 +107,13 @@ class QuickLane:
             return False
         if weights is not None and (weights.shape != kind.shape or not self._plain(weights, gradients)):
             return False
-        return not ids.is_cpu or not ids.numel() or (int(ids.min()) >= -1 and int(ids.max()) < self._config.num_experts)
+        if self._device >= 0 or not ids.numel():
+            return True
+        return int(ids.min()) >= -1 and int(ids.max()) < self._config.num_experts
 
     def _plain(self, tensor: Tensor, gradients: bool) -> bool:
         """Return whether kernels take this tensor as it is."""
-        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT or tensor.device != self._device:
+        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT or tensor.get_device() != self._device:
             return False
         return not (gradients and tensor.requires_grad)
 
@@ -109,30 +125,39 @@ class QuickLane:
         if "_arena" not in fields:
             return None
         handle = recv.handle
-        weights = handle.topk_weights
-        kind = self._kinds.get((y.shape, handle.num_tokens, handle.topk_ids.dtype, weights is None))
+        ids, weights, tokens = handle.topk_ids, handle.topk_weights, fields["tokens"]
+        kind = self._kinds.get((y.shape, handle.num_tokens, ids.dtype, weights is None))
         if kind is None or handle.owner != self._identity or handle.rank != self._config.rank:
             return None
-        if fields["tokens"].shape[0] != y.shape[0] or y.dtype != self._config.combine_dtype:
+        if tokens.shape[0] != y.shape[0] or y.dtype != self._config.combine_dtype:
             return None
-        if handle.ids_version is not None and version_of(handle.topk_ids) != handle.ids_version:
+        if handle.ids_version is not None and version_of(ids) != handle.ids_version:
             return None
         gradients = torch.is_grad_enabled()
-        if not self._plain(y, gradients) or (gradients and fields["tokens"].requires_grad):
+        if not self._plain(y, gradients) or (gradients and tokens.requires_grad):
             return None
-        if handle.topk_ids.data_ptr() % ALIGNMENT or (weights is not None and weights.data_ptr() % ALIGNMENT):
+        if ids.data_ptr() % ALIGNMENT or (weights is not None and weights.data_ptr() % ALIGNMENT):
             return None
-        made: list[Combine] = []
-
-        def prepare() -> Callable[[], None]:
-            call = Combine(self._rank, CombineRequest(y, recv), kind.plan)
-            made.append(call)
-            return self._launch(call, kind)
-
-        self._make("combine", prepare, recv)
-        return made[0].out
+        session, transport = self._session, self._transport
+        try:
+            session.begin("combine")
+            transport.half_done = session.settled = True
+            transport.raise_error()
+            try:
+                call = Combine(self._rank, CombineRequest(y, recv), kind.plan)
+            except Exception:
+                transport.refuse("combine", over=recv)
+                raise
+            transport.launch_quick("combine", self._rank, self._launch(call, kind))
+            return call.out
+        except BaseException as error:
+            session.unwind("combine", error, lambda: recv)
+            raise
+        finally:
+            session.guard.leave()
 
     def _launch(self, call: Dispatch | Combine, kind: _Kind) -> Callable[[], None]:
+        """Return what launches the call."""
         if kind.direct is None:
             return partial(self._each, call)
         return partial(self._rank.launcher.launch_direct, kind.direct, *call.direct())
@@ -140,18 +165,6 @@ class QuickLane:
     def _each(self, call: Dispatch | Combine) -> None:
         for launch in call.launches():
             self._rank.launcher.launch(*launch)
-
-    def _make(self, phase: Phase, prepare: Callable[[], Callable[[], None]], over: DispatchOutput | None) -> None:
-        session = self._session
-        try:
-            session.begin(phase)
-            self._transport.half_done = session.settled = True
-            self._transport.quick(phase, self._rank, prepare)
-        except BaseException as error:
-            session.unwind(phase, error, lambda: over)
-            raise
-        finally:
-            session.guard.leave()
 
     def learn_dispatch(self, request: DispatchRequest) -> None:
         """Note the kind of an ordinary dispatch without options that was made."""
@@ -180,5 +193,5 @@ class QuickLane:
         if len(self._kinds) >= MOST_KINDS:
             return
         direct = self._rank.launcher.direct_form(plan.both, given)
-        possible = direct is not None or self._device.type == "cpu"
+        possible = direct is not None or self._device < 0
         self._kinds[key] = _Kind(plan, direct, shape) if possible and one_launch else None

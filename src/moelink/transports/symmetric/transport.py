@@ -99,7 +99,7 @@ class SymmetricTransport:
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
-        self._raise_error()
+        self.raise_error()
         with _without_gradients():
             try:
                 calls = [
@@ -129,7 +129,7 @@ class SymmetricTransport:
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
-        self._raise_error()
+        self.raise_error()
         with _without_gradients():
             try:
                 calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
@@ -184,7 +184,7 @@ class SymmetricTransport:
                 launch()
 
         def again(_: object) -> T:
-            self._raise_error()
+            self.raise_error()
             self._count_call(phase)
             self._each([call], start, apart=False)
             self.half_done = False
@@ -198,20 +198,17 @@ class SymmetricTransport:
         """Return the quick lane of a session with one local rank, or None for one with several."""
         return QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 else None
 
-    def quick(self, phase: Phase, rank: Rank, prepare: Callable[[], Callable[[], None]]) -> None:
-        """Make a call of the quick lane: ``prepare`` makes its tensors and returns what launches it."""
-        self._raise_error()
-        try:
-            launch = prepare()
-        except Exception:  # for instance no memory for the outputs; peers are already in the call
-            self.refuse(phase)
-            raise
+    def launch_quick(self, phase: Phase, rank: Rank, launch: Callable[[], None]) -> None:
+        """Count a call of the quick lane and launch it."""
         self._count_call(phase)
         if rank.goes_on(apart=False):
             launch()
-        else:
-            with rank.launching(apart=False):
-                launch()
+            self.half_done = False
+            if self._on_cpu:
+                self.raise_error()
+            return
+        with rank.launching(apart=False):
+            launch()
         self.half_done = False
         self._join()
 
@@ -234,13 +231,13 @@ class SymmetricTransport:
         for rank in self.ranks:
             rank.join()
         if self._on_cpu:
-            self._raise_error()
+            self.raise_error()
 
     def _count_call(self, phase: Phase) -> None:
         if self._detector is not None:
             self._detector.enter(phase)
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
         """Raise what the error records say now, without waiting. Every rank's record is read, because a refusal is told
         once."""
         for error in [rank.error() for rank in self.ranks]:
@@ -318,7 +315,7 @@ class SymmetricTransport:
         """Synchronise and raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""
         for rank in self.ranks:
             rank.synchronize()
-        self._raise_error()
+        self.raise_error()
         for rank in self.ranks:
             nonsense = rank.errors.malformed()
             if nonsense is not None:

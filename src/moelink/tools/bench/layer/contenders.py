@@ -1,8 +1,8 @@
 """Contenders of the layer: their interface, and moelink's own.
 
 A contender computes the layer of :class:`~moelink.tools.bench.layer.data.LayerInput` whole, and, where it can be taken
-apart, as a chain of named parts. All but the layer of transformers compute the grouped products and the activation with
-the same functions, so that they differ in how tokens come to experts and home.
+apart, as a chain of named parts. All with experts in bf16, but for the layer of transformers, compute the grouped
+products and the activation with the same functions, so that they differ in how tokens come to experts and home.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 import moelink
+from moelink.activation import silu_and_quantize
 from moelink.errors import UnsupportedError
 from moelink.nn import MoE
+from moelink.nn.block_quantized import BlockQuantized
+from moelink.nn.expert_backends import ExpertsBackend, multiply
 from moelink.nn.experts import dequantized, grouped_matmul
 from moelink.nn.gated import gated_activation
+from moelink.nn.moe import Experts
+from moelink.nn.quantized_experts import INNER_FORMAT, QuantizedExperts
 from moelink.nn.router import RouterConfig, Routing, route
 from moelink.tools.bench.layer.data import LayerInput, Weights, choose
 from moelink.tools.bench.layer.plan import LayerPlan, Shape
@@ -43,6 +48,7 @@ class LayerContender(Protocol):
         name: in tables and files.
         note: what a reader must know to compare it; "" for nothing.
         fmt: the format that tokens are rounded to on their way to the experts.
+        fp8_experts: weights, and what goes into the second product, are rounded to fp8 as well.
         tolerance: most that :func:`~moelink.tools.bench.layer.data.worst_error` may be.
         capturable: calls do not synchronise with the host, so that a CUDA graph can hold them.
     """
@@ -50,6 +56,7 @@ class LayerContender(Protocol):
     name: str
     note: str
     fmt: str
+    fp8_experts: bool
     tolerance: float
     capturable: bool
 
@@ -68,6 +75,9 @@ class LayerContender(Protocol):
 
 ROUNDINGS = 2.0**-6
 """Tolerance for outputs whose tokens, products and sums are rounded to bf16 and computed in fp32 otherwise."""
+FP8_ROUNDINGS = 2.0**-5
+"""The same where what goes into the second product is rounded to bf16 and then to fp8: the former moves some of the
+latter's roundings to the next code."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +96,13 @@ class Rows:
         rows: [R, n]. Rows from ``offsets[-1]`` on are undefined.
         offsets: [G + 1] int32, exclusive starts of the groups.
         home: what the contender's combine needs besides.
+        scales: of ``rows``, where these were quantised after the first product; else None.
     """
 
     rows: Tensor
     offsets: Tensor
     home: Any
+    scales: Tensor | None = None
 
 
 def run_parts(parts: Sequence[Part], given: LayerInput) -> Tensor:
@@ -136,17 +148,45 @@ def expert_parts(weights: Weights) -> tuple[Part, ...]:
     )
 
 
-def moelink_expert_parts(ep: moelink.Communicator, weights: Weights) -> tuple[Part, ...]:
+def moelink_expert_parts(
+    ep: moelink.Communicator, experts: Experts | QuantizedExperts, weights: Weights
+) -> tuple[Part, ...]:
     """The experts as :class:`moelink.nn.MoE` computes them, from what dispatch returned to what combine takes.
 
-    Rows of formats with scales are converted to bf16 first; others need no conversion.
+    Rows of formats with scales are multiplied as they are where ``experts`` are in fp8, and converted to bf16 before
+    the products otherwise; other rows need no conversion.
     """
+    if isinstance(experts, QuantizedExperts):
+        return fp8_expert_parts(experts)
 
     def convert(at: Rows) -> Rows:
         return replace(at, rows=dequantized(at.home, ep.config, dtype=weights.down.dtype))
 
     converted = ep.config.format.scale_layout is not None
     return (*((Part("convert", convert),) if converted else ()), *expert_parts(weights))
+
+
+def fp8_expert_parts(experts: QuantizedExperts) -> tuple[Part, ...]:
+    """The experts in fp8, as the layer's operator computes them."""
+
+    def product(name: str, codes: Tensor, scales: Tensor) -> Part:
+        def run(at: Rows) -> Rows:
+            rows, row_scales = (at.home.tokens, at.home.scales) if at.scales is None else (at.rows, at.scales)
+            out = torch.empty(len(rows), codes.shape[1], dtype=experts.dtype, device=codes.device)
+            multiply(experts.backend, rows, row_scales, at.offsets, BlockQuantized(codes, scales), out)
+            return replace(at, rows=out)
+
+        return Part(name, run)
+
+    def activate(at: Rows) -> Rows:
+        inner = silu_and_quantize(at.rows, at.offsets, format=INNER_FORMAT)
+        return replace(at, rows=inner.tokens, scales=inner.scales)
+
+    return (
+        product("product 1", experts.gate_up_proj, experts.gate_up_scales),
+        Part("activation", activate),
+        product("product 2", experts.down_proj, experts.down_scales),
+    )
 
 
 class GivenLogits(torch.nn.Module):
@@ -169,11 +209,10 @@ class MoelinkLayer:
     As a whole it is that module. Its parts are the calls that the module makes.
     """
 
-    tolerance = ROUNDINGS
-
     def __init__(
-        self, shape: Shape, weights: Weights, *, fmt: str, max_tokens: int, device: torch.device, timeout: float
-    ) -> None:
+        self, shape: Shape, weights: Weights, *, fmt: str, max_tokens: int, device: torch.device, timeout: float,
+        experts_backend: ExpertsBackend = "auto",
+    ) -> None:  # fmt: skip
         """Open a communicator. Collective over the default group.
 
         Raises:
@@ -182,7 +221,6 @@ class MoelinkLayer:
         on_cpu = device.type == "cpu"
         transport = "collective" if on_cpu and os.environ.get("TRITON_INTERPRET") != "1" else "symmetric"
         self.name, self.fmt = f"moelink {fmt}", fmt
-        self.note = f"{transport} transport, sized for {max_tokens} tokens"
         self.capturable = not on_cpu
         self.ep = moelink.init(
             num_experts=shape.num_experts, topk=shape.topk, hidden_size=shape.hidden_size,
@@ -195,6 +233,11 @@ class MoelinkLayer:
         experts = self.moe.experts
         experts.gate_up_proj = torch.nn.Parameter(weights.gate_up, requires_grad=False)
         experts.down_proj = torch.nn.Parameter(weights.down, requires_grad=False)
+        self.moe.quantize_experts(experts_backend)
+        self.fp8_experts = isinstance(self.moe.experts, QuantizedExperts)
+        self.tolerance = FP8_ROUNDINGS if self.fp8_experts else ROUNDINGS
+        how = f"experts in fp8 by {self.moe.experts_backend}" if self.fp8_experts else "experts in bf16"
+        self.note = f"{transport} transport, sized for {max_tokens} tokens, {how}"
 
     def layer(self, given: LayerInput) -> Tensor:
         """See :class:`LayerContender`."""
@@ -206,7 +249,7 @@ class MoelinkLayer:
         return (
             routing_part(self._shape),
             Part("dispatch", self._dispatch),
-            *moelink_expert_parts(self.ep, self._weights),
+            *moelink_expert_parts(self.ep, self.moe.experts, self._weights),
             Part("combine", self._combine),
         )
 

@@ -2,7 +2,7 @@
 
 An expert's weights are a function of (seed, expert), so that every rank can draw any expert's. The truth of a rank's
 tokens needs no communication: the rank draws the experts one by one and applies each to its tokens. It shares no code
-with the contenders but the choice of experts.
+with the contenders but the choice of experts and the roundings to fp8.
 
 Legend: ``T`` tokens, ``H`` hidden_size, ``E`` num_experts, ``I`` intermediate_size, ``G`` experts of a rank.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moelink.formats import get_format
+from moelink.nn.block_quantized import dequantize_weight, quantize_weight
 from moelink.nn.router import Routing, route
 from moelink.routing import ExpertMap
 from moelink.tools.bench.layer.plan import LayerCase, Shape
@@ -78,8 +79,11 @@ def choose(given: LayerInput, shape: Shape) -> Routing:
     return route(given.logits, shape.router, topk=shape.topk)
 
 
-def truth(given: LayerInput, shape: Shape, *, fmt: str, seed: int) -> Tensor:
-    """Compute the layer's output [T, H] fp32 of tokens that were rounded to ``fmt`` on the way to their experts."""
+def truth(given: LayerInput, shape: Shape, *, fmt: str, seed: int, fp8_experts: bool = False) -> Tensor:
+    """Compute the layer's output [T, H] fp32 of tokens that were rounded to ``fmt`` on the way to their experts.
+
+    ``fp8_experts``: weights, and what goes into the second product, are rounded to fp8 as well.
+    """
     codec = get_format(fmt)
     quantized = codec.quantize(given.x)
     x = codec.dequantize(quantized.payload, quantized.scales).float()
@@ -93,9 +97,14 @@ def truth(given: LayerInput, shape: Shape, *, fmt: str, seed: int) -> Tensor:
         if not len(tokens):
             continue
         fill_expert(gate_up, down, seed=seed, expert=expert)
-        gate, up = (x[tokens] @ gate_up.float().T).chunk(2, dim=1)
+        used = [dequantize_weight(quantize_weight(w)) if fp8_experts else w.float() for w in (gate_up, down)]
+        gate, up = (x[tokens] @ used[0].T).chunk(2, dim=1)
+        inner = gate * gate.sigmoid() * up
+        if fp8_experts:
+            again = codec.quantize(inner)
+            inner = codec.dequantize(again.payload, again.scales).float()
         weight = (routing.topk_weights * chosen).sum(1)[tokens]
-        out[tokens] += (gate * gate.sigmoid() * up) @ down.float().T * weight[:, None]
+        out[tokens] += inner @ used[1].T * weight[:, None]
     return out
 
 

@@ -42,7 +42,7 @@ class TransformersLayer:
     name = TRANSFORMERS
     note = "transformers' own function, products and activation included; its weights are bf16, as models pass them"
     fmt = "bf16"
-    tolerance = ROUNDINGS
+    fp8_experts, tolerance = False, ROUNDINGS
     capturable = True
 
     def __init__(self, at: Setting) -> None:
@@ -114,7 +114,7 @@ class ExchangeLayer:
 
     name = EXCHANGE
     fmt = "bf16"
-    tolerance = ROUNDINGS
+    fp8_experts, tolerance = False, ROUNDINGS
 
     def __init__(self, at: Setting) -> None:
         """Remember the sizes."""
@@ -220,7 +220,7 @@ class FlashInferLayer:
     name = FLASHINFER_LAYER
     note = "one all-to-all sized for the most tokens; the permutation and the sum before combine are torch's"
     fmt = "bf16"
-    tolerance = ROUNDINGS
+    fp8_experts, tolerance = False, ROUNDINGS
     capturable = True
 
     def __init__(self, at: Setting) -> None:

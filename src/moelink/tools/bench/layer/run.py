@@ -141,7 +141,9 @@ def run_shape(report: LayerReport, at: Setting, clock: Clock, say: Callable[[str
                 rows += [LayerRankRow(index, name, reason=f"no truth: {reason}") for name in open_]
                 continue
             for name, contender in open_.items():
-                row, fault = run_contender(contender, inputs, truths[contender.fmt], at.plan.settings, clock)
+                row, fault = run_contender(
+                    contender, inputs, truths[contender.fmt, contender.fp8_experts], at.plan.settings, clock
+                )
                 if fault and isinstance(contender, MoelinkLayer):
                     return replace(report, gate=f"{case.label}: {name}: {fault}", rows=())
                 rows.append(replace(row, case=index))
@@ -153,10 +155,12 @@ def run_shape(report: LayerReport, at: Setting, clock: Clock, say: Callable[[str
     return replace(report, rows=(*report.rows, *rows))
 
 
-def _truths(contenders: Sequence[LayerContender], given: LayerInput, at: Setting) -> dict[str, Tensor]:
-    """The truth of one input for every format that tokens travel in."""
-    formats = dict.fromkeys(contender.fmt for contender in contenders)
-    return {fmt: truth(given, at.shape, fmt=fmt, seed=at.plan.settings.seed) for fmt in formats}
+def _truths(contenders: Sequence[LayerContender], given: LayerInput, at: Setting) -> dict[tuple[str, bool], Tensor]:
+    """The truth of one input for every way in which contenders round."""
+    kinds = dict.fromkeys((contender.fmt, contender.fp8_experts) for contender in contenders)
+    return {
+        (fmt, fp8): truth(given, at.shape, fmt=fmt, seed=at.plan.settings.seed, fp8_experts=fp8) for fmt, fp8 in kinds
+    }
 
 
 def run_contender(
