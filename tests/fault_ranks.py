@@ -21,10 +21,10 @@ from torch import Tensor
 import fast_interpreter  # noqa: F401 - ranks are processes of their own
 import moelink
 import moelink.ops
-from moelink import communicator
 from moelink.control import surroundings
 from moelink.control.values import gather_values
 from moelink.testing import assert_bitwise_equal, rank_data
+from moelink.transports import build as set_up
 
 FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}
 TIMEOUT = 2.0
@@ -324,7 +324,7 @@ def death_in_recover(rank: int, world_size: int, moment: str) -> tuple[str, int]
         if moment == "meeting":
             surroundings.meet = lambda *_, **__: die()
         elif moment == "building":
-            communicator.build_in_group = lambda *_: die()
+            set_up.build_in_group = lambda *_: die()
         else:
             die()
     with pytest.raises(moelink.PeerTimeoutError, match="in recover") as told:
@@ -361,7 +361,7 @@ def left_out(rank: int, world_size: int) -> bool:
     """Of three ranks that recover, the first dies at the end of the set-up. One survivor has its communicator."""
     ep = moelink.init(**FIELDS, timeout=TIMEOUT)
     check_round_trip(ep, rank)
-    build = communicator.build_in_group
+    build = set_up.build_in_group
 
     def last_exchange(*arguments: Any) -> Any:
         built = build(*arguments)
@@ -372,7 +372,7 @@ def left_out(rank: int, world_size: int) -> bool:
             raise moelink.PeerLostError(rank=1, peer=0, phase="init", call=0, expected=0, got=None)
         return built
 
-    communicator.build_in_group = last_exchange
+    set_up.build_in_group = last_exchange
     if rank == 2:
         new = ep.recover([0, 1, 2])
         time.sleep(2 * TIMEOUT)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -22,25 +21,21 @@ from moelink.control.recovery import (
     regroup,
 )
 from moelink.control.surroundings import ProcessSurroundings
-from moelink.errors import ClosedError, PeerTimeoutError
+from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateError
 from moelink.hooks import Hook
+from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic
+from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic, ids_of
 from moelink.transports.bound import BoundDispatch
-from moelink.transports.build import build_in_group
-from moelink.transports.session import Session
-
-_log = logging.getLogger("moelink")
 
 T = TypeVar("T")
 
 
 def open_communicator(config: EPConfig, device: torch.device, world: World) -> Communicator:
-    """Make the communicator of this rank of ``world``. Collective over it."""
-    with torch.inference_mode(False):  # calls write to what is made here, in any mode
-        built = build_in_group(config, device, world)
-    _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, built.transport.name, device)
-    return Communicator(Session([config], [device], built.transport, built.identity, built.detector), world)
+    """Make the communicator of this rank of ``world``, with all its lanes. Collective over it."""
+    lanes = Lanes.open(config, device, world)
+    further = [Communicator(Lanes([lane]), number=number) for number, lane in enumerate(lanes.contexts) if number]
+    return Communicator(lanes, further)
 
 
 class Communicator:
@@ -52,10 +47,12 @@ class Communicator:
     PeerTimeoutError.
     """
 
-    def __init__(self, session: Session, world: World) -> None:
-        self._session = session
-        self._context = ops.OperatorContext(session, world)
-        self._quick: Quick | None = session.quick_lane()
+    def __init__(self, lanes: Lanes, further: Sequence[Communicator] = (), number: int = 0) -> None:
+        """``lanes``: first this one, whose number is ``number``; then those of ``further``."""
+        self._lanes, self._further, self._number = lanes, tuple(further), number
+        self._context = lanes.contexts[0]
+        self._session = self._context.session
+        self._quick: Quick | None = self._session.quick_lane()
 
     @property
     def config(self) -> EPConfig:
@@ -67,6 +64,28 @@ class Communicator:
         """This rank's device."""
         return self._session.devices[0]
 
+    def lane(self, number: int) -> Communicator:
+        """Return lane ``number`` of ``config.lanes``: a communicator of the same ranks with memory of its own.
+
+        Lane 0 is this communicator. Calls of one phase may be in flight in several lanes, as batches that overlap need.
+        All ranks make the calls of all lanes in the same order; their waits need no order. An output belongs to its
+        lane. Lanes end together: what poisons one poisons all, and only lane 0 is closed or recovered, with the others.
+
+        Raises:
+            ArgumentError: there is no such lane.
+        """
+        count = 1 + len(self._further)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+            raise ArgumentError("number", f"a lane in [0, {count}), of as many as init(lanes=) says", number)
+        return (self, *self._further)[number]
+
+    def _require_lane_0(self, what: str) -> None:
+        if self._number:
+            raise StateError(
+                f"{what}: expected the communicator that init returned, got its lane {self._number}; {what} that "
+                "communicator, and its lanes follow"
+            )
+
     def dispatch(
         self,
         x: Tensor,
@@ -77,6 +96,7 @@ class Communicator:
         input_scale: Tensor | Hook | None = None,
         routing: DispatchOutput | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         host_counts: bool = False,
         out: DispatchOutput | None = None,
     ) -> DispatchOutput:
@@ -97,6 +117,9 @@ class Communicator:
                 the output has room for the worst case of so many tokens (or ``capacity``) in place of the worst case of
                 the communicator. Rows that do not fit, as another rank sends more, are dropped and counted as those
                 over ``capacity``. Not with ``routing``.
+            num_sms: SMs that the kernels of this call may occupy, at most the communicator's; symmetric transport
+                only. Ranks need not pass the same. The first call with another number compiles, unless :meth:`warmup`
+                has done so.
             host_counts: return exact-size tensors instead of worst-case ones, and the rows of each expert as a list
                 (``recv.host_counts``), for one host synchronisation.
             out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
@@ -116,12 +139,12 @@ class Communicator:
         if torch.compiler.is_compiling():
             return ops.dispatch(
                 self._context,
-                _dispatch_request(
-                    x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+                DispatchRequest.of(
+                    x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
                 ),
             )
         session, quick = self._session, self._quick
-        plain = scales is None and input_scale is None and routing is None and out is None
+        plain = scales is None and input_scale is None and routing is None and out is None and num_sms is None
         if quick is not None and plain and host_counts is False:
             made = quick.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
             if made is not None:
@@ -129,7 +152,9 @@ class Communicator:
         try:
             session.begin("dispatch")
             ids = ids_of(topk_ids, routing)
-            request = DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens)
+            request = DispatchRequest(
+                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
+            )
             if ops.needs_operator(request):
                 return ops.dispatch(self._context, request)
             made = session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
@@ -152,6 +177,7 @@ class Communicator:
         input_scale: Tensor | Hook | None = None,
         routing: DispatchOutput | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         host_counts: bool = False,
         out: DispatchOutput | None = None,
     ) -> PendingSingle[DispatchOutput]:
@@ -160,16 +186,16 @@ class Communicator:
             return PendingSingle(
                 ops.start_dispatch(
                     self._context,
-                    _dispatch_request(
-                        x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+                    DispatchRequest.of(
+                        x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
                     ),
                 )
             )
         session = self._session
         try:
             session.begin("dispatch")
-            request = _dispatch_request(
-                x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+            request = DispatchRequest.of(
+                x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
             )
             if ops.needs_operator(request):
                 return PendingSingle(ops.start_dispatch(self._context, request))
@@ -192,6 +218,7 @@ class Communicator:
         shared: Tensor | None = None,
         out: Tensor | None = None,
         weigh: bool = True,
+        num_sms: int | None = None,
     ) -> Tensor:
         """Bring expert outputs home and sum them: [num_tokens, hidden_size] of ``combine_dtype``.
 
@@ -208,6 +235,7 @@ class Communicator:
             weigh: False leaves the router weights that went into dispatch to the caller, who has multiplied y by
                 ``recv.weights``: rows are then summed unweighted, as they are where no weights went into dispatch. With
                 ``pre_reduce=True`` all ranks pass the same. Layout "rank" has nothing to weigh.
+            num_sms: as of :meth:`dispatch`.
 
         Gradients flow to y, ``recv``, topk_weights, shared, and a bias or residual; their backward is a dispatch.
 
@@ -215,18 +243,18 @@ class Communicator:
         """
         if torch.compiler.is_compiling():
             return ops.combine(
-                self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+                self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
             )
         session, quick = self._session, self._quick
         plain = topk_weights is None and epilogue is None and shared is None and out is None
-        plain = plain and reduce is True and weigh is True
+        plain = plain and reduce is True and weigh is True and num_sms is None
         if quick is not None and plain:
             made = quick.combine(y, recv)
             if made is not None:
                 return made
         try:
             session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
             if ops.needs_operator(request):
                 return ops.combine(self._context, request)
             made = session.start_combine([self._context.direct(request)], fused=True).wait()[0]
@@ -250,18 +278,19 @@ class Communicator:
         shared: Tensor | None = None,
         out: Tensor | None = None,
         weigh: bool = True,
+        num_sms: int | None = None,
     ) -> PendingSingle[Tensor]:
         """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
         if torch.compiler.is_compiling():
             return PendingSingle(
                 ops.start_combine(
-                    self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+                    self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
                 )
             )
         session = self._session
         try:
             session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
             if ops.needs_operator(request):
                 return PendingSingle(ops.start_combine(self._context, request))
             operation = session.start_combine([self._context.direct(request)], fused=False)
@@ -281,6 +310,7 @@ class Communicator:
         scales: Tensor | None = None,
         input_scale: Tensor | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         out: DispatchOutput | None = None,
     ) -> BoundDispatch:
         """Bind a dispatch to its tensors, for less host time a call. Not collective: nothing is sent before it is
@@ -319,22 +349,25 @@ class Communicator:
             [2.0, 2.0, 2.0]
         """
         self._session.require_open("bind")
-        request = DispatchRequest(x, topk_ids, topk_weights, scales, input_scale, out=out, max_tokens=max_tokens)
+        request = DispatchRequest.of(
+            x, topk_ids, topk_weights, scales, input_scale, None, False, out, max_tokens, num_sms
+        )
         return BoundDispatch(self._session, request)
 
-    def warmup(self) -> None:
-        """Compile everything before the first call (nothing to do on the collective transport)."""
-        self._session.warmup()
+    def warmup(self, *, num_sms: Sequence[int] = ()) -> None:
+        """Compile everything before the first call, for all lanes (nothing to do on the collective transport).
+
+        ``num_sms``: also for calls with these SM limits of their own.
+        """
+        self._lanes.warmup(num_sms)
 
     def check(self) -> None:
         """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""
-        self._session.check()
-        self._context.gradients.check()
+        self._lanes.check()
 
     def traffic(self) -> Traffic:
         """Return the bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
-        own, gradients = self._session.traffic(), self._context.gradients.traffic()
-        return Traffic(own.dispatch + gradients.dispatch, own.combine + gradients.combine)
+        return self._lanes.traffic()
 
     @property
     def dev_ptrs(self) -> Tensor:
@@ -373,7 +406,9 @@ class Communicator:
             PeerTimeoutError: a rank in the list did not come in time, or (PeerLostError) is gone. If it names this
                 rank, the others have gone on without it: it cannot recover any more.
             ClosedError: after :meth:`close`.
+            StateError: this is a lane other than lane 0.
         """
+        self._require_lane_0("recover")
         self._session.guard.require_own_process("recover")
         detector = self._session.detector
         if self._session.closed and (detector is None or detector.closed):
@@ -392,23 +427,26 @@ class Communicator:
                     detector.left_out = error if error.peer == error.rank else None
                     raise
         # Memory and SMs of the old generation make room for the new one.
-        self._context.gradients.close()
-        self._session.release()
+        self._lanes.release()
         with named_as_before(around, survivors):
             recovered = open_communicator(config, self.device, world)
         if around is not None and detector is not None:
             go_on(around, survivors)
-            detector.close(after=3 * self.config.timeout + LINGER_SECONDS)
-        self._context.gradients.close()
+            self._lanes.close_detectors(after=3 * self.config.timeout + LINGER_SECONDS)
         return recovered
 
     def close(self) -> None:
-        """Release everything moelink made, never the caller's process groups. A second call does nothing."""
+        """Release everything moelink made, never the caller's process groups. A second call does nothing.
+
+        Raises:
+            StateError: this is a lane other than lane 0, which closes the others with it.
+        """
+        self._require_lane_0("close")
         self._session.guard.require_own_process("close")
-        self._context.gradients.close()
-        self._session.close()
+        self._lanes.close()
 
     def __enter__(self) -> Communicator:
+        self._require_lane_0("close")
         return self
 
     def __exit__(
@@ -445,25 +483,3 @@ class PendingSingle(Generic[T]):
         if not self._result:
             self._result.append(self._finish())
         return self._result[0]
-
-
-def _dispatch_request(
-    x: Tensor,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | Hook | None,
-    scales: Tensor | None,
-    input_scale: Tensor | Hook | None,
-    routing: DispatchOutput | None,
-    host_counts: bool,
-    out: DispatchOutput | None,
-    max_tokens: int | None,
-) -> DispatchRequest:
-    ids = ids_of(topk_ids, routing)
-    return DispatchRequest(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens)
-
-
-def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:
-    """Return ``topk_ids``, or those of ``routing`` where they are None. What is neither is refused later."""
-    if topk_ids is None and isinstance(routing, DispatchOutput):
-        return routing.handle.topk_ids
-    return topk_ids  # type: ignore[return-value]

@@ -41,6 +41,7 @@ class MemoryReport:
             (:class:`moelink.memory.workspace.Workspace`).
         notes: on the symmetric transport, the routing notes of one dispatch, beside ``outputs``, and the number of the
             message that each row came with.
+        lanes: lanes of the communicator. The other fields are the bytes of one lane, the totals those of all.
     """
 
     wire_send: int
@@ -48,21 +49,23 @@ class MemoryReport:
     outputs: int
     block: int
     notes: int
+    lanes: int = 1
 
     @property
     def total(self) -> int:
         """Bytes that the collective transport holds."""
-        return self.wire_send + self.wire_recv + self.outputs
+        return self.lanes * (self.wire_send + self.wire_recv + self.outputs)
 
     @property
     def symmetric_total(self) -> int:
         """Bytes that the symmetric transport holds."""
-        return self.block + self.notes + self.outputs
+        return self.lanes * (self.block + self.notes + self.outputs)
 
     def __str__(self) -> str:
         sums = {"collective transport": self.total, "symmetric transport": self.symmetric_total}
-        rows = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | sums
-        return "\n".join(f"{name:<20} {size / 2**20:10.1f} MiB" for name, size in rows.items())
+        rows = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "lanes"} | sums
+        lines = [f"{name:<20} {size / 2**20:10.1f} MiB" for name, size in rows.items()]
+        return "\n".join(lines if self.lanes == 1 else [*lines, f"The totals are of {self.lanes} lanes."])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,7 @@ class EPConfig:
         transport: "auto", "collective" or "symmetric".
         ranks_per_node: ranks that can address each other's memory, or None for all of them.
         num_sms: SMs that one kernel may occupy, or None for all of them.
+        lanes: calls of a phase that may be in flight, each in memory of its own (:meth:`moelink.Communicator.lane`).
         timeout: seconds after which a call gives up on a peer.
         rank, world_size: this rank, and their number.
     """
@@ -106,6 +110,7 @@ class EPConfig:
     transport: TransportName = "auto"
     ranks_per_node: int | None = None
     num_sms: int | None = None
+    lanes: int = 1
     timeout: float = 60.0
     world_size: int = 1
     rank: int = field(default=0, metadata={"differs": True})
@@ -117,6 +122,7 @@ class EPConfig:
             ("hidden_size", 1),
             ("max_tokens_per_rank", 0),
             ("expert_alignment", 1),
+            ("lanes", 1),
             ("world_size", 1),
             ("rank", 0),
         ):
@@ -302,6 +308,7 @@ class EPConfig:
             wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
             outputs=self._dispatch_output_bytes(max_tokens) + tokens * results * self.combine_row_bytes,
             block=workspace.nbytes, notes=(workspace.note_words(tokens) + self.row_capacity) * 4,
+            lanes=self.lanes,
         )  # fmt: skip
 
     def _dispatch_output_bytes(self, max_tokens: int | None) -> int:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moelink.communicator import ids_of
 from moelink.config import EPConfig
 from moelink.control.group import plain_device
 from moelink.errors import ArgumentError, ConfigError
@@ -84,12 +83,13 @@ class DeviceCommunicator:
         input_scale: Sequence[Tensor | Hook] | None = None,
         routing: Sequence[DispatchOutput] | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         host_counts: bool = False,
         out: Sequence[DispatchOutput] | None = None,
     ) -> list[DispatchOutput]:
         """Dispatch on every rank; see :meth:`moelink.Communicator.dispatch`."""
         requests = self._dispatch_requests(
-            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
         )
         return self._session.dispatch(requests, fused=True).wait()
 
@@ -103,12 +103,13 @@ class DeviceCommunicator:
         input_scale: Sequence[Tensor | Hook] | None = None,
         routing: Sequence[DispatchOutput] | None = None,
         max_tokens: int | None = None,
+        num_sms: int | None = None,
         host_counts: bool = False,
         out: Sequence[DispatchOutput] | None = None,
     ) -> PendingOperation[list[DispatchOutput]]:
         """Start a dispatch on every rank; ``.wait()`` gives the list."""
         requests = self._dispatch_requests(
-            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens
+            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
         )
         return self._session.dispatch(requests)  # type: ignore[return-value]  # not fused
 
@@ -123,9 +124,10 @@ class DeviceCommunicator:
         shared: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
         weigh: bool = True,
+        num_sms: int | None = None,
     ) -> list[Tensor]:
         """Combine on every rank; see :meth:`moelink.Communicator.combine`."""
-        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
         return self._session.combine(requests, fused=True).wait()
 
     def combine_async(
@@ -139,9 +141,10 @@ class DeviceCommunicator:
         shared: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
         weigh: bool = True,
+        num_sms: int | None = None,
     ) -> PendingOperation[list[Tensor]]:
         """Start a combine on every rank; ``.wait()`` gives the list."""
-        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh)
+        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
         return self._session.combine(requests)  # type: ignore[return-value]  # not fused
 
     def _dispatch_requests(
@@ -155,10 +158,11 @@ class DeviceCommunicator:
         host_counts: bool,
         out: Sequence[DispatchOutput] | None,
         max_tokens: int | None,
+        num_sms: int | None,
     ) -> list[DispatchRequest]:
         return [
-            DispatchRequest(
-                x_i, ids_of(ids_i, routing_i), weights_i, scales_i, scale_i, routing_i, host_counts, out_i, max_tokens
+            DispatchRequest.of(
+                x_i, ids_i, weights_i, scales_i, scale_i, routing_i, host_counts, out_i, max_tokens, num_sms
             )
             for x_i, ids_i, weights_i, scales_i, scale_i, routing_i, out_i in zip(
                 self._spread("x", x),
@@ -182,9 +186,10 @@ class DeviceCommunicator:
         shared: Sequence[Tensor] | None,
         out: Sequence[Tensor] | None,
         weigh: bool,
+        num_sms: int | None,
     ) -> list[CombineRequest]:
         return [
-            CombineRequest(y_i, recv_i, weights_i, reduce, epilogue_i, shared_i, out_i, weigh)  # type: ignore[arg-type]
+            CombineRequest(y_i, recv_i, weights_i, reduce, epilogue_i, shared_i, out_i, weigh, num_sms)  # type: ignore[arg-type]
             for y_i, recv_i, weights_i, epilogue_i, shared_i, out_i in zip(
                 self._spread("y", y),
                 self._spread("recv", recv),
@@ -206,9 +211,9 @@ class DeviceCommunicator:
             raise ArgumentError(name, f"a list of {count} entries, one per device", got)
         return list(values)
 
-    def warmup(self) -> None:
-        """Compile everything before the first call."""
-        self._session.warmup()
+    def warmup(self, *, num_sms: Sequence[int] = ()) -> None:
+        """Compile everything before the first call; see :meth:`moelink.Communicator.warmup`."""
+        self._session.warmup(num_sms)
 
     def check(self) -> None:
         """Synchronise and raise the first error of any rank."""

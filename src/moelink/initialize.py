@@ -32,6 +32,7 @@ def init(
     transport: TransportName = "auto",
     ranks_per_node: int | None = None,
     num_sms: int | None = None,
+    lanes: int = 1,
     timeout: float = 60.0,
 ) -> Communicator:
     """Make this rank's communicator. Collective over ``group``, torchrun's world, or one rank without either.
@@ -82,6 +83,7 @@ def init(
             transport=transport,
             ranks_per_node=ranks_per_node,
             num_sms=num_sms,
+            lanes=lanes,
             timeout=timeout,
             world_size=world.world_size,
             rank=world.rank,

@@ -11,6 +11,7 @@ operators guarantee. Read the modules in this order:
 ``context``                  one communicator as its operators see it; outputs as flat tensors and back
 ``record``                   a transport's plan of a call as tensors of fixed sizes, and back
 ``gradient_communicators``   the communicators that gradients travel over
+``lanes``                    the lanes of a communicator: opened, checked and closed together
 ``rows``                     dequantised rows, through which gradients flow
 ``scale_rows``               gradients of combine, and conversions between dtypes, for the rows that exist
 ===========================  ===========================================================================================

@@ -141,6 +141,7 @@ def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> Dis
         if request.routing is not None:
             check_recv(request.routing, identity=context.static.owner, config=context.config)
         _no_out(request.out)
+        _no_num_sms(request.num_sms)
         check_max_tokens(context.config, request)
         if request.host_counts and torch.compiler.is_compiling():
             raise UnsupportedError(
@@ -169,6 +170,7 @@ def _checked_combine(context: OperatorContext, request: CombineRequest) -> Combi
         check_recv(request.recv, identity=context.static.owner, config=context.config)
         check_weigh(request)
         _no_out(request.out)
+        _no_num_sms(request.num_sms)
         if isinstance(request.epilogue, Hook):
             raise UnsupportedError(
                 "epilogue: expected a tensor for a call with gradients or under a tracer, got a Hook, which stores its "
@@ -208,6 +210,14 @@ def _no_out(out: object) -> None:
         raise UnsupportedError(
             "out: expected None for a call with gradients or under a tracer, whose results are new tensors, got a "
             "tensor; leave it out"
+        )
+
+
+def _no_num_sms(num_sms: object) -> None:
+    if num_sms is not None:
+        raise UnsupportedError(
+            "num_sms: expected None for a call with gradients or under a tracer, whose backward would not know it, got "
+            f"{num_sms!r}; leave it out, or pass num_sms to init"
         )
 
 

@@ -24,7 +24,7 @@ from moelink.config import EPConfig
 from moelink.control.group import World, meet_again
 from moelink.errors import CapacityError, RoutingError
 from moelink.transports.base import Traffic
-from moelink.transports.build import build_in_group
+from moelink.transports.build import open_session
 from moelink.transports.session import Session
 
 GRADIENT_FORMATS = {
@@ -79,11 +79,11 @@ class GradientCommunicators:
             self._config,
             expert_alignment=self._config.row_alignment,
             num_sms=None,
+            lanes=1,
             **changes,  # type: ignore[arg-type]
         )
-        device = self._own.devices[0]
-        built = build_in_group(config, device, meet_again(self._world, config.timeout))
-        return Session([config], [device], built.transport, built.identity, built.detector, self._own.fate)
+        world = meet_again(self._world, config.timeout)
+        return open_session(config, self._own.devices[0], world, self._own.fate)
 
     @property
     def _opened(self) -> list[Session]:

@@ -37,6 +37,7 @@ class DispatchRequest:
         host_counts: exact-size outputs.
         out: an earlier output whose tensors are overwritten, or None.
         max_tokens: a bound on the tokens of every rank, which sizes the output, or None.
+        num_sms: SMs that the kernels of this call may occupy, or None for the communicator's.
         apart: each tensor of the output has memory of its own, as a compiler demands of an operator's results.
     """
 
@@ -49,7 +50,18 @@ class DispatchRequest:
     host_counts: bool = False
     out: DispatchOutput | None = None
     max_tokens: int | None = None
+    num_sms: int | None = None
     apart: bool = False
+
+    @classmethod
+    def of(
+        cls, x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | Hook | None, scales: Tensor | None,
+        input_scale: Tensor | Hook | None, routing: DispatchOutput | None, host_counts: bool,
+        out: DispatchOutput | None, max_tokens: int | None, num_sms: int | None,
+    ) -> DispatchRequest:  # fmt: skip
+        """Make the request of a caller, who may leave ``topk_ids`` to ``routing``."""
+        ids = ids_of(topk_ids, routing)
+        return cls(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms)
 
     @property
     def over(self) -> DispatchOutput | None:
@@ -60,6 +72,13 @@ class DispatchRequest:
         """Return the rows of the output before ``host_counts`` cuts it; over an earlier routing as many as that output
         has, so that the same rows fit."""
         return config.output_rows(self.max_tokens) if self.routing is None else self.routing.src_info.shape[0]
+
+
+def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:
+    """Return ``topk_ids``, or those of ``routing`` where they are None. What is neither is refused later."""
+    if topk_ids is None and isinstance(routing, DispatchOutput):
+        return routing.handle.topk_ids
+    return topk_ids  # type: ignore[return-value]
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +95,7 @@ class CombineRequest:
         shared: [num_tokens, hidden_size] to add before rounding, or None.
         out: where the result goes, or None.
         weigh: multiply by the router weights that went into dispatch; False where the caller has done so.
+        num_sms: SMs that the kernels of this call may occupy, or None for the communicator's.
     """
 
     y: Tensor
@@ -86,6 +106,7 @@ class CombineRequest:
     shared: Tensor | None = None
     out: Tensor | None = None
     weigh: bool = True
+    num_sms: int | None = None
 
     @property
     def over(self) -> DispatchOutput:
@@ -190,8 +211,8 @@ class Transport(Protocol):
         that another transport of the same communicator has found at fault. What a peer has reported first counts.
         """
 
-    def warmup(self) -> None:
-        """Compile and allocate what the first call would."""
+    def warmup(self, num_sms: Sequence[int] = ()) -> None:
+        """Compile and allocate what the first call would, also one with each of these SM limits."""
 
     def check(self) -> None:
         """Synchronise with what is under way and raise the first error of this communicator, if there was one."""

@@ -21,7 +21,7 @@ from moelink.memory.layout import ALIGNMENT
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.session import Session
-from moelink.transports.validation import check_combine, check_dispatch
+from moelink.transports.validation import check_combine, check_dispatch, check_num_sms
 
 
 class BoundCombine:
@@ -53,6 +53,7 @@ class BoundDispatch:
     def __init__(self, session: Session, request: DispatchRequest) -> None:
         config, device = session.configs[0], session.devices[0]
         check_dispatch(config, request, identity=session.identity, device=device)
+        check_num_sms(config, request.num_sms, transport=session.transport.name, device=device)
         _check_bindable(config.weight_dtype, request)
         self._session, self._request = session, request
         self._again: Callable[[DispatchRequest], DispatchOutput] = session.transport.bind_dispatch(request)
@@ -87,6 +88,7 @@ class BoundDispatch:
         epilogue: Tensor | Hook | None = None,
         shared: Tensor | None = None,
         out: Tensor | None = None,
+        num_sms: int | None = None,
     ) -> BoundCombine:
         """Bind a combine of this dispatch's rows to ``y``, and to the other arguments, which are those of
         :meth:`moelink.Communicator.combine`.
@@ -94,7 +96,7 @@ class BoundDispatch:
         Raises:
             StateError: the dispatch was never called.
             ArgumentError: an argument is not acceptable.
-            UnsupportedError: a tensor requires grad, or ``epilogue`` is a hook.
+            UnsupportedError: a tensor requires grad, ``epilogue`` is a hook, or the transport has no SM limit.
         """
         config, device = self._session.configs[0], self._session.devices[0]
         if isinstance(epilogue, Hook) and epilogue.triton_fn is None:
@@ -106,8 +108,9 @@ class BoundDispatch:
             out = torch.empty(
                 self.recv.handle.num_tokens, config.hidden_size, dtype=config.combine_dtype, device=device
             )
-        request = CombineRequest(y, self.recv, epilogue=epilogue, shared=shared, out=out)
+        request = CombineRequest(y, self.recv, epilogue=epilogue, shared=shared, out=out, num_sms=num_sms)
         check_combine(config, request, identity=self._session.identity, device=device)
+        check_num_sms(config, num_sms, transport=self._session.transport.name, device=device)
         _refuse_gradients(request.y, request.epilogue, request.shared)
         made = BoundCombine(self._session, request)
         self._combines.append(made)

@@ -1,4 +1,4 @@
-"""Build a running transport from a configuration: choose it, agree with the peers, allocate memory."""
+"""Build a running transport and its session from a configuration: choose it, agree with peers, allocate memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.select import choose_transport
+from moelink.transports.session import Fate, Session
 from moelink.transports.wire_layout import layout_digest
 
 
@@ -36,6 +37,17 @@ class Built:
     transport: Transport
     identity: str
     detector: FailureDetector | None
+
+
+def open_session(config: EPConfig, device: torch.device, world: World, fate: Fate | None = None) -> Session:
+    """Open the session of this rank of ``world``. Collective over it; raises as :func:`build_in_group`.
+
+    ``fate``: that of the session that this one, a further lane or one for gradients, goes with. If a call of either
+    meets a PeerTimeoutError, both have ended.
+    """
+    with torch.inference_mode(False):  # calls write to what is made here, in any mode
+        built = build_in_group(config, device, world)
+    return Session([config], [device], built.transport, built.identity, built.detector, fate)
 
 
 def build_in_group(config: EPConfig, device: torch.device, world: World) -> Built:

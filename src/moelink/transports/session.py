@@ -36,6 +36,7 @@ from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import INTERRUPTED, LEFT, Failure
 from moelink.errors import (
+    ArgumentError,
     ClosedError,
     ConcurrencyError,
     ForkedError,
@@ -48,7 +49,7 @@ from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Quick, Traffic, Transport
 from moelink.transports.guard import Guard
-from moelink.transports.validation import check_combine, check_dispatch, check_ids, kind_of
+from moelink.transports.validation import check_combine, check_dispatch, check_ids, check_num_sms, kind_of
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ result, the operator did not run, so there was no call that could be refused."""
 
 
 class Fate:
-    """What ends the sessions of one communicator together: its own and those that its gradients travel over.
+    """What ends the sessions of one communicator together: those of its lanes and those that gradients travel over.
 
     Attributes:
         error: the first PeerTimeoutError that a call of any of them met; all later calls raise it.
@@ -218,6 +219,7 @@ class Session:
             check_ids(config, request.topk_ids)
             return
         check_dispatch(config, request, identity=self.identity, device=device)
+        check_num_sms(config, request.num_sms, transport=self.transport.name, device=device)
         if kind[1] is not None:
             self._checked.add(kind)
 
@@ -238,6 +240,7 @@ class Session:
         try:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 check_combine(config, request, identity=self.identity, device=device)
+                check_num_sms(config, request.num_sms, transport=self.transport.name, device=device)
                 if gradients:
                     _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
             requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
@@ -379,10 +382,15 @@ class Session:
         if started is not None and started.operation is operation:
             del self._pending[phase]
 
-    def warmup(self) -> None:
-        """Compile and allocate what the first call would."""
+    def warmup(self, num_sms: Sequence[int] = ()) -> None:
+        """Compile and allocate what the first call would, also one with each of these SM limits."""
         self.require_open("warmup")
-        self.transport.warmup()
+        if not isinstance(num_sms, Sequence):
+            raise ArgumentError("num_sms", "a sequence of integers", f"a {type(num_sms).__name__}")
+        for config, device in zip(self.configs, self.devices, strict=True):
+            for limit in num_sms:
+                check_num_sms(config, limit, transport=self.transport.name, device=device)
+        self.transport.warmup(num_sms)
 
     def check(self) -> None:
         """Synchronise and raise the first error."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.errors import ArgumentError, ForeignHandleError
+from moelink.errors import ArgumentError, ForeignHandleError, UnsupportedError
 from moelink.hooks import Hook
 from moelink.memory.layout import ALIGNMENT
 from moelink.output import DispatchOutput, shape_of_outputs, version_of
@@ -72,13 +72,15 @@ def kind_of(request: DispatchRequest) -> Hashable | None:
     """
     if request.routing is not None or request.out is not None or request.input_scale is not None:
         return None
-    if request.max_tokens is not None and type(request.max_tokens) is not int:
-        return None
+    for bound in (request.max_tokens, request.num_sms):
+        if bound is not None and type(bound) is not int:
+            return None
     given = (request.x, request.topk_ids, request.topk_weights, request.scales)
     return tuple(
         [
             type(request.host_counts),
             request.max_tokens,
+            request.num_sms,
             *[(t.shape, t.dtype, t.device, t.is_contiguous()) if isinstance(t, Tensor) else type(t) for t in given],
         ]
     )
@@ -131,6 +133,25 @@ def check_max_tokens(config: EPConfig, request: DispatchRequest) -> None:
     if not request.x.shape[0] <= bound <= most:
         expected = f"an integer from the {request.x.shape[0]} rows of x to max_tokens_per_rank = {most}"
         raise ArgumentError("max_tokens", expected, bound)
+
+
+def check_num_sms(config: EPConfig, num_sms: object, *, transport: str, device: torch.device) -> None:
+    """Check the SM limit of one call: no more than the communicator's, or than the device has."""
+    if num_sms is None:
+        return
+    if transport != "symmetric":
+        raise UnsupportedError(
+            f"num_sms: expected None with transport={transport!r}, whose library chooses its SMs, got {num_sms!r}; "
+            "leave it out, or use transport='symmetric'"
+        )
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int):
+        raise ArgumentError("num_sms", "an integer or None", f"a {type(num_sms).__name__}")
+    most = config.num_sms
+    if most is None and device.type == "cuda":
+        most = torch.cuda.get_device_properties(device).multi_processor_count
+    if num_sms < 1 or (most is not None and num_sms > most):
+        upper = "" if most is None else f" and <= {most}, which the communicator may use"
+        raise ArgumentError("num_sms", f"an integer >= 1{upper}", num_sms)
 
 
 def _check_ids(config: EPConfig, request: DispatchRequest, num_tokens: int, device: torch.device) -> None:

@@ -133,17 +133,19 @@ class Launcher:
         self._preparing = False
 
     def kernel(
-        self, function: Any, programs: int, *, S: Any, launch: Launch | None = None, **options: Any
-    ) -> CompiledKernel:
-        """Prepare ``function`` with ``programs`` working CTAs, compiled as ``launch`` and ``options`` say, within the
-        SM limit.
+        self, function: Any, programs: int, *, S: Any, launch: Launch | None = None, num_sms: int | None = None,
+        **options: Any,
+    ) -> CompiledKernel:  # fmt: skip
+        """Prepare ``function`` with ``programs`` working CTAs, compiled as ``launch`` and ``options`` say, within an SM
+        limit: ``num_sms``, where S has another than this launcher's, 0 for none.
 
         On a CPU, and for a refused call, ``launch`` may be None.
         """
+        budget = self._num_sms if num_sms is None else num_sms
         resident = 1
         if launch is not None:
             options, resident = {**launch.options, **options}, launch.resident
-        count = grid(programs, self._num_sms, resident=resident, available=self._available)
+        count = grid(programs, budget, resident=resident, available=self._available)
         return CompiledKernel(function, programs, count, S, options)
 
     def current_stream(self) -> int:

@@ -52,16 +52,16 @@ class LaunchPlan:
     @classmethod
     def of(
         cls, rank: Rank, num_tokens: int, reduce: bool, row_weights: bool, home_weights: bool, shared: bool,
-        epilogue: str, hook: Any, raw_sums: bool,
+        epilogue: str, hook: Any, raw_sums: bool, num_sms: int | None,
     ) -> LaunchPlan:  # fmt: skip
-        """Return the launch plan of ``rank`` for ``num_tokens`` own tokens; the others are as in
-        :func:`combine_spec`."""
-        config = rank.config
+        """Return the launch plan of ``rank`` for ``num_tokens`` own tokens, within ``num_sms`` SMs; the others are as
+        in :func:`combine_spec`."""
+        config, workspace, kernel = rank.within(num_sms)
         spec = combine_spec(
-            rank.workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
+            workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
             shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums, tells_weighed=True,
         )  # fmt: skip
-        launch = combine_launch(rank.workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
+        launch = combine_launch(workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
         travels = not spec.ALLREDUCE
         senders = launch.send if travels else 0
         slots = () if reduce else (config.topk,)
@@ -73,7 +73,6 @@ class LaunchPlan:
             num_tokens=num_tokens, y_rows=0, shared_begin=shared_begin, shared_end=shared_end, slot_begin=0,
             spread=launch.spread, status=STATUS_OK, senders=senders, limit=rank.limit, programs=0,
         )  # fmt: skip
-        kernel = rank.launcher.kernel
         send = kernel(kernels.ep_combine_async_kernel, launch.send, **how)
         receive = kernel(kernels.ep_combine_wait_kernel, launch.receive, **how)
         both = kernel(kernels.ep_fused_combine_kernel, senders + launch.receive, **how)
@@ -113,7 +112,7 @@ class Combine:
                 LaunchPlan, handle.num_tokens, request.reduce, request.row_weights is not None, weights is not None,
                 request.shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
                 hook.triton_fn if hook is not None and self._torch_hook is None else None,
-                self._torch_hook is not None,
+                self._torch_hook is not None, request.num_sms,
             )  # fmt: skip
         self.launch_plan = plan
         self.out = self._result(hook)

@@ -72,19 +72,20 @@ class LaunchPlan:
     @classmethod
     def of(
         cls, rank: Rank, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
-        cached: bool, max_tokens: int | None,
+        cached: bool, max_tokens: int | None, num_sms: int | None,
     ) -> LaunchPlan:  # fmt: skip
         """Return the launch plan of ``rank`` for ``num_tokens`` rows of ``dtype``, and at most ``max_tokens`` on any
-        rank; the others are as in :func:`dispatch_spec`."""
-        config, device = rank.config, rank.device
+        rank, within ``num_sms`` SMs; the others are as in :func:`dispatch_spec`."""
+        device = rank.device
+        config, workspace, kernel = rank.within(num_sms)
         spec = dispatch_spec(
-            rank.workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
+            workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
             cached=cached,
         )  # fmt: skip
         launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE), max_tokens=max_tokens)
         later = layout_launch(config, device)
-        cut = TokenSplit.of(num_tokens, programs=launch.send, world_size=rank.workspace.world_size)
-        senders, kernel = 1 + cut.programs, rank.launcher.kernel
+        cut = TokenSplit.of(num_tokens, programs=launch.send, world_size=workspace.world_size)
+        senders = 1 + cut.programs
         shared_begin, shared_end = shared_bounds(config, num_tokens)
         rows = config.output_rows(max_tokens)
         outputs = shape_of_outputs(config, rows=rows, weighted=weights)
@@ -98,7 +99,7 @@ class LaunchPlan:
         send = kernel(kernels.ep_dispatch_async_kernel, senders, S=spec, launch=launch)
         receive = kernel(kernels.ep_dispatch_wait_kernel, launch.receive, S=spec, launch=launch)
         both = kernel(kernels.ep_fused_dispatch_kernel, senders + launch.receive, S=spec, launch=launch)
-        notes = Blank.of(rank.workspace.note_words(num_tokens))
+        notes = Blank.of(workspace.note_words(num_tokens))
         counts = Blank.of(config.num_local_experts, config.world_size)
         arena = ArenaLayout.of([*([] if cached else [("notes", notes)]), ("counts", counts), *outputs.small])
         small = tuple(arena.places[name][0] if name in arena.places else -1 for name in DispatchOutputs._fields[2:])
@@ -196,7 +197,7 @@ class Dispatch:
         return rank.plan(  # type: ignore[no-any-return]
             LaunchPlan, request.x.shape[0], request.x.dtype, request.scales is not None,
             request.topk_weights is not None, request.input_scale is not None, request.routing is not None,
-            request.max_tokens,
+            request.max_tokens, request.num_sms,
         )  # fmt: skip
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -17,7 +18,7 @@ from moelink.env import DEBUG
 from moelink.errors import MoelinkError
 from moelink.kernels.launch.constants import clock_ticks, combine_spec, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
-from moelink.kernels.launch.launcher import Launcher
+from moelink.kernels.launch.launcher import CompiledKernel, Launcher
 from moelink.kernels.records import CreditNumbers, GiveUpNumbers, Peers
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.kernels.sync.signals import ep_give_up_kernel
@@ -83,7 +84,8 @@ class Rank:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         available = sm_count(self.device)
         if self.device.type == "cuda":
-            SM_BUDGET.claim(self, self.device, config.num_sms, available=available)
+            lanes = config.lanes if config.mode == "alltoall" else 1  # nothing waits in the other mode
+            SM_BUDGET.claim(self, self.device, config.num_sms, available=available, lanes=lanes)
         self.launcher = Launcher(
             Peers(self.table, self.record, self.control), self.device, network=self.network,
             num_sms=sm_limit_of(config, self.device), available=available,
@@ -99,6 +101,16 @@ class Rank:
         if key not in self._plans:
             self._plans[key] = plan.of(self, *kind)
         return self._plans[key]  # type: ignore[no-any-return]
+
+    def within(self, num_sms: int | None) -> tuple[EPConfig, Workspace, Callable[..., CompiledKernel]]:
+        """Return what the launch plan of a call is made of: its settings, its workspace, and what prepares its kernels.
+
+        ``num_sms``: the SM limit of the call, or None for that of the communicator. The workspace has the same layout.
+        """
+        if num_sms is None:
+            return self.config, self.workspace, self.launcher.kernel
+        config = dataclasses.replace(self.config, num_sms=num_sms)
+        return config, Workspace(config), partial(self.launcher.kernel, num_sms=sm_limit_of(config, self.device))
 
     def launching(self, *, apart: bool) -> AbstractContextManager[None]:
         """Return a context for launches that continue after all earlier calls. On CUDA it sets the device and the

@@ -277,30 +277,35 @@ class SymmetricTransport:
             rank.give_up(failure)
         return error
 
-    def warmup(self) -> None:
-        """Compile and load every kernel of the usual calls, without launching any. Does nothing on CPUs."""
+    def warmup(self, num_sms: Sequence[int] = ()) -> None:
+        """Compile and load every kernel of the usual calls, without launching any. Does nothing on CPUs.
+
+        ``num_sms``: SM limits of calls, beside that of the communicator.
+        """
         if self._on_cpu:
             return
         for rank in self.ranks:
             with torch.no_grad(), rank.launcher.preparing():
-                self._prepare(rank)
+                for limit in (None, *num_sms):
+                    self._prepare(rank, limit)
 
-    def _prepare(self, rank: Rank) -> None:
+    def _prepare(self, rank: Rank, num_sms: int | None) -> None:
         config = rank.config
         dtype = config.format.input_dtypes[-1 if config.dispatch_format == "fp64" else 0]
         x = torch.empty(1, config.hidden_size, dtype=dtype, device=rank.device)
         ids = torch.empty(1, config.topk, dtype=torch.int32, device=rank.device)
         weights = torch.empty(1, config.topk, dtype=config.weight_dtype, device=rank.device)
         for given in (weights, None):
-            dispatch = Dispatch(rank, DispatchRequest(x=x, topk_ids=ids, topk_weights=given), self._identity)
+            dispatch = Dispatch(rank, DispatchRequest(x, ids, given, num_sms=num_sms), self._identity)
             rows = len(dispatch.output.tokens)
             y = torch.empty(rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
-            combine = Combine(rank, CombineRequest(y=y, recv=dispatch.output))
+            combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
             for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive):
                 call()
             for pass_ in (combine.send_and_receive, combine.send, combine.receive):
                 pass_(combine.passes[0])
-            if config.combine_dtype in config.format.input_dtypes and config.format.scale_dtype is None:
+            plain = config.combine_dtype in config.format.input_dtypes and config.format.scale_dtype is None
+            if plain and num_sms is None:
                 # Gradients of combine's result travel in this way, over the routing of the forward call.
                 grad = x.to(config.combine_dtype)
                 request = DispatchRequest(x=grad, topk_ids=ids, topk_weights=given, routing=dispatch.output)

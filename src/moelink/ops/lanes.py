@@ -1,0 +1,91 @@
+"""Open the lanes of a communicator, and do for all of them what is done to the communicator as a whole.
+
+A lane is a session with connections and, on the symmetric transport, a block of memory of its own, so that a call in it
+may be in flight beside one of the same phase in another lane. Lanes share their fate
+(:class:`moelink.transports.session.Fate`). They do not share a failure detector's count of calls, because ranks may be
+in different calls of two lanes at the same time and still be in step: each lane meets anew, as the sessions of
+gradients do (:mod:`moelink.ops.gradient_communicators`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from moelink.config import EPConfig
+from moelink.control.group import World, meet_again
+from moelink.ops.context import OperatorContext
+from moelink.transports.base import Traffic
+from moelink.transports.build import open_session
+
+_log = logging.getLogger("moelink")
+
+
+class Lanes:
+    """Lanes of one communicator, by number; or one of them alone.
+
+    Attributes:
+        contexts: of each lane. A context has the lane's session, and those of its gradients.
+    """
+
+    def __init__(self, contexts: Sequence[OperatorContext]) -> None:
+        self.contexts = tuple(contexts)
+
+    @classmethod
+    def open(cls, config: EPConfig, device: torch.device, world: World) -> Lanes:
+        """Open ``config.lanes`` lanes of this rank of ``world``. Collective over it.
+
+        Raises: as :func:`moelink.transports.build.build_in_group`. What was opened is closed then.
+        """
+        session = open_session(config, device, world)
+        _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, session.transport.name, device)
+        contexts = [OperatorContext(session, world)]
+        with ExitStack() as opened:
+            opened.callback(session.close)
+            alone = dataclasses.replace(config, lanes=1)
+            for _ in range(1, config.lanes):
+                apart = meet_again(world, config.timeout)
+                beside = open_session(alone, device, apart, session.fate)
+                opened.callback(beside.close)
+                contexts.append(OperatorContext(beside, apart))
+            opened.pop_all()
+        return cls(contexts)
+
+    def warmup(self, num_sms: Sequence[int] = ()) -> None:
+        """Compile and allocate what the first calls would, also those with these SM limits of their own."""
+        for lane in self.contexts:
+            lane.session.warmup(num_sms)
+
+    def check(self) -> None:
+        """Synchronise and raise the first error."""
+        for lane in self.contexts:
+            lane.session.check()
+            lane.gradients.check()
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of rows sent to other ranks, gradients included."""
+        sent = [part.traffic() for lane in self.contexts for part in (lane.session, lane.gradients)]
+        return Traffic(sum(each.dispatch for each in sent), sum(each.combine for each in sent))
+
+    def release(self) -> None:
+        """Release memory and SMs. Calls are no longer possible, but peers that probe this rank still get an answer."""
+        for lane in self.contexts:
+            lane.gradients.close()
+            lane.session.release()
+
+    def close_detectors(self, after: float) -> None:
+        """Stop answering probes, ``after`` seconds from now."""
+        for lane in self.contexts:
+            if lane.session.detector is not None:
+                lane.session.detector.close(after=after)
+
+    def close(self) -> None:
+        """Release everything, whatever one lane raises. A second call does nothing."""
+        with ExitStack() as closing:
+            for lane in reversed(self.contexts):
+                closing.callback(lane.session.close)
+                closing.callback(lane.gradients.close)
