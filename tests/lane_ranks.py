@@ -76,7 +76,7 @@ def two_batches(rank: int, world_size: int, wire: str) -> int:
         other.combine(recv.tokens, recv)
     check_round_trip(lanes[1], rank)
     for of_one in (lanes[1].close, lambda: lanes[1].recover([rank]), lanes[1].__enter__):
-        with pytest.raises(moelink.StateError, match="got its lane 1; .* that communicator, and its lanes follow"):
+        with pytest.raises(moelink.StateError, match="got its lane 1; call (close|recover) on lane 0"):
             of_one()
     for number in (2, -1, True, None):
         with pytest.raises(moelink.ArgumentError, match=r"number: expected a lane in \[0, 2\)"):

@@ -239,7 +239,7 @@ class TestRefusals:
     def test_quantised(self):
         payload, scales = quantized_outputs("mxfp8", 3, 64)
         for name in ("fp8_token", "fp8_block128_e8m0"):
-            with pytest.raises(UnsupportedError, match=f"format_name: .* got '{name}'; quantise what combine returns"):
+            with pytest.raises(UnsupportedError, match=f"format_name: .* got '{name}'; call get_format"):
                 epilogues.block_quantize(name, torch.zeros(3, 512).to(torch.float8_e4m3fn), torch.zeros(3, 1))
         with pytest.raises(ArgumentError, match="format_name: expected a format with scales"):
             epilogues.block_quantize("bf16", payload, scales)

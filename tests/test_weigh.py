@@ -33,6 +33,7 @@ def test_rows_are_summed_as_they_are(transport: str) -> None:
             check_case(case, 2, run_devices(ep, case, 2))
 
 
+@pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("pre_reduce", [True, False])
 @pytest.mark.parametrize("weights", [True, False])
 def test_where_nothing_travels_it_changes_nothing(pre_reduce: bool, weights: bool) -> None:

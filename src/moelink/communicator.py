@@ -82,8 +82,8 @@ class Communicator:
     def _require_lane_0(self, what: str) -> None:
         if self._number:
             raise StateError(
-                f"{what}: expected the communicator that init returned, got its lane {self._number}; {what} that "
-                "communicator, and its lanes follow"
+                f"{what}: expected the communicator that init returned, got its lane {self._number}; call {what} on "
+                "lane 0, which includes all lanes"
             )
 
     def dispatch(

@@ -82,8 +82,8 @@ def block_quantize(
         raise ArgumentError("format_name", "a format with scales (cast() stores rows without)", repr(format_name))
     if fmt.scale_width(4 * fmt.group) != 4:
         raise UnsupportedError(
-            f"format_name: expected a format with one element of scales per group, got {format_name!r}; quantise what "
-            f"combine returns with get_format({format_name!r}).quantize"
+            f"format_name: expected a format with one element of scales per group, got {format_name!r}; call "
+            f"get_format({format_name!r}).quantize on what combine returns"
         )
     if not isinstance(scales_out, Tensor) or scales_out.dim() != 2:
         raise ArgumentError("scales_out", "a tensor [num_tokens, hidden_size / group]", _shape(scales_out))
