@@ -30,6 +30,8 @@ OPTIONS: tuple[dict[str, object], ...] = (
     {"capacity": 5},
     {"capacity": 5, "pre_reduce": False},
     {"expert_alignment": 3},
+    {"layout": "rank", "global_ids": True},
+    {"capacity": 7, "expert_alignment": 2},
 )
 
 

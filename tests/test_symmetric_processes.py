@@ -38,10 +38,12 @@ def pairwise() -> list[Case]:
         {"pre_reduce": False},
         {"mode": "allreduce", "pre_reduce": False, "fused_shared_expert": True},
         {"fused_shared_expert": True},
+        {"expert_alignment": 3},
+        {"layout": "rank", "global_ids": True},
     )
     return [
         Case(Setup(fmt, tuple(o.items())), scenario, seed=i, small=True)
-        for i, (fmt, o, scenario) in enumerate(zip(FORMATS, options, reversed(SCENARIOS), strict=True))
+        for i, (fmt, o, scenario) in enumerate(zip(FORMATS, options, itertools.cycle(reversed(SCENARIOS))))
     ]
 
 
