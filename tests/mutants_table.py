@@ -354,6 +354,27 @@ COLLECTIVE = (
            "test_devices.py::test_messages_are_one_per_token_and_rank"),
 )
 
+QUICK_CALLS = (
+    Mutant("a quick combine goes over ids that were overwritten", "transports/symmetric/quick.py",
+           "if handle.ids_version is not None and version_of(ids) != handle.ids_version:", "if False:",
+           "test_quick.py::test_what_a_quick_call_must_refuse[ids]"),
+    Mutant("a quick call takes an output of another communicator", "transports/symmetric/quick.py",
+           "if kind is None or handle.owner != self._identity or handle.rank != self._config.rank:",
+           "if kind is None:", "test_quick.py::test_what_a_quick_call_must_refuse[owner]"),
+    Mutant("a quick call takes rows that begin anywhere", "transports/symmetric/quick.py",
+           "if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT or", "if not tensor.is_contiguous() or",
+           "test_quick.py::test_other_calls_go_the_ordinary_way"),
+    Mutant("a bound combine goes over the first output for ever", "transports/bound.py",
+           "            combine._request.recv = recv", "            pass",
+           "test_bound.py::test_bound_calls_equal_eager_ones[collective]"),
+    Mutant("new numbers are not packed", "kernels/launch/direct.py",
+           "if numbers is not self._latest:", "if self._latest is None:",
+           "test_launches.py::test_parameters_lie_as_the_members_of_a_struct"),
+    Mutant("tensors of an arena overlap", "output.py",
+           "end += align_up(math.prod(blank.shape) * blank.dtype.itemsize, ALIGNMENT)", "end += ALIGNMENT",
+           "test_arena.py::test_places_are_multiples_of_16_bytes_and_do_not_overlap"),
+)
+
 CONTROL = (
     Mutant("versions are not compared", "control/handshake.py",
            'compare([{"moelink": f"version {peer.version}"} for peer in hellos])', "compare([])",
@@ -815,5 +836,5 @@ QUANTIZED = (
 
 MUTANTS = (
     *FORMATS, *ROUTING, *CALLS, *CALL_ENDS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
-    *TRUST, *QUANTIZED,
+    *TRUST, *QUANTIZED, *QUICK_CALLS,
 )  # fmt: skip

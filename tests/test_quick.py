@@ -111,6 +111,7 @@ def test_other_calls_go_the_ordinary_way(ordinary: Ordinary) -> None:
         assert ordinary.taken() == ["dispatch", "combine"]
 
 
+@pytest.mark.quick("each in milliseconds, and another check")
 @pytest.mark.parametrize("late", ["ids", "owner", "shape"])
 def test_what_a_quick_call_must_refuse(late: str) -> None:
     with moelink.init(**FIELDS) as ep, moelink.init(**FIELDS) as other:
