@@ -197,6 +197,7 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
         bounded(lambda: {}[1], time.monotonic() + 5)
 
 
+@pytest.mark.timeout(900)  # 280 schedules of some seconds, three at a time
 @seeds(20, 300)
 def test_random_schedules_of_init(seeds: Any) -> None:
     """Ranks are killed and started again, stopped, late, or mistype: all come to a communicator, and every failure on
