@@ -509,6 +509,7 @@ def leaves_by_an_exception(rank: int, world_size: int, transport: str) -> tuple[
     try:
         with moelink.init(**FIELDS, **WIRES[transport], timeout=40) as ep:
             usual = timed_round_trip(ep, rank)
+            dist.barrier()  # who is still in its call would hear of it there
             if rank == 1:
                 raise ZeroDivisionError("a user's mistake")
             d, start = data(rank), time.monotonic()
