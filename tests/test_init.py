@@ -153,6 +153,28 @@ def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
         server.close()
 
 
+def test_who_gives_up_while_it_is_probed_is_not_named_for_who_never_came() -> None:
+    """Rank 2 has read the entry of rank 0. Before rank 2 probes it, rank 0 gives up, and its process ends."""
+    store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]
+    entry = Entry(WAITING, bytes(16), servers[0].address, has_group=True)
+    store.set("entry/0", entry.encode())
+
+    class Late(Meeting):
+        def _probe(self, *arguments: Any) -> Any:
+            store.set("entry/0", replace(entry, state=LEFT).encode())
+            servers[0].close()
+            return super()._probe(*arguments)
+
+    meeting = Late(
+        lambda: store, lambda *_: None, rank=2, world_size=3, address=servers[1].address,
+        deadline=time.monotonic() + 0.3,
+    )  # fmt: skip
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*has not called init"):
+        meeting.wait()
+    meeting.abandon()
+    servers[1].close()
+
+
 def test_a_room_is_voided_when_a_member_left_before_it_came() -> None:
     """Rank 0 had read the entry of rank 1, which has left since and saw no roster then: only rank 0 can notice."""
     store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]

@@ -270,7 +270,7 @@ def _meet(
         control = meeting.wait()
     except BaseException as error:
         meeting.abandon(error)
-        probe_server.close()
+        probe_server.close(after=_LINGER_SECONDS)
         raise
     return World(rank, world_size, control=control, store=meeting.room, meeting=meeting, probe_server=probe_server)
 

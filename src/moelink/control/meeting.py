@@ -194,7 +194,7 @@ class Meeting:
         """
         if isinstance(error, PeerTimeoutError):
             detail = f"rank {self.rank} says so: {error}"[:150]
-            self._end(Setback(error.peer, detail, lost=isinstance(error, PeerLostError)), seconds=0.1)
+            self._end(Setback(error.peer, detail, lost=isinstance(error, PeerLostError)), seconds=_LAST_WORD_SECONDS)
         else:
             why = f"it raised {type(error).__name__} in init" if error is not None else "it gave up"
             self._end(Setback(self.rank, why), seconds=_LAST_WORD_SECONDS)
@@ -289,6 +289,9 @@ class Meeting:
             return
         results = self._probe(entries)
         lost = [rank for rank, result in results.items() if result.lost]
+        if lost:  # a rank that gave up since its entry was read says so before its probe server ends
+            everybody = self._read_entries()
+            lost = [rank for rank in lost if everybody.get(rank) == entries[rank]]
         left = [rank for rank, entry in everybody.items() if entry.state == LEFT]
         # A rank that gave up a moment ago did so because of one that is missing here, too: name that one.
         missing = [rank for rank in range(self.world_size) if rank not in everybody] or left
