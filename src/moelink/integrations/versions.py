@@ -1,0 +1,82 @@
+"""Say which releases of other people's libraries the integrations were tested with, and refuse all others by name.
+
+An adapter calls :func:`require` before it subclasses or registers anything. What a release outside its range would do
+with moelink nobody has seen: it may call an adapter differently, and the sums would be wrong without an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+
+from moelink.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Releases of a package that an integration works with.
+
+    Attributes:
+        first: the first of them, inclusive.
+        end: the first one after them, exclusive.
+        tested: the release that the tests run with.
+        extra: moelink's extra that installs the package, as in ``moelink[extra]``.
+    """
+
+    first: str
+    end: str
+    tested: str
+    extra: str
+
+    def has(self, release: str) -> bool:
+        """Return whether ``release`` is one of them. What follows its numbers (``rc1``, ``+cpu``) is not looked at.
+
+        >>> Releases("0.3", "0.4", "0.3.0", "torchtitan").has("0.3.1+cpu")
+        True
+        """
+        return _numbers(self.first) <= _numbers(release) < _numbers(self.end)
+
+
+RELEASES: Mapping[str, Releases] = MappingProxyType(
+    {
+        "torchtitan": Releases("0.3.0", "0.4", "0.3.0", "torchtitan"),
+        "megatron-core": Releases("0.16.0", "0.17", "0.16.1", "megatron"),
+        "vllm": Releases("0.33.0", "0.34", "0.33.0", "vllm"),
+        "sglang": Releases("0.5.23", "0.6", "0.5.23", "sglang"),
+        "transformers": Releases("5.17.0", "6", "5.23.0", "transformers"),
+    }
+)
+"""By name of the distribution, the one table of versions: documentation, tests and the nightly job read it."""
+
+
+def require(package: str) -> str:
+    """Return the installed release of ``package``, a key of :data:`RELEASES`.
+
+    Raises:
+        UnsupportedError: it is not installed, or not one of the releases that the integration works with.
+    """
+    known = RELEASES[package]
+    install = f"pip install 'moelink[{known.extra}]'"
+    try:
+        found = version(package)
+    except PackageNotFoundError as error:
+        raise UnsupportedError(
+            f"{package}: expected a release from {known.first} to before {known.end}, got none; {install}"
+        ) from error
+    if not known.has(found):
+        raise UnsupportedError(
+            f"{package}: expected a release from {known.first} to before {known.end}, got {found}; {install}"
+        )
+    return found
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Return the leading numbers of ``release``: (0, 16, 1) for "0.16.1rc2"."""
+    leading = re.match(r"v?(\d+(?:\.\d+)*)", release)
+    numbers = [int(part) for part in leading[1].split(".")] if leading else [0]
+    while len(numbers) > 1 and numbers[-1] == 0:  # 0.4 and 0.4.0 are the same
+        numbers.pop()
+    return tuple(numbers)

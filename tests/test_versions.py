@@ -1,0 +1,42 @@
+"""Releases of frameworks outside the tested range are refused by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from moelink.errors import UnsupportedError
+from moelink.integrations import versions
+from moelink.integrations.versions import RELEASES, Releases, require
+
+
+@pytest.mark.quick("milliseconds each")
+@pytest.mark.parametrize(
+    ("release", "inside"),
+    [
+        ("0.3", True), ("0.3.0", True), ("0.3.9rc1", True), ("0.3.1+cpu", True), ("0.4", False), ("0.4.0", False),
+        ("0.2.99", False), ("0.10.0", False), ("v0.3.2", True), ("main", False),
+    ],
+)  # fmt: skip
+def test_a_release_is_compared_by_its_numbers(release: str, inside: bool) -> None:
+    assert Releases("0.3.0", "0.4", "0.3.0", "torchtitan").has(release) is inside
+
+
+def test_every_range_has_the_release_that_was_tested() -> None:
+    for package, releases in RELEASES.items():
+        assert releases.has(releases.tested), package
+        assert not releases.has(releases.end), package
+
+
+def test_what_is_missing_or_outside_the_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(versions, "version", lambda package: "0.16.1")
+    assert require("megatron-core") == "0.16.1"
+    with pytest.raises(UnsupportedError, match=r"vllm: expected a release from 0.33.0 to before 0.34, got 0.16.1; pip"):
+        require("vllm")
+    monkeypatch.setattr(versions, "version", absent)
+    with pytest.raises(UnsupportedError, match=r"sglang: .*got none; pip install 'moelink\[sglang\]'"):
+        require("sglang")
