@@ -8,6 +8,8 @@ inherited by the ranks that tests spawn.
 """
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,12 +37,17 @@ def pytest_configure(config):
     os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
 
 
+CHOSEN = pytest.StashKey[list[str]]()
+"""Node ids of the tests that run."""
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("full"):
         items[:], left_out = choose(items, config.args)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
+    config.stash[CHOSEN] = [item.nodeid for item in items]
 
 
 DESELECTED = pytest.StashKey[int]()
@@ -74,6 +81,27 @@ def started_rank_server():
     """Interpreted ranks start in a tenth of a second each. On a GPU machine each rank loads what it uses."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         rank_server.start()
+
+
+@pytest.fixture
+def tests_of_the_quick_tier(pytestconfig):
+    """A function that returns the node ids of the quick tier in files of ``tests/``.
+
+    They are those of this run where it is of the quick tier and has all tests. Otherwise pytest collects the files.
+    """
+
+    def of(files):
+        whole = pytestconfig.args == pytestconfig.getini("testpaths") and not pytestconfig.option.keyword
+        if whole and not pytestconfig.getoption("full"):
+            return {node for node in pytestconfig.stash[CHOSEN] if node.partition("::")[0] in set(files)}
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        root = Path(__file__).parent.parent
+        done = subprocess.run([*command, *files], cwd=root, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    return of
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 
 import bench_ranks
 import moelink
+from commands import run_python
 from moelink.tools.bench import Case, make_plan, render, run
 from moelink.tools.bench.ceiling import Ceiling, CeilingSamples
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC, check_transports
@@ -30,8 +31,7 @@ CPU = torch.device("cpu")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result of the smoke preset, by the command that a user types."""
     out = tmp_path_factory.mktemp("bench") / "deep" / "smoke.json"
-    command = [sys.executable, "-m", "moelink", "bench", "--preset", "smoke", "--out", str(out), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = run_python("-m", "moelink", "bench", "--preset", "smoke", "--out", out, "--json", timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(out.read_text())
     assert "starting 2 ranks" in done.stderr

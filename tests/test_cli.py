@@ -17,6 +17,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import moelink
+from commands import run_in_terminal, run_python
 from moelink.env import VARIABLES
 from moelink.testing import RankFailedError
 from moelink.tools.cli import app as commands
@@ -31,10 +32,7 @@ ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
 
 
 def run_module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moelink", *arguments],
-        capture_output=True, text=True, check=False, env={**os.environ, **environment}, timeout=200,
-    )  # fmt: skip
+    return run_python("-m", "moelink", *arguments, environment={**os.environ, **environment}, timeout=200)
 
 
 def make_report(**changes: object) -> DemoReport:
@@ -155,33 +153,15 @@ def test_a_variable_that_is_not_set_is_shown_as_such() -> None:
     assert all(variable["value"] is None for variable in document["variables"])
 
 
-def run_in_terminal(**environment: str) -> str:
+def in_terminal(**environment: str) -> str:
     """Output of ``moelink env`` when stdout is a terminal."""
-    pty = pytest.importorskip("pty")
-    master, slave = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moelink", "env"], stdout=slave, stderr=subprocess.DEVNULL,
-        env={**clean, "TERM": "xterm-256color", **environment},
-    )  # fmt: skip
-    os.close(slave)
-    chunks = []
-    while True:
-        try:
-            chunk = os.read(master, 65536)
-        except OSError:
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    os.close(master)
-    assert process.wait() == 0
-    return b"".join(chunks).decode()
+    return run_in_terminal("-m", "moelink", "env", environment={**clean, "TERM": "xterm-256color", **environment})
 
 
 def test_a_terminal_gets_lines_and_no_color_is_honoured() -> None:
-    assert "╭" in run_in_terminal()
-    codes = {code for match in ESCAPE.findall(run_in_terminal(NO_COLOR="1")) for code in match.split(";")}
+    assert "╭" in in_terminal()
+    codes = {code for match in ESCAPE.findall(in_terminal(NO_COLOR="1")) for code in match.split(";")}
     assert not codes & {str(code) for code in (*range(30, 38), 38, *range(90, 98))}
 
 

@@ -18,13 +18,13 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from commands import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "support" / "reference.py"
@@ -101,21 +101,17 @@ def run_page(page: Path, folder: Path) -> None:
     for block in python:
         kind, argument = block.need or ("", "")
         if kind == "torchrun":
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={argument}"]
-            programs.append((launcher, [block]))
+            programs.append((int(argument), [block]))
         elif kind != "skip" and argument not in missing:
             together.append(block)
     if together:
-        programs.insert(0, ([], together))
+        programs.insert(0, (0, together))
     if not programs:
         pytest.skip(f"not installed: {', '.join(sorted(missing))}")
-    for number, (launcher, blocks) in enumerate(programs):
+    for number, (ranks, blocks) in enumerate(programs):
         script = folder / f"{page.stem.replace('-', '_')}_{number}.py"
         script.write_text(script_of(blocks))
-        done = subprocess.run(
-            [sys.executable, *launcher, str(script)], cwd=folder, env=ENVIRONMENT, timeout=TIMEOUT,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = run_python(script, ranks=ranks, environment=ENVIRONMENT, folder=folder, timeout=TIMEOUT)
         assert done.returncode == 0, f"{page.name}, by its own line numbers:\n{done.stdout}{done.stderr}"
 
 

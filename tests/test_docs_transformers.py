@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ if find_spec("transformers") is None:
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moelink.testing import free_port
+from commands import run_python
 from transformers_models import VOCABULARY, build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,12 +31,7 @@ def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 def run_with_torchrun(ranks: int) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}",
-         str(EXAMPLE)],
-        capture_output=True, text=True, check=False, timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    done = run_python(EXAMPLE, ranks=ranks, environment=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

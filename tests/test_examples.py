@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -21,11 +21,7 @@ ENVIRONMENT = {
 
 def run(*command: str | Path, ranks: int = 0) -> str:
     """What an example printed; ``ranks`` for torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    done = subprocess.run(
-        [sys.executable, *launcher, *map(str, command)],
-        capture_output=True, text=True, check=False, timeout=120, env=ENVIRONMENT, cwd=EXAMPLES,
-    )  # fmt: skip
+    done = run_python(*command, ranks=ranks, environment=ENVIRONMENT, folder=EXAMPLES)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch import Tensor
 
 import moelink
 from cases import Case, Setup
+from commands import run_python
 from moelink import ops
 from moelink.ops import library, record
 from moelink.ops.context import REGISTRY
@@ -233,6 +232,5 @@ def test_the_guide_says_what_was_measured() -> None:
     us = {name: times["median"] for name, times in document["rows"][0]["us"].items()}
     assert document["gate"] == "passed"
     assert us["choice"] < (us["operator"] - us["direct"]) / 10  # or there would be no reason to bypass the operators
-    command = [sys.executable, "-m", "moelink.tools.bench.render", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-m", "moelink.tools.bench.render", "--check")
     assert done.returncode == 0, done.stderr

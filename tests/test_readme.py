@@ -1,19 +1,17 @@
 """What the README shows: its table is the benchmark's, its picture is drawn from its data. Its code: test_docs.py."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_table_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "moelink.tools.bench.render", "--check"], capture_output=True, text=True, check=False
-    )
+    done = run_python("-m", "moelink.tools.bench.render", "--check")
     assert done.returncode == 0, done.stderr
 
 
