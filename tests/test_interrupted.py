@@ -16,13 +16,13 @@ from moelink.testing import run_ranks
 @pytest.mark.quick("what is half done differs between the transports")
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 def test_an_exception_at_some_lines_of_a_call(transport: str) -> None:
-    some_lines(transport, 23, 5)
+    some_lines(transport, 31, 5)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(16))
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 def test_an_exception_at_every_line_of_a_call(transport: str, part: int) -> None:
-    some_lines(transport, 4, part)
+    some_lines(transport, 16, part)
 
 
 @pytest.mark.quick("each phase has its own path")

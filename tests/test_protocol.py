@@ -265,7 +265,7 @@ def test_missing_release_is_caught(monkeypatch, modules, form):
 @PLANTED
 def test_missing_release_over_a_routing_is_caught(monkeypatch):
     monkeypatch.setattr(send, "publish", publish_without_release)
-    assert caught(ONE, again=1, drain=0.01, speed=slow_senders) is not None
+    assert caught(ONE, again=1, first=3, drain=0.01, speed=slow_senders) is not None
 
 
 @PLANTED
