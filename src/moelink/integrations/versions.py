@@ -59,7 +59,7 @@ def require(package: str) -> str:
         UnsupportedError: it is not installed, or not one of the releases that the integration works with.
     """
     known = RELEASES[package]
-    install = f"pip install 'moelink[{known.extra}]'"
+    install = f"run pip install 'moelink[{known.extra}]'"
     try:
         found = version(package)
     except PackageNotFoundError as error:
