@@ -207,9 +207,7 @@ def test_noted_rows_are_in_their_groups():
     sizes, starts = (torch.tensor(v, dtype=torch.int32) for v in ([3, 0, 5, 0], [2, 6, 6, 12]))
     rows = torch.tensor([[2, 4, 6, -1], [5, -2, 10, 1]], dtype=torch.int32)
     out = torch.zeros(4, 2, 4, dtype=torch.int32)
-    _noted[(1,)](
-        rows, sizes, starts, out, S=SimpleNamespace(SCALE_LAYOUT=2, MESSAGES_PER_STEP=2, ROWS_PER_MESSAGE_POW2=4)
-    )
+    _noted[(1,)](rows, sizes, starts, out, S=SimpleNamespace(SCALE_LAYOUT=2, MASKED=False, ROWS_PER_MESSAGE_POW2=4))
     _, keep, inner, block = out.tolist()
     assert keep == [[1, 1, 1, 0], [0, 0, 0, 0]]
     assert (inner[0][:3], block[0][:3]) == ([0, 2, 0], [4, 4, 12])
