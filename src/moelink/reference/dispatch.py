@@ -297,12 +297,12 @@ def reference_dispatch(
         if masked:
             every_row, offsets = _place_apart(groups, capacity)
             rows = [row for row in every_row if row.inner < capacity]
-            total, by_row = offsets[-1], (len(groups), capacity)
+            total, by_row = offsets[-1], [len(groups), capacity]
         else:
             every_row, offsets = _place(groups, _row_alignment(config))
             offsets = [min(offset, capacity) for offset in offsets]
             rows = [row for row in every_row if row.row < capacity]
-            total, by_row = capacity, (capacity,)
+            total, by_row = capacity, [capacity]
         num_groups = len(offsets) - 1
         routed = sum(config.layout == "rank" or row.origin[2] >= 0 for row in rows)
 
