@@ -49,7 +49,8 @@ def calls(rank: int, world_size: int, options: dict[str, Any]) -> int:
     fields = {**FIELDS, **options, "lanes": 2, "timeout": 60}
     limit: dict[str, Any] = {"num_sms": 1} if options["transport"] == "symmetric" else {}
     late = not options.get("pre_reduce", True)
-    with moelink.init(**fields) as plain, moelink.init(**fields, layout="masked", rows_per_expert=12) as ep:
+    expert = {**fields, "transport": "collective"}
+    with moelink.init(**expert) as plain, moelink.init(**fields, layout="masked", rows_per_expert=12) as ep:
         d, home = data(rank, seed=1, tokens=3 - rank % 2), data(rank + 5, tokens=3 - rank % 2).x
         given = d.x, d.topk_ids, d.topk_weights
         want = plain.dispatch(*given)

@@ -10,7 +10,7 @@ import torch
 
 import masked_ranks
 import moelink
-from cases import FIELDS, Case, Result, Setup, by_setup, check_case, check_rows, rows_of_scales, used_rows
+from cases import FIELDS, Case, Result, Setup, check_case, check_rows, rows_of_scales, used_rows
 from moelink import nn, ops, reference
 from moelink.formats.base import ScaleLayout
 from moelink.output import OutputShape
@@ -66,11 +66,12 @@ def check(transport: Any, case: Case, world: int, *, salt: int = 1) -> list[Any]
 @pytest.mark.quick("each layout of scales, over options that are dealt out to them")
 @pytest.mark.parametrize("fmt", LAYOUTS)
 def test_equals_the_oracle(fmt, filled_memory):
-    """Each option on the collective transport, and of interpreted kernels the next two options for each format."""
-    first = 2 * LAYOUTS.index(fmt)
-    for number, (options, scenario, world) in enumerate(OPTIONS):
+    """Three options for each format in turn, the first of them with interpreted kernels, too."""
+    for turn in range(3):
+        number = (LAYOUTS.index(fmt) + 2 * turn) % len(OPTIONS)
+        options, scenario, world = OPTIONS[number]
         case = Case(masked(fmt, **options), scenario, seed=number, small=True)
-        for name in TRANSPORTS[: 2 if (number - first) % len(OPTIONS) < 2 else 1]:
+        for name in TRANSPORTS[: 1 if turn else 2]:
             transport = transport_of(name, case.setup, world)
             check(transport, case, world)
             transport.close()
@@ -154,7 +155,8 @@ def test_what_no_row_fills_is_not_written(name):
                     tensor.view(torch.uint8).fill_(0xAA)
             for recv in ep.dispatch(*given, out=out):
                 used = used_rows(recv.num_recv_per_expert, recv.tokens.shape[1])
-                assert used.any() and not used.all()
+                assert used.any()
+                assert not used.all()
                 by_row = (recv.tokens, recv.src_info, recv.weights, rows_of_scales(recv.scales, used.shape[1]))
                 for rows in by_row:
                     unused = rows[~used] if rows.element_size() > 1 else rows.view(torch.uint8)[~used]
@@ -220,8 +222,6 @@ def test_refusals(name):
                 assert ep.dispatch(rows, ids).tokens.shape == (4, 6, 128)
         with pytest.raises(moelink.UnsupportedError, match="use layout='expert'"):
             ep.combine_async(y.clone().requires_grad_(), recv)
-        with pytest.raises(moelink.UnsupportedError, match="under a tracer, got 'masked'"):
-            torch.compile(lambda x: ep.dispatch(x, ids).tokens, backend="eager", fullgraph=False)(x)
         with pytest.raises(moelink.ArgumentError, match=r"y: expected shape \[4, 6, 128\], got \[24, 128\]"):
             ep.combine(y.flatten(0, 1), recv)
         with pytest.raises(
@@ -230,20 +230,7 @@ def test_refusals(name):
             ops.dequantize(ep, recv)
         with pytest.raises(moelink.ConfigError, match=r"layout: expected 'expert' for moelink.nn.MoE .*, got 'masked'"):
             nn.MoE(ep, intermediate_size=64)
-        weight = torch.randn(4, 128, 128).bfloat16()
-        with pytest.raises(moelink.ArgumentError, match="rows"):
-            nn.grouped_experts(recv.tokens, recv.row_offsets, weight, weight)
+        gate_up, down = torch.randn(4, 128, 128).bfloat16(), torch.randn(4, 128, 64).bfloat16()
+        with pytest.raises(moelink.ArgumentError, match=r"tokens: expected shape \[R, 128\], got \[4, 6, 128\]"):
+            nn.grouped_experts(y, recv.row_offsets, gate_up, down, activation=torch.nn.functional.silu)
         assert_bitwise_equal(ep.combine(y, recv), ep.combine(ep.dispatch(x, ids).tokens, recv))
-
-
-def test_runs_of_one_setup_share_a_communicator():
-    """A communicator serves calls of any size: what one leaves behind is not in the next."""
-    setup = masked("fp8_block128", rows_per_expert=8)
-    cases = [
-        Case(setup, scenario, seed=i, small=True) for i, scenario in enumerate(("one_expert", "holes", "all_empty"))
-    ]
-    for _, group in by_setup(cases):
-        transport = one_process(setup.fields, 2)
-        for case in group:
-            check(transport, case, 2)
-        transport.close()

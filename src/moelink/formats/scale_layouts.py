@@ -42,10 +42,12 @@ def scatter_by_group(
     """
     ends = torch.searchsorted(groups, torch.arange(len(out), device=groups.device), right=True).tolist()
     first, offsets = torch.zeros_like(inner), torch.tensor([0, rows_per_group], dtype=torch.int32, device=out.device)
-    for group, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+    begin = 0
+    for group, end in enumerate(ends):
         if begin < end:
             rows, one = inner[begin:end], first[begin:end]
             layout.scatter(out[group], scales[begin:end], rows=rows, groups=one, row_offsets=offsets)
+        begin = end
 
 
 def _past_the_size(place: Tensor, starts: Tensor, ends: Tensor, sizes: Tensor) -> Tensor:
