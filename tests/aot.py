@@ -146,6 +146,9 @@ def kernels(part):
             yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if part == "kernels":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
+            masked = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt, layout="masked"))
+            spec = dispatch_spec(masked, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
+            yield f"dispatch_wait_masked-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         elif fmt not in ("bf16", *SENT_OTHERWISE):
             cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x

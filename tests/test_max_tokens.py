@@ -29,6 +29,7 @@ SETUPS = (
     Setup("mxfp8", (("mode", "allreduce"), ("fused_shared_expert", True))),
     Setup("fp8_block128", (("capacity", 7), ("expert_alignment", 4))),
     Setup("bf16", (("mode", "allreduce"), ("layout", "rank"))),
+    Setup("fp8_block128", (("layout", "masked"), ("rows_per_expert", 16))),
 )
 
 
