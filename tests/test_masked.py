@@ -205,10 +205,11 @@ def test_a_layout_of_scales_has_blocks_of_its_own():
     assert moelink.get_format("mxfp8").scale_layout.group_shape(256, 6) == (2, 2, 32, 4, 4)
 
 
+@pytest.mark.quick("calls of known kinds are checked in another way")
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_refusals(name):
     """What is for other layouts is refused by name, and the next call works."""
-    fields = dict(num_experts=4, topk=2, hidden_size=128, max_tokens_per_rank=3, layout="masked", transport=name)
+    fields = dict(num_experts=4, topk=2, hidden_size=128, max_tokens_per_rank=4, layout="masked", transport=name)
     x, ids = torch.randn(3, 128).bfloat16(), torch.tensor([[0, 1], [2, 3], [0, -1]])
     with moelink.init(**fields, device="cpu") as ep:
         recv = ep.dispatch(x, ids)
@@ -219,10 +220,14 @@ def test_refusals(name):
             ):
                 ep.dispatch(rows, ids)
             with torch.no_grad():
-                assert ep.dispatch(rows, ids).tokens.shape == (4, 6, 128)
+                assert ep.dispatch(rows, ids).tokens.shape == (4, 8, 128)
         with pytest.raises(moelink.UnsupportedError, match="use layout='expert'"):
             ep.combine_async(y.clone().requires_grad_(), recv)
-        with pytest.raises(moelink.ArgumentError, match=r"y: expected shape \[4, 6, 128\], got \[24, 128\]"):
+        small = ep.dispatch(x, ids, max_tokens=3)
+        ep.combine(y, recv)
+        with pytest.raises(moelink.ArgumentError, match=r"y: expected shape \[4, 6, 128\], got \[4, 8, 128\]"):
+            ep.combine(y, small)
+        with pytest.raises(moelink.ArgumentError, match=r"y: expected shape \[4, 8, 128\], got \[32, 128\]"):
             ep.combine(y.flatten(0, 1), recv)
         with pytest.raises(
             moelink.UnsupportedError, match="dequantize: expected an output of layout 'expert' or 'rank'"
@@ -231,6 +236,6 @@ def test_refusals(name):
         with pytest.raises(moelink.ConfigError, match=r"layout: expected 'expert' for moelink.nn.MoE .*, got 'masked'"):
             nn.MoE(ep, intermediate_size=64)
         gate_up, down = torch.randn(4, 128, 128).bfloat16(), torch.randn(4, 128, 64).bfloat16()
-        with pytest.raises(moelink.ArgumentError, match=r"tokens: expected shape \[R, 128\], got \[4, 6, 128\]"):
+        with pytest.raises(moelink.ArgumentError, match=r"tokens: expected shape \[R, 128\], got \[4, 8, 128\]"):
             nn.grouped_experts(y, recv.row_offsets, gate_up, down, activation=torch.nn.functional.silu)
         assert_bitwise_equal(ep.combine(y, recv), ep.combine(ep.dispatch(x, ids).tokens, recv))
