@@ -146,9 +146,6 @@ def kernels(part):
             yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         if part == "kernels":
             yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
-            masked = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt, layout="masked"))
-            spec = dispatch_spec(masked, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
-            yield f"dispatch_wait_masked-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
         elif fmt not in ("bf16", *SENT_OTHERWISE):
             cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x
@@ -162,6 +159,9 @@ def kernels(part):
     yield f"combine_wait-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
     yield f"fused_combine-{pre_reduce}", combine.ep_fused_combine_kernel, spec, "*bf16"
     if part == "variants":
+        workspace = Workspace(moelink.EPConfig(**shape, dispatch_format="fp8_block128", layout="masked"))
+        spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
+        yield "dispatch_wait_masked-fp8_block128", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
         workspace = Workspace(moelink.EPConfig(**{**shape, "world_size": 2, "max_tokens_per_rank": 1024}))
         assert workspace.lamport_tokens == 1024
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
