@@ -13,8 +13,11 @@ import moelink
 from cases import FIELDS, Case, Result, Setup, check_case, check_rows, rows_of_scales, used_rows
 from moelink import nn, ops, reference
 from moelink.formats.base import ScaleLayout
+from moelink.kernels.launch.constants import DispatchSpec
+from moelink.kernels.launch.launcher import Launcher
 from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal, run_ranks
+from moelink.transports.symmetric.rank import Rank
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, over
 
 TRANSPORTS = ("collective", "symmetric")
@@ -239,3 +242,15 @@ def test_refusals(name):
         with pytest.raises(moelink.ArgumentError, match=r"tokens: expected shape \[R, 128\], got \[4, 8, 128\]"):
             nn.grouped_experts(y, recv.row_offsets, gate_up, down, activation=torch.nn.functional.silu)
         assert_bitwise_equal(ep.combine(y, recv), ep.combine(ep.dispatch(x, ids).tokens, recv))
+
+
+def test_warmup_makes_calls_of_this_layout(monkeypatch):
+    """On devices it compiles what these calls launch; nothing is launched here."""
+    made: list[Any] = []
+    monkeypatch.setattr(Launcher, "launch", lambda _, kernel, __, numbers, *___: made.append((kernel.S, numbers)))
+    monkeypatch.setattr(Rank, "grant_credits", lambda _: None)
+    transport = one_process(masked("nvfp4", num_experts=4, max_tokens_per_rank=2).fields, 1)
+    transport._prepare(transport.ranks[0], None)
+    assert {bool(spec.MASKED) for spec, _ in made if isinstance(spec, DispatchSpec)} == {True}
+    assert {bool(spec.SCALES_LATER) for spec, _ in made if isinstance(spec, DispatchSpec)} == {False}
+    assert {numbers.y_rows for spec, numbers in made if not isinstance(spec, DispatchSpec)} == {4 * 128}
