@@ -77,7 +77,7 @@ def dequantized(
     if config.layout == "masked":
         raise UnsupportedError(
             "dequantize: expected an output of layout 'expert' or 'rank', got one of 'masked', whose scales are for "
-            "masked grouped matmuls; multiply tokens by scales in the experts, or dispatch with dispatch_format='bf16'"
+            "masked grouped matmuls; use one of these for the experts, or init(dispatch_format='bf16')"
         )
     fmt, scales = config.format, recv.scales
     dtype = dtype or config.combine_dtype
