@@ -108,11 +108,11 @@ class Case:
     def weight_dtype(self) -> torch.dtype:
         return torch.float64 if self.setup.fields["combine_dtype"] == torch.float64 else torch.float32
 
-    def expert_rows(self, rank: int, rows: int) -> torch.Tensor:
-        """What the experts of ``rank`` return for ``rows`` rows."""
+    def expert_rows(self, rank: int, *rows: int) -> torch.Tensor:
+        """What the experts of ``rank`` return for ``rows`` rows, or groups of rows."""
         generator = torch.Generator().manual_seed(1000 + self.seed * 100 + rank)
         f = self.setup.fields
-        return torch.randn(rows, f["hidden_size"], generator=generator).to(f["combine_dtype"])
+        return torch.randn(*rows, f["hidden_size"], generator=generator).to(f["combine_dtype"])
 
     def shared_rows(self, rank: int) -> torch.Tensor | None:
         if not self.shared:
@@ -186,7 +186,7 @@ def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
     recv = ep.dispatch(x, ids, weights if case.travel else None)
     shared = case.shared_rows(rank)
     out = ep.combine(
-        case.expert_rows(rank, recv.tokens.shape[0]).to(ep.device),
+        case.expert_rows(rank, *recv.tokens.shape[:-1]).to(ep.device),
         recv,
         weights if case.weights == "combine" else None,
         reduce=case.reduce,
@@ -227,7 +227,7 @@ def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
     for rank, (expected, result) in enumerate(zip(rows, results, strict=True)):
         check_rows(f"{case.id} rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
     shared = [case.shared_rows(rank) for rank in range(world_size)] if case.shared else None
-    ys = [case.expert_rows(rank, rows[rank].tokens.shape[0]) for rank in range(world_size)]
+    ys = [case.expert_rows(rank, *rows[rank].tokens.shape[:-1]) for rank in range(world_size)]
     outs = reference.reference_combine(
         config, ys, rows, ids, weights if case.weights == "combine" else None, reduce=case.reduce, shared=shared,
         weigh=case.weights != "left",
@@ -238,12 +238,11 @@ def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
 
 def check_rows(what: str, expected: reference.ReferenceRows, got: dict[str, torch.Tensor | None]) -> None:
     """The defined part of a dispatch output against the oracle's."""
-    n = expected.num_rows
     for name in (*FIELDS, PER_EXPERT) if PER_EXPERT in got else FIELDS:
         want, have = getattr(expected, name), got[name]
         if name in ("tokens", "src_info", "weights", "topk_weights") and want is not None and have is not None:
             assert have.shape == want.shape, f"{what}: {name} has shape {list(have.shape)}, expected {list(want.shape)}"
-            want, have = want[:n], have[:n]
+            want, have = (defined_rows(expected, each) for each in (want, have))
         elif name == "scales" and want is not None and have is not None:
             assert have.shape == want.shape, (
                 f"{what}: scales have shape {list(have.shape)}, expected {list(want.shape)}"
@@ -252,8 +251,38 @@ def check_rows(what: str, expected: reference.ReferenceRows, got: dict[str, torc
         assert_bitwise_equal(have, want, f"{what}: {name}")
 
 
+def used_rows(counts: torch.Tensor, size: int) -> torch.Tensor:
+    """[groups, size] bool: of groups of ``size`` rows, layout "masked", the first ``counts`` of each."""
+    return torch.arange(size, device=counts.device)[None, :] < counts[:, None]
+
+
+def defined_rows(expected: reference.ReferenceRows, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of a field that the layout defines."""
+    if expected.src_info.dim() == 2:
+        return rows[: expected.num_rows]
+    used = used_rows(expected.num_recv_per_expert, expected.src_info.shape[1])
+    return bits_of(rows)[used].view(rows.dtype)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or of 8-bit floats, which can hardly be indexed, their bits."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def rows_of_scales(scales: torch.Tensor, size: int) -> torch.Tensor:
+    """[groups, size, n] of the scales of layout "masked", however they are laid out."""
+    raw = bits_of(scales)
+    if raw.dim() == 6:  # row i of a tile is [i % 32, i // 32]
+        return raw.permute(0, 1, 4, 3, 2, 5).reshape(len(raw), size, 4 * raw.shape[2])
+    # Transposed scales have 4 bytes each, row-major ones of fp8_token are one a row.
+    return raw.transpose(1, 2) if raw.element_size() == 4 and raw.shape[2] == size else raw
+
+
 def defined_scales(expected: reference.ReferenceRows, scales: torch.Tensor) -> torch.Tensor:
     """The part of a scale tensor that the layout defines, in a comparable form."""
+    if expected.src_info.dim() == 3:
+        used = used_rows(expected.num_recv_per_expert, expected.src_info.shape[1])
+        return rows_of_scales(scales, used.shape[1])[used]
     raw = scales.contiguous().view(torch.uint8)
     if scales.dim() == 5:
         offsets, block_offsets = expected.row_offsets.tolist(), expected.scales_offsets.tolist()

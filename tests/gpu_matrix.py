@@ -29,6 +29,7 @@ from cases import FIELDS, FORMATS, Case, Packed, Result, Setup, check_case
 from gpu_compile import Kernel, compile_all, kernels_of
 from matrix_configs import CONFIGS, Config, describe
 from moelink import reference
+from moelink.arith import align_up
 from moelink.testing import RankData, assert_bitwise_equal, rank_data, run_ranks
 
 ROUNDS = ("full", "holes", "skewed", "one_expert", "one_token", "nothing")
@@ -81,7 +82,10 @@ def jobs_of(
 
 
 def few_tokens(config: Config, world_size: int, scenario: str, seed: int, small: bool) -> FewTokens:
-    """A case whose capacity is what its rows need (the oracle says how many) and three that stay undefined."""
+    """A case whose capacity is what its rows need (the oracle says how many) and three that stay undefined. Of layout
+    "masked", rows of an expert, up to whole tiles."""
+    masked = config.form.layout == "masked"
+    bound = "rows_per_expert" if masked else "capacity"
 
     def case(**options: Any) -> FewTokens:
         fields = {**config.fields, **options}
@@ -92,12 +96,15 @@ def few_tokens(config: Config, world_size: int, scenario: str, seed: int, small:
             input_dtype=config.input_dtype, id_dtype=config.id_dtype,
         )  # fmt: skip
 
-    narrow = case(hidden_size=config.config(1).format.group, max_tokens_per_rank=7, capacity=None)
-    data = [case(capacity=0).data(rank) for rank in range(world_size)]
+    narrow = case(hidden_size=config.config(1).format.group, max_tokens_per_rank=7, **{bound: None})
+    data = [case(**{bound: 0}).data(rank) for rank in range(world_size)]
     hidden = narrow.setup.fields["hidden_size"]
     rows = reference.reference_dispatch(
         narrow.setup.config(world_size), [d.x[:, :hidden] for d in data], [d.topk_ids for d in data]
     )
+    if masked:
+        most = max(int(row.num_recv_per_expert.max()) for row in rows if len(row.num_recv_per_expert))
+        return case(rows_per_expert=min(config.fields["rows_per_expert"], align_up(3 + most, 128)))
     return case(capacity=3 + max(row.num_rows for row in rows))
 
 
@@ -129,7 +136,8 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], kind: str = "cuda"
             opened = time.monotonic()
             run_rounds(pair, job, rank, differences)
             results.append([run_few(pair, case, rank, differences) for case in job.few])
-            full = (moelink.CapacityError,) if "capacity" in job.config.fields else ()
+            bounded = job.config.fields.keys() & {"capacity", "rows_per_expert"}
+            full = (moelink.CapacityError,) if bounded else ()
             with named(job.config.name), contextlib.suppress(*full):
                 pair[0].check()
             calling += time.monotonic() - opened
@@ -163,7 +171,7 @@ def run_rounds(pair: Sequence[moelink.Communicator], job: Job, rank: int, differ
     """Each round on both transports, compared bit for bit on the device. Experts return the same noise every time."""
     one, config = pair[0], job.config
     generator = torch.Generator(one.device).manual_seed(job.seed * 1000 + rank)
-    shape = (one.config.row_capacity, config.hidden_size)
+    shape = (*rows_of(one.config), config.hidden_size)
     y = torch.randn(shape, dtype=config.combine_dtype, device=one.device, generator=generator)
     source = 0 if config.form.mode == "allreduce" else rank
     for number, name in enumerate(job.rounds):
@@ -174,6 +182,11 @@ def run_rounds(pair: Sequence[moelink.Communicator], job: Job, rank: int, differ
             recvs = call_both(pair, x, ids, weights, y, config.weights, what, differences)[0]
             if number == 0:
                 call_again(pair, recvs, x.flip(0).contiguous(), weights, config.weights, what, differences)
+
+
+def rows_of(config: moelink.EPConfig) -> tuple[int, ...]:
+    """Rows of an output, of layout "masked" after its groups."""
+    return (config.num_groups,) * (config.layout == "masked") + (config.row_capacity,)
 
 
 def call_both(
@@ -238,16 +251,19 @@ def round_data(
 def run_few(pair: Sequence[moelink.Communicator], case: FewTokens, rank: int, differences: list[str]) -> Result:
     """A case for the oracle on both transports; the symmetric output, cut to the capacity of the case's setup."""
     one = pair[0]
-    capacity = case.setup.fields["capacity"]
-    shape = (one.config.row_capacity, one.config.hidden_size)
+    capacity = case.setup.fields[one.config.row_bound]
+    rows = (*rows_of(one.config)[:-1], capacity)
+    shape = (*rows_of(one.config), one.config.hidden_size)
     y = torch.full(shape, torch.nan, dtype=one.config.combine_dtype, device=one.device)
-    y[:capacity] = case.expert_rows(rank, capacity).to(one.device)
+    y[..., :capacity, :] = case.expert_rows(rank, *rows).to(one.device)
     data = case.data(rank)
     x, ids, weights = (tensor.to(one.device) for tensor in (data.x, data.topk_ids, data.topk_weights))
     what = f"{case.name} seed {case.seed} ({case.scenario}): transports"
     with named(what):
         (recv, _), out = call_both(pair, x, ids, weights, y, case.weights, what, differences)
         cut = {name: Packed.of(cut_rows(one.config, name, getattr(recv, name), capacity)) for name in FIELDS}
+        if one.config.layout == "masked":  # starts of the groups of an output with fewer rows
+            cut["row_offsets"] = Packed.of(torch.arange(one.config.num_groups + 1, dtype=torch.int32) * capacity)
         return Result(cut, Packed.of(out))
 
 
@@ -255,10 +271,9 @@ def cut_rows(config: moelink.EPConfig, name: str, tensor: torch.Tensor | None, c
     """A field as an output with ``capacity`` rows has it."""
     if tensor is None or name not in ("tokens", "scales", "src_info", "weights", "topk_ids", "topk_weights"):
         return tensor
-    if name != "scales" or config.layout == "rank" or config.format.scale_layout is None:
-        return tensor[:capacity]
-    width = config.format.scale_width(config.hidden_size)
-    shape = config.format.scale_layout.shape(capacity, width, config.num_groups)
+    if name != "scales":
+        return tensor[:, :capacity] if config.layout == "masked" else tensor[:capacity]
+    shape = config.scale_shape(capacity)
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     return raw[tuple(slice(size) for size in shape)].contiguous().view(tensor.dtype)
 

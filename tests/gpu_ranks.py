@@ -112,6 +112,9 @@ def same_rows(what: str, got: moelink.DispatchOutput, want: moelink.DispatchOutp
     """The defined part of two outputs, bit for bit, on the device."""
     for name in ("row_offsets", "expert_ids", "scales_offsets", "num_recv_tokens", "overflow"):
         assert_bitwise_equal(getattr(got, name), getattr(want, name), f"{what}: {name}")
+    if want.src_info.dim() == 3:
+        same_groups(what, got, want)
+        return
     rows = int(want.row_offsets[-1])
     for name in ("tokens", "src_info", "weights", "topk_ids", "topk_weights"):
         a, b = getattr(got, name), getattr(want, name)
@@ -130,6 +133,22 @@ def same_rows(what: str, got: moelink.DispatchOutput, want: moelink.DispatchOutp
         else:
             a, b = a[:rows], b[:rows]
         assert torch.equal(a, b), f"{what}: scales"
+
+
+def same_groups(what: str, got: moelink.DispatchOutput, want: moelink.DispatchOutput) -> None:
+    """The defined rows of two outputs of layout "masked"."""
+    counts = want.num_recv_per_expert
+    assert torch.equal(got.num_recv_per_expert, counts), f"{what}: num_recv_per_expert"
+    used = cases.used_rows(counts, want.src_info.shape[1])
+    for name in ("tokens", "src_info", "weights", "scales"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None), f"{what}: {name}"
+        if b is None:
+            continue
+        if name == "scales":
+            a, b = (cases.rows_of_scales(each, used.shape[1]) for each in (a, b))
+        a, b = (cases.bits_of(each)[used].contiguous().view(torch.uint8) for each in (a, b))
+        assert torch.equal(a, b), f"{what}: {name}"
 
 
 def block_mask(recv: moelink.DispatchOutput, blocks: int) -> torch.Tensor:

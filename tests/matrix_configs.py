@@ -18,6 +18,7 @@ import torch
 
 import moelink
 from cases import FORMATS
+from moelink.arith import align_up
 
 SIZES = ("max_tokens_per_rank", "hidden_size", "topk", "num_experts")
 AXES: dict[str, tuple[Any, ...]] = {
@@ -71,7 +72,10 @@ class Config:
         """Keyword arguments of ``moelink.init``."""
         names = (*SIZES, "combine_dtype", "expert_alignment")
         fields = {**dataclasses.asdict(self.form), **{name: getattr(self, name) for name in names}}
-        if self.max_tokens_per_rank == MOST and self.form.place == ("expert", "alltoall"):
+        if self.form.layout == "masked":  # about the mean of 4 ranks; a skewed round drops rows, others may
+            mean = 4 * self.max_tokens_per_rank * self.topk // self.num_experts
+            fields["rows_per_expert"] = align_up(min(mean, MOST), 128)
+        elif self.max_tokens_per_rank == MOST and self.form.place == ("expert", "alltoall"):
             fields["capacity"] = MOST * self.topk * 5 // 4  # a quarter above the mean; a skewed round drops rows
         return fields
 
@@ -92,13 +96,14 @@ class Config:
 
 def forms() -> list[Form]:
     """Every legal form, those with the fewest choices first."""
-    places = itertools.product(("rank", "expert"), ("alltoall", "allreduce"))
+    places = itertools.product(("rank", "expert", "masked"), ("alltoall", "allreduce"))
     reductions = ((True, False), (False, False), (True, True), (False, True))
+    of_layout = {"rank": 1, "expert": 4, "masked": 2}
     by_choice = sorted(FORMATS, key=lambda fmt: len(legal("hidden_size", Form(fmt, "expert", "alltoall"))))
     return [
         Form(fmt, layout, mode, *reduction)
         for layout, mode in places
-        for reduction in (reductions if layout == "expert" else reductions[:1])
+        for reduction in reductions[: of_layout[layout]]
         for fmt in by_choice
     ]
 
@@ -115,7 +120,7 @@ def legal(axis: str, form: Form) -> tuple[Any, ...]:
         return tuple(value for value in values if value != torch.float64)
     if axis == "weights" and form.pre_reduce:
         return tuple(value for value in values if value != "combine")
-    if axis == "expert_alignment" and form.layout == "rank":
+    if axis == "expert_alignment" and form.layout != "expert":
         return (1,)
     return values
 

@@ -47,7 +47,7 @@ def over(recvs: Sequence[moelink.DispatchOutput], requests: Sequence[DispatchReq
 def combine_requests(case: Case, ranks: list[int], recvs: list[moelink.DispatchOutput]) -> list[CombineRequest]:
     return [
         CombineRequest(
-            case.expert_rows(rank, recv.tokens.shape[0]),
+            case.expert_rows(rank, *recv.tokens.shape[:-1]),
             recv,
             case.data(rank).topk_weights if case.weights == "combine" else None,
             reduce=case.reduce,

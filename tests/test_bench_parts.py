@@ -177,6 +177,11 @@ def test_inputs_are_a_function_of_seed_rank_and_copy() -> None:
     assert all(len(set(row)) == 2 for row in first.topk_ids.tolist())
 
 
+def test_a_layout_that_is_not_timed_is_refused() -> None:
+    with pytest.raises(moelink.ConfigError, match="layout: expected expert or rank in a benchmark, got 'masked'"):
+        Case(tokens=1, layout="masked")
+
+
 def test_distributions() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = {"tokens": 400, "num_experts": 16, "topk": 2, "hidden_size": 8, "format": "bf16"}

@@ -30,7 +30,9 @@ BASE = {"num_experts": 8, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 
         ("num_sms", 0, "an integer >= 1"),
         ("dispatch_format", "fp3", "fp8_block128"),
         ("combine_dtype", torch.int8, "torch.bfloat16"),
-        ("layout", "column", "one of 'expert', 'rank'"),
+        ("layout", "column", "one of 'expert', 'rank', 'masked'"),
+        ("rows_per_expert", -1, "an integer >= 0"),
+        ("rows_per_expert", 8, "None with layout='expert'"),
         ("mode", "reduce", "one of 'alltoall', 'allreduce'"),
         ("transport", "carrier", "one of 'auto', 'collective', 'symmetric'"),
         ("pre_reduce", 1, "True or False"),
@@ -60,6 +62,28 @@ def test_rank_layout_refuses_what_it_cannot_mean(field):
     value = {"fused_shared_expert": True, "pre_reduce": False, "expert_alignment": 8}[field]
     with pytest.raises(moelink.ConfigError, match=f"{field}: expected .* with layout='rank'"):
         EPConfig(**(BASE | {"layout": "rank", field: value}))
+
+
+@pytest.mark.parametrize(
+    "field, value", [("fused_shared_expert", True), ("expert_alignment", 8), ("capacity", 9), ("global_ids", True)]
+)
+def test_masked_layout_refuses_what_it_cannot_mean(field, value):
+    with pytest.raises(moelink.ConfigError, match=f"{field}: expected .* with layout='masked'") as caught:
+        EPConfig(**(BASE | {"layout": "masked", field: value}))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("fmt, multiple", [("nvfp4", 128), ("fp8_block128", 4)])
+def test_rows_per_expert_are_whole_blocks_of_scales(fmt, multiple):
+    fields = BASE | {"layout": "masked", "dispatch_format": fmt}
+    with pytest.raises(moelink.ConfigError, match=f"rows_per_expert: expected a multiple of {multiple}, .*'{fmt}'"):
+        EPConfig(**fields, rows_per_expert=multiple // 2)
+    assert EPConfig(**fields, rows_per_expert=multiple).row_capacity == multiple
+    most = EPConfig(**fields, world_size=2)
+    assert most.row_capacity == most.max_rows == -(-2 * 4 * 2 // multiple) * multiple
+    assert EPConfig(**fields, rows_per_expert=4 * multiple).output_rows(1) == multiple
+    with pytest.raises(moelink.ConfigError, match="rows_per_expert: expected sizes with at most"):
+        EPConfig(**fields, rows_per_expert=2**29)
 
 
 def test_derived_sizes():
@@ -139,6 +163,11 @@ def test_routing_examples_of_the_docstrings():
     )  # fmt: skip
     rows = plan_rows(ids, sources, num_local_experts=2, world_size=2, alignment=4)
     assert (rows.row.tolist(), rows.row_offsets.tolist()) == ([0, 1, 2, 4, 5], [0, 4, 8])
+    rows = plan_rows(ids, sources, num_local_experts=2, world_size=2, rows_per_group=2)
+    assert (rows.message.tolist(), rows.row.tolist(), rows.row_offsets.tolist()) == (
+        [0, 2, 0, 1], [0, 1, 2, 3], [0, 2, 4],
+    )  # fmt: skip
+    assert rows.counts.tolist() == [[1, 2], [2, 0]]
     assert [list(shared_slice(7, rank=rank, parts=3)) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
 
 

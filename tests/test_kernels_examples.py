@@ -174,6 +174,35 @@ def test_rows_of_the_receive_example():
     assert recvs[0].src_info[[3, 5, 6, 7]].eq(-1).all()
 
 
+def test_rows_of_the_masked_examples():
+    """Counts [[2, 1], [1, 0]] with 2 rows a group: row_offsets [0, 2, 4], 3 rows are kept, 1 is lost. With 4 rows a
+    group, and 3 and 2 rows for expert 0, rank 1's first one goes to row 3, its second one is dropped."""
+    x = torch.ones(3, 8, dtype=torch.bfloat16)
+    for size, ids, rows in (
+        (2, ([[0, 1], [0, -1]], [[0, -1]]), [[0, 2], [1, -1], [-2, -1]]),
+        (4, ([[0, -1], [0, -1], [0, 1]], [[0, -1], [0, -1]]), [[0, -1], [1, -1], [2, 4], [3, -1], [-2, -1]]),
+    ):
+        transport = one_process({**SMALL, "layout": "masked", "rows_per_expert": size}, 2)
+        given = [torch.tensor(each) for each in ids]
+        recv = transport.dispatch([DispatchRequest(x[: len(i)], i) for i in given]).wait()[0]
+        assert recv.row_offsets.tolist() == [0, size, 2 * size]
+        assert (int(recv.num_recv_tokens), int(recv.overflow)) == (len(rows), 1)
+        noted = recv.handle.plan.parts.rows_of_message
+        assert [noted[rank, m].tolist() for rank in range(2) for m in range(len(ids[rank]))] == rows
+
+
+@triton.jit
+def _places(out, S: tl.constexpr):
+    c = tl.arange(0, 4)
+    tl.store(out + c, padding.scale_places(tl.full([1], 5, tl.int32), tl.full([1], 1, tl.int32), 0, c, 4, S))
+
+
+def test_places_of_scales_in_columns_of_each_group():
+    out = torch.zeros(4, dtype=torch.int64)
+    _places[(1,)](out, S=SimpleNamespace(SCALE_LAYOUT=1, MASKED=True, SCALE_WIDTH=3))
+    assert out[:3].tolist() == [13, 17, 12 + 2 * 4 + 1]
+
+
 @triton.jit
 def _stray(values, out, N: tl.constexpr):
     r = tl.arange(0, N)
@@ -192,11 +221,11 @@ def test_the_first_stray_is_the_same_for_all(values, blamed):
 
 
 @triton.jit
-def _noted(rows, sizes, starts, out, S: tl.constexpr):
+def _noted(rows, sizes, starts, out, capacity, S: tl.constexpr):
     i = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
     e = tl.arange(0, 4)
     found = receive_cached._noted_rows(
-        rows + i, i >= 0, tl.load(sizes + e), tl.load(starts + e), tl.load(starts + e) * 2, 10, S
+        rows + i, i >= 0, tl.load(sizes + e), tl.load(starts + e), tl.load(starts + e) * 2, capacity, S
     )
     for n in tl.static_range(4):
         tl.store(out + n * 8 + i, found[n].to(tl.int32))
@@ -207,12 +236,22 @@ def test_noted_rows_are_in_their_groups():
     sizes, starts = (torch.tensor(v, dtype=torch.int32) for v in ([3, 0, 5, 0], [2, 6, 6, 12]))
     rows = torch.tensor([[2, 4, 6, -1], [5, -2, 10, 1]], dtype=torch.int32)
     out = torch.zeros(4, 2, 4, dtype=torch.int32)
-    _noted[(1,)](
-        rows, sizes, starts, out, S=SimpleNamespace(SCALE_LAYOUT=2, MESSAGES_PER_STEP=2, ROWS_PER_MESSAGE_POW2=4)
-    )
+    _noted[(1,)](rows, sizes, starts, out, 10, S=SimpleNamespace(SCALE_LAYOUT=2, MASKED=False, ROWS_PER_MESSAGE_POW2=4))
     _, keep, inner, block = out.tolist()
     assert keep == [[1, 1, 1, 0], [0, 0, 0, 0]]
     assert (inner[0][:3], block[0][:3]) == ([0, 2, 0], [4, 4, 12])
+
+
+def test_noted_rows_are_in_their_masked_groups():
+    """Groups of 4 rows, of which 3, 0 and 4 are filled. Row 3 is none, nor is any in group 1 or past the last group."""
+    sizes, starts = (torch.tensor(v, dtype=torch.int32) for v in ([3, 0, 4, 0], [0, 4, 8, 12]))
+    rows = torch.tensor([[2, 3, 4, -1], [11, -2, 12, 99]], dtype=torch.int32)
+    out = torch.zeros(4, 2, 4, dtype=torch.int32)
+    _noted[(1,)](rows, sizes, starts, out, 4, S=SimpleNamespace(MASKED=True, ROWS_PER_MESSAGE_POW2=4))
+    _, keep, inner, block = out.tolist()
+    assert keep == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    assert (inner[0][0], block[0][0]) == (2, 0)
+    assert (inner[1][0], block[1][0]) == (3, 16)
 
 
 def test_what_a_call_sent_is_noted_for_calls_over_its_routing():

@@ -169,7 +169,7 @@ def test_a_layer_runs_without_data() -> None:
 
 
 def test_what_cannot_be_traced_is_named() -> None:
-    with one_rank() as ep:
+    with one_rank() as ep, one_rank(layout="masked") as batched:
         x = torch.randn(T, H).bfloat16()
         earlier = ep.dispatch(x, IDS)
         hook = epilogues.cast(torch.empty(T, H).bfloat16())
@@ -178,6 +178,7 @@ def test_what_cannot_be_traced_is_named() -> None:
             "out": lambda x: ep.dispatch(x, IDS, out=earlier).tokens,
             "epilogue": lambda x: ep.combine(earlier.tokens, earlier, epilogue=hook),
             "recv": lambda x: ep.combine(earlier.tokens, earlier),
+            "layout": lambda x: batched.dispatch(x, IDS).tokens,
         }
         for name, call in calls.items():
             torch._dynamo.reset()

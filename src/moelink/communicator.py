@@ -121,7 +121,7 @@ class Communicator:
                 only. Ranks need not pass the same. The first call with another number compiles, unless :meth:`warmup`
                 has done so.
             host_counts: return exact-size tensors instead of worst-case ones, and the rows of each expert as a list
-                (``recv.host_counts``), for one host synchronisation.
+                (``recv.host_counts``), for one host synchronisation. Layout "masked": the list alone.
             out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
 
         When x or topk_weights requires grad, so do ``recv.tokens`` (of a format with scales: its dequantised rows, see
@@ -223,7 +223,8 @@ class Communicator:
         """Bring expert outputs home and sum them: [num_tokens, hidden_size] of ``combine_dtype``.
 
         Args:
-            y: [rows, hidden_size] of combine_dtype; row i is the expert's output for row i of ``recv.tokens``.
+            y: [rows, hidden_size] of combine_dtype; row i is the expert's output for row i of ``recv.tokens``. Layout
+                "masked": [num_local_experts, rows_per_expert, hidden_size].
             recv: what :meth:`dispatch` returned on this rank.
             topk_weights: [num_tokens, topk] of this rank's own tokens (or a Hook); only with ``pre_reduce=False`` and
                 when none went into dispatch.

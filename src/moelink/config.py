@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ from moelink.formats import Format, get_format
 from moelink.memory.layout import ALIGNMENT, DispatchMessage
 from moelink.memory.workspace import Workspace
 
-Layout = Literal["expert", "rank"]
+Layout = Literal["expert", "rank", "masked"]
 Mode = Literal["alltoall", "allreduce"]
 TransportName = Literal["auto", "collective", "symmetric"]
 
@@ -79,9 +79,12 @@ class EPConfig:
         max_tokens_per_rank: most tokens one rank passes in a call; 0 is allowed.
         dispatch_format: registered name of the format of dispatched rows.
         combine_dtype: dtype of expert outputs, of rows on the way home and of the result.
-        layout: "expert" (rows grouped by local expert) or "rank" (one row per token and destination rank).
+        layout: "expert" (rows grouped by local expert), "masked" (the same, but that every group has room for
+            ``rows_per_expert`` rows) or "rank" (one row per token and destination rank).
         expert_alignment: group sizes are rounded up to this many rows ("expert" layout).
         capacity: rows of the dispatch output, or None for the worst case; a call's ``max_tokens`` may make it smaller.
+        rows_per_expert: layout "masked": rows of each expert, or None for the worst case, in which all slots of all
+            tokens name one expert; a call's ``max_tokens`` may make it smaller.
         pre_reduce: sum a token's rows on the expert's rank before they travel home.
         fused_shared_expert: group 0 is the rank's own tokens.
         global_ids: layout "rank": the ids of an output count over all ranks, not from this rank's first expert.
@@ -103,6 +106,7 @@ class EPConfig:
     layout: Layout = "expert"
     expert_alignment: int = 1
     capacity: int | None = None
+    rows_per_expert: int | None = None
     pre_reduce: bool = True
     fused_shared_expert: bool = False
     global_ids: bool = False
@@ -127,7 +131,7 @@ class EPConfig:
             ("rank", 0),
         ):
             self._integer(name, minimum)
-        for name, minimum in (("capacity", 0), ("ranks_per_node", 1), ("num_sms", 1)):
+        for name, minimum in (("capacity", 0), ("rows_per_expert", 0), ("ranks_per_node", 1), ("num_sms", 1)):
             if getattr(self, name) is not None:
                 self._integer(name, minimum)
         for name in ("pre_reduce", "fused_shared_expert", "global_ids"):
@@ -155,21 +159,40 @@ class EPConfig:
         if not isinstance(self.dispatch_format, str):
             raise ConfigError("dispatch_format", "the name of a format", self.dispatch_format)
         self.format.validate_hidden(self.hidden_size)
-        if self.layout == "rank":
-            for name, allowed in (("fused_shared_expert", False), ("pre_reduce", True), ("expert_alignment", 1)):
-                if getattr(self, name) != allowed:
-                    raise ConfigError(
-                        name, f"{allowed} with layout='rank' (its rows are one per token and rank)", getattr(self, name)
-                    )
-        elif self.global_ids:
-            raise ConfigError("global_ids", "False with layout='expert' (its output has no ids)", True)
+        self._check_layout()
         pairs = self.max_recv_tokens * self.topk
-        if max(pairs, self.max_rows, self.row_capacity) > MAX_INT32:
+        if max(pairs, self.max_rows, self.total_rows) > MAX_INT32:
+            bound = self.row_bound
             raise ConfigError(
-                "max_tokens_per_rank" if max(pairs, self.max_rows) > MAX_INT32 else "capacity",
+                "max_tokens_per_rank" if max(pairs, self.max_rows) > MAX_INT32 else bound,
                 f"sizes with at most {MAX_INT32} (token, slot) pairs and rows on a rank, which int32 can count",
-                f"{pairs} pairs, {self.max_rows} rows and capacity {self.capacity}",
+                f"{pairs} pairs, {max(self.max_rows, self.total_rows)} rows and {bound} {getattr(self, bound)}",
             )
+
+    def _check_layout(self) -> None:
+        """Refuse what a layout does not allow."""
+        single = (("fused_shared_expert", False), ("pre_reduce", True), ("expert_alignment", 1))
+        allowed: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
+            "expert": ("its output has no ids", (("global_ids", False),)),
+            "rank": ("its rows are one per token and rank", single),
+            "masked": (
+                "its groups have rows_per_expert rows each",
+                (("fused_shared_expert", False), ("expert_alignment", 1), ("capacity", None), ("global_ids", False)),
+            ),
+        }
+        why, values = allowed[self.layout]
+        for name, value in values:
+            if getattr(self, name) != value:
+                raise ConfigError(name, f"{value} with layout={self.layout!r} ({why})", getattr(self, name))
+        if self.rows_per_expert is None:
+            return
+        if self.layout != "masked":
+            raise ConfigError(
+                "rows_per_expert", f"None with layout={self.layout!r} (use capacity)", self.rows_per_expert
+            )
+        if self.rows_per_expert % self._rows_multiple:
+            expected = f"a multiple of {self._rows_multiple}, as the scales of {self.dispatch_format!r} are laid out"
+            raise ConfigError("rows_per_expert", expected, self.rows_per_expert)
 
     def _integer(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
@@ -209,10 +232,16 @@ class EPConfig:
     @property
     def row_alignment(self) -> int:
         """Rows that group sizes are a multiple of: the least common multiple of ``expert_alignment`` and the format's
-        own row multiple (for powers of two, the larger one)."""
-        if self.layout == "rank":
+        own row multiple (for powers of two, the larger one). 1 where groups are not padded."""
+        if self.layout != "expert":
             return 1
         return math.lcm(self.expert_alignment, self.format.row_multiple)
+
+    @property
+    def _rows_multiple(self) -> int:
+        """Rows that ``rows_per_expert`` is a multiple of: the format's, or with scales in tiles those of a tile."""
+        layout = self.format.scale_layout
+        return math.lcm(self.format.row_multiple, 1 if layout is None else layout.block_rows)
 
     @property
     def max_recv_tokens(self) -> int:
@@ -226,24 +255,27 @@ class EPConfig:
 
     @property
     def max_rows(self) -> int:
-        """Most output rows of a dispatch without ``capacity``: routed, shared and padding rows."""
+        """Most output rows of a dispatch without ``capacity``: routed, shared and padding rows. Layout "masked": most
+        rows of an expert, as a multiple of what its scales demand."""
         return self._worst_rows(self.max_tokens_per_rank)
 
     @property
     def row_capacity(self) -> int:
-        """Rows of the dispatch output: ``capacity``, or the worst case."""
-        return self.max_rows if self.capacity is None else self.capacity
+        """Rows of the dispatch output: ``capacity``, or the worst case. Layout "masked": rows of each expert."""
+        return self.output_rows()
 
     def output_rows(self, max_tokens: int | None = None) -> int:
         """Return the rows of the output of a dispatch with this ``max_tokens``: the worst case of so many tokens on
-        every rank, or ``capacity`` where that is smaller; for None :attr:`row_capacity`.
+        every rank, or ``capacity`` where that is smaller; for None :attr:`row_capacity`. Layout "masked": the rows of
+        each expert.
 
         Example: 2 ranks, topk 3: at most 5 tokens a rank are 2 x 5 x 3 = 30 rows.
         """
+        limit = getattr(self, self.row_bound)
         if max_tokens is None:
-            return self.row_capacity
+            return self.max_rows if limit is None else limit
         worst = self._worst_rows(max_tokens)
-        return worst if self.capacity is None else torch.sym_min(worst, self.capacity)  # type: ignore[no-any-return]
+        return worst if limit is None else torch.sym_min(worst, limit)  # type: ignore[no-any-return]
 
     def _recv_tokens(self, tokens: int) -> int:
         return tokens * (1 if self.mode == "allreduce" else self.world_size)
@@ -258,6 +290,8 @@ class EPConfig:
         received = self._recv_tokens(tokens)
         if self.layout == "rank":
             return received
+        if self.layout == "masked":
+            return align_up(received * self.topk, self._rows_multiple)
         routed, shared = received * self.topk, self._shared_rows(tokens)
         if self.row_alignment == 1:
             return routed + shared
@@ -265,9 +299,28 @@ class EPConfig:
         return routed + shared + padded_groups * (self.row_alignment - 1)  # type: ignore[no-any-return]
 
     @property
-    def most_row_capacity(self) -> int:
-        """The largest :attr:`row_capacity` of any rank: rank 0 owns as many experts as any."""
-        return dataclasses.replace(self, rank=0).row_capacity
+    def row_bound(self) -> Literal["capacity", "rows_per_expert"]:
+        """The field that bounds :attr:`row_capacity`."""
+        return "rows_per_expert" if self.layout == "masked" else "capacity"
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of an output in all: :attr:`row_capacity`, layout "masked": for each expert."""
+        return self.row_capacity * (self.num_groups if self.layout == "masked" else 1)
+
+    @property
+    def most_total_rows(self) -> int:
+        """The largest :attr:`total_rows` of any rank: rank 0 owns as many experts as any."""
+        return dataclasses.replace(self, rank=0).total_rows
+
+    def scale_shape(self, rows: int) -> tuple[int, ...]:
+        """Return the shape of an output's scales, of ``rows`` rows; layout "masked": of each expert."""
+        layout, width = self.format.scale_layout, self.format.scale_width(self.hidden_size)
+        if self.layout == "rank" or layout is None:
+            return (rows, width)
+        if self.layout == "masked":
+            return (self.num_groups, *layout.group_shape(rows, width))
+        return layout.shape(rows, width, self.num_groups)
 
     @property
     def dispatch_message(self) -> DispatchMessage:
@@ -316,10 +369,9 @@ class EPConfig:
         (:class:`moelink.output.OutputShape`)."""
         fmt, rows, groups = self.format, self.output_rows(max_tokens), self.num_groups
         scales, ranked = 0, self.layout == "rank"
-        if fmt.scale_dtype is not None and fmt.scale_layout is not None:
-            width = fmt.scale_width(self.hidden_size)
-            shape = (rows, width) if ranked else fmt.scale_layout.shape(rows, width, groups)
-            scales = math.prod(shape) * fmt.scale_dtype.itemsize
+        if fmt.scale_dtype is not None:
+            scales = math.prod(self.scale_shape(rows)) * fmt.scale_dtype.itemsize
+        rows *= groups if self.layout == "masked" else 1
         per_row = fmt.payload_bytes(self.hidden_size) + 3 * 4
         per_row += self.topk * (4 + self.weight_dtype.itemsize) if ranked else self.weight_dtype.itemsize
         return rows * per_row + scales + (3 * groups + 3) * 4  # offsets, ids and scales' offsets of groups, two counts

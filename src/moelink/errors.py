@@ -117,21 +117,22 @@ class UnsupportedError(MoelinkError, RuntimeError):
     """This transport, device or installation cannot do what was asked. Recover: as the message says."""
 
 
-_ROOM = "raise capacity (None never drops rows), or max_tokens of a dispatch where another rank sent more,"
+_ROOM = "raise {bound} (None never drops rows), or max_tokens of a dispatch where another rank sent more,"
 
 
 class CapacityError(MoelinkError, RuntimeError):
-    """Rows did not fit ``capacity``, or the output of a dispatch with ``max_tokens``. They contributed zero and were
-    counted.
+    """Rows did not fit ``capacity`` (layout "masked": ``rows_per_expert``), or the output of a dispatch with
+    ``max_tokens``. They contributed zero and were counted.
 
-    Raised by ``check()``. Recover: raise ``capacity`` (None never overflows) or ``max_tokens``, with the contract's
-    launchers the rows of ``output_tokens``, or balance the routing.
+    Raised by ``check()``. Recover: raise ``capacity`` (None never overflows) or ``max_tokens``, with layout "masked"
+    ``rows_per_expert``, with the contract's launchers the rows of ``output_tokens``, or balance the routing.
+    ``capacity`` is the value of the field called ``bound``.
     """
 
-    def __init__(self, rank: int, dropped: int, capacity: int, *, remedy: str = _ROOM) -> None:
+    def __init__(self, rank: int, dropped: int, capacity: int, *, remedy: str = _ROOM, bound: str = "capacity") -> None:
         super().__init__(
-            f"rank {rank}: {dropped} rows did not fit capacity {capacity}: expected no dropped rows, got {dropped} "
-            f"since the last check; {remedy} or balance the routing"
+            f"rank {rank}: {dropped} rows did not fit {bound} {capacity}: expected no dropped rows, got {dropped} "
+            f"since the last check; {remedy.format(bound=bound)} or balance the routing"
         )
         self.rank, self.dropped, self.capacity = rank, dropped, capacity
 

@@ -190,19 +190,27 @@ class DispatchOutput(FromArena):
     output whose routing is used again, or (``host_counts=True``) exact; ``num_groups`` is the number of local
     experts, plus one with a fused shared expert, or the world size for layout "rank".
 
+    With layout "masked", ``[rows, ...]`` below is ``[num_groups, rows_per_expert, ...]``, and also with
+    ``host_counts=True``. The rows of expert e come first in group e; there are ``num_recv_per_expert[e]`` of them. The
+    group's other rows are undefined in every field.
+
     Attributes:
         tokens: [rows, width] of the format's payload dtype. Layout "expert": grouped by local expert, inside a group by
             source rank, source token, slot. Layout "rank": by source rank, then source token. Padding rows inside a
             group are zero; rows past ``row_offsets[-1]`` are undefined.
-        scales: in the layout that the format declares (row-major [rows, n] for layout "rank"), or None.
-        row_offsets: [num_groups + 1] int32, exclusive starts; the last entry counts all rows including padding.
+        scales: in the layout that the format declares (row-major [rows, n] for layout "rank"), or None. Layout
+            "masked": that layout for each group, [num_groups, rows_per_expert, n], transposed [num_groups, n,
+            rows_per_expert], or in tiles [num_groups, rows_per_expert / 128, ceil(n / 4), 32, 4, 4].
+        row_offsets: [num_groups + 1] int32, exclusive starts; the last entry counts all rows including padding. Layout
+            "masked": multiples of ``rows_per_expert``.
         expert_ids: [num_groups] int32, 0 .. num_groups - 1; None for layout "rank".
         src_info: [rows, 3] int32: source rank, source token, top-k slot (-1 for shared rows and layout "rank"); -1
             throughout on padding rows.
-        scales_offsets: [num_groups] int32 for the 128x4 scale-tile layout, else None.
-        weights: [rows] router weight of each row when ``topk_weights`` went into dispatch (layout "expert"), else None.
+        scales_offsets: [num_groups] int32 for the 128x4 scale-tile layout, else None. None with layout "masked".
+        weights: [rows] router weight of each row when ``topk_weights`` went into dispatch, else None. None with layout
+            "rank".
         num_recv_tokens: [] int32, routed rows present in the output.
-        overflow: [] int32, rows that did not fit ``rows``.
+        overflow: [] int32, rows that did not fit ``rows``, or those of their expert.
         handle: for combine and ``routing=``.
         topk_ids: layout "rank" only: [rows, topk] int32 local expert ids (with ``global_ids``, ids over all ranks), -1
             elsewhere: for experts of other ranks, and throughout on rows past ``row_offsets[-1]``.
@@ -258,28 +266,28 @@ class OutputShape:
 
     @classmethod
     def of(cls, config: EPConfig, *, rows: int, weighted: bool) -> OutputShape:
-        """Return the shape for ``rows`` rows; ``weighted``: router weights travelled."""
-        fmt, expert = config.format, config.layout == "expert"
+        """Return the shape for ``rows`` rows (layout "masked": of each expert); ``weighted``: router weights
+        travelled."""
+        fmt, ranked = config.format, config.layout == "rank"
         groups, topk, weight = config.num_groups, config.topk, config.weight_dtype
+        by_row = (groups, rows) if config.layout == "masked" else (rows,)
         scales = scales_offsets = None
         if fmt.scale_dtype is not None and fmt.scale_layout is not None:
-            width = fmt.scale_width(config.hidden_size)
-            shape = fmt.scale_layout.shape(rows, width, groups) if expert else (rows, width)
-            scales = Blank.of(*shape, dtype=fmt.scale_dtype)
-            if expert and _has_offsets(fmt.scale_layout, groups):
+            scales = Blank.of(*config.scale_shape(rows), dtype=fmt.scale_dtype)
+            if config.layout == "expert" and _has_offsets(fmt.scale_layout, groups):
                 scales_offsets = Blank.of(groups)
         blanks = {
-            "tokens": Blank.of(rows, fmt.payload_width(config.hidden_size), dtype=fmt.payload_dtype),
+            "tokens": Blank.of(*by_row, fmt.payload_width(config.hidden_size), dtype=fmt.payload_dtype),
             "scales": scales,
             "row_offsets": Blank.of(groups + 1),
-            "expert_ids": Blank.of(groups) if expert else None,
-            "src_info": Blank.of(rows, 3),
+            "expert_ids": None if ranked else Blank.of(groups),
+            "src_info": Blank.of(*by_row, 3),
             "scales_offsets": scales_offsets,
-            "weights": Blank.of(rows, dtype=weight) if weighted and expert else None,
+            "weights": Blank.of(*by_row, dtype=weight) if weighted and not ranked else None,
             "num_recv_tokens": Blank.of(),
             "overflow": Blank.of(),
-            "topk_ids": None if expert else Blank.of(rows, topk),
-            "topk_weights": Blank.of(rows, topk, dtype=weight) if weighted and not expert else None,
+            "topk_ids": Blank.of(rows, topk) if ranked else None,
+            "topk_weights": Blank.of(rows, topk, dtype=weight) if weighted and ranked else None,
         }
         present = tuple((name, blank) for name, blank in blanks.items() if blank is not None)
         return cls(present, MappingProxyType({name: None for name, blank in blanks.items() if blank is None}))

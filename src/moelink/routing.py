@@ -82,7 +82,7 @@ def plan_sends(topk_ids: Tensor, experts: ExpertMap) -> SendPlan:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Where received messages go in the "expert" layout.
+    """Where received messages go in the layouts "expert" and "masked".
 
     Routed rows in final order: local expert, then source rank, then source token, then slot.
 
@@ -90,7 +90,8 @@ class RowPlan:
         message: [R] int64, index of the message that fills the row.
         slot: [R] int64, its top-k slot.
         group: [R] int64, group of the row (local expert, plus the shared group if there is one).
-        row: [R] int64, its output row; rows of a group are consecutive, groups start at ``row_offsets``.
+        row: [R] int64, its output row; rows of a group are consecutive, groups start at ``row_offsets``. Layout
+            "masked" leaves out what does not fit.
         counts: [L, W] int32, rows per (local expert, source rank), before capacity.
         group_sizes: [G] int64, real rows per group, before capacity.
         row_offsets: [G + 1] int64, exclusive starts of the aligned groups, before capacity.
@@ -122,17 +123,20 @@ def plan_rows(
     world_size: int,
     alignment: int = 1,
     shared_rows: int | None = None,
+    rows_per_group: int | None = None,
 ) -> RowPlan:
-    """Plan the rows of the "expert" layout.
+    """Plan the rows of the "expert" layout, or with ``rows_per_group`` those of the "masked" layout.
 
     Args:
         local_ids: [M, K] local expert of each slot, -1 elsewhere. Messages come by source rank, then source token.
         sources: [M] int64 source rank of each message.
         shared_rows: rows of the shared group that precedes the routed ones, None without a shared group.
+        rows_per_group: rows of every group. A group that gets more keeps its first ones.
 
     Example: L = 2, messages [[0, 1], [1, -1], [0, 0]] from sources [0, 0, 1]: expert 0 gets (message 0, slot 0),
     (2, 0), (2, 1) and expert 1 gets (0, 1), (1, 0): ``message == [0, 2, 2, 0, 1]``, ``slot == [0, 0, 1, 1, 0]``,
-    ``row_offsets == [0, 3, 5]``; with alignment 4 ``row == [0, 1, 2, 4, 5]`` and ``row_offsets == [0, 4, 8]``.
+    ``row_offsets == [0, 3, 5]``; with alignment 4 ``row == [0, 1, 2, 4, 5]`` and ``row_offsets == [0, 4, 8]``;
+    with ``rows_per_group`` 2 ``message == [0, 2, 0, 1]``, ``row == [0, 1, 2, 3]`` and ``row_offsets == [0, 2, 4]``.
     """
     topk = local_ids.shape[1]
     flat = local_ids.reshape(-1)
@@ -148,13 +152,20 @@ def plan_rows(
     if shared_rows is not None:
         group_sizes = torch.nn.functional.pad(group_sizes, (1, 0), value=shared_rows)
         group = expert + 1
-    row_offsets = aligned_offsets(group_sizes, alignment)
+    if rows_per_group is None:
+        row_offsets = aligned_offsets(group_sizes, alignment)
+    else:
+        row_offsets = torch.arange(len(group_sizes) + 1, device=flat.device) * rows_per_group
     unaligned = group_sizes.cumsum(0) - group_sizes
     position = torch.arange(pairs.numel(), device=flat.device) + (shared_rows or 0)
     row = position + (row_offsets[:-1] - unaligned)[group]
+    slot = pairs % topk
+    if rows_per_group is not None:
+        fits = position - unaligned[group] < rows_per_group
+        message, slot, group, row = message[fits], slot[fits], group[fits], row[fits]
     return RowPlan(
         message=message,
-        slot=pairs % topk,
+        slot=slot,
         group=group,
         row=row,
         counts=counts.int(),

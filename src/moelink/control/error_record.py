@@ -126,13 +126,15 @@ class ErrorRecord:
 
 
 class Losses(NamedTuple):
-    """What one rank lost since the last check: rows that did not fit its output, and ids out of range."""
+    """What one rank lost since the last check: rows that did not fit its output, whose size is that of the field called
+    ``bound``, and ids out of range."""
 
     rank: int
     dropped: int
     capacity: int
     invalid: int
     num_experts: int
+    bound: str = "capacity"
 
 
 def raise_losses(losses: Iterable[Losses], **remedy: str) -> None:
@@ -143,7 +145,7 @@ def raise_losses(losses: Iterable[Losses], **remedy: str) -> None:
     losses = list(losses)
     for each in losses:
         if each.dropped:
-            raise CapacityError(each.rank, each.dropped, each.capacity, **remedy)
+            raise CapacityError(each.rank, each.dropped, each.capacity, bound=each.bound, **remedy)
     for each in losses:
         if each.invalid:
             raise RoutingError(each.rank, each.invalid, each.num_experts)

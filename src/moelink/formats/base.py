@@ -35,13 +35,22 @@ class ScaleLayout(ABC):
 
     ``row_offsets`` is [num_groups + 1] int32, exclusive starts of the groups in the output rows. ``rows`` [n] int64 are
     output row numbers and ``groups`` [n] int64 the group of each.
+
+    Attributes:
+        block_rows: rows of a group that are laid out together. Layout "masked" has whole blocks.
     """
 
     name: str
+    block_rows: int = 1
 
     @abstractmethod
     def shape(self, num_rows: int, scale_width: int, num_groups: int) -> tuple[int, ...]:
         """Return the shape of the scale tensor for ``num_rows`` output rows in ``num_groups`` groups."""
+
+    def group_shape(self, num_rows: int, scale_width: int) -> tuple[int, ...]:
+        """Return the shape for one group of ``num_rows`` rows, a multiple of ``block_rows``, which begins at row 0.
+        Layout "masked" has a tensor of this shape for each group, one after the other in memory."""
+        return self.shape(num_rows, scale_width, 1)
 
     @abstractmethod
     def scatter(self, out: Tensor, scales: Tensor, *, rows: Tensor, groups: Tensor, row_offsets: Tensor) -> None:

@@ -31,6 +31,25 @@ def _packed(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def scatter_by_group(
+    layout: ScaleLayout, out: Tensor, scales: Tensor, *, groups: Tensor, inner: Tensor, rows_per_group: int
+) -> None:
+    """Write ``scales`` [n, w] of rows ``inner`` [n] of ``groups`` [n], which ascend, into ``out``: layout "masked", a
+    tensor of :meth:`ScaleLayout.group_shape` for each group. The host waits for the bounds of the groups.
+
+    Example: rows 0 and 1 of group 0 and row 0 of group 2, transposed: ``out[0][:, 0]``, ``out[0][:, 1]`` and
+    ``out[2][:, 0]`` are written.
+    """
+    ends = torch.searchsorted(groups, torch.arange(len(out), device=groups.device), right=True).tolist()
+    first, offsets = torch.zeros_like(inner), torch.tensor([0, rows_per_group], dtype=torch.int32, device=out.device)
+    begin = 0
+    for group, end in enumerate(ends):
+        if begin < end:
+            rows, one = inner[begin:end], first[begin:end]
+            layout.scatter(out[group], scales[begin:end], rows=rows, groups=one, row_offsets=offsets)
+        begin = end
+
+
 def _past_the_size(place: Tensor, starts: Tensor, ends: Tensor, sizes: Tensor) -> Tensor:
     """Return where ``place`` lies in group g's [starts[g], ends[g]) at or beyond starts[g] + sizes[g] (G > 0)."""
     group = torch.searchsorted(ends, place, right=True)
@@ -98,10 +117,14 @@ class Tiles128x4(ScaleLayout):
     """
 
     name = "tiles_128x4"
+    block_rows = TILE_ROWS
 
     def shape(self, num_rows: int, scale_width: int, num_groups: int) -> tuple[int, ...]:
         blocks = ceil_div(num_rows + num_groups * TILE_ROWS, TILE_ROWS)
         return (blocks, ceil_div(scale_width, TILE_COLUMNS), 32, TILE_ROWS // 32, TILE_COLUMNS)
+
+    def group_shape(self, num_rows: int, scale_width: int) -> tuple[int, ...]:
+        return (num_rows // TILE_ROWS, ceil_div(scale_width, TILE_COLUMNS), 32, TILE_ROWS // 32, TILE_COLUMNS)
 
     @staticmethod
     def _block_ends(row_offsets: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ from moelink.kernels.activation import (
     native_conversions,
     scales_per_word,
 )
-from moelink.kernels.launch.cache_keys import settle_cache_key
-from moelink.kernels.launch.constants import Constants
+from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 

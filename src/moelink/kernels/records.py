@@ -125,7 +125,7 @@ class DispatchNumbers(NamedTuple):
         num_tokens: own tokens.
         tokens_per_program, split: how senders share them (``kernels.launch.grid``).
         shared_begin, shared_end: own tokens of the fused shared expert's group, [begin, end).
-        capacity: rows of the output.
+        capacity: rows of the output; layout "masked": of each group.
         scale_rows: rows of a column of scales, where they are in columns.
         counts_stride: columns of ``counts``.
         status: STATUS_OK, or STATUS_ABORT of a rank that refused its arguments.
@@ -250,7 +250,7 @@ class Placed(NamedTuple):
     Attributes:
         row: the row.
         keep: whether there is one, within the output's capacity.
-        inner, block: for tiles of scales, how far it is into its group, and the group's first block.
+        inner, block: for scales in tiles or by group, how far it is into its group, and the group's first block.
     """
 
     row: Any

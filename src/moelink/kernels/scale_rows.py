@@ -42,8 +42,7 @@ import triton.language as tl
 
 from moelink.formats.device.casts import f32_to_bf16
 from moelink.kernels.activation import native_conversions
-from moelink.kernels.launch.cache_keys import settle_cache_key
-from moelink.kernels.launch.constants import Constants
+from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
 
 _MOST_COLUMNS = 1024
 

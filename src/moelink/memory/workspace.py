@@ -108,7 +108,7 @@ class Sizes(Protocol):
     @property
     def combine_row_bytes(self) -> int: ...
     @property
-    def most_row_capacity(self) -> int: ...
+    def most_total_rows(self) -> int: ...
     @property
     def layout(self) -> str: ...
     @property
@@ -267,7 +267,7 @@ class Workspace:
         cfg, ranks, far = self.config, self.world_size, self.inter_node_ranks
         i64, i32, u8 = torch.int64, torch.int32, torch.uint8
         kept = align_up(cfg.topk, ALIGNMENT)
-        rows = (far, tokens) if cfg.pre_reduce else (max(1, cfg.most_row_capacity),)
+        rows = (far, tokens) if cfg.pre_reduce else (max(1, cfg.most_total_rows),)
         yield "idle", i64, (1,)
         yield "counts_flag", i64, (ranks,)
         yield "firsts_flag", i64, (ranks,)

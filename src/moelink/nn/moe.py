@@ -229,7 +229,8 @@ class MoE(torch.nn.Module):
     def _checked(self, intermediate_size: int, shared_expert: torch.nn.Module | None) -> EPConfig:
         config = self.ep.config
         if config.layout != "expert":
-            raise ConfigError("layout", "'expert' for moelink.nn.MoE", config.layout)
+            expected = "'expert' for moelink.nn.MoE (other layouts are for experts of your own)"
+            raise ConfigError("layout", expected, config.layout)
         if config.num_experts < config.world_size:
             raise ConfigError("num_experts", f"at least one for each of {config.world_size} ranks", config.num_experts)
         if isinstance(intermediate_size, bool) or not isinstance(intermediate_size, int) or intermediate_size < 1:

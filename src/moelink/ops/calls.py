@@ -137,6 +137,7 @@ def _finish_combine(context: OperatorContext, request: CombineRequest, operation
 def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> DispatchRequest:
     """Evaluate the hooks of ``request``, and refuse what an operator cannot do; peers learn of a refusal."""
     with _refusing(context, "dispatch", request):
+        _no_masked(context)
         _check_types(request, ("x", "topk_ids"), ("topk_weights", "scales", "input_scale"))
         if request.routing is not None:
             check_recv(request.routing, identity=context.static.owner, config=context.config)
@@ -166,6 +167,7 @@ def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> Dis
 
 def _checked_combine(context: OperatorContext, request: CombineRequest) -> CombineRequest:
     with _refusing(context, "combine", request):
+        _no_masked(context)
         _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
         check_recv(request.recv, identity=context.static.owner, config=context.config)
         check_weigh(request)
@@ -203,6 +205,14 @@ def _weights(
         return weights
     static = context.static
     return evaluate_weights(weights, num_tokens=num_tokens, topk=static.topk, device=device, dtype=static.weight_dtype)
+
+
+def _no_masked(context: OperatorContext) -> None:
+    if context.config.layout == "masked":
+        raise UnsupportedError(
+            "layout: expected 'expert' or 'rank' for a call with gradients or under a tracer, got 'masked', which is "
+            "for inference; call under torch.no_grad() and outside compiled code, or use layout='expert'"
+        )
 
 
 def _no_out(out: object) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moelink.config import EPConfig
+from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.formats.plain import Plain
 from moelink.ops.scale_rows import cast_rows, count_rows
@@ -67,9 +68,17 @@ def dequantized(
 ) -> Tensor:
     """Dequantise as :func:`dequantize`, from the configuration alone. Does not synchronise with the host.
 
+    Raises:
+        UnsupportedError: the layout is "masked".
+
     Rows that already have ``dtype`` in a format that carries numbers as they are (bf16, fp32, fp64) are not copied. Of
     others only those that exist are read and written; a kernel asks the device how many.
     """
+    if config.layout == "masked":
+        raise UnsupportedError(
+            "dequantize: expected an output of layout 'expert' or 'rank', got one of 'masked', whose scales are for "
+            "masked grouped matmuls; use one of these for the experts, or init(dispatch_format='bf16')"
+        )
     fmt, scales = config.format, recv.scales
     dtype = dtype or config.combine_dtype
     if scales is None or fmt.scale_layout is None:

@@ -88,7 +88,7 @@ class _Combine:
 
 def _places(rows: ReferenceRows) -> dict[Origin, int]:
     """Row number of every origin; padding rows have none."""
-    origins = rows.src_info[: rows.num_rows].tolist()
+    origins = rows.src_info.reshape(-1, 3)[: rows.num_rows].tolist()
     return {(source, token, slot): row for row, (source, token, slot) in enumerate(origins) if source >= 0}
 
 
@@ -101,8 +101,8 @@ def _check(config: EPConfig, rows: Sequence[ReferenceRows], home_weights: object
             raise ValueError("home_weights: expected None, as dispatch had weights, got weights; pass them once")
     if not reduce and (config.layout == "rank" or config.fused_shared_expert or home_weights is not None):
         raise ValueError(
-            "reduce=False: expected layout='expert', no fused shared expert and no home_weights, got others; pass "
-            "reduce=True"
+            "reduce=False: expected layout='expert' or 'masked', no fused shared expert and no home_weights, got "
+            "others; pass reduce=True"
         )
     if shared is not None and (config.fused_shared_expert or config.mode == "allreduce" or not reduce):
         raise ValueError(
@@ -130,11 +130,12 @@ def reference_combine(
     * layout "rank": rows, already weighted, summed over ranks, ascending.
 
     Then the shared row (fused, or of ``shared``) is added in fp32, and the sum is rounded once. A row that did not
-    fit ``capacity`` adds nothing. Without weights rows are summed as they are.
+    fit ``capacity``, or ``rows_per_expert``, adds nothing. Without weights rows are summed as they are.
 
     Args:
         config: read for its plain fields only.
-        ys: [rows, hidden_size] expert outputs; row i belongs to row i of ``rows[rank]``.
+        ys: [rows, hidden_size] expert outputs, of layout "masked" [num_groups, rows_per_expert, hidden_size]; row i
+            belongs to row i of ``rows[rank]``.
         rows: what ``reference_dispatch`` returned (weights that travelled are in it).
         topk_ids: [T, topk] of each home rank, as in dispatch.
         topk_weights_home: [T, topk] weights when they were not given to dispatch (``pre_reduce=False`` only).
@@ -149,7 +150,8 @@ def reference_combine(
     _check(config, rows, topk_weights_home, reduce, shared)
     if topk_weights_home is not None and not weigh:
         raise ValueError("weigh: expected True with topk_weights_home, got False; leave one of them out")
-    travelled = [r.weights if weigh else None for r in rows]
+    travelled = [None if r.weights is None or not weigh else r.weights.reshape(-1) for r in rows]
+    ys = [y.reshape(-1, config.hidden_size) for y in ys]
     call = _Combine(config, ys, travelled, topk_weights_home, [_places(r) for r in rows])
     outputs = []
     for home, ids in enumerate(topk_ids):

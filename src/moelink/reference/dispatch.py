@@ -23,15 +23,18 @@ Origin = tuple[int, int, int]
 class ReferenceRows:
     """What dispatch must return on one rank. Rows at ``num_rows`` and beyond are zero (src_info -1), not defined.
 
-    ``rows`` is the capacity, or the worst case.
+    ``rows`` is the capacity, or the worst case. For layout "masked" ``[rows, ...]`` is ``[num_groups, rows_per_expert,
+    ...]``. There ``num_rows`` counts all of these rows; the first ``num_recv_per_expert[e]`` of group e are defined.
 
     Attributes:
         tokens: [rows, width] of the payload dtype.
-        scales: in the format's layout (row-major for layout "rank"), or None.
+        scales: in the format's layout (row-major for layout "rank"), or None. Layout "masked": in that layout for each
+            group, [num_groups, rows_per_expert, n], [num_groups, n, rows_per_expert] or [num_groups, rows_per_expert /
+            128, ceil(n / 4), 32, 4, 4].
         row_offsets: [num_groups + 1] int32, clamped to the capacity.
         expert_ids: [num_groups] int32, or None for layout "rank".
         src_info: [rows, 3] int32.
-        scales_offsets: [num_groups] int32 for 128x4 tiles, else None.
+        scales_offsets: [num_groups] int32 for 128x4 tiles, else None; None for layout "masked".
         weights: [rows] fp32 (fp64 when combine_dtype is), 1 on shared rows; None for layout "rank" or without weights.
         num_recv_tokens: [] int32, routed rows present.
         overflow: [] int32, routed and shared rows that did not fit; padding is not counted.
@@ -129,14 +132,24 @@ def _groups(config: EPConfig, topk_ids: Sequence[Tensor], rank: int) -> list[lis
 
 def _row_alignment(config: EPConfig) -> int:
     """Group sizes are multiples of this."""
-    if config.layout == "rank":
+    if config.layout != "expert":
         return 1
     return math.lcm(config.expert_alignment, format_facts(config.dispatch_format).row_multiple)
 
 
 def _row_capacity(config: EPConfig, rank: int, max_tokens: int | None) -> int:
     """Rows of the output: when every token that can arrive, ``max_tokens`` of each source, names only experts of
-    ``rank``; ``capacity`` where there is one, which a smaller such number limits further."""
+    ``rank``; ``capacity`` where there is one, which a smaller such number limits further. Layout "masked": rows of each
+    expert, when every slot that can arrive names the same one, up to a whole number of what its scales need."""
+    if config.layout == "masked":
+        facts = format_facts(config.dispatch_format)
+        tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
+        most = len(_sources(config, rank)) * tokens * config.topk
+        while most % (128 if facts.scale_layout == "tiles" else facts.row_multiple):
+            most += 1
+        if config.rows_per_expert is None:
+            return most
+        return config.rows_per_expert if max_tokens is None else min(most, config.rows_per_expert)
     if config.capacity is not None and max_tokens is None:
         return config.capacity
     tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
@@ -159,6 +172,12 @@ def _place(groups: list[list[Origin]], alignment: int) -> tuple[list[_Row], list
             size += 1
         offsets.append(offsets[-1] + size)
     return rows, offsets
+
+
+def _place_apart(groups: list[list[Origin]], size: int) -> tuple[list[_Row], list[int]]:
+    """The same with groups of ``size`` rows each; a group's rows past them are numbered as if it went on."""
+    rows = [_Row(g * size + i, g, i, origin) for g, origins in enumerate(groups) for i, origin in enumerate(origins)]
+    return rows, [group * size for group in range(len(groups) + 1)]
 
 
 def _first_blocks(offsets: Sequence[int]) -> list[int]:
@@ -203,18 +222,23 @@ def _lay_out_scales(
     elif layout == "tiles":
         num_groups = len(offsets) - 1
         shape = (math.ceil((capacity + 128 * num_groups) / 128), math.ceil(width / 4), 32, 4, 4)
+    masked = config.layout == "masked"
+    if masked:  # one such tensor for each group; each has whole tiles
+        blocks = [0] * len(offsets)
+        shape = (len(offsets) - 1, *((capacity // 128, *shape[1:]) if layout == "tiles" else shape))
     out = torch.zeros(shape, dtype=_copyable(scales[0]).dtype, device=device)
     for row in rows:
         source, token, _ = row.origin
         values = _copyable(scales[source])[token].to(device)
+        into, number = (out[row.group], row.inner) if masked else (out, row.row)
         if layout == "row_major":
-            out[row.row] = values
+            into[number] = values
         elif layout == "transposed":
-            out[:, row.row] = values
+            into[:, number] = values
         else:
-            columns = torch.zeros(shape[1] * 4, dtype=values.dtype, device=device)
+            columns = torch.zeros(shape[-4] * 4, dtype=values.dtype, device=device)
             columns[:width] = values
-            out[_tile(blocks, row.group, row.inner)] = columns.reshape(-1, 4)
+            into[_tile(blocks, row.group, row.inner)] = columns.reshape(-1, 4)
     return out.view(scales[0].dtype)
 
 
@@ -269,30 +293,38 @@ def reference_dispatch(
     for rank in world:
         device = xs[rank].device
         capacity = _row_capacity(config, rank, None if max_tokens is None else max_tokens[rank])
-        every_row, offsets = _place(_groups(config, topk_ids, rank), _row_alignment(config))
-        offsets = [min(offset, capacity) for offset in offsets]
-        rows = [row for row in every_row if row.row < capacity]
+        groups, masked = _groups(config, topk_ids, rank), config.layout == "masked"
+        if masked:
+            every_row, offsets = _place_apart(groups, capacity)
+            rows = [row for row in every_row if row.inner < capacity]
+            total, by_row = offsets[-1], [len(groups), capacity]
+        else:
+            every_row, offsets = _place(groups, _row_alignment(config))
+            offsets = [min(offset, capacity) for offset in offsets]
+            rows = [row for row in every_row if row.row < capacity]
+            total, by_row = capacity, [capacity]
         num_groups = len(offsets) - 1
         routed = sum(config.layout == "rank" or row.origin[2] >= 0 for row in rows)
 
-        tokens = torch.zeros(capacity, payloads[rank].shape[1], dtype=payloads[rank].dtype, device=device)
-        src_info = [[-1, -1, -1] for _ in range(capacity)]
+        tokens = torch.zeros(total, payloads[rank].shape[1], dtype=payloads[rank].dtype, device=device)
+        src_info = [[-1, -1, -1] for _ in range(total)]
         for row in rows:
             source, token, _ = row.origin
             tokens[row.row] = payloads[source][token].to(device)
             src_info[row.row] = list(row.origin)
-        weights, local_ids, local_weights = _routing_columns(config, rows, capacity, rank, topk_ids, topk_weights)
+        weights, local_ids, local_weights = _routing_columns(config, rows, total, rank, topk_ids, topk_weights)
         blocks = _first_blocks(offsets)
         block_offsets = [blocks[g] - offsets[g] // 128 for g in range(num_groups)]
+        has_offsets = _scale_layout(config) == "tiles" and not masked
         outputs.append(
             ReferenceRows(
-                tokens=tokens.view(facts.payload_dtype),
+                tokens=tokens.view(facts.payload_dtype).reshape(*by_row, tokens.shape[1]),
                 scales=_lay_out_scales(config, rows, offsets, capacity, row_scales, device) if row_scales else None,
                 row_offsets=_int32(offsets, device),
                 expert_ids=None if config.layout == "rank" else _int32(list(range(num_groups)), device),
-                src_info=_int32(src_info, device).reshape(capacity, 3),
-                scales_offsets=_int32(block_offsets, device) if _scale_layout(config) == "tiles" else None,
-                weights=None if weights is None else weights.to(device),
+                src_info=_int32(src_info, device).reshape(*by_row, 3),
+                scales_offsets=_int32(block_offsets, device) if has_offsets else None,
+                weights=None if weights is None else weights.reshape(by_row).to(device),
                 num_recv_tokens=_int32(routed, device),
                 overflow=_int32(len(every_row) - len(rows), device),
                 topk_ids=None if local_ids is None else local_ids.to(device),
@@ -332,7 +364,7 @@ def _routing_columns(
     """(weights [rows], topk_ids [rows, topk], topk_weights [rows, topk]) of one rank on the CPU, None where absent."""
     dtype = accumulate_dtype(config)
     given = None if topk_weights is None else [weights.to(dtype).tolist() for weights in topk_weights]
-    if config.layout == "expert":
+    if config.layout != "rank":
         if given is None:
             return None, None, None
         weights = torch.zeros(capacity, dtype=dtype, device="cpu")
@@ -355,26 +387,30 @@ def _routing_columns(
 
 
 def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
-    """[num_rows, hidden_size] fp32 (fp64 for format fp64): the values of the defined rows; padding rows are 0."""
-    payload = rows.tokens[: rows.num_rows]
+    """[num_rows, hidden_size] fp32 (fp64 for format fp64): the values of the defined rows; padding rows are 0, and so
+    are all others of layout "masked"."""
+    masked = config.layout == "masked"
+    payload = rows.tokens.reshape(-1, rows.tokens.shape[-1])[: rows.num_rows]
     if rows.scales is None:
         return reference_dequantize(config.dispatch_format, payload, None)
     stored = _copyable(rows.scales)
     layout = _scale_layout(config)
-    width = stored.shape[0] if layout == "transposed" else stored.shape[-1]
+    width = stored.shape[-2] if layout == "transposed" else stored.shape[-1]
     if layout == "tiles":
         width = config.hidden_size // (format_facts(config.dispatch_format).group or 1)
     scales = torch.zeros(rows.num_rows, width, dtype=stored.dtype, device=payload.device)
     offsets: list[int] = rows.row_offsets.tolist()
-    blocks = _first_blocks(offsets)
+    blocks = [0] * len(offsets) if masked else _first_blocks(offsets)
     for group in range(len(offsets) - 1):
         for row in range(offsets[group], offsets[group + 1]):
+            inner = row - offsets[group]
+            of_group, number = (stored[group], inner) if masked else (stored, row)
             if layout == "row_major":
-                scales[row] = stored[row]
+                scales[row] = of_group[number]
             elif layout == "transposed":
-                scales[row] = stored[:, row]
+                scales[row] = of_group[:, number]
             else:
-                scales[row] = stored[_tile(blocks, group, row - offsets[group])].reshape(-1)[:width]
-    sources = rows.src_info[: rows.num_rows, 0].long()
+                scales[row] = of_group[_tile(blocks, group, inner)].reshape(-1)[:width]
+    sources = rows.src_info.reshape(-1, 3)[: rows.num_rows, 0].long()
     input_scale = torch.where(sources >= 0, rows.input_scales[sources], 1.0)
     return reference_dequantize(config.dispatch_format, payload, scales.view(rows.scales.dtype), input_scale)

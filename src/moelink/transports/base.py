@@ -69,9 +69,9 @@ class DispatchRequest:
         return self.routing
 
     def output_rows(self, config: EPConfig) -> int:
-        """Return the rows of the output before ``host_counts`` cuts it; over an earlier routing as many as that output
-        has, so that the same rows fit."""
-        return config.output_rows(self.max_tokens) if self.routing is None else self.routing.src_info.shape[0]
+        """Return the rows of the output (layout "masked": of each expert) before ``host_counts`` cuts it; over an
+        earlier routing as many as that output has, so that the same rows fit."""
+        return config.output_rows(self.max_tokens) if self.routing is None else self.routing.src_info.shape[-2]
 
 
 def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:
@@ -86,7 +86,8 @@ class CombineRequest:
     """Arguments of one rank's combine.
 
     Attributes:
-        y: [rows, hidden_size] of combine_dtype; row i belongs to row i of ``recv.tokens``.
+        y: [rows, hidden_size] of combine_dtype (layout "masked": [num_groups, rows, hidden_size]); row i belongs to
+            row i of ``recv.tokens``.
         recv: the dispatch output.
         topk_weights: [num_tokens, topk] of the home rank, a Hook, or None (only without pre-reduction).
         reduce: sum over slots, or return [num_tokens, topk, hidden_size].

@@ -197,7 +197,7 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
         raise ArgumentError("out", "an earlier DispatchOutput", type(out).__name__)
     if request.host_counts:
         raise ArgumentError("out", "None with host_counts=True (its size is not known beforehand)", "a DispatchOutput")
-    carried = out.weights if config.layout == "expert" else out.topk_weights
+    carried = out.topk_weights if config.layout == "rank" else out.weights
     weighted = request.topk_weights is not None
     if weighted != (carried is not None):
         held = "weights in out without topk_weights" if carried is not None else "topk_weights without weights in out"
@@ -222,11 +222,11 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
 def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, device: torch.device) -> CombineRequest:
     """Check one rank's combine arguments."""
     recv = check_recv(request.recv, identity=identity, config=config)
-    rows = (recv.tokens.shape[0], config.hidden_size)
-    check_tensor("y", request.y, shape=rows, dtypes=(config.combine_dtype,), device=device)
+    rows = recv.tokens.shape[:-1]
+    check_tensor("y", request.y, shape=(*rows, config.hidden_size), dtypes=(config.combine_dtype,), device=device)
     num_tokens = recv.handle.num_tokens
-    if recv.weights is not None and recv.weights.shape != (rows[0],):
-        raise ArgumentError("recv.weights", f"shape [{rows[0]}], a weight for each row", list(recv.weights.shape))
+    if recv.weights is not None and recv.weights.shape != rows:
+        raise ArgumentError("recv.weights", f"shape {list(rows)}, a weight for each row", list(recv.weights.shape))
     if not isinstance(request.reduce, bool):
         raise ArgumentError("reduce", "True or False", f"a {type(request.reduce).__name__}")
     check_weigh(request)

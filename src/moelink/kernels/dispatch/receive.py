@@ -12,9 +12,9 @@ Once all CTAs have read what they need the call is counted as received. The next
 which may then overwrite its messages (``kernels.sync.credit``). A source that is a call ahead waits for that credit. A
 source that is behind has not sent its counts yet, so this rank waits for it. So no call overtakes another.
 
-The row of a pair is the start of its group (sizes rounded up to S.ROW_ALIGNMENT) + the rows that lower source ranks
-send to that expert + the pair's position, which came with the message. Hence source ranks ascend inside a group, then
-tokens, then slots.
+The row of a pair is the start of its group (sizes rounded up to S.ROW_ALIGNMENT, or with S.MASKED all the same) + the
+rows that lower source ranks send to that expert + the pair's position, which came with the message. Hence source ranks
+ascend inside a group, then tokens, then slots.
 
 Nothing that came over the wire becomes an address unchecked: an id, position or count out of range drops the row, and
 the source's bit in the control word MALFORMED tells the host.
@@ -234,7 +234,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
                 fill_unused_ids(outputs.topk_ids, 0, numbers.capacity, 0, 1, S)
     else:
         shared = numbers.shared_end - numbers.shared_begin
-        starts, aligned, shared_rows = group_starts(sizes, shared, S)
+        starts, aligned, shared_rows = group_starts(sizes, shared, numbers.capacity, S)
         count, programs, most = steps.columns(ctx.control, cached, source, S)
         refused = header_word(ctx.control, r, 0, 0, 1, S)
         messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
@@ -263,7 +263,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
                     fill_unused_ids(outputs.topk_ids, tl.sum(messages, 0), numbers.capacity, pad, pads, S)
                 if S.ROW_ALIGNMENT > 1:
                     pad_rows(outputs, groups, numbers, pad, pads, S)
-                if S.SCALE_LAYOUT == 2 and not S.SCALES_LATER:
+                if S.SCALE_LAYOUT == 2 and not S.SCALES_LATER and not S.MASKED:
                     pad_tiles(outputs.scales, groups, numbers, pad, pads, S)
             while (ok > 0) & (number >= 0) & (source < S.WORLD_SIZE):
                 lanes = tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE)

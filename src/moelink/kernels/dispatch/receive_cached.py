@@ -153,18 +153,25 @@ def groups_of(control, source, groups, S: tl.constexpr):
 def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
     """Load the rows noted at ``places`` [N, rows].
 
-    Returns the rows, which of them are within ``capacity``, and for tiles of scales how far each is into its group and
-    the group's first block. The group is the last one that starts at or before the row. Where the earlier call noted
-    nothing (a peer sent malformed data) a row can be any number; it is kept only inside ``capacity`` and inside the
-    group.
+    Returns the rows, which of them are within ``capacity``, and for scales in tiles or by group how far each is into
+    its group and the group's first block. The group is the last one that starts at or before the row. Where the earlier
+    call noted nothing (a peer sent malformed data) a row can be any number; it is kept only inside ``capacity`` and
+    inside the group.
 
-    Example: groups of 3 and 1 rows that start at 0 and 4: row 4 is number 0 of group 1.
+    Example: groups of 3 and 1 rows that start at 0 and 4: row 4 is number 0 of group 1. With S.MASKED and capacity 4
+    row 3 is none, as group 0 has 3 rows.
     """
     row = tl.load(places, mask=mask, other=_ABSENT)
     keep = (row >= 0) & (row < capacity)
     inner = row
     block = row
-    if S.SCALE_LAYOUT == 2:
+    if S.MASKED:
+        group = tl.minimum(tl.maximum(row, 0) // tl.maximum(capacity, 1), sizes.shape[0] - 1)
+        inner = row - group * capacity
+        group = tl.reshape(group, (places.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
+        block = tl.reshape(tl.gather(bases, group, 0), row.shape)
+        keep = (row >= 0) & (inner < capacity) & (inner < tl.reshape(tl.gather(sizes, group, 0), row.shape))
+    elif S.SCALE_LAYOUT == 2:
         group = tl.sum((starts[None, None, :] <= row[:, :, None]).to(tl.int32), 2) - 1
         group = tl.reshape(tl.maximum(group, 0), (places.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
         inner = row - tl.reshape(tl.gather(starts, group, 0), row.shape)

@@ -8,6 +8,10 @@ Over cached routing the offsets come from the earlier call (``kernels.dispatch.r
 
 Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIGNMENT 4: group sizes [3, 1], row_offsets
 [0, 4, 8], handle.counts [[2, 1], [1, 0]].
+
+With layout "masked" (S.MASKED) every group has ``numbers.capacity`` rows, whatever comes.
+
+Example: the same counts with capacity 2: row_offsets [0, 2, 4], 3 rows are kept and 1 is lost.
 """
 
 import triton
@@ -153,9 +157,11 @@ def write_counted_offsets(ctx, outputs, received, numbers, shared, S: tl.constex
 
 
 @triton.jit
-def group_starts(sizes, shared, S: tl.constexpr):
-    """Return the starts of the routed groups and the rows of the shared group, each group rounded up to S.ROW_ALIGNMENT
-    rows."""
+def group_starts(sizes, shared, capacity, S: tl.constexpr):
+    """Return the starts and rows of the routed groups and the rows of the shared group, each group rounded up to
+    S.ROW_ALIGNMENT rows; with S.MASKED each of ``capacity`` rows."""
+    if S.MASKED:
+        return tl.arange(0, sizes.shape[0]) * capacity, tl.zeros(sizes.shape, tl.int32) + capacity, 0 * shared
     aligned = tl.cdiv(sizes, S.ROW_ALIGNMENT) * S.ROW_ALIGNMENT
     shared_rows = tl.cdiv(shared, S.ROW_ALIGNMENT) * S.ROW_ALIGNMENT
     return tl.cumsum(aligned, 0) - aligned + shared_rows, aligned, shared_rows
@@ -165,6 +171,8 @@ def group_starts(sizes, shared, S: tl.constexpr):
 def tile_bases(starts, aligned, shared_rows, capacity, S: tl.constexpr):
     """Return the first 128-row block of each routed group in the 128x4 scale layout, and the blocks of the shared
     group."""
+    if S.MASKED:
+        return starts // 128, shared_rows
     rows = tl.minimum(starts + aligned, capacity) - tl.minimum(starts, capacity)
     blocks = tl.cdiv(rows, 128)
     shared_blocks = tl.cdiv(tl.minimum(shared_rows, capacity), 128)
@@ -194,7 +202,7 @@ def write_nothing(outputs, received, numbers, S: tl.constexpr):
     if not S.RANK_LAYOUT:
         tl.store(outputs.expert_ids + g, g, mask=g < numbers.num_groups)
     tl.store(outputs.row_offsets + g, tl.zeros([S.NUM_GROUPS_POW2], tl.int32), mask=g <= numbers.num_groups)
-    if S.SCALE_LAYOUT == 2:
+    if S.SCALE_LAYOUT == 2 and not S.MASKED:
         tl.store(outputs.scales_offsets + g, tl.zeros([S.NUM_GROUPS_POW2], tl.int32), mask=g < numbers.num_groups)
     tl.store(outputs.num_recv_tokens, 0)
     tl.store(outputs.overflow, 0)
@@ -232,15 +240,20 @@ def write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, s
         g = tl.arange(0, S.NUM_GROUPS_POW2)
         tl.store(outputs.expert_ids + g, g, mask=g < numbers.num_groups)
         sizes = tl.sum(rows, 0)
-        starts, aligned, shared_rows = group_starts(sizes, shared, S)
+        starts, aligned, shared_rows = group_starts(sizes, shared, numbers.capacity, S)
         ends = outputs.row_offsets + 1 + e
         if S.FUSED_SHARED_EXPERT:
             tl.store(outputs.row_offsets + 1, tl.minimum(shared_rows, numbers.capacity))
             ends += 1
-        tl.store(ends, tl.minimum(starts + aligned, numbers.capacity), mask=e < numbers.num_local_experts)
-        kept = tl.sum(tl.minimum(tl.maximum(numbers.capacity - starts, 0), sizes), 0)
+        limit = starts + aligned
+        room = aligned
+        if not S.MASKED:
+            limit = tl.minimum(limit, numbers.capacity)
+            room = tl.maximum(numbers.capacity - starts, 0)
+        tl.store(ends, limit, mask=e < numbers.num_local_experts)
+        kept = tl.sum(tl.minimum(room, sizes), 0)
         lost = tl.sum(sizes, 0) - kept + shared - tl.minimum(shared, numbers.capacity)
-        if S.SCALE_LAYOUT == 2:
+        if S.SCALE_LAYOUT == 2 and not S.MASKED:
             bases, _ = tile_bases(starts, aligned, shared_rows, numbers.capacity, S)
             to = outputs.scales_offsets + e
             if S.FUSED_SHARED_EXPERT:

@@ -8,7 +8,10 @@ Example: 2 local experts, whose groups begin at rows 0 and 4, and rank 1's rows 
 0 names expert 0, position 0: row 2, which is noted.
 
 Example of padding: S.ROW_ALIGNMENT 4 and group sizes [3, 1]: rows 3, 5, 6, 7 are padding: zero tokens, scales and
-weights, src_info -1.
+weights, src_info -1. With layout "masked" (S.MASKED) nothing is written behind the real rows.
+
+Example of S.MASKED: 2 local experts with 4 rows each, of which expert 0 gets 3 from rank 0 and 2 from rank 1. Rank 1's
+pair of position 0 goes to row 3, that of position 1 would go to row 4, which is expert 1's, and is dropped.
 """
 
 import triton
@@ -23,8 +26,14 @@ from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
 @triton.jit
 def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
     """Return the offsets of a row's scales, in elements, at scale columns c [m]; or of rows [n, 1] at columns c [1,
-    m]."""
-    if S.SCALE_LAYOUT == 1:
+    m].
+
+    Example of S.MASKED and columns of 4 rows, 3 scales a row: row 5 is row 1 of group 1, which begins at element 12;
+    its scale 2 is element 12 + 2 * 4 + 1.
+    """
+    if S.SCALE_LAYOUT == 1 and S.MASKED:
+        return (row - inner).to(tl.int64) * S.SCALE_WIDTH + c.to(tl.int64) * scale_rows + inner
+    elif S.SCALE_LAYOUT == 1:
         return c.to(tl.int64) * scale_rows + row
     elif S.SCALE_LAYOUT == 2:
         tile = (block + inner // 128).to(tl.int64) * ((S.SCALE_WIDTH + 3) // 4) + c // 4
@@ -298,8 +307,8 @@ def unpack_headers(ctx, source, at, valid, message, destination, outputs, notes,
     """Find the rows of the messages numbered ``at`` [n], at addresses ``message``, that are ``valid``, store what their
     headers say of the rows, and note the rows for combine.
 
-    Returns the rows [n, rows], -1 for none, and for tiles of scales how far each is into its group and the group's
-    first block.
+    Returns the rows [n, rows], -1 for none, and for scales in tiles or by group how far each is into its group and the
+    group's first block.
     """
     header = load_headers(message, valid, True, not S.RANK_LAYOUT, S)
     strange = (header.token < 0) | (header.token >= S.MAX_TOKENS)
@@ -325,13 +334,13 @@ def unpack_headers(ctx, source, at, valid, message, destination, outputs, notes,
         )
         known = fits | (local == -1)
         note_malformed(ctx.control, source, mask & (strange[:, None] | (known == 0)))
-        keep = fits & (row < numbers.capacity)
+        inner = row - tl.reshape(tl.gather(destination.starts, e, 0), shape)
+        keep = fits & ((inner if S.MASKED else row) < numbers.capacity)
         tl.store(
             notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
             tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)),
             mask=mask,
         )
-        inner = row - tl.reshape(tl.gather(destination.starts, e, 0), shape)
         block = tl.reshape(tl.gather(destination.bases, e, 0), shape)
         placed = store_slots(ctx, source, valid, header, Placed(row, keep, inner, block), outputs, numbers, S)
     rows = store_sources(source, header.token, placed, outputs, numbers, S)

@@ -1,4 +1,5 @@
-"""Give Triton functions cache keys that are the same in every process, whatever it compiled before.
+"""Give Triton functions, and the constants that they are compiled for, cache keys that are the same in every process,
+whatever it compiled before.
 
 Triton 3.6 hashes a function together with the constants of the functions it calls. But it leaves out the constants of a
 callee that has not been hashed yet, and it orders constants of one name by the address of their module's globals. So a
@@ -8,9 +9,11 @@ constant may go unnoticed. This module hashes callees first, and names constants
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any
 
+import triton.language as tl
 from triton.language import constexpr
 from triton.runtime import JITFunction
 
@@ -43,3 +46,34 @@ def _settle(function: JITFunction[Any]) -> None:
     parts = [function.src, str(function.starting_line_number), *map(repr, constants)]
     parts += [f"{name} {callee.cache_key} {callee.noinline}" for name, callee in callees.items()]
     function.hash = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+class Constants:
+    """What a kernel is compiled for, in one object: the base of frozen dataclasses whose fields are the constants.
+
+    Two objects with equal fields are equal, and have one short name, which becomes part of cache keys.
+    """
+
+    def __post_init__(self) -> None:
+        # A short name that stands for all values. It becomes part of symbol names and of cache keys, so it includes
+        # the sources of device functions. It also decides equality and hashing (pointer types have no hash).
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
+        keys = {name: getattr(settle_cache_key(value), "cache_key", value) for name, value in values.items()}
+        text = ",".join(f"{name}={key}" for name, key in keys.items())
+        name = f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}"
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_hash", hash(name))
+        # The compiler needs attributes of a constexpr object to be constexpr; the interpreter needs plain values.
+        if isinstance(tl.sum, JITFunction):  # compiled
+            for name, value in values.items():
+                object.__setattr__(self, name, tl.constexpr(value))
+
+    def __repr__(self) -> str:
+        return str(self.__dict__["_name"])
+
+    def __hash__(self) -> int:
+        return int(self.__dict__["_hash"])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and repr(other) == repr(self))

@@ -9,8 +9,6 @@ from that of a message.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import os
 import time
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import triton.language as tl
 
 from moelink.config import EPConfig
 from moelink.formats.base import Format
-from moelink.kernels.launch.cache_keys import settle_cache_key
+from moelink.kernels.launch.cache_keys import Constants
 from moelink.memory.protocol import (
     COMBINE_BLOCK,
     COUNT_HEADER,
@@ -98,37 +96,6 @@ def clock_ticks(seconds: float, device: torch.device) -> int:
 def word_of(nbytes: int) -> Any:
     """Return the widest integer type, up to 4 bytes, that divides ``nbytes``. Rows are moved in words of it."""
     return _WORDS[4 if nbytes % 4 == 0 else 2 if nbytes % 2 == 0 else 1]
-
-
-class Constants:
-    """What a kernel is compiled for, in one object: the base of frozen dataclasses whose fields are the constants.
-
-    Two objects with equal fields are equal, and have one short name, which becomes part of cache keys.
-    """
-
-    def __post_init__(self) -> None:
-        # A short name that stands for all values. It becomes part of symbol names and of cache keys, so it includes
-        # the sources of device functions. It also decides equality and hashing (pointer types have no hash).
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values = {name: value.value if isinstance(value, tl.constexpr) else value for name, value in values.items()}
-        keys = {name: getattr(settle_cache_key(value), "cache_key", value) for name, value in values.items()}
-        text = ",".join(f"{name}={key}" for name, key in keys.items())
-        name = f"{type(self).__name__}_{hashlib.sha1(text.encode()).hexdigest()[:16]}"
-        object.__setattr__(self, "_name", name)
-        object.__setattr__(self, "_hash", hash(name))
-        # The compiler needs attributes of a constexpr object to be constexpr; the interpreter needs plain values.
-        if not is_interpreted():
-            for name, value in values.items():
-                object.__setattr__(self, name, tl.constexpr(value))
-
-    def __repr__(self) -> str:
-        return str(self.__dict__["_name"])
-
-    def __hash__(self) -> int:
-        return int(self.__dict__["_hash"])
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is type(self) and repr(other) == repr(self))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -225,8 +192,9 @@ class DispatchSpec(CommonSpec):
         HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
             the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout.
-        ROW_ALIGNMENT: group sizes are multiples of it. HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their
-            type. GLOBAL_IDS: ids of the output count over all ranks.
+        ROW_ALIGNMENT: group sizes are multiples of it. MASKED: layout "masked", whose groups have one size.
+            HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their type. GLOBAL_IDS: ids of the output count
+            over all ranks.
         CACHED_ROUTING: the dispatch uses an earlier call's routing. OPTIONS: what every rank must choose alike.
         ROWS_PER_MESSAGE: output rows of a message, at most. NUM_GROUPS_POW2: group offsets, as a power of two.
         EVICTION: how rows are loaded, as Triton names it: in a call of more than FEW_TOKENS they are the first to leave
@@ -264,6 +232,7 @@ class DispatchSpec(CommonSpec):
     SCALE_LAYOUT: int
     SCALES_LATER: bool
     ROW_ALIGNMENT: int
+    MASKED: bool
     HAS_WEIGHTS: bool
     GLOBAL_IDS: bool
     CACHED_ROUTING: bool
@@ -370,8 +339,8 @@ def dispatch_spec(
         word_bytes) // block),
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
-        SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many,
-        ROW_ALIGNMENT=cfg.row_alignment, HAS_WEIGHTS=weights, GLOBAL_IDS=cfg.global_ids,
+        SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many and cfg.layout != "masked",
+        ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", HAS_WEIGHTS=weights, GLOBAL_IDS=cfg.global_ids,
         CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE=rows, ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone,

@@ -44,6 +44,8 @@ class Case:
             raise ConfigError("tokens", "at least 1", self.tokens)
         if self.topk > self.num_experts:
             raise ConfigError("topk", f"at most num_experts = {self.num_experts}", self.topk)
+        if self.layout not in LAYOUTS:
+            raise ConfigError("layout", f"{' or '.join(LAYOUTS)} in a benchmark", self.layout)
         if self.distribution not in get_args(Distribution):
             raise ConfigError("distribution", " or ".join(get_args(Distribution)), self.distribution)
 
@@ -129,7 +131,8 @@ class Plan:
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
 SM_BUDGETS = (8, 16, 24, 32, 64, None)
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+LAYOUTS: tuple[Layout, ...] = ("expert", "rank")
+"""Layouts that are timed. Layout "masked" has the kernels of layout "expert" without the padding."""
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "zipf", "one-rank")
 SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rotation_bytes=0)
 """On CPUs a call of interpreted kernels takes most of a second, and only the harness is of interest."""

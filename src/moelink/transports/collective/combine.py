@@ -5,6 +5,8 @@ Sums start at +0, and a product is rounded before it is added, so every transpor
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from moelink.transports.collective.sums import partial_sums, sum_rows
 def combine_steps(config: EPConfig, request: CombineRequest, scratch: Scratch) -> Steps[Tensor]:
     """Combine on one rank. In allreduce mode nothing is yielded, so nothing travels."""
     plan: CollectivePlan = request.recv.handle.plan
+    request = dataclasses.replace(request, y=request.y.flatten(0, -2))  # of layout "masked" it has a dimension more
     if request.reduce and config.pre_reduce:
         total = yield from _sum_of_ranks(config, request, plan, scratch)
     else:
@@ -58,7 +61,7 @@ def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePla
         return
     partial_sums(
         request.y,
-        request.row_weights,
+        None if request.row_weights is None else request.row_weights.flatten(),
         plan.rows,
         num_rows=_kept(plan.rows, request),
         out=out,
@@ -68,7 +71,7 @@ def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePla
 
 def _kept(rows: RowPlan, request: CombineRequest) -> int:
     """Count the routed rows within the capacity. They come first, because rows ascend."""
-    return int((rows.row < request.recv.src_info.shape[0]).sum())
+    return int((rows.row < request.recv.src_info.shape[:-1].numel()).sum())
 
 
 def _slots(

@@ -25,7 +25,7 @@ def dispatch_steps(
     config: EPConfig, request: DispatchRequest, scratch: Scratch, *, identity: str
 ) -> Steps[DispatchOutput]:
     """Dispatch on one rank. In allreduce mode nothing is yielded, so nothing travels."""
-    num_tokens = len(request.x)
+    num_tokens, capacity = len(request.x), request.output_rows(config)
     weights = evaluate_weights(
         request.topk_weights,
         num_tokens=num_tokens,
@@ -63,7 +63,8 @@ def dispatch_steps(
         call = number
     own = _messages(config, request, message, ids, weights, scratch)
     if config.mode == "allreduce":
-        plan = cached or complete_plan(config, _keep_own(config, ids, bad.sum()), num_tokens=num_tokens)
+        kept = _keep_own(config, ids, bad.sum())
+        plan = cached or complete_plan(config, kept, num_tokens=num_tokens, capacity=capacity)
         received = _gather(own, plan.messages.tokens, "received", scratch, spare_rows=1)
     else:
         rows = _gather(own, send_tokens, "sent", scratch)
@@ -80,7 +81,7 @@ def dispatch_steps(
         received = moved
         if cached is None:
             messages = _read(config, message, received, send_tokens, send_counts, recv_counts, bad.sum(), call)
-            plan = complete_plan(config, messages, num_tokens=num_tokens)
+            plan = complete_plan(config, messages, num_tokens=num_tokens, capacity=capacity)
         else:
             plan = dataclasses.replace(cached, call=call)
     handle = DispatchHandle(
@@ -101,7 +102,7 @@ def dispatch_steps(
         received=received,
         own=own,
         handle=handle,
-        capacity=request.output_rows(config),
+        capacity=capacity,
         host_counts=request.host_counts,
         out=request.out,
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
+from moelink.formats.scale_layouts import scatter_by_group
 from moelink.memory.layout import DispatchMessage
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.routing import RowPlan
@@ -28,10 +29,11 @@ def fill_output(
     out: DispatchOutput | None,
 ) -> DispatchOutput:
     """Lay out ``received`` [M + 1, bytes] (its last row is scratch) and the shared rows of ``own`` [T, bytes] in up to
-    ``capacity`` rows."""
-    total = min(plan.num_rows, capacity)
+    ``capacity`` rows (layout "masked": of each expert)."""
+    masked = config.layout == "masked"
+    total = plan.num_rows if masked else min(plan.num_rows, capacity)
     weighted = message.weight_dtype is not None
-    rows = total if host_counts else capacity
+    rows = total if host_counts and not masked else capacity
     result = (
         out
         if out is not None
@@ -43,6 +45,8 @@ def fill_output(
         torch.arange(config.num_groups, out=result.expert_ids, device=result.expert_ids.device)
     if plan.rows is None:
         _fill_rank(plan, message, result, received, total)
+    elif masked:
+        _fill_masked(config, plan, plan.rows, message, result, received)
     else:
         _fill_expert(config, plan, plan.rows, message, result, received=received, own=own, total=total)
     if host_counts:
@@ -67,6 +71,31 @@ def _fill_rank(
         out.topk_weights[:total] = weights.masked_fill(got.local_ids[:total] < 0, 0)
     out.num_recv_tokens.fill_(total)
     out.overflow.fill_(plan.num_messages - total)
+
+
+def _fill_masked(
+    config: EPConfig,
+    plan: CollectivePlan,
+    rows: RowPlan,
+    message: DispatchMessage,
+    out: DispatchOutput,
+    received: Tensor,
+) -> None:
+    """Write the rows that there are, and nothing else."""
+    got, row, source = plan.messages, rows.row, rows.message
+    out.tokens.view(torch.uint8).flatten(0, 1)[row] = message.field(received, "payload")[source]
+    if out.scales is not None:
+        layout, dtype = config.format.scale_layout, config.format.scale_dtype
+        assert layout is not None
+        assert dtype is not None
+        scales = message.field(received, "scales")[source].view(dtype)
+        inner, most = row - plan.row_offsets[rows.group], out.tokens.shape[1]
+        scatter_by_group(layout, out.scales, scales, groups=rows.group, inner=inner, rows_per_group=most)
+    out.src_info.flatten(0, 1)[row] = torch.stack((got.sources[source], got.tokens[source], rows.slot), 1).int()
+    if out.weights is not None:
+        out.weights.flatten()[row] = message.field(received, "weights")[source, rows.slot]
+    out.num_recv_tokens.fill_(len(row))
+    out.overflow.copy_(plan.group_sizes.sum() - len(row))
 
 
 def _fill_expert(

@@ -41,9 +41,10 @@ class CollectivePlan:
 
     Attributes:
         messages: what was sent and received.
-        rows: rows of the "expert" layout before capacity, None for layout "rank".
+        rows: rows of the "expert" layout before capacity, those of the "masked" layout that fit, None for layout
+            "rank".
         row_offsets: [num_groups + 1] int64, before capacity.
-        group_sizes: [num_groups] int64, real rows per group before capacity.
+        group_sizes: [num_groups] int64, real rows per group, before capacity and before rows are dropped.
         shared: own tokens in the fused shared expert's group (rows 0, 1, ...), None without one.
         call: number of the dispatch whose rows these are: not ``messages.call`` where that one's routing is reused.
     """
@@ -66,8 +67,9 @@ class CollectivePlan:
         return int(self.row_offsets[-1])
 
 
-def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int) -> CollectivePlan:
-    """Plan the rows that ``messages`` fill on this rank, which has ``num_tokens`` tokens of its own."""
+def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int, capacity: int) -> CollectivePlan:
+    """Plan the rows that ``messages`` fill on this rank, which has ``num_tokens`` tokens of its own. ``capacity``: rows
+    of each expert in layout "masked"."""
     if config.layout == "rank":
         sizes = torch.tensor(messages.recv_counts, device=messages.tokens.device)
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
@@ -84,6 +86,7 @@ def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int) -> C
         world_size=config.world_size,
         alignment=config.row_alignment,
         shared_rows=None if shared is None else len(shared),
+        rows_per_group=capacity if config.layout == "masked" else None,
     )
     return CollectivePlan(messages, rows, rows.row_offsets, rows.group_sizes, shared, messages.call)
 

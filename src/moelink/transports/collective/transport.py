@@ -101,7 +101,7 @@ class CollectiveTransport:
         for total in self._losses:
             total.clear()
         raise_losses(
-            Losses(config.rank, dropped, config.row_capacity, invalid, config.num_experts)
+            Losses(config.rank, dropped, config.row_capacity, invalid, config.num_experts, config.row_bound)
             for config, (dropped, invalid) in zip(self._configs, found, strict=True)
         )
 

@@ -175,7 +175,7 @@ class Combine:
 
     def _numbers(self, numbers: CombineNumbers, slot_begin: int) -> CombineNumbers:
         """Return ``numbers`` completed for this call's rows and a pass."""
-        key = (numbers.programs, self.request.y.shape[0], slot_begin)
+        key = (numbers.programs, self.request.y.shape[:-1].numel(), slot_begin)
         known = self.launch_plan.known
         if key not in known:
             known[key] = numbers._replace(y_rows=key[1], slot_begin=slot_begin)

@@ -42,7 +42,7 @@ class LaunchPlan:
         send, receive, both, layout: the compiled kernels; the last one is the scale kernel, where a call has one.
         sending, receiving, fused, laying: the numbers that each of them gets.
         copies: whether the kernels move rows as bytes.
-        rows: rows of the output, unless the call is over an earlier routing.
+        rows: rows of the output (layout "masked": of each expert), unless the call is over an earlier routing.
         notes, counts, outputs: the blanks of the tensors that a call makes.
         arena: where the small ones of them are in one allocation, the notes first.
         small: of the fields of :class:`DispatchOutputs` from ``row_offsets`` on, the first byte in the arena, -1 where
@@ -128,7 +128,7 @@ class LaunchPlan:
 
 def _scale_rows(scales: Blank | Tensor | None) -> int:
     """Return the rows of a column of scales, where they are in columns."""
-    return scales.shape[1] if scales is not None and len(scales.shape) == 2 else 0
+    return 0 if scales is None else scales.shape[-1]
 
 
 def _bytes(tensor: Tensor, typed: bool) -> Tensor:
@@ -338,12 +338,11 @@ class Dispatch:
             return self.output
         out, config = self.output, self.rank.config
         *counted, rows = torch.cat((out.num_recv_per_expert, out.row_offsets[-1:])).tolist()
+        if config.layout == "masked":  # its groups have one size, and combine finds rows by it
+            return dataclasses.replace(out, host_counts=counted)
         scales = out.scales
         if scales is not None:
-            width = config.format.scale_width(config.hidden_size)
-            shape: tuple[int, ...] = (rows, width)
-            if config.layout == "expert" and config.format.scale_layout is not None:
-                shape = config.format.scale_layout.shape(rows, width, config.num_groups)
+            shape = config.scale_shape(rows)
             scales = scales.view(torch.uint8 if scales.element_size() == 1 else torch.int32)
             scales = scales[tuple(slice(size) for size in shape)].contiguous().view(out.scales.dtype)  # type: ignore[union-attr]
 

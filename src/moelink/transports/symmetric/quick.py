@@ -129,7 +129,7 @@ class QuickLane:
         kind = self._kinds.get((y.shape, handle.num_tokens, ids.dtype, weights is None))
         if kind is None or handle.owner != self._identity or handle.rank != self._config.rank:
             return None
-        if tokens.shape[0] != y.shape[0] or y.dtype != self._config.combine_dtype:
+        if tokens.shape[-2] != y.shape[-2] or y.dtype != self._config.combine_dtype:
             return None
         if handle.ids_version is not None and version_of(ids) != handle.ids_version:
             return None

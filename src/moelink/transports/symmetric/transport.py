@@ -297,8 +297,8 @@ class SymmetricTransport:
         weights = torch.empty(1, config.topk, dtype=config.weight_dtype, device=rank.device)
         for given in (weights, None):
             dispatch = Dispatch(rank, DispatchRequest(x, ids, given, num_sms=num_sms), self._identity)
-            rows = len(dispatch.output.tokens)
-            y = torch.empty(rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
+            rows = dispatch.output.tokens.shape[:-1]
+            y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
             combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
             for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive):
                 call()
@@ -321,7 +321,10 @@ class SymmetricTransport:
             if nonsense is not None:
                 raise nonsense
         losses = [(rank.config, *rank.errors.take_losses()) for rank in self.ranks]
-        raise_losses(Losses(c.rank, dropped, c.row_capacity, invalid, c.num_experts) for c, dropped, invalid in losses)
+        raise_losses(
+            Losses(c.rank, dropped, c.row_capacity, invalid, c.num_experts, c.row_bound)
+            for c, dropped, invalid in losses
+        )
 
     def traffic(self) -> Traffic:
         """Return the bytes of messages and rows sent to other ranks so far. Synchronises on CUDA."""
