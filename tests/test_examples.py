@@ -65,7 +65,7 @@ def test_balance_experts() -> None:
     said = run("balance_experts.py")
     before, planned, measured = map(float, re.findall(r"mean: ([\d.]+), planned ([\d.]+), measured ([\d.]+)", said)[0])
     assert before > 1.3
-    assert planned < measured < before
+    assert max(planned, measured) < 1.2
     assert re.search(r"\d experts moved, \d+ bytes, in [2-9] steps", said)
 
 
