@@ -61,6 +61,14 @@ def test_overlap(ranks: int) -> None:
     assert sum(int(number) for number in numbers.split(",")) == 64
 
 
+def test_balance_experts() -> None:
+    said = run("balance_experts.py")
+    before, planned, measured = map(float, re.findall(r"mean: ([\d.]+), planned ([\d.]+), measured ([\d.]+)", said)[0])
+    assert before > 1.3
+    assert max(planned, measured) < 1.2
+    assert re.search(r"\d experts moved, \d+ bytes, in [2-9] steps", said)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_on_several_ranks_is_training_on_one(tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("matplotlib")

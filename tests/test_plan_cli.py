@@ -212,3 +212,16 @@ def test_the_commands_of_the_pages_run(page: str, tmp_path: Path, monkeypatch: p
         done = run(*shlex.split(line, comments=True)[2:])
         # The made-up results do not scale as links do, so that a check may find what it is there to find.
         assert done.exit_code == 0 or " % allowed" in done.stderr, (line, done.output)
+
+
+def test_redundant_experts_even_the_ranks() -> None:
+    command = ["plan", "--experts", "64", "--topk", "4", "--routing", "zipf", "--ranks", "4,128"]
+    command += ["--ranks-per-node", "128", "--json"]
+    plain, placed = (
+        json.loads(CliRunner().invoke(commands.app, [*command, *extra]).stdout) for extra in ([], ["--redundant", "8"])
+    )
+    assert (plain["redundant_experts"], placed["redundant_experts"]) == (0, 8)
+    before, after = plain["sizes"][0], placed["sizes"][0]
+    assert before["imbalance"] == after["imbalance"] > 2
+    assert 1.0 <= after["imbalance_placed"] < before["imbalance_placed"] < before["imbalance"]
+    assert placed["sizes"][1]["imbalance_placed"] is None, "72 physical experts for 128 ranks"

@@ -22,6 +22,7 @@ from moelink.kernels.grouped_fp8 import INTERPRETED, Settings, launch, tile_in_g
 from moelink.nn import MoE, QuantizedExperts, dequantize_weight, grouped_fp8, local_state_dict, merge_state_dicts
 from moelink.nn import expert_backends as backends
 from moelink.nn.block_quantized import BlockQuantized, quantize_weight
+from moelink.nn.placement import Placement
 from moelink.testing import run_ranks
 from moelink.tools.bench import experts as bench
 from test_kernels_aot import output_of
@@ -257,7 +258,13 @@ def test_a_compiled_layer_has_no_graph_break() -> None:
     given = problem((4, 0, 12), 4, 128, 256)
     down = quantize_weight(torch.randn(3, 128, 128))
     experts = QuantizedExperts(
-        given.weight, down, backend="torch", activation=functional.silu, experts=(0, 3, 0), dtype=BF16
+        given.weight,
+        down,
+        backend="torch",
+        activation=functional.silu,
+        experts=(0, 0),
+        placement=Placement.identity(3),
+        dtype=BF16,
     )
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     arguments = given.codes, given.scales, given.offsets

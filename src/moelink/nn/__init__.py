@@ -4,29 +4,35 @@
 ``moe``        the layer                            ``experts``   grouped matrix products over received rows
 ``router``     which experts, with which weights    ``mlp``       the dense block, for shared experts
 ``load``       tokens per expert and rank           ``report``    them as JSON      ``plots``    them as a picture
+``placement``  which expert is where, by load   ``balance``   moving experts between ranks
 ``parallel``   gradients and checkpoints of models  ``initial``   first weights, the same on any number of ranks
 ``quantized_experts``, ``block_quantized``          experts in fp8; their weights and products
 ``expert_backends``                                 what multiplies rows that travelled in fp8
 =============  ========================================================================================================
 """
 
+from moelink.nn.balance import Balancer, LayerBalance
 from moelink.nn.block_quantized import BlockQuantized, dequantize_weight, grouped_fp8, quantize_weight
 from moelink.nn.experts import dequantized, grouped_experts
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.mlp import GatedMLP
 from moelink.nn.moe import Experts, MoE
 from moelink.nn.parallel import all_reduce_gradients, local_state_dict, merge_state_dicts
+from moelink.nn.placement import Placement, place_experts
 from moelink.nn.quantized_experts import QuantizedExperts
 from moelink.nn.report import load_report, save_load
 from moelink.nn.router import Router, RouterConfig, Routing, route
 
 __all__ = [
+    "Balancer",
     "BlockQuantized",
     "Experts",
     "GatedMLP",
+    "LayerBalance",
     "LoadMeter",
     "LoadStats",
     "MoE",
+    "Placement",
     "QuantizedExperts",
     "Router",
     "RouterConfig",
@@ -39,6 +45,7 @@ __all__ = [
     "load_report",
     "local_state_dict",
     "merge_state_dicts",
+    "place_experts",
     "quantize_weight",
     "route",
     "save_load",

@@ -22,6 +22,7 @@ from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens
 from moelink.nn.initial import EXPERTS, SHARED, draw
 from moelink.nn.load import LoadMeter, LoadStats
+from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
 from moelink.ops.scale_rows import cast_rows
@@ -38,12 +39,14 @@ class Experts(torch.nn.Module):
         intermediate_size: rows of gate, and of up, of each expert.
         activation: what is applied to the gate.
         seed: of :meth:`reset_parameters`.
+        placement: which expert each of the communicator's experts holds; None for the same number.
         device, dtype: of the parameters.
 
     Attributes:
         gate_up_proj: [num_groups, 2 * intermediate_size, hidden_size], rows of gate before rows of up.
         down_proj: [num_groups, hidden_size, intermediate_size].
-        first: id of the first expert here; group g is expert ``first + g - num_shared``.
+        first: id of the first physical expert here; group g is physical expert ``first + g - num_shared``.
+        num_experts: experts of the layer, each counted once.
         num_shared: 1 if group 0 of both parameters is the fused shared expert, the same on every rank; else 0.
     """
 
@@ -56,13 +59,15 @@ class Experts(torch.nn.Module):
         intermediate_size: int,
         activation: Activation = torch.nn.functional.silu,
         seed: int = 0,
+        placement: Placement | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.activation, self.seed = activation, seed
+        self.placement = placement or Placement.identity(config.num_experts)
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-        self.num_experts, self.num_shared = config.num_experts, int(config.fused_shared_expert)
+        self.num_shared = int(config.fused_shared_expert)
         groups, hidden = config.num_groups, config.hidden_size
         up, down = (groups, 2 * intermediate_size, hidden), (groups, hidden, intermediate_size)
         self.gate_up_proj = torch.nn.Parameter(torch.empty(up, device=device, dtype=dtype))
@@ -70,15 +75,20 @@ class Experts(torch.nn.Module):
         self.reset_parameters()
 
     @property
+    def num_experts(self) -> int:
+        """Experts of the layer, each counted once."""
+        return self.placement.num_experts
+
+    @property
     def num_local_experts(self) -> int:
-        """Routed experts here."""
+        """Routed physical experts here."""
         return self.gate_up_proj.shape[0] - self.num_shared
 
     def reset_parameters(self) -> None:
         """The weights that ``seed`` gives each expert, whichever rank owns it."""
         for group in range(self.gate_up_proj.shape[0]):
-            expert = self.first + group - self.num_shared
-            stream = SHARED if group < self.num_shared else EXPERTS + 2 * expert
+            place = self.first + group - self.num_shared
+            stream = SHARED if group < self.num_shared else EXPERTS + 2 * self.placement.experts[place]
             draw(self.gate_up_proj[group], seed=self.seed, stream=stream)
             draw(self.down_proj[group], seed=self.seed, stream=stream + 1)
 
@@ -91,7 +101,7 @@ class Experts(torch.nn.Module):
         "triton", "torch", "flashinfer", "deep_gemm". :meth:`MoE.quantize_experts` checks that it can run."""
         return QuantizedExperts(
             quantize_weight(self.gate_up_proj), quantize_weight(self.down_proj), backend=backend,
-            activation=self.activation, experts=(self.first, self.num_experts, self.num_shared),
+            activation=self.activation, experts=(self.first, self.num_shared), placement=self.placement,
             dtype=self.down_proj.dtype,
         )  # fmt: skip
 
@@ -99,7 +109,7 @@ class Experts(torch.nn.Module):
         groups, hidden, inner = self.down_proj.shape
         last = self.first + groups - self.num_shared - 1
         shared = ", shared expert in group 0" if self.num_shared else ""
-        return f"{hidden}, {inner}, experts {self.first} to {last} of {self.num_experts}{shared}"
+        return f"{hidden}, {inner}, experts {self.first} to {last} of {self.placement.num_physical}{shared}"
 
 
 class MoE(torch.nn.Module):
@@ -123,12 +133,17 @@ class MoE(torch.nn.Module):
             weights in fp8, for inference only (:meth:`quantize_experts`). "auto" chooses by format and device; the
             choice is logged, and part of the layer's ``repr``.
         load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
+        placement: which expert each of the communicator's experts holds (:mod:`moelink.nn.placement`): the router
+            chooses among ``placement.num_experts``, and the communicator has ``placement.num_physical``. None: the
+            router's experts are the communicator's. :class:`moelink.nn.Balancer` changes it by the load. With replicas
+            for inference only.
         device, dtype: of the parameters; default the communicator's device and ``combine_dtype``. "meta" allocates
             nothing, for loading a checkpoint with ``assign=True``.
 
     Attributes:
         router, experts, shared_expert: the parts.
-        load: counts where tokens go, or None.
+        load: counts where tokens go, by the communicator's experts, or None.
+        placement: turns the router's ids into the communicator's, or None.
         ep: the communicator.
 
     In mode "allreduce" tokens are replicated and the result is this rank's part of the sum, as combine's is: all-reduce
@@ -162,6 +177,7 @@ class MoE(torch.nn.Module):
         host_counts: bool = False,
         experts_backend: ExpertsBackend = "dequantize",
         load_steps: int = 1,
+        placement: Placement | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -172,22 +188,27 @@ class MoE(torch.nn.Module):
         self._owned = not isinstance(communicator, Communicator)
         self.ep = init(**communicator) if isinstance(communicator, Mapping) else communicator
         try:
-            config = self._checked(intermediate_size, shared_expert)
+            config = self._checked(intermediate_size, shared_expert, placement)
             device, dtype = device or self.ep.device, dtype or config.combine_dtype
+            replicated = config.mode == "allreduce"
             self.router = Router(
-                config.hidden_size, config.num_experts, topk=config.topk, config=router, seed=seed, device=device,
-                dtype=dtype,
+                config.hidden_size, config.num_experts if placement is None else placement.num_experts,
+                topk=config.topk, config=router, seed=seed, device=device, dtype=dtype,
             )  # fmt: skip
+            self.placement = None
+            if placement is not None:  # ranks that hold the same tokens must choose the same replicas
+                rank = 0 if replicated else config.rank
+                self.placement = PlacementMap(placement, rank=rank, device=self.ep.device)
             self.experts: Experts | QuantizedExperts = Experts(
-                config, intermediate_size=intermediate_size, activation=activation, seed=seed, device=device,
-                dtype=dtype,
+                config, intermediate_size=intermediate_size, activation=activation, seed=seed, placement=placement,
+                device=device, dtype=dtype,
             )  # fmt: skip
             self.quantize_experts(experts_backend)
             self.shared_expert = shared_expert
             self.host_counts = host_counts
             self.load = None if load_steps == 0 else LoadMeter(
                 config.num_experts, rank=config.rank, world_size=config.world_size,
-                replicated=config.mode == "allreduce", steps=load_steps, device=self.ep.device,
+                replicated=replicated, steps=load_steps, device=self.ep.device,
             )  # fmt: skip
         except (ConfigError, UnsupportedError):
             self.close()
@@ -226,8 +247,14 @@ class MoE(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"experts_backend={self.experts_backend!r}"
 
-    def _checked(self, intermediate_size: int, shared_expert: torch.nn.Module | None) -> EPConfig:
+    def _checked(
+        self, intermediate_size: int, shared_expert: torch.nn.Module | None, placement: Placement | None
+    ) -> EPConfig:
         config = self.ep.config
+        if placement is not None and placement.num_physical != config.num_experts:
+            raise ConfigError("placement", f"{config.num_experts} physical experts", placement.num_physical)
+        if placement is not None and placement.num_experts < config.topk:
+            raise ConfigError("placement", f"at least topk = {config.topk} experts", placement.num_experts)
         if config.layout != "expert":
             expected = "'expert' for moelink.nn.MoE (other layouts are for experts of your own)"
             raise ConfigError("layout", expected, config.layout)
@@ -266,7 +293,13 @@ class MoE(torch.nn.Module):
         if x.shape[-1:] != (config.hidden_size,):
             raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
         if isinstance(self.experts, QuantizedExperts):
-            refuse_gradients(x, self)
+            refuse_gradients(
+                x, self, name="experts_backend", why="experts in fp8 have none", instead="experts_backend='dequantize'"
+            )
+        elif self.placement is not None and self.experts.placement.num_physical > self.experts.num_experts:
+            refuse_gradients(
+                x, self, name="placement", why="replicas of an expert would learn apart", instead="each expert once"
+            )
         tokens = x.reshape(-1, config.hidden_size).contiguous()
         present = None
         if num_tokens is not None:
@@ -275,6 +308,8 @@ class MoE(torch.nn.Module):
             tokens = tokens.where(present[:, None], 0)
         routing = self.router(tokens)
         ids = routing.topk_ids if present is None else routing.topk_ids.where(present[:, None], -1)
+        if self.placement is not None:
+            ids = self.placement(ids)
         if self.load is not None:
             self.load.record(ids)
         weights = routing.topk_weights.to(config.weight_dtype)

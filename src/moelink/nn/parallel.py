@@ -77,8 +77,12 @@ def local_state_dict(model: torch.nn.Module, full: Mapping[str, Any]) -> dict[st
         wanted = [owner.num_experts + shared, *mine.shape[1:]]
         if list(value.shape) != wanted:
             raise ArgumentError(f"full[{key!r}]", f"shape {wanted}, all experts", list(value.shape))
-        first = owner.first + shared
-        routed = value[first : first + owner.num_local_experts]
+        held = owner.placement.experts[owner.first : owner.first + owner.num_local_experts]
+        first = held[0] + shared if held else shared
+        if held == tuple(range(first - shared, first - shared + len(held))):
+            routed = value[first : first + len(held)]
+        else:
+            routed = torch.cat([value[shared + expert : shared + expert + 1] for expert in held])
         part[key] = torch.cat([value[:shared], routed]) if shared else routed
     return part
 
@@ -93,8 +97,12 @@ def merge_state_dicts(model: torch.nn.Module, parts: Sequence[Mapping[str, Tenso
     for key, owner in _experts_by_key(model).items():
         shared = owner.num_shared
         pieces = [part[key][shared if rank else 0 :] for rank, part in enumerate(parts)]
-        full[key] = torch.cat(pieces)
-        if len(full[key]) != owner.num_experts + shared:
-            expected = f"parts of all ranks, {owner.num_experts} experts in all"
-            raise ArgumentError(f"parts[{key!r}]", expected, f"{len(full[key]) - shared} in {len(parts)} parts")
+        merged = torch.cat(pieces)
+        if len(merged) != owner.placement.num_physical + shared:
+            expected = f"parts of all ranks, {owner.placement.num_physical} experts in all"
+            raise ArgumentError(f"parts[{key!r}]", expected, f"{len(merged) - shared} in {len(parts)} parts")
+        full[key] = merged
+        chosen = [*range(shared), *(shared + places[0] for places in owner.placement.replicas)]
+        if chosen != list(range(len(merged))):
+            full[key] = torch.cat([merged[row : row + 1] for row in chosen])
     return full

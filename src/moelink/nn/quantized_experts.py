@@ -14,6 +14,7 @@ from moelink.nn.block_quantized import BlockQuantized, check_product
 from moelink.nn.expert_backends import multiply
 from moelink.nn.experts import Activation
 from moelink.nn.gated import known_activation
+from moelink.nn.placement import Placement
 
 INNER_FORMAT = "fp8_block128"
 
@@ -29,13 +30,14 @@ class QuantizedExperts(torch.nn.Module):
         down: codes [G, H, I].
         backend: one of "triton", "torch", "flashinfer", "deep_gemm" (:mod:`moelink.nn.expert_backends`).
         activation: silu or a :class:`moelink.activation.Clamp`.
-        experts: (id of the first expert here, experts over all ranks, 1 if group 0 is the fused shared expert).
+        experts: (id of the first physical expert here, 1 if group 0 is the fused shared expert).
+        placement: which expert each physical expert holds.
         dtype: of the output.
 
     Attributes:
         gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict. Each has the
             groups as its first dimension.
-        first, num_experts, num_shared: as in :class:`moelink.nn.Experts`.
+        first, num_experts, num_shared, placement: as in :class:`moelink.nn.Experts`.
     """
 
     stacked = ("gate_up_proj", "gate_up_scales", "down_proj", "down_scales")
@@ -51,12 +53,14 @@ class QuantizedExperts(torch.nn.Module):
         *,
         backend: str,
         activation: Activation | Clamp,
-        experts: tuple[int, int, int],
+        experts: tuple[int, int],
+        placement: Placement,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.backend, self.activation, self.dtype = backend, activation, dtype
-        self.first, self.num_experts, self.num_shared = experts
+        self.first, self.num_shared = experts
+        self.placement = placement
         known = known_activation(activation)
         assert known is not None, "expert_backends has refused the others"
         self._clamp = [known.alpha, known.limit] if known.kind == "clamped" else []
@@ -65,8 +69,13 @@ class QuantizedExperts(torch.nn.Module):
             self.register_buffer(name, tensor)
 
     @property
+    def num_experts(self) -> int:
+        """Experts of the layer, each counted once."""
+        return self.placement.num_experts
+
+    @property
     def num_local_experts(self) -> int:
-        """Routed experts here."""
+        """Routed physical experts here."""
         return self.gate_up_proj.shape[0] - self.num_shared
 
     def forward(self, codes: Tensor, scales: Tensor, row_offsets: Tensor) -> Tensor:
@@ -86,20 +95,21 @@ class QuantizedExperts(torch.nn.Module):
         groups, hidden, inner = self.down_proj.shape
         last = self.first + groups - self.num_shared - 1
         shared = ", shared expert in group 0" if self.num_shared else ""
-        experts = f"experts {self.first} to {last} of {self.num_experts}{shared}"
+        experts = f"experts {self.first} to {last} of {self.placement.num_physical}{shared}"
         return f"{hidden}, {inner}, {experts}, fp8, backend {self.backend!r}"
 
 
-def refuse_gradients(x: Tensor, module: torch.nn.Module) -> None:
-    """Refuse a call of which gradients could be asked, of ``x`` or of the parameters of ``module``.
+def refuse_gradients(x: Tensor, module: torch.nn.Module, *, name: str, why: str, instead: str) -> None:
+    """Refuse a call of which gradients could be asked, of ``x`` or of the parameters of ``module``, because of the
+    setting ``name``.
 
     Raises:
         UnsupportedError: gradients are recorded.
     """
     if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in module.parameters())):
         raise UnsupportedError(
-            "experts_backend: expected a call without gradients, as experts in fp8 have none, got one that records "
-            "them; call the layer under torch.no_grad(), or train with experts_backend='dequantize'"
+            f"{name}: expected a call without gradients, as {why}, got one that records them; call the layer under "
+            f"torch.no_grad(), or train with {instead}"
         )
 
 

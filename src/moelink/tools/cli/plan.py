@@ -61,6 +61,7 @@ def plan(
     capacity: Annotated[int | None, typer.Option(min=0, help="Rows of dispatch's output. Default: worst case.")] = None,
     transport: Annotated[Transport, typer.Option(help="Whose messages are counted.")] = Transport.symmetric,
     routing: Annotated[str, typer.Option(help="uniform, zipf, or a .npy file of topk_ids [tokens, topk].")] = "uniform",
+    redundant: Annotated[int, typer.Option(min=0, help="More physical experts, to place experts by load.")] = 0,
     nvlink: Annotated[float | None, typer.Option(help="Assume: GB/s of a rank's NVLink, one direction.")] = None,
     net: Annotated[float | None, typer.Option(help="Assume: GB/s of a rank's network, one direction.")] = None,
     latency: Annotated[
@@ -95,7 +96,7 @@ def plan(
     })  # fmt: skip
     result = make_plan(
         layer, parse_ranks(ranks), ranks_per_node=ranks_per_node,
-        routing=make_routing(routing, num_experts=experts, topk=topk), constants=chosen,
+        routing=make_routing(routing, num_experts=experts, topk=topk), constants=chosen, redundant=redundant,
     )  # fmt: skip
     document = to_document(result)
     write_json(document, out)
@@ -188,6 +189,7 @@ OPTIONS = {"floor_us": "--latency", "nvlink_gb_per_s": "--nvlink", "network_gb_p
 
 LEGEND = """\
 bytes   of one call, expected, over the busier direction of the busiest rank's link; memory is one rank's
+busiest / placed   rows of the busiest rank over the mean: experts by number, and placed by load (--redundant)
 symmetric / collective   block or staging of that transport, and the outputs of a dispatch and a combine
 limit   the largest part of the predicted time; time = latency + slower of NVLink and network + memory +
         quantising (docs/plan.md)"""
@@ -206,13 +208,15 @@ def sizes_table(console: Console, document: dict[str, Any]) -> Table:
         f"{layer['hidden_size']}, {layer['dispatch_format']}, {document['routing']})"
     )
     grid = table(console, title)
-    for name in ("ranks", "nodes", "experts a rank", "ranks a token", "nodes a token", "symmetric", "collective"):
+    names = ("ranks", "nodes", "experts a rank", "ranks a token", "nodes a token", "symmetric", "collective")
+    for name in (*names, "busiest", "placed"):
         grid.add_column(name, justify="right")
     for size in document["sizes"]:
         grid.add_row(
             str(size["ranks"]), str(size["nodes"]), str(size["experts_per_rank"]), f"{size['ranks_per_token']:.2f}",
             f"{size['nodes_per_token']:.2f}", quantity(size["memory"]["symmetric"]),
-            quantity(size["memory"]["collective"]),
+            quantity(size["memory"]["collective"]), f"{size['imbalance']:.2f}",
+            "-" if size["imbalance_placed"] is None else f"{size['imbalance_placed']:.2f}",
         )  # fmt: skip
     return grid
 

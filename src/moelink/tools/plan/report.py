@@ -9,6 +9,7 @@ from typing import Any
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
+from moelink.nn.placement import Placement, place_experts
 from moelink.tools.plan.model import Constants, Shape, Time, predict
 from moelink.tools.plan.routing import Routing, Statistics
 from moelink.tools.plan.traffic import COPIES, PHASES, Copies, Layer, LinkBytes, Units, link_bytes, nodes_of
@@ -70,6 +71,9 @@ class SizePlan:
         experts: of the rank that owns most.
         idle_ranks: that own no expert.
         statistics: of the routing.
+        imbalance: rows of the busiest rank over the mean of all ranks; with experts where their numbers put them, and
+            placed by load with the plan's redundant experts (:func:`moelink.nn.place_experts`), None where the
+            physical experts are fewer than the ranks.
         memory: of one rank.
         schemes: by copies ("rank", "node") and phase.
         extrapolated: outside the numbers of ranks that measured constants were fitted to.
@@ -80,6 +84,7 @@ class SizePlan:
     experts: int
     idle_ranks: int
     statistics: Statistics
+    imbalance: tuple[float, float | None]
     memory: Memory
     schemes: Mapping[Copies, Mapping[Phase, PhasePlan]]
     extrapolated: bool
@@ -92,11 +97,27 @@ class Plan:
     layer: Layer
     ranks_per_node: int
     routing: str
+    redundant: int
     constants: Constants
     sizes: tuple[SizePlan, ...]
 
 
-def plan_size(layer: Layer, ranks: int, *, ranks_per_node: int, routing: Routing, constants: Constants) -> SizePlan:
+def imbalances(routing: Routing, num_experts: int, ranks: int, redundant: int) -> tuple[float, float | None]:
+    """Return :attr:`SizePlan.imbalance`.
+
+    Example: 3 experts with loads 4, 1, 1 on 3 ranks: 2.0; a fourth physical expert would leave one rank with two.
+    """
+    load: list[float] = routing.slots(range(num_experts + 1)).tolist()
+    before = Placement.identity(num_experts).imbalance(load, ranks)
+    physical = num_experts + redundant
+    if physical < ranks:
+        return before, None
+    return before, place_experts(load, num_physical=physical, world_size=ranks).imbalance(load, ranks)
+
+
+def plan_size(
+    layer: Layer, ranks: int, *, ranks_per_node: int, routing: Routing, constants: Constants, redundant: int = 0
+) -> SizePlan:
     """Plan one number of ranks; :func:`make_plan` says what is refused."""
     nodes = nodes_of(ranks, ranks_per_node)
     config = layer.ep_config(ranks, ranks_per_node=ranks_per_node if nodes > 1 else None)
@@ -112,6 +133,7 @@ def plan_size(layer: Layer, ranks: int, *, ranks_per_node: int, routing: Routing
     return SizePlan(
         ranks=ranks, nodes=nodes, experts=ceil_div(layer.num_experts, ranks),
         idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(config),
+        imbalance=imbalances(routing, layer.num_experts, ranks, redundant),
         schemes=schemes, extrapolated=bool(fitted) and not min(fitted) <= ranks <= max(fitted),
     )  # fmt: skip
 
@@ -123,8 +145,12 @@ def make_plan(
     ranks_per_node: int,
     routing: Routing,
     constants: Constants | None = None,
+    redundant: int = 0,
 ) -> Plan:
     """Plan every number of ranks. Without ``constants`` there are bytes and memory, and no time.
+
+    ``redundant``: physical experts beyond the layer's, for :attr:`SizePlan.imbalance`. Bytes and times are
+    without them.
 
     Raises:
         ConfigError: a number of ranks that neither fits into a node nor fills whole nodes.
@@ -133,9 +159,10 @@ def make_plan(
     for count in ranks:
         nodes_of(count, ranks_per_node)
     sizes = tuple(
-        plan_size(layer, count, ranks_per_node=ranks_per_node, routing=routing, constants=chosen) for count in ranks
+        plan_size(layer, count, ranks_per_node=ranks_per_node, routing=routing, constants=chosen, redundant=redundant)
+        for count in ranks
     )
-    return Plan(layer, ranks_per_node, routing.name, chosen, sizes)
+    return Plan(layer, ranks_per_node, routing.name, redundant, chosen, sizes)
 
 
 def to_document(plan: Plan) -> dict[str, Any]:
@@ -146,6 +173,7 @@ def to_document(plan: Plan) -> dict[str, Any]:
         "layer": dataclasses.asdict(plan.layer),
         "ranks_per_node": plan.ranks_per_node,
         "routing": plan.routing,
+        "redundant_experts": plan.redundant,
         "constants": {
             "phases": {phase: dataclasses.asdict(plan.constants.phases[phase]) for phase in PHASES},
             "sources": dict(plan.constants.sources),
@@ -167,6 +195,8 @@ def _size_document(size: SizePlan) -> dict[str, Any]:
         "idle_ranks": size.idle_ranks,
         "ranks_per_token": size.statistics.ranks_per_token,
         "nodes_per_token": size.statistics.nodes_per_token,
+        "imbalance": size.imbalance[0],
+        "imbalance_placed": size.imbalance[1],
         "memory": {**memory, "symmetric": size.memory.symmetric, "collective": size.memory.collective},
         "schemes": {
             copies: {phase: dataclasses.asdict(entry) for phase, entry in phases.items()}

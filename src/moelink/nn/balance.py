@@ -1,0 +1,309 @@
+"""Move experts between ranks so that their load evens out, a bounded number of bytes at a time.
+
+A :class:`Balancer` does this for the :class:`moelink.nn.MoE` layers of a model that were made with a ``placement``:
+
+1. *Plan.* Sum the layers' loads over the ranks, and place the experts anew (:mod:`moelink.nn.placement`). All ranks sum
+   the same numbers, so all find the same placement.
+2. *Move.* Between two forward passes, :meth:`Balancer.step` brings some physical experts their new weights. No rank
+   receives more than ``max_bytes`` in a step, which bounds the pause. Then all ranks' layers use the new ids.
+
+Why a forward between two steps is right: a step changes a physical expert's weights and the layer's map of ids
+together, on all ranks, and reads all old weights before it writes new ones. :func:`order_moves` orders the moves so
+that after each step every expert is somewhere. Experts that change places in a ring, each with the only copy of what
+the next one needs, move in one step, even if that exceeds ``max_bytes``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moelink.control.gloo import await_release
+from moelink.control.values import gather_values
+from moelink.errors import ArgumentError, ConfigMismatchError, StateError
+from moelink.nn.moe import Experts, MoE
+from moelink.nn.placement import Placement, place_experts
+from moelink.nn.quantized_experts import QuantizedExperts
+from moelink.routing import ExpertMap
+
+
+@dataclass(frozen=True)
+class LayerBalance:
+    """What a plan does to one layer.
+
+    Attributes:
+        name: of the layer in its model.
+        before, after: the busiest rank's tokens over the mean of all ranks, with the load that was measured.
+        moves: physical experts that get other weights.
+        nbytes: of these weights.
+    """
+
+    name: str
+    before: float
+    after: float
+    moves: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Bring physical expert ``place`` of layer ``layer`` the weights of ``expert``."""
+
+    layer: int
+    place: int
+    expert: int
+
+
+class Balancer:
+    """Balances the MoE layers of a model, for inference. All methods are collective over the ranks.
+
+    Args:
+        model: holds layers that were made with a ``placement`` and count their load (``load_steps >= 1``).
+        max_bytes: most bytes of weights that a rank receives in a :meth:`step`, a single expert or ring aside.
+        group: the process group of the ranks, as the layers' communicators number them; None for the default group.
+
+    Raises:
+        ArgumentError: the model has no such layer, or ``max_bytes`` is no positive number.
+        ConfigMismatchError: ranks have other layers, placements or ``max_bytes``.
+
+    Example: ``examples/balance_experts.py``.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, *, max_bytes: int = 1 << 28, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+            raise ArgumentError("max_bytes", "a positive number of bytes", max_bytes)
+        named = [(name or "moe", module) for name, module in model.named_modules() if isinstance(module, MoE)]
+        self._names = [name for name, layer in named if layer.placement is not None]
+        self._layers = [layer for _, layer in named if layer.placement is not None]
+        if not self._layers or any(layer.load is None for layer in self._layers):
+            expected = "MoE layers with placement= and load_steps >= 1"
+            raise ArgumentError("model", expected, f"{len(self._layers)} with a placement of {len(named)} layers")
+        config = self._layers[0].ep.config
+        self._rank, self._world_size, self._max_bytes, self._group = config.rank, config.world_size, max_bytes, group
+        self._steps: list[list[_Move]] = []
+        self._agree()
+
+    def plan(self) -> list[LayerBalance]:
+        """Place the experts of all layers by the load since the layers were made, or since the last move.
+
+        Nothing moves yet. A plan that was not finished is given up; what it moved stays where it is.
+
+        Raises:
+            ConfigMismatchError: ranks have other placements, or in mode "allreduce" counted other tokens.
+        """
+        self._agree()
+        loads = self._sum_loads()
+        wanted, report = [], []
+        for name, layer, load in zip(self._names, self._layers, loads, strict=True):
+            current = _placement(layer)
+            new = place_experts(load, num_physical=current.num_physical, world_size=self._world_size, current=current)
+            before, after = (each.imbalance(load, self._world_size) for each in (current, new))
+            if after >= before:
+                new, after = current, before
+            moves = sum(a != b for a, b in zip(current.experts, new.experts, strict=True))
+            report.append(LayerBalance(name, before, after, moves, moves * _expert_bytes(layer)))
+            wanted.append(new)
+        self._compare(f"a plan of load {_digest(loads)}")
+        self._steps = self._divide(wanted)
+        return report
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until the plan is done."""
+        return len(self._steps)
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Move what one step of the plan moves, and use it from now on. Returns the seconds that it took here.
+
+        Call it on every rank between the same two forward passes. On CUDA the copies are ordered with the current
+        stream's work, and the host waits for them.
+
+        Raises:
+            StateError: nothing is left to move: :meth:`plan` first.
+        """
+        if not self._steps:
+            raise StateError("step: expected a plan with steps left, got none; call plan() first")
+        start = time.perf_counter()
+        moves = self._steps.pop(0)
+        arrived = self._exchange(moves)
+        for move, tensors in arrived:
+            for old, new in zip(self._tensors(move.layer, move.place), tensors, strict=True):
+                old.copy_(new.view(old.dtype))
+        changed: dict[int, list[int]] = {}
+        for move in moves:
+            experts = changed.setdefault(move.layer, list(_placement(self._layers[move.layer]).experts))
+            experts[move.place] = move.expert
+        for index, experts in changed.items():
+            layer = self._layers[index]
+            assert layer.placement is not None
+            assert layer.load is not None
+            layer.experts.placement = Placement(tuple(experts))
+            layer.placement.set(layer.experts.placement)
+            layer.load.reset()  # it counts by physical experts, which are others now
+        if self._layers[0].ep.device.type == "cuda":
+            torch.cuda.synchronize(self._layers[0].ep.device)
+        return time.perf_counter() - start
+
+    def run(self) -> list[LayerBalance]:
+        """Plan, and move everything in as many steps as it takes."""
+        report = self.plan()
+        while self._steps:
+            self.step()
+        return report
+
+    def _agree(self) -> None:
+        """Refuse ranks whose layers, sizes or placements differ."""
+        layers = [
+            (name, _expert_bytes(layer), _placement(layer).experts)
+            for name, layer in zip(self._names, self._layers, strict=True)
+        ]
+        self._compare(
+            f"max_bytes {self._max_bytes}, {len(layers)} layers with names, sizes and placements {_digest(layers)}"
+        )
+
+    def _compare(self, mine: str) -> None:
+        """Refuse ranks that say something else than the others."""
+        if self._world_size == 1:
+            return
+        said = gather_values(mine, self._group)
+        ranks: dict[str, Sequence[int]] = {
+            words: [rank for rank, other in enumerate(said) if other == words] for words in said
+        }
+        if len(ranks) > 1:
+            raise ConfigMismatchError("balancer", ranks)
+
+    def _sum_loads(self) -> list[tuple[float, ...]]:
+        """Return the load of each layer by expert, of all ranks' tokens."""
+        totals = [layer.load.total.clone() for layer in self._layers if layer.load is not None]
+        if self._world_size > 1 and not self._layers[0].load.replicated:  # type: ignore[union-attr]
+            flat = torch.cat(totals)
+            dist.all_reduce(flat, group=self._group)
+            await_release([flat])
+            totals = list(flat.split([len(total) for total in totals]))
+        return [
+            _placement(layer).expert_load(total.tolist()) for layer, total in zip(self._layers, totals, strict=True)
+        ]
+
+    def _divide(self, wanted: Sequence[Placement]) -> list[list[_Move]]:
+        """Divide the moves to ``wanted`` into steps."""
+        steps: list[list[_Move]] = []
+        received: Counter[int] = Counter()
+        for index, (layer, new) in enumerate(zip(self._layers, wanted, strict=True)):
+            size, owner = _expert_bytes(layer), self._owners(layer)
+            for places in order_moves(_placement(layer).experts, new.experts):
+                more = Counter({rank: size * count for rank, count in Counter(owner[p] for p in places).items()})
+                if not steps or max((received + more).values()) > self._max_bytes:
+                    steps.append([])
+                    received = Counter()
+                received += more
+                steps[-1] += [_Move(index, place, new.experts[place]) for place in places]
+        return steps
+
+    def _exchange(self, moves: Sequence[_Move]) -> list[tuple[_Move, list[Tensor]]]:
+        """Return the new weights of this rank's physical experts among ``moves``, as bytes where they travelled."""
+        operations: list[dist.P2POp] = []
+        lent: list[Tensor] = []
+        arrived = []
+        sent: Counter[int] = Counter()
+        for number, move in enumerate(moves):
+            layer = self._layers[move.layer]
+            owner = self._owners(layer)
+            here = owner[move.place]
+            holders = _placement(layer).replicas[move.expert]
+            source = min(holders, key=lambda place: (owner[place] != here, sent[owner[place]], place))  # noqa: B023
+            there = owner[source]
+            sent[there] += there != here
+            if self._rank not in (here, there):
+                continue
+            tensors = self._tensors(move.layer, source if self._rank == there else move.place)
+            packed = [t.contiguous().view(torch.uint8).clone() if self._rank == there else _like(t) for t in tensors]
+            if here == there:
+                arrived.append((move, packed))
+                continue
+            call, peer = (dist.irecv, there) if self._rank == here else (dist.isend, here)
+            name = peer if self._group is None else dist.get_global_rank(self._group, peer)
+            first = number * len(packed)
+            operations += [dist.P2POp(call, t, name, self._group, first + part) for part, t in enumerate(packed)]
+            lent += packed
+            if self._rank == here:
+                arrived.append((move, packed))
+        _transfer(operations)
+        operations.clear()
+        await_release(lent)
+        return arrived
+
+    def _tensors(self, layer: int, place: int) -> list[Tensor]:
+        """Return the weights of physical expert ``place``, which is on this rank."""
+        experts = self._layers[layer].experts
+        group = place - experts.first + experts.num_shared
+        return [getattr(experts, name)[group] for name in experts.stacked]
+
+    def _owners(self, layer: MoE) -> list[int]:
+        """Return the rank of each physical expert."""
+        ranks = ExpertMap(layer.ep.config.num_experts, self._world_size)
+        return [rank for rank in range(self._world_size) for _ in range(ranks.num_local(rank))]
+
+
+def order_moves(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the places whose expert changes from ``old`` to ``new``, in an order in which no expert is lost.
+
+    A place whose expert is also elsewhere can take its new one at once. Where no such place is left, the rest are
+    rings: each place has the only copy of what another one needs. A ring is one item.
+
+    >>> list(order_moves([0, 1, 2, 0], [0, 2, 1, 1]))
+    [[3], [1], [2]]
+    >>> list(order_moves([0, 1], [1, 0]))
+    [[0, 1]]
+    """
+    now, copies = list(old), Counter(old)
+    waits: defaultdict[int, list[int]] = defaultdict(list)
+    for place, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a != b:
+            waits[b].append(place)
+    pending = [place for place, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+    while pending:
+        ring = [next((place for place in pending if copies[now[place]] > 1), pending[0])]
+        while copies[now[ring[-1]]] == 1 and now[ring[-1]] not in {new[place] for place in ring}:
+            ring.append(next(place for place in waits[now[ring[-1]]] if place in pending))
+        for place in ring:
+            copies[now[place]] -= 1
+            copies[new[place]] += 1
+            now[place] = new[place]
+            pending.remove(place)
+        yield sorted(ring)
+
+
+def _placement(layer: MoE) -> Placement:
+    experts: Experts | QuantizedExperts = layer.experts
+    return experts.placement
+
+
+def _expert_bytes(layer: MoE) -> int:
+    return sum(getattr(layer.experts, name)[0].nbytes for name in layer.experts.stacked)
+
+
+def _transfer(operations: list[dist.P2POp]) -> None:
+    """Send and receive, and wait. The handles, which hold the tensors, are gone afterwards."""
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(str(value).encode()).hexdigest()[:8]
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Return new memory for the bytes of ``tensor``."""
+    return torch.empty(*tensor.shape[:-1], tensor.shape[-1] * tensor.element_size(), dtype=torch.uint8,
+                       device=tensor.device)  # fmt: skip

@@ -1,0 +1,239 @@
+"""Place experts on ranks by their load: which expert each physical expert holds, so that all ranks have as much to do.
+
+Legend: ``E`` experts of the model (*logical*), ``P >= E`` *physical* experts, which ranks own as contiguous blocks
+(:class:`moelink.routing.ExpertMap`). A physical expert is a place for weights. An expert that many tokens choose may be
+in several; those are its *replicas*, and its tokens are divided among them. Dispatch and combine know physical ids
+only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ArgumentError, ConfigError
+from moelink.routing import ExpertMap
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which expert each physical expert holds.
+
+    Attributes:
+        experts: [P], the expert of each physical expert. Every expert in [0, E) is there at least once.
+
+    Example: ``Placement((0, 1, 2, 1))`` on two ranks: rank 0 has experts 0 and 1, rank 1 has 2 and a replica of 1.
+
+    Raises:
+        ConfigError: an expert below the largest id is nowhere, or an id is negative.
+    """
+
+    experts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        missing = sorted(set(range(max(self.experts, default=-1) + 1)) - set(self.experts))
+        if not self.experts or missing or min(self.experts) < 0:
+            got = f"experts {missing} nowhere" if missing else list(self.experts)
+            raise ConfigError("placement", "each expert from 0 on held by a physical expert", got)
+
+    @classmethod
+    def identity(cls, num_experts: int, num_physical: int | None = None) -> Placement:
+        """Return the placement that holds expert e at e, and from ``num_experts`` on replicas of experts 0, 1, ...
+
+        >>> Placement.identity(3, 5).experts
+        (0, 1, 2, 0, 1)
+        """
+        return cls(tuple(place % num_experts for place in range(num_physical or num_experts)))
+
+    @cached_property
+    def num_experts(self) -> int:
+        """E."""
+        return max(self.experts) + 1
+
+    @property
+    def num_physical(self) -> int:
+        """P."""
+        return len(self.experts)
+
+    @cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """[E]: the physical experts of each expert, ascending."""
+        places: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for place, expert in enumerate(self.experts):
+            places[expert].append(place)
+        return tuple(map(tuple, places))
+
+    def expert_load(self, physical_load: Sequence[float]) -> tuple[float, ...]:
+        """Sum the load [P] of physical experts by expert: [E]."""
+        return tuple(sum(physical_load[place] for place in places) for places in self.replicas)
+
+    def rank_load(self, load: Sequence[float], world_size: int) -> tuple[float, ...]:
+        """Return the load of each rank [world_size], where the load [E] of an expert is divided evenly among its
+        replicas.
+
+        >>> Placement((0, 1, 2, 1)).rank_load([3, 8, 1], 2)
+        (7.0, 5.0)
+        """
+        _check_load(load, self.num_experts)
+        ranks = ExpertMap(self.num_physical, world_size)
+        each = [load[expert] / len(self.replicas[expert]) for expert in self.experts]
+        return tuple(sum(each[ranks.first(rank) : ranks.first(rank + 1)]) for rank in range(world_size))
+
+    def imbalance(self, load: Sequence[float], world_size: int) -> float:
+        """Return the busiest rank's load over the mean of all ranks: 1.0 is even. 1.0 without load."""
+        by_rank = self.rank_load(load, world_size)
+        return max(by_rank) * world_size / sum(by_rank) if sum(by_rank) else 1.0
+
+
+def place_experts(
+    load: Sequence[float], *, num_physical: int, world_size: int, current: Placement | None = None
+) -> Placement:
+    """Place experts by their ``load`` [E], any unit, so that the busiest rank has little more than the mean.
+
+    Places beyond E go to the experts with the most load a replica, one after the other. Then the replicas are placed,
+    the busiest first, on the rank with the least load that has room and no replica of the same expert (the greedy
+    algorithm of Graham for parallel machines, 1969). Ranks that hold nearly the same experts as in ``current`` keep
+    them, so that few weights move.
+
+    Raises:
+        ArgumentError: a load is negative, physical experts are fewer than experts, or ``current`` has other sizes.
+
+    >>> place_experts([8, 1, 1, 2], num_physical=6, world_size=2).rank_load([8, 1, 1, 2], 2)
+    (6.0, 6.0)
+    """
+    _check_load(load, len(load))
+    if num_physical < len(load):
+        raise ArgumentError("num_physical", f"at least the {len(load)} experts", num_physical)
+    if current is not None and (current.num_experts, current.num_physical) != (len(load), num_physical):
+        got = f"{current.num_experts} experts in {current.num_physical}"
+        raise ArgumentError("current", f"{len(load)} experts in {num_physical} physical ones", got)
+    replicas = _replicate(load, num_physical, world_size)
+    ranks = _assign(load, replicas, num_physical, world_size)
+    if current is None:
+        return Placement(tuple(expert for experts in ranks for expert in sorted(experts)))
+    owned = ExpertMap(num_physical, world_size)
+    before = [list(current.experts[owned.first(rank) : owned.first(rank + 1)]) for rank in range(world_size)]
+    return Placement(
+        tuple(
+            expert
+            for mine, experts in zip(before, _keep(before, ranks), strict=True)
+            for expert in _in_place(mine, experts)
+        )
+    )
+
+
+def _check_load(load: Sequence[float], num_experts: int) -> None:
+    if not load or len(load) != num_experts:
+        raise ArgumentError("load", f"a number for each of {num_experts or 1} experts", f"{len(load)} numbers")
+    if not all(0 <= each < float("inf") for each in load):
+        raise ArgumentError("load", "finite numbers, not negative", list(load))
+
+
+def _replicate(load: Sequence[float], num_physical: int, world_size: int) -> list[int]:
+    """Return [E]: replicas of each expert. An expert has more than one on a rank only where all have that many."""
+    counts = [1] * len(load)
+    for _ in range(num_physical - len(load)):
+        most = min(counts) // world_size * world_size + world_size
+        open_ones = [expert for expert, count in enumerate(counts) if count < most]
+        busiest = max(open_ones, key=lambda expert: (load[expert] / counts[expert], -counts[expert], -expert))
+        counts[busiest] += 1
+    return counts
+
+
+def _assign(load: Sequence[float], replicas: list[int], num_physical: int, world_size: int) -> list[list[int]]:
+    """Return the experts of each rank."""
+    owned = ExpertMap(num_physical, world_size)
+    each = [load[expert] / count for expert, count in enumerate(replicas)]
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    total = [0.0] * world_size
+    items = [expert for expert, count in enumerate(replicas) for _ in range(count)]
+    for expert in sorted(items, key=lambda expert: (-each[expert], expert)):
+        room = [rank for rank in range(world_size) if len(ranks[rank]) < owned.num_local(rank)]
+        rank = min(room, key=lambda rank: (expert in ranks[rank], total[rank], rank))
+        ranks[rank].append(expert)
+        total[rank] += each[expert]
+    return ranks
+
+
+def _keep(before: list[list[int]], ranks: list[list[int]]) -> list[list[int]]:
+    """Give the sets of experts to ranks anew, each to the rank that has most of it already and owns as many."""
+    pairs = [
+        (-sum((Counter(mine) & Counter(experts)).values()), rank, number)
+        for rank, mine in enumerate(before)
+        for number, experts in enumerate(ranks)
+        if len(mine) == len(experts)
+    ]
+    chosen: dict[int, int] = {}
+    for _, rank, number in sorted(pairs):
+        if rank not in chosen and number not in chosen.values():
+            chosen[rank] = number
+    return [ranks[chosen[rank]] for rank in range(len(before))]
+
+
+def _in_place(mine: list[int], experts: list[int]) -> list[int]:
+    """Order ``experts`` so that those that are in ``mine`` stay where they are."""
+    left = Counter(experts)
+    result: list[int | None] = []
+    for expert in mine:
+        stays = left[expert] > 0
+        left[expert] -= stays
+        result.append(expert if stays else None)
+    rest = iter(sorted(left.elements()))
+    return [next(rest) if expert is None else expert for expert in result]
+
+
+class PlacementMap(torch.nn.Module):
+    """Turns ids of experts into ids of physical experts, on the device.
+
+    Its buffers are not part of a state_dict. They keep their shape when the placement changes, so a CUDA graph that
+    captured a call goes on with the new one.
+
+    Args:
+        placement: at first.
+        rank: of this process. Ranks begin with different replicas.
+        device: where the ids are.
+    """
+
+    table: Tensor
+    count: Tensor
+
+    def __init__(self, placement: Placement, *, rank: int = 0, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.rank = rank
+        most = placement.num_physical - placement.num_experts + 1
+        for name, shape in (("table", (placement.num_experts, most)), ("count", (placement.num_experts,))):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
+        self.set(placement)
+
+    def set(self, placement: Placement) -> None:
+        """Use ``placement``, of the same sizes, from now on."""
+        sizes = self.table.shape[0], self.table.shape[0] + self.table.shape[1] - 1
+        if (placement.num_experts, placement.num_physical) != sizes:
+            got = f"{placement.num_experts} in {placement.num_physical}"
+            raise ArgumentError("placement", f"{sizes[0]} experts in {sizes[1]} physical ones", got)
+        self.placement = placement
+        if self.table.is_meta:
+            return
+        width = self.table.shape[1]
+        rows = [[places[k % len(places)] for k in range(width)] for places in placement.replicas]
+        self.table.copy_(torch.tensor(rows, dtype=torch.int32))
+        self.count.copy_(torch.tensor([len(places) for places in placement.replicas], dtype=torch.int32))
+
+    @torch.no_grad()
+    def forward(self, topk_ids: Tensor) -> Tensor:
+        """Return physical ids for ``topk_ids`` [T, K]: token t takes replica (t + rank) modulo the number of them. -1
+        stays -1.
+
+        >>> PlacementMap(Placement((0, 1, 2, 1)))(torch.tensor([[1, 0], [1, 2], [1, -1]])).tolist()
+        [[1, 0], [3, 2], [1, -1]]
+        """
+        routed = topk_ids >= 0
+        experts = topk_ids.clamp(min=0).long()
+        turn = torch.arange(topk_ids.shape[0], device=topk_ids.device)[:, None] + self.rank
+        physical = self.table[experts, turn % self.count[experts]]
+        return torch.where(routed, physical, -1).to(topk_ids.dtype)
