@@ -35,7 +35,9 @@ def test_what_is_missing_or_outside_the_range_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(versions, "version", lambda package: "0.16.1")
     assert require("megatron-core") == "0.16.1"
-    with pytest.raises(UnsupportedError, match=r"vllm: expected a release from 0.33.0 to before 0.34, got 0.16.1; run pip"):
+    with pytest.raises(
+        UnsupportedError, match=r"vllm: expected a release from 0.33.0 to before 0.34, got 0.16.1; run pip"
+    ):
         require("vllm")
     monkeypatch.setattr(versions, "version", absent)
     with pytest.raises(UnsupportedError, match=r"sglang: .*got none; run pip install 'moelink\[sglang\]'"):

@@ -19,6 +19,7 @@ from moelink.errors import MoelinkError
 from moelink.testing import RankFailedError, RankHungError
 from moelink.tools.cli.bench import bench_app
 from moelink.tools.cli.console import bar, drawing, make_console, progress_on_stderr, quantity, table, to_json
+from moelink.tools.cli.doctor import doctor
 from moelink.tools.cli.environment import env
 from moelink.tools.cli.plan import plan_app
 from moelink.tools.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, bundled_text, run_demo
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")
 app.command()(env)
+app.command()(doctor)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 

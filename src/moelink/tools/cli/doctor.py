@@ -1,0 +1,158 @@
+"""``moelink doctor``: an examination as tables, with what is wrong in red, and a line of advice for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from moelink.tools.cli.console import (
+    check_writable,
+    make_console,
+    progress_on_stderr,
+    quantity,
+    table,
+    to_json,
+    write_json,
+)
+from moelink.tools.doctor import Examination, Problem, diagnose, run_doctor
+from moelink.tools.doctor.formats import FORMATS
+from moelink.tools.doctor.pairs import link_of
+
+SCHEMA_VERSION = 1
+RED = "bold red"
+
+
+class Device(str, Enum):
+    """Choices of --device."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Transport(str, Enum):
+    """Choices of --transport."""
+
+    auto = "auto"
+    collective = "collective"
+    symmetric = "symmetric"
+
+
+def doctor(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start here. Default: the CUDA devices; 4 on CPUs.")
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: cuda where there is a device.")] = None,
+    format: Annotated[list[str] | None, typer.Option(help="Format to try; may be repeated. Default: all.")] = None,
+    transport: Annotated[Transport, typer.Option(help="Transport to try formats over.")] = Transport.auto,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it says what it has found.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Examine the machines of a job before it starts; exit status 1 when something is wrong.
+
+    Run it as the job: under torchrun on all machines, or alone for the devices of this one. It compares versions, tries
+    whether ranks reach one another, measures every pair, and sends tokens through every format and back.
+    """
+    check_writable(out)
+    kind = device.value if device else "cuda" if torch.cuda.is_available() else "cpu"
+    count = ranks or (torch.cuda.device_count() if kind == "cuda" else 4)
+    with progress_on_stderr() as progress:
+        progress(f"examining {os.environ.get('WORLD_SIZE', count)} ranks")
+        found = run_doctor(
+            count, device=kind, formats=tuple(format or FORMATS), transport=transport.value, timeout=timeout
+        )
+    if found is None:  # another rank of the launcher reports
+        return
+    problems = diagnose(found)
+    document = to_document(found, problems)
+    write_json(document, out)
+    if json_output:
+        typer.echo(to_json(document))
+    else:
+        console = make_console()
+        console.print(doctor_view(console, found, problems))
+    if problems:
+        raise typer.Exit(1)
+
+
+def to_document(found: Examination, problems: list[Problem]) -> dict[str, Any]:
+    """Return the JSON form."""
+    fields = dataclasses.asdict(found)
+    fields["broken"] = [{"ranks": list(pair), "reason": why} for pair, why in (found.broken or {}).items()]
+    return {
+        "schema_version": SCHEMA_VERSION, "report": "moelink doctor", **fields,
+        "problems": [dataclasses.asdict(problem) for problem in problems],
+    }  # fmt: skip
+
+
+def _marked(text: str, where: str, problems: list[Problem]) -> Text:
+    """Render ``text``, in red if there is a problem at ``where``."""
+    return Text(text, RED if any(problem.where == where for problem in problems) else "")
+
+
+def ranks_table(console: Console, found: Examination, problems: list[Problem]) -> Table:
+    """Render what each rank is."""
+    grid = table(console, "Ranks")
+    for name in ("rank", "host", "device", "memory free", "moelink", "torch", "triton", "python", "NVSHMEM", "network"):
+        grid.add_column(name, justify="right" if name in ("rank", "memory free") else "left")
+    for rank, facts in enumerate(found.facts):
+        label = _marked(str(rank), f"rank {rank}", problems)
+        if facts is None:
+            grid.add_row(label, *["-"] * 9)
+            continue
+        versions, device = facts["versions"], facts["device"]
+        grid.add_row(
+            label, facts["host"], device["name"], quantity(device["free"]),
+            *[versions[name] or "-" for name in ("moelink", "torch", "triton", "python")],
+            "yes" if facts["nvshmem"] else "no", ", ".join(facts["network"]) or "-",
+        )  # fmt: skip
+    return grid
+
+
+def pairs_table(console: Console, found: Examination, problems: list[Problem]) -> Table:
+    """Render what was measured between each two ranks."""
+    grid = table(console, "Pairs")
+    for name in ("ranks", "link", "latency, us", "GB/s"):
+        grid.add_column(name, justify="left" if name == "link" else "right")
+    for pair in found.pairs:
+        one, other = found.facts[pair.first], found.facts[pair.second]
+        assert one is not None
+        assert other is not None
+        where = f"ranks {pair.first} and {pair.second}"
+        grid.add_row(
+            *[
+                _marked(text, where, problems)
+                for text in (
+                    f"{pair.first} - {pair.second}", link_of(one, other), f"{pair.latency_us:.0f}",
+                    f"{pair.gb_per_s:.3g}",
+                )
+            ]
+        )  # fmt: skip
+    for (first, second), _ in (found.broken or {}).items():
+        grid.add_row(Text(f"{first} - {second}", RED), *[Text("-", RED)] * 3)
+    return grid
+
+
+def doctor_view(console: Console, found: Examination, problems: list[Problem]) -> RenderableType:
+    """Render the whole examination."""
+    parts: list[RenderableType] = [ranks_table(console, found, problems), ""]
+    if found.pairs or found.broken:
+        parts += [pairs_table(console, found, problems), ""]
+    if found.formats:
+        names = dict.fromkeys(name for each in found.formats for name in each or {})
+        words = [_marked(name, f"format {name}", problems) for name in names]
+        parts += [Text("Formats there and back: ").append_text(Text(", ").join(words)), ""]
+    if problems:
+        parts += [Text(f"{problem.where}: {problem.what}").append(f"\n  {problem.advice}\n") for problem in problems]
+    else:
+        parts.append(Text("Nothing is wrong.", "green"))
+    return Group(*parts)

@@ -1,0 +1,187 @@
+"""Say what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moelink.tools.doctor.pairs import Pair, link_of, nominal_gb_per_s
+
+SHARE_OF_NOMINAL = 0.4
+SHARE_OF_MEDIAN = 0.25
+TIMES_MEDIAN = 10.0
+LEAST_FREE = 0.5
+MOST_SKEW_SECONDS = 2.0
+"""A pair is slow below these shares of what its link should have or of what other pairs of its kind have, or above so
+many times their latency. A device is busy with less than this share of its memory free. Clocks of machines differ by
+more than this only if they are not kept in step."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        where: "rank 3", "ranks 0 and 3", "format mxfp8".
+        what: what was found, and what was expected.
+        advice: what to do.
+    """
+
+    where: str
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.advice}"
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What all ranks found. Entries by rank are None for a rank that said nothing in time.
+
+    Attributes:
+        facts: of :func:`moelink.tools.doctor.facts.facts_of`.
+        times: seconds since 1970 on each rank's machine, at about the same moment.
+        reached: by rank, what its probes of the others found: "answers", "refuses" or "is silent" by peer.
+        mesh: "ok", or why the process group could not be connected on this rank; empty if it was not tried.
+        pairs: what was measured.
+        broken: pairs whose measurement failed, with the reason.
+        formats: by rank, "ok" or what went wrong by format; empty if formats were not tried.
+    """
+
+    facts: Sequence[Mapping[str, Any] | None]
+    times: Sequence[float | None] = ()
+    reached: Sequence[Mapping[int, str] | None] = ()
+    mesh: Sequence[str | None] = ()
+    pairs: Sequence[Pair] = ()
+    broken: Mapping[tuple[int, int], str] | None = None
+    formats: Sequence[Mapping[str, str] | None] = ()
+
+
+def diagnose(found: Examination) -> list[Problem]:
+    """Return the problems of an examination, those that explain others first."""
+    present = {rank: facts for rank, facts in enumerate(found.facts) if facts is not None}
+    return [
+        *_missing(found.facts),
+        *_versions(present),
+        *_devices(present),
+        *_clocks(found.times),
+        *_unreachable(found.reached),
+        *_mesh(found.mesh),
+        *_slow(found, present),
+        *_formats(found.formats),
+    ]
+
+
+def _missing(facts: Sequence[Mapping[str, Any] | None]) -> Iterator[Problem]:
+    for rank, each in enumerate(facts):
+        if each is None:
+            yield Problem(f"rank {rank}", "expected its facts, got none in time", "start it, or read its log")
+
+
+def _odd_ones(values: Mapping[int, Any]) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (rank, its value, the value of most) of ranks that differ from most; of two as frequent, the first's."""
+    if values:
+        most = Counter(values.values()).most_common(1)[0][0]
+        yield from ((rank, value, most) for rank, value in values.items() if value != most)
+
+
+def _versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Problem]:
+    names = dict.fromkeys(name for each in facts.values() for name in each["versions"])
+    for name in names:
+        for rank, value, most in _odd_ones({rank: each["versions"].get(name) for rank, each in facts.items()}):
+            what = f"expected {name} {most} as on most ranks, got {value or 'none'}"
+            yield Problem(f"rank {rank}", what, "install the same versions everywhere")
+
+
+def _devices(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Problem]:
+    devices = {rank: each["device"] for rank, each in facts.items()}
+    for rank, value, most in _odd_ones({rank: device["name"] for rank, device in devices.items()}):
+        yield Problem(f"rank {rank}", f"expected a device {most} as on most ranks, got {value}", "use equal machines")
+    for name, words in (("driver_version", "driver"), ("clocks.max.sm", "highest clock in MHz")):
+        for rank, value, most in _odd_ones({rank: device["driver"].get(name) for rank, device in devices.items()}):
+            what = f"expected {words} {most} as on most ranks, got {value or 'none'}"
+            yield Problem(f"rank {rank}", what, "set up all machines alike")
+    for rank, device in devices.items():
+        if device["driver"].get("clocks_event_reasons.hw_slowdown") == "Active":
+            what = f"expected a device at full speed, got one that the hardware slows down ({_mhz(device)})"
+            yield Problem(f"rank {rank}", what, "check its cooling and power")
+        if device["kind"] == "cuda" and device["free"] < LEAST_FREE * device["total"]:
+            what = f"expected at least half of the memory free, got {device['free'] / 2**30:.1f} GiB"
+            yield Problem(f"rank {rank}", what, "end what else runs on the device (nvidia-smi names it)")
+
+
+def _mhz(device: Mapping[str, Any]) -> str:
+    driver = device["driver"]
+    return f"{driver.get('clocks.sm')} of {driver.get('clocks.max.sm')} MHz"
+
+
+def _clocks(times: Sequence[float | None]) -> Iterator[Problem]:
+    known = [each for each in times if each is not None]
+    if not known:
+        return
+    middle = statistics.median_low(known)
+    for rank, each in enumerate(times):
+        if each is not None and abs(each - middle) > MOST_SKEW_SECONDS:
+            what = f"expected the time of most machines, got one that is {each - middle:+.1f} s off"
+            yield Problem(f"rank {rank}", what, "synchronise its clock (chrony, ntp), or logs cannot be compared")
+
+
+def _unreachable(reached: Sequence[Mapping[int, str] | None]) -> Iterator[Problem]:
+    failed: defaultdict[int, dict[int, str]] = defaultdict(dict)
+    for rank, each in enumerate(reached):
+        for peer, word in (each or {}).items():
+            if word != "answers":
+                failed[peer][rank] = word
+    for peer, by_rank in sorted(failed.items()):
+        words = ", ".join(dict.fromkeys(by_rank.values()))
+        what = f"expected an answer at the address of its probe server, got none from ranks {sorted(by_rank)} ({words})"
+        advice = "open the ports between the machines, or set MOELINK_PROBE_HOST to an address that peers reach"
+        yield Problem(f"rank {peer}", what, advice)
+
+
+def _mesh(mesh: Sequence[str | None]) -> Iterator[Problem]:
+    for rank, word in enumerate(mesh):
+        if word not in ("ok", ""):
+            what = f"expected a process group over all ranks, got {word or 'no word in time'}"
+            yield Problem(f"rank {rank}", what, "check firewalls, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME")
+
+
+def _slow(found: Examination, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Problem]:
+    for (first, second), reason in (found.broken or {}).items():
+        yield Problem(f"ranks {first} and {second}", f"expected messages to pass, got {reason}", "check their link")
+    by_link: defaultdict[str, list[Pair]] = defaultdict(list)
+    for pair in found.pairs:
+        by_link[link_of(facts[pair.first], facts[pair.second])].append(pair)
+    for link, pairs in by_link.items():
+        rate = statistics.median(pair.gb_per_s for pair in pairs)
+        latency = statistics.median(pair.latency_us for pair in pairs)
+        for pair in pairs:
+            nominal = nominal_gb_per_s(link, facts[pair.first]["device"]["name"])
+            where = f"ranks {pair.first} and {pair.second}"
+            advice = "check the link between them, and what else uses it"
+            if nominal is not None and pair.gb_per_s < SHARE_OF_NOMINAL * nominal:
+                what = f"expected more than {SHARE_OF_NOMINAL * nominal:.0f} GB/s of {link}, got {pair.gb_per_s:.1f}"
+                yield Problem(where, what, advice)
+            elif pair.gb_per_s < SHARE_OF_MEDIAN * rate:
+                what = f"expected about {rate:.2g} GB/s as other pairs over {link}, got {pair.gb_per_s:.2g}"
+                yield Problem(where, what, advice)
+            elif pair.latency_us > TIMES_MEDIAN * latency:
+                what = f"expected about {latency:.0f} us as other pairs over {link}, got {pair.latency_us:.0f}"
+                yield Problem(where, what, advice)
+
+
+def _formats(formats: Sequence[Mapping[str, str] | None]) -> Iterator[Problem]:
+    said: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, each in enumerate(formats):
+        for name, word in (each or {"all": "no word in time"}).items():
+            if word != "ok":
+                said[name, word].append(rank)
+    for (name, word), ranks in said.items():
+        what = f"expected tokens to come home unchanged, got on ranks {ranks}: {word}"
+        yield Problem(
+            f"format {name}", what, "report it with the output of `moelink env`, if nothing above explains it"
+        )
