@@ -27,6 +27,8 @@ from moelink.tools.doctor.formats import FORMATS, round_trips
 from moelink.tools.doctor.pairs import GroupWire, Pair, Wire, measure, rounds
 
 SECONDS = 60.0
+_SILENCE_SECONDS = 5.0
+"""How long a rank that does not answer is asked again: its machine may be busy."""
 _LAST_SECONDS = 2.0
 """How long the rank that hosts the store stays for the others, at most."""
 
@@ -66,7 +68,7 @@ def rank_main(
     except (BoundedError, RuntimeError) as error:
         raise UnsupportedError(
             f"rank {rank}: expected the store at {launcher.host}:{launcher.port}, which rank 0 or the launcher serves, "
-            f"got {error or 'no answer'}; check MASTER_ADDR, MASTER_PORT and the firewall"
+            f"got {error or 'no answer'}; set MASTER_ADDR and MASTER_PORT to it, and open the port"
         ) from error
     board = Board(PrefixStore("moelink-doctor", store), rank=rank, world_size=world_size, deadline=deadline)
     try:
@@ -123,6 +125,10 @@ def _reach(board: Board) -> list[dict[int, str] | None]:
         peers = [rank for rank, text in enumerate(texts) if text is not None and rank != board.rank]
         places = [server.address if text is None else Address.decode(bytes.fromhex(text)) for text in texts]
         results = probe_all(places, peers) if peers else {}
+        until = time.monotonic() + _SILENCE_SECONDS
+        while time.monotonic() < until and any(result.call is None and not result.lost for result in results.values()):
+            silent = [rank for rank, result in results.items() if result.call is None and not result.lost]
+            results |= probe_all(places, silent)
         mine = {
             str(rank): "refuses" if result.lost else "is silent" if result.call is None else "answers"
             for rank, result in results.items()
