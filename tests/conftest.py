@@ -26,6 +26,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # processes that tests start inte
 torch.set_num_threads(1)
 import fast_interpreter  # noqa: E402, F401 - for its effect, when it is known whether kernels are interpreted
 import rank_server  # noqa: E402
+from starving import starvation  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -102,6 +103,16 @@ def tests_of_the_quick_tier(pytestconfig):
         return {line for line in done.stdout.splitlines() if "::" in line}
 
     return of
+
+
+@pytest.fixture
+def starved():
+    """A function that returns the seconds beyond a promise that ranks of this test may take, on a machine this busy.
+
+    They are twice those that this process waited for a processor: ranks wait for one another as well.
+    """
+    with starvation() as late:
+        yield lambda: 2 * late()
 
 
 @pytest.fixture

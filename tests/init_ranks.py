@@ -9,8 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,11 +25,11 @@ from fault_ranks import FIELDS, check_round_trip, die, stop_for
 from moelink import contract
 from moelink.control import group, meeting
 from moelink.testing import _rank_main
+from starving import starvation
 
 TIMEOUT = 2.0
 SPARE = 0.5
 """Seconds beyond the promise that a busy machine gets."""
-_BEAT = 0.01
 
 
 @dataclass(frozen=True)
@@ -241,29 +241,6 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool,
             if dist.is_initialized():
                 dist.destroy_process_group()
     raise AssertionError(f"rank {rank} came to no end after {len(tried)} attempts, the last ones: {tried[-3:]}")
-
-
-@contextmanager
-def starvation() -> Iterator[Callable[[], float]]:
-    """Measure by how many seconds a thread of this process, which wants to wake all the time, has woken too late.
-
-    On a machine at rest that is almost nothing. What a rank itself waits for does not count: it is another process.
-    """
-    late, over = [0.0], threading.Event()
-
-    def beat() -> None:
-        while not over.is_set():
-            begin = time.monotonic()
-            time.sleep(_BEAT)
-            late[0] += max(time.monotonic() - begin - 2 * _BEAT, 0.0)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield lambda: late[0]
-    finally:
-        over.set()
-        thread.join()
 
 
 def run_schedule(seed: int) -> tuple[list[list[Tried] | None], float]:

@@ -145,7 +145,7 @@ def trial(
     assert told.peer == victim, f"{words}: rank {rank}: {told!r}"
     _, same, seconds = attempt(lambda: ep.combine(d.x, recv))
     assert str(same) == str(told), f"{words}: rank {rank}: {same!r}"
-    assert seconds < 1
+    assert seconds < 10, "of a timeout of 40"
     return False, words
 
 

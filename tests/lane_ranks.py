@@ -103,7 +103,7 @@ def absent_from_a_lane(rank: int, world_size: int, wire: str) -> int:
         with pytest.raises(moelink.PeerTimeoutError) as later:
             again()
         assert str(later.value) == str(first.value)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < TIMEOUTS[wire]
     time.sleep(1)
     ep.close()
     return first.value.peer

@@ -21,6 +21,7 @@ from fault_ranks import FIELDS, check_round_trip
 from moelink.control.probe import Address, Failure, ProbeServer, probe, read_proposal
 from moelink.control.responder import NUM_PHASES, PROGRESS
 from moelink.testing import run_ranks
+from starving import Starved
 
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
 OWNER = """
@@ -110,7 +111,7 @@ def test_a_probe_server_ends_with_its_rank(forked: bool) -> None:
         until(lambda: not is_running(server))
 
 
-def test_idle_clients_block_nobody() -> None:
+def test_idle_clients_block_nobody(starved: Starved) -> None:
     server = ProbeServer()
     try:
         where = (server.address.host, server.address.port)
@@ -121,7 +122,7 @@ def test_idle_clients_block_nobody() -> None:
         for _ in range(20):
             start = time.monotonic()
             assert probe(server.address).call == 3
-            assert time.monotonic() - start < 0.2
+            assert time.monotonic() - start < 0.2 + starved()
         for connection in idle:  # and they are let go
             connection.settimeout(4)
             assert connection.recv(1) == b""
@@ -130,7 +131,7 @@ def test_idle_clients_block_nobody() -> None:
         server.close()
 
 
-def test_a_thousand_at_once_are_answered() -> None:
+def test_a_thousand_at_once_are_answered(starved: Starved) -> None:
     server = ProbeServer()
     server.progress = 9, "dispatch"
     connections = []
@@ -141,7 +142,7 @@ def test_a_thousand_at_once_are_answered() -> None:
         for connection in connections:
             connection.sendall(server.address.token + b"?")
         assert {connection.recv(8) for connection in connections} == {PROGRESS.pack(9 * NUM_PHASES)}
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 2 + starved()
         with ThreadPoolExecutor(32) as pool:
             assert {result.call for result in pool.map(lambda _: probe(server.address), range(200))} == {9}
     finally:

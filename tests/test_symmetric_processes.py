@@ -102,11 +102,11 @@ def faults(rank, world_size):
     return caught.value.peer, took, time.monotonic() - start
 
 
-def test_refusals_other_options_and_absent_ranks():
+def test_refusals_other_options_and_absent_ranks(starved):
     for peer, took, later in run_ranks(faults, 2, timeout=120):
         assert peer == 1
-        assert took < TIMEOUT + 1
-        assert later < 1.0
+        assert took < TIMEOUT + 1 + starved()
+        assert later < 1.0 + starved()
 
 
 def outside(rank, world_size):
