@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 
+warnings.simplefilter("ignore")  # torchtitan and torch warn of what CPUs lack, as they are imported and as they run
 torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes CUDA where it finds no accelerator
 
 from torch.distributed.device_mesh import init_device_mesh
