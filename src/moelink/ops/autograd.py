@@ -121,7 +121,9 @@ class Dispatch(torch.autograd.Function):
                 weights = torch.where(here, weights, weights.new_zeros(()))
             else:
                 weights = _by_slot(weights, record[1], record[0], static.topk)
-        dx, dweights = library.dispatch_backward(_saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator)
+        dx, dweights = library.dispatch_backward(
+            _saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator
+        )
         return (
             None,
             None if rows is None else dx.to(ctx.x_dtype),
@@ -202,7 +204,9 @@ def _weighted_sum_backward(
     """Compute the gradients of y, of the rows' weights, and of combine's ``topk_weights``."""
     static = REGISTRY.find(ctx.communicator, "combine (backward)").static
     row_offsets, src_info = record[:2]
-    d, home = library.combine_backward(_saved_unchecked(ctx.order), grad, topk_weights, topk_ids, record, ctx.communicator)
+    d, home = library.combine_backward(
+        _saved_unchecked(ctx.order), grad, topk_weights, topk_ids, record, ctx.communicator
+    )
     dy, dw = row_gradients(
         d, row_offsets, y=y, weights=weights if topk_weights is None else home,
         dtype=ctx.y_dtype if ctx.needs_input_grad[1] else None,

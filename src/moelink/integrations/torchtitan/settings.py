@@ -63,9 +63,7 @@ def resolve(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     name = given.get("dispatch_format") or FORMATS[dtype]
     if name not in moelink.format_names():
         raise ConfigError("dispatch_format", f"one of {', '.join(moelink.format_names())}", name)
-    alignment = _one(
-        "expert_alignment", configured.get("pad_multiple"), given.get("expert_alignment"), "", default=1
-    )
+    alignment = _one("expert_alignment", configured.get("pad_multiple"), given.get("expert_alignment"), "", default=1)
     return {
         "hidden_dim": hidden_dim,
         "num_max_tokens_per_rank": bound,
