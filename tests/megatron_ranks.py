@@ -68,7 +68,10 @@ def config(world_size: int, **options) -> TransformerConfig:
         "use_cpu_initialization": True, "add_bias_linear": False, "gated_linear_unit": True, "activation_func": F.silu,
         "ffn_hidden_size": 32, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False, "bias_activation_fusion": False,
     }  # fmt: skip
-    return TransformerConfig(**{**usual, **options})
+    padded = options.pop("moe_router_padding_for_quantization", False)
+    made = TransformerConfig(**{**usual, **options})
+    made.moe_router_padding_for_quantization = padded  # Megatron wants an fp8 recipe with it, which CPUs have not
+    return made
 
 
 def settings(**given) -> Settings:

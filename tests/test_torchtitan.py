@@ -16,13 +16,14 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-import torchtitan_ranks as ranks
-from moelink.errors import ConfigError
-from moelink.testing import assert_bitwise_equal, run_ranks
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.qwen3 import model_registry
 from torchtitan.overrides import fused_swiglu  # noqa: F401 - registers the override that is combined with ours
+
+import torchtitan_ranks as ranks
+from moelink.errors import ConfigError
+from moelink.testing import assert_bitwise_equal, run_ranks
 
 DISPATCHER = f"{ranks.OVERRIDES}.dispatcher"
 BOUND = ranks.BATCH * ranks.SEQ_LEN

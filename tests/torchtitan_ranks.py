@@ -6,7 +6,6 @@ import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-
 import torch
 import torch._utils
 import torch.distributed as dist
@@ -14,9 +13,9 @@ import torch.distributed as dist
 warnings.simplefilter("ignore")  # torchtitan and torch warn of what CPUs lack, as they are imported and as they run
 torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes CUDA where it finds no accelerator
 
+from spmd_types.checker import typecheck as spmd_typecheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from spmd_types.checker import typecheck as spmd_typecheck
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import ParallelDims
@@ -27,10 +26,8 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.qwen3 import model_registry
 
-import moelink
 from moelink.errors import MoelinkError
 from moelink.integrations.torchtitan import COMMUNICATORS, close
-from moelink.integrations.torchtitan.dispatcher import MoelinkSelectiveAC
 from moelink.integrations.torchtitan.overrides import dispatcher as dispatcher_override
 
 OVERRIDES = "moelink.integrations.torchtitan.overrides"

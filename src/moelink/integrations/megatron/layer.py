@@ -8,26 +8,26 @@ from moelink.integrations.versions import require
 
 require("megatron-core")  # before anything of it is subclassed
 
-import torch  # noqa: E402
-from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import (
     get_align_size_for_quantization,
     get_default_pg_collection,
 )
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402
-from torch import Tensor  # noqa: E402
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
 
-import moelink  # noqa: E402
-from moelink.errors import MoelinkError, StateError  # noqa: E402
-from moelink.integrations.megatron.routing import ids_and_weights  # noqa: E402
-from moelink.integrations.megatron.settings import COMMUNICATORS, Settings, check, options_of  # noqa: E402
+import moelink
+from moelink.errors import MoelinkError, StateError
+from moelink.integrations.megatron.routing import ids_and_weights
+from moelink.integrations.megatron.settings import COMMUNICATORS, Settings, check, options_of
 
 
 class MoelinkTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     """Sends tokens and their router probabilities to the experts' ranks, and brings the experts' outputs home.
 
-    Rows come grouped by local expert, then by source rank and token, as from Megatron's alltoall dispatcher. Megatron's
-    experts multiply by the probabilities, so combine only sums. Their number is read on the host, which the experts need.
+    Rows come grouped by local expert, then by source rank and token, as from Megatron's alltoall dispatcher. The
+    experts of Megatron multiply by the probabilities, so combine only sums. The number of rows is read on the host, which
+    the experts need.
     """
 
     def __init__(self, config: Any, pg_collection: Any, settings: Settings) -> None:
@@ -117,14 +117,14 @@ class MoelinkTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def _received(self) -> moelink.DispatchOutput:
         if self._recv is None:
             raise StateError(
-                "MoelinkTokenDispatcher: expected token_dispatch before this step, got none since the last token_combine; "
-                "call the six steps in Megatron's order"
+                "MoelinkTokenDispatcher: expected token_dispatch before this step, got none since the last "
+                "token_combine; call the six steps in Megatron's order"
             )
         return self._recv
 
 
 class MoelinkMoELayer(MoELayer):  # type: ignore[misc]
-    """Megatron's layer with its token dispatcher replaced. Parameters, their names and the checkpoint are Megatron's."""
+    """Megatron's layer with its token dispatcher replaced. Parameters and their names in checkpoints are Megatron's."""
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class MoelinkMoELayer(MoELayer):  # type: ignore[misc]
                 (:func:`moelink.integrations.megatron.spec.with_moelink`).
 
         Raises:
-            MoelinkError: of the dispatcher, with its message. (Megatron rebuilds errors from their message alone, so the
-                error itself is the cause.)
+            MoelinkError: of the dispatcher, with its message. Megatron rebuilds errors from their message alone, so the
+                error itself is the cause.
         """
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         # Before Megatron builds a dispatcher of its own, which it does in any case, and which may want other options.

@@ -1,4 +1,4 @@
-"""What a dispatcher is told, what of a Megatron configuration it cannot do, and what ranks must agree on. No Megatron here."""
+"""What a dispatcher is told, what it cannot do, and what ranks must agree on. Megatron is not imported here."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Settings:
     """Arguments of :func:`moelink.init` that users of a layer choose; see there. The rest follows from the model.
 
     Attributes:
-        max_tokens_per_rank: the most tokens of a rank in one forward: sequence length x micro-batch size, divided by the
-            sizes of context parallelism and, with sequence parallelism, of tensor parallelism.
+        max_tokens_per_rank: the most tokens of a rank in one forward: sequence length x micro-batch size, divided by
+            the sizes of context parallelism and, with sequence parallelism, of tensor parallelism.
         dispatch_format: how rows travel. None: the format that carries ``params_dtype`` exactly.
         device: "cuda" or "cpu". None: CUDA where there is a device.
     """
@@ -120,8 +120,8 @@ def check(config: Any, *, expert_tensor_parallel_size: int) -> None:
         whole = sorted({"moe", "full_iteration"} & set(scope))
         if whole or not scope:
             raise UnsupportedError(
-                "cuda_graph_scope: expected attn, moe_router or moe_preprocess, as Megatron's experts read the counts of "
-                f"their rows on the host, got {', '.join(whole) or 'everything'}; leave the experts out of the graph"
+                "cuda_graph_scope: expected attn, moe_router or moe_preprocess, as Megatron's experts read the counts "
+                f"of their rows on the host, got {', '.join(whole) or 'everything'}; leave the experts out of the graph"
             )
 
 

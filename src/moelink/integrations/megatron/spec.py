@@ -10,12 +10,12 @@ from moelink.integrations.versions import require
 
 require("megatron-core")  # before any of its specs is changed
 
-from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 
-from moelink.errors import UnsupportedError  # noqa: E402
-from moelink.integrations.megatron.layer import MoelinkMoELayer  # noqa: E402
-from moelink.integrations.megatron.settings import Settings  # noqa: E402
+from moelink.errors import UnsupportedError
+from moelink.integrations.megatron.layer import MoelinkMoELayer
+from moelink.integrations.megatron.settings import Settings
 
 
 def with_moelink(spec: Any, settings: Settings) -> Any:

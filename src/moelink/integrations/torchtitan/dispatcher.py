@@ -9,17 +9,17 @@ from moelink.integrations.versions import require
 
 require("torchtitan")  # before anything of it is subclassed
 
-import spmd_types as spmd  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
-from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
-from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher  # noqa: E402
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
-import moelink  # noqa: E402
-from moelink.errors import ArgumentError, UnsupportedError  # noqa: E402
-from moelink.integrations.shared import device_of  # noqa: E402
-from moelink.integrations.torchtitan.settings import COMMUNICATORS, DTYPES, init_arguments  # noqa: E402
+import moelink
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.integrations.shared import device_of
+from moelink.integrations.torchtitan.settings import COMMUNICATORS, DTYPES, init_arguments
 
 
 class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
@@ -59,7 +59,7 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         self.ep: moelink.Communicator | None = None
 
     def init_buffer(self) -> None:
-        """Find the communicator of the expert mesh, or make it; torchtitan calls this when it wires a layer. Collective.
+        """Find the communicator of the expert mesh, or make it, as torchtitan wires a layer. Collective.
 
         Raises:
             UnsupportedError: ``parallelism.spmd_backend`` is "full_dtensor".
@@ -70,8 +70,8 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             return
         if get_spmd_backend() == "full_dtensor":
             raise UnsupportedError(
-                "parallelism.spmd_backend: expected spmd_types or partial_dtensor, whose dispatchers get local tensors, "
-                "got full_dtensor; choose one of them"
+                "parallelism.spmd_backend: expected spmd_types or partial_dtensor, whose dispatchers get local "
+                "tensors, got full_dtensor; choose one of them"
             )
         fields = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
         arguments = init_arguments(
@@ -81,10 +81,10 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
     def dispatch(
         self,
-        x_TD: Tensor,  # noqa: N803 - torchtitan's names, which it may pass
-        topk_scores_TK: Tensor,  # noqa: N803
-        topk_expert_ids_TK: Tensor,  # noqa: N803
-        num_local_tokens_per_expert_E: Tensor,  # noqa: N803
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, object]:
         """Send each token to the ranks that own its experts.
 
@@ -92,7 +92,7 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             x_TD: [tokens, hidden] of the configured dtype.
             topk_scores_TK: [tokens, top_k] router scores.
             topk_expert_ids_TK: [tokens, top_k] expert ids.
-            num_local_tokens_per_expert_E: [experts] tokens of this rank for each expert; its dtype is that of the counts.
+            num_local_tokens_per_expert_E: [experts] tokens of this rank for each expert; the counts have its dtype.
 
         Returns:
             rows [rows, hidden], of which those past the counts are undefined; the number of rows of each local expert,
@@ -109,8 +109,8 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             return local
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             raise UnsupportedError(
-                "debug.spmd_typechecking: expected False, as moelink's operators have no SPMD types, got True; check types "
-                "with the AllToAll dispatcher, and switch the check off for moelink"
+                "debug.spmd_typechecking: expected False, as moelink's operators have no SPMD types, got True; check "
+                "types with the AllToAll dispatcher, and switch the check off for moelink"
             )
         if x_TD.dtype != self.dtype:
             raise ArgumentError(
@@ -120,7 +120,7 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         rows = recv.tokens if recv.scales is None else moelink.ops.dequantize(self.ep, recv)
         return rows, recv.row_offsets.diff().to(num_local_tokens_per_expert_E.dtype), recv
 
-    def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:  # noqa: N803
+    def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """Bring the experts' outputs home: [tokens, hidden], summed with the router scores.
 
         Args:

@@ -1,7 +1,7 @@
 """The overrides that ``--override.imports`` names. Importing this module registers them with torchtitan.
 
-torchtitan applies an override after it has filled the model's configuration from the trainer's. A model that is configured
-for ``moe_comm_backend="deepep"`` (or "hybridep", "minimal_async_ep") has its hidden size and token bound by then, so
+torchtitan applies an override after it has filled the model's configuration from the trainer's. A model that is
+configured for ``moe_comm_backend="deepep"`` (or "hybridep", "minimal_async_ep") has its hidden size and token bound by then, so
 :func:`dispatcher` needs no arguments. One that is configured for "standard" has neither.
 """
 
@@ -14,13 +14,13 @@ from moelink.integrations.versions import require
 
 require("torchtitan")  # before anything is registered with it
 
-from torchtitan.config import derive, override  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
-from torchtitan.models.common.moe import RoutedExperts  # noqa: E402
-from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher  # noqa: E402
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
-from moelink.integrations.torchtitan.dispatcher import MoelinkSelectiveAC, MoelinkTokenDispatcher  # noqa: E402
-from moelink.integrations.torchtitan.settings import resolve  # noqa: E402
+from moelink.integrations.torchtitan.dispatcher import MoelinkSelectiveAC, MoelinkTokenDispatcher
+from moelink.integrations.torchtitan.settings import resolve
 
 
 def _replacement(cfg: Any, given: dict[str, Any]) -> MoelinkTokenDispatcher.Config:
@@ -50,7 +50,7 @@ def dispatcher(
     Args:
         cfg: the dispatcher's configuration.
         hidden_dim: the model's dim; taken from ``cfg`` where it has it.
-        num_max_tokens_per_rank: the most tokens of a rank in one call; likewise, and may be larger than that.
+        num_max_tokens_per_rank: the most tokens of a rank in one call; likewise, or more.
         dtype: of activations, "bfloat16" or "float32": ``training.mixed_precision_param``. None: what ``cfg`` has, else
             "bfloat16".
         dispatch_format: how rows travel. None: the format that carries ``dtype`` exactly.
