@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/torchtitan_layer.py
 
-The ranks run one forward and backward with torchtitan's AllToAll dispatcher and one with moelink, and compare them. In a
-training job nothing of this is needed: name the override on the command line (docs/torchtitan.md).
+The ranks run one forward and backward with torchtitan's AllToAll dispatcher and one with moelink, and compare them. A
+training job needs nothing of this: name the override on the command line (docs/torchtitan.md).
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def one_step(layer: MoELayer, rank: int, dtype: torch.dtype) -> dict[str, torch.
 
 
 def compared(rank: int, world_size: int, cases: list):
-    """For each case (dispatcher of Megatron's, dtype, its options, settings of moelink): what :func:`one_case` returns."""
+    """For each case (dispatcher of Megatron's, dtype, its options, settings of moelink): see :func:`one_case`."""
     begin(world_size)
     made = [one_case(rank, world_size, *case) for case in cases]
     end()
@@ -115,7 +115,7 @@ def compared(rank: int, world_size: int, cases: list):
 
 
 def one_case(rank: int, world_size: int, theirs: str, dtype: torch.dtype, options: dict, given: dict):
-    """(what Megatron's dispatcher made, what moelink's made, both again, keys of the checkpoints, and who dispatched)."""
+    """(what Megatron's dispatcher made, what moelink's made, both again, keys of checkpoints, who dispatched)."""
     types = {torch.bfloat16: {"bf16": True}, torch.float32: {}}[dtype]
     made = config(world_size, moe_token_dispatcher_type=theirs, params_dtype=dtype, **types, **options)
     reference = built(moe_spec(), made, dtype)

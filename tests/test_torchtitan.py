@@ -28,8 +28,9 @@ from moelink.testing import assert_bitwise_equal, run_ranks
 DISPATCHER = f"{ranks.OVERRIDES}.dispatcher"
 BOUND = ranks.BATCH * ranks.SEQ_LEN
 
-# torchtitan rounds each weighted row to the dtype before it sums them; moelink sums in fp32 and rounds once per rank and
-# once at home. Each of topk terms is off by half a step of its own, so the sum by less than topk steps of the largest.
+# torchtitan rounds each weighted row to the dtype before it sums them; moelink sums in fp32, and rounds once per rank
+# and once at home. Each of topk terms is off by half a step of its own, so the sum by less than topk steps of the
+# largest.
 STEP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
 

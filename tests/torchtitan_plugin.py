@@ -1,7 +1,7 @@
 """A plugin of pytest for torchtitan's own tests: moelink's overrides are registered and applied before they run.
 
-``make test-frameworks`` runs them with it. A test of theirs that clears the registry takes moelink's entries with it, as
-those of torchtitan, so each test begins with them again.
+``make test-frameworks`` runs them with it. A test of theirs that clears the registry takes moelink's entries with it,
+as those of torchtitan, so each test begins with them again.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def trained(
     compiler: str | None = None,
     steps: int = 10,
 ):
-    """Losses of ``steps`` steps of qwen3's debugmodel_moe, through torchtitan's own parallelisation, and who dispatched."""
+    """Losses of ``steps`` steps of qwen3's debugmodel_moe as torchtitan parallelises it, and who dispatched."""
     dist.init_process_group("gloo")
     set_spmd_backend(spmd_backend)
     torch.manual_seed(0)

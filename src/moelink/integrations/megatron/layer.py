@@ -26,8 +26,8 @@ class MoelinkTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     """Sends tokens and their router probabilities to the experts' ranks, and brings the experts' outputs home.
 
     Rows come grouped by local expert, then by source rank and token, as from Megatron's alltoall dispatcher. The
-    experts of Megatron multiply by the probabilities, so combine only sums. The number of rows is read on the host, which
-    the experts need.
+    experts of Megatron multiply by the probabilities, so combine only sums. The number of rows is read on the host,
+    which the experts need.
     """
 
     def __init__(self, config: Any, pg_collection: Any, settings: Settings) -> None:

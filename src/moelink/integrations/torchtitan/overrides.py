@@ -1,8 +1,9 @@
 """The overrides that ``--override.imports`` names. Importing this module registers them with torchtitan.
 
 torchtitan applies an override after it has filled the model's configuration from the trainer's. A model that is
-configured for ``moe_comm_backend="deepep"`` (or "hybridep", "minimal_async_ep") has its hidden size and token bound by then, so
-:func:`dispatcher` needs no arguments. One that is configured for "standard" has neither.
+configured for ``moe_comm_backend="deepep"`` (or "hybridep", "minimal_async_ep")
+has its hidden size and token bound by then, so :func:`dispatcher` needs no arguments. One that is configured for
+"standard" has neither.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def dispatcher(
         dtype: of activations, "bfloat16" or "float32": ``training.mixed_precision_param``. None: what ``cfg`` has, else
             "bfloat16".
         dispatch_format: how rows travel. None: the format that carries ``dtype`` exactly.
-        expert_alignment: rows of an expert are padded to a multiple of it. None: the ``pad_multiple`` of ``cfg``, else 1.
+        expert_alignment: rows of an expert are padded to a multiple of it. None: ``pad_multiple`` of ``cfg``, else 1.
         capacity, transport, num_sms, timeout: as for :func:`moelink.init`.
 
     Raises:

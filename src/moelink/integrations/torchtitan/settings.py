@@ -1,4 +1,4 @@
-"""What a dispatcher is told, from a torchtitan configuration and from the arguments of an override. No torchtitan here."""
+"""What a dispatcher is told, from a torchtitan configuration and from an override. torchtitan is not imported."""
 
 from __future__ import annotations
 
