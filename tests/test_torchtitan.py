@@ -104,7 +104,7 @@ def losses(name: str, imports: list, **options) -> list[float]:
         said = run_ranks(ranks.trained, 2, imports, *options.values(), timeout=800)
         (first, replaced, traffic), (second, _, _) = said
         assert first == second
-        ours = [line for line in replaced if "MoelinkTokenDispatcher" in line]
+        ours = [line for line in replaced if "moelink" in line and ".layers." in line]
         assert len(ours) == (ranks.LAYERS if imports else 0), replaced
         assert len(traffic) == (1 if imports else 0), "layers of one size share one communicator"
         LOSSES[name] = first

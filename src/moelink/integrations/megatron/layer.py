@@ -112,7 +112,8 @@ class MoelinkTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             return hidden_states.view(self._shape)
         self.shared_experts.linear_fc2_forward(hidden_states)
         self.shared_experts.post_forward_comm()
-        return hidden_states.view(self._shape) + self.shared_experts.get_output()
+        shared: Tensor = self.shared_experts.get_output()
+        return hidden_states.view(self._shape) + shared
 
     def _received(self) -> moelink.DispatchOutput:
         if self._recv is None:
