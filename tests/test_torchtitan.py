@@ -23,6 +23,7 @@ from torchtitan.overrides import fused_swiglu  # noqa: F401 - registers the over
 
 import torchtitan_ranks as ranks
 from moelink.errors import ConfigError
+from moelink.integrations.torchtitan.dispatcher import MoelinkSelectiveAC
 from moelink.testing import assert_bitwise_equal, run_ranks
 
 DISPATCHER = f"{ranks.OVERRIDES}.dispatcher"
@@ -163,7 +164,7 @@ def test_a_model_without_sizes_is_refused_before_it_is_built() -> None:
 def test_checkpointing_keeps_moelinks_operators() -> None:
     root = ranks.Root.Config(activation_checkpoint=SelectiveAC.Config(preserve_rng_state=False))
     apply_overrides(OverrideConfig(imports=[f"{ranks.OVERRIDES}.selective_checkpointing"]), root)
-    assert isinstance(root.activation_checkpoint, ranks.MoelinkSelectiveAC.Config)
+    assert isinstance(root.activation_checkpoint, MoelinkSelectiveAC.Config)
     assert root.activation_checkpoint.preserve_rng_state is False
     saved = root.activation_checkpoint.build().get_save_ops()
     assert {torch.ops.moelink.dispatch.default, torch.ops.moelink.combine.default} <= saved
