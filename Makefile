@@ -12,8 +12,15 @@ DOCS_VENV ?= .venv-docs
 DOCS_BIN := $(DOCS_VENV)/bin
 MERMAID := 11.12.0
 DOCS_STAMP := $(DOCS_VENV)/.installed
+FRAMEWORKS_VENV ?= .venv-frameworks
+FRAMEWORKS_BIN := $(FRAMEWORKS_VENV)/bin
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
+# torchtitan's own tests are in its repository only. TORCHTITAN_SOURCE may be a folder that is a clone of it.
+TORCHTITAN_SOURCE ?= https://github.com/pytorch/torchtitan
+TORCHTITAN_REF ?= v0.3.0
+TORCHTITAN_TESTS := test_override test_expert_parallel test_inference_moe
 
-.PHONY: demo test test-full mutants lint format test-newest gpu-test bench picture
+.PHONY: demo test test-full mutants lint format test-newest test-frameworks gpu-test bench picture
 .PHONY: docs docs-serve reference wheel wheel-check lock clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
@@ -39,6 +46,15 @@ format: $(STAMP)
 
 test-newest:  ## the quick tier with the newest Triton, in a venv of its own
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+
+test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moelink in them, in a venv of its own; Python 3.11 or newer
+	$(FRAMEWORKS_BIN)/pytest -n 0 --full tests/test_torchtitan.py tests/test_torchtitan_settings.py \
+	  tests/test_megatron.py tests/test_megatron_settings.py tests/test_docs_frameworks.py
+	rm -rf build/torchtitan
+	if git clone --quiet $(TORCHTITAN_SOURCE) build/torchtitan && git -C build/torchtitan checkout --quiet $(TORCHTITAN_REF); \
+	  then cd build/torchtitan && PYTHONPATH=$(CURDIR)/tests $(CURDIR)/$(FRAMEWORKS_BIN)/python -P -m pytest -q -p no:cacheprovider \
+	    -p torchtitan_plugin $(TORCHTITAN_TESTS:%=tests/unit_tests/%.py); \
+	  else echo "torchtitan's own tests did not run: no clone of $(TORCHTITAN_SOURCE) at $(TORCHTITAN_REF)"; fi
 
 gpu-test: $(STAMP)  ## tests that need CUDA devices
 	$(BIN)/pytest -m gpu
@@ -91,7 +107,7 @@ lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, w
 	$(UV) --group docs -o requirements/docs.txt
 
 clean:
-	rm -rf .venv .venv-docs .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .venv .venv-docs .venv-newest .venv-frameworks .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # What is installed is pinned by hash (requirements/, see `make lock`), but for torch: which build of it a machine gets, for
 # CPUs or for one of CUDA's versions, depends on where its pip looks, and each has hashes of its own. CUDA builds insist on
@@ -103,6 +119,13 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.
 	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements/dev.txt -r requirements/build.txt
 	$(TORCH) -c $(CONSTRAINTS) || $(TORCH) -c constraints-cuda.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# Frameworks name the versions of what they need themselves; those that moelink was tested with are in the file.
+$(FRAMEWORKS_STAMP): pyproject.toml requirements/frameworks.txt
+	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_BIN)/pip install --quiet -r requirements/frameworks.txt
+	$(FRAMEWORKS_BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 # The site needs neither torch nor moelink: griffe reads the sources. Mermaid draws its diagrams and comes with it, so that

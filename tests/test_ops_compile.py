@@ -87,6 +87,18 @@ def test_a_layer_compiles_without_a_graph_break(backend: str) -> None:
 OPTIONS: list[dict[str, Any]] = [{"dispatch_format": "fp8_block128", "hidden_size": 128}, {"pre_reduce": False}]
 
 
+def test_layers_that_are_compiled_apart_run_one_after_the_other() -> None:
+    """All declare to write one tensor; the backward of the first comes after the forward and backward of the second."""
+    torch._dynamo.reset()
+    with one_rank() as ep:
+        layers = torch.nn.Sequential(Layer(ep), Layer(ep))
+        x = torch.randn(T, H, dtype=torch.bfloat16)
+        want = train(layers, layers, x)
+        for layer in layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        same(train(layers, layers, x), want, "aot_eager")
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_other_options_compile(options: dict[str, Any]) -> None:
     torch._dynamo.reset()

@@ -70,7 +70,12 @@ def test_the_version_is_the_one_of_the_package() -> None:
 
 @pytest.mark.parametrize("name", ["moelink", *MODULES])
 def test_modules_are_documented_and_their_examples_run(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except moelink.UnsupportedError as error:
+        if not name.startswith("moelink.integrations."):
+            raise
+        pytest.skip(f"a framework is not installed here: {error}")  # make test-frameworks has it
     assert module.__doc__, f"{name} has no docstring"
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental import proxy_tensor
 
 from moelink.ops import library
 from moelink.ops.context import CARRIER, FIELDS, NUM_OUTPUTS, REGISTRY, record_of
@@ -42,6 +43,20 @@ _WEIGHTS, _TOPK_WEIGHTS = (FIELDS.index(name) for name in ("weights", "topk_weig
 def _valid(rows: Tensor, row_offsets: Tensor) -> Tensor:
     """Mask [R, 1] bool of the rows of ``rows`` [R, ...] before the last offset."""
     return (torch.arange(rows.shape[0], device=row_offsets.device) < row_offsets[-1])[:, None]
+
+
+def _saved_unchecked(order: Tensor) -> Tensor:
+    """Return ``order``, marked for AOTAutograd as saved without a check of its version.
+
+    Regions that are compiled apart all declare to write it, so its version has moved on when the backward of an earlier
+    one runs. In eager mode ``order`` is an attribute of ``ctx``, whose version nobody checks either. Releases of torch
+    that do not know the mark check the version, and refuse such a backward.
+    """
+    proxies = getattr(proxy_tensor, "_get_proxies", None)
+    if proxies is not None and proxy_tensor.get_proxy_mode() is not None:
+        for proxy in proxies(order):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+    return order
 
 
 def _by_slot(values: Tensor, src_info: Tensor, row_offsets: Tensor, topk: int) -> Tensor:
@@ -68,6 +83,7 @@ class Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         host_counts, communicator, max_tokens = settings
         static = REGISTRY.find(communicator, "dispatch").static
+        _saved_unchecked(order)
         with torch._C._AutoDispatchBelowAutograd():
             outputs: tuple[Tensor, ...] = library.dispatch(
                 order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator,
@@ -105,7 +121,9 @@ class Dispatch(torch.autograd.Function):
                 weights = torch.where(here, weights, weights.new_zeros(()))
             else:
                 weights = _by_slot(weights, record[1], record[0], static.topk)
-        dx, dweights = library.dispatch_backward(ctx.order, rows, weights, topk_ids, record, ctx.communicator)
+        dx, dweights = library.dispatch_backward(
+            _saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator
+        )
         return (
             None,
             None if rows is None else dx.to(ctx.x_dtype),
@@ -133,6 +151,7 @@ class Combine(torch.autograd.Function):
         *record: Tensor,
     ) -> Tensor:
         reduce, communicator, home_weights = settings
+        _saved_unchecked(order)
         with torch._C._AutoDispatchBelowAutograd():
             out: Tensor = library.combine(
                 order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, list(record),
@@ -185,7 +204,9 @@ def _weighted_sum_backward(
     """Compute the gradients of y, of the rows' weights, and of combine's ``topk_weights``."""
     static = REGISTRY.find(ctx.communicator, "combine (backward)").static
     row_offsets, src_info = record[:2]
-    d, home = library.combine_backward(ctx.order, grad, topk_weights, topk_ids, record, ctx.communicator)
+    d, home = library.combine_backward(
+        _saved_unchecked(ctx.order), grad, topk_weights, topk_ids, record, ctx.communicator
+    )
     dy, dw = row_gradients(
         d, row_offsets, y=y, weights=weights if topk_weights is None else home,
         dtype=ctx.y_dtype if ctx.needs_input_grad[1] else None,
@@ -194,7 +215,7 @@ def _weighted_sum_backward(
         return dy, dw, None
     assert dw is not None
     by_slot = _by_slot(dw, src_info, row_offsets, static.topk)
-    _, dtopk = library.dispatch_backward(ctx.order, None, by_slot, topk_ids, record, ctx.communicator)
+    _, dtopk = library.dispatch_backward(_saved_unchecked(ctx.order), None, by_slot, topk_ids, record, ctx.communicator)
     return dy, None, dtopk.to(topk_weights.dtype)
 
 
@@ -204,7 +225,7 @@ def _slots_backward(ctx: Any, grad: Tensor, topk_ids: Tensor, record: list[Tenso
     dy = grad.new_empty(src_info.shape[0], grad.shape[2], dtype=ctx.y_dtype)
     for slot in range(grad.shape[1]):
         tokens = grad[:, slot].contiguous()
-        d, _ = library.combine_backward(ctx.order, tokens, None, topk_ids, record, ctx.communicator)
+        d, _ = library.combine_backward(_saved_unchecked(ctx.order), tokens, None, topk_ids, record, ctx.communicator)
         slot_gradients(dy, d, src_info, row_offsets, slot)
     return dy if ctx.needs_input_grad[1] else None
 

@@ -1,0 +1,130 @@
+"""What a dispatcher is told, what it cannot do, and what ranks must agree on. Megatron is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from moelink.config import TransportName
+from moelink.errors import UnsupportedError
+from moelink.integrations.shared import SharedCommunicators, device_of
+
+COMMUNICATORS = SharedCommunicators()
+"""Those of all dispatchers in this process: layers of the same size on the same ranks share one."""
+
+FORMATS: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.bfloat16: "bf16", torch.float16: "fp32", torch.float32: "fp32", torch.float64: "fp64"}
+)
+"""By ``params_dtype``, the plain format that carries it exactly."""
+
+COMPARED = (
+    "moe_router_topk",
+    "moe_router_dtype",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_router_padding_for_quantization",
+    "moe_shared_expert_overlap",
+    "moe_apply_probs_on_input",
+)
+"""Options of Megatron that change what a rank sends or computes, and that nobody else compares over the ranks."""
+
+
+def close() -> None:
+    """Close the communicators of all dispatchers in this process, as at the end of training. Collective."""
+    COMMUNICATORS.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of :func:`moelink.init` that users of a layer choose; see there. The rest follows from the model.
+
+    Attributes:
+        max_tokens_per_rank: the most tokens of a rank in one forward: sequence length x micro-batch size, divided by
+            the sizes of context parallelism and, with sequence parallelism, of tensor parallelism.
+        dispatch_format: how rows travel. None: the format that carries ``params_dtype`` exactly.
+        device: "cuda" or "cpu". None: CUDA where there is a device.
+    """
+
+    max_tokens_per_rank: int
+    dispatch_format: str | None = None
+    capacity: int | None = None
+    pre_reduce: bool = True
+    transport: TransportName = "auto"
+    num_sms: int | None = None
+    timeout: float = 60.0
+    device: str | None = None
+
+    def init_arguments(self, config: Any, *, alignment: int) -> dict[str, Any]:
+        """Return arguments of :func:`moelink.init`, without the group, for Megatron's TransformerConfig ``config``.
+
+        ``alignment``: rows of an expert are padded to a multiple of it.
+
+        Raises:
+            UnsupportedError: ``params_dtype`` is no float that moelink carries.
+            ConfigError: ``device`` is neither "cuda" nor "cpu".
+        """
+        dtype = config.params_dtype
+        if dtype not in FORMATS:
+            raise UnsupportedError(f"params_dtype: expected one of {', '.join(map(str, FORMATS))}, got {dtype}")
+        kind = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return {
+            "num_experts": config.num_moe_experts,
+            "topk": config.moe_router_topk,
+            "hidden_size": getattr(config, "moe_latent_size", None) or config.hidden_size,
+            "max_tokens_per_rank": self.max_tokens_per_rank,
+            "dispatch_format": self.dispatch_format or FORMATS[dtype],
+            "combine_dtype": dtype,
+            "expert_alignment": alignment,
+            "capacity": self.capacity,
+            "pre_reduce": self.pre_reduce,
+            "transport": self.transport,
+            "num_sms": self.num_sms,
+            "timeout": self.timeout,
+            "device": device_of(kind),
+        }
+
+
+def check(config: Any, *, expert_tensor_parallel_size: int) -> None:
+    """Refuse what the dispatcher cannot do, before anything is built.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        expert_tensor_parallel_size: ranks that share an expert.
+
+    Raises:
+        UnsupportedError: it names the option and the alternative.
+    """
+    if expert_tensor_parallel_size > 1:
+        raise UnsupportedError(
+            "expert_tensor_parallel_size: expected 1, as a token goes to one rank of an expert, got "
+            f"{expert_tensor_parallel_size}; pass --expert-tensor-parallel-size 1 and raise "
+            "--expert-model-parallel-size, or use Megatron's alltoall dispatcher"
+        )
+    if config.moe_router_dtype == "fp64" and config.params_dtype != torch.float64:
+        raise UnsupportedError(
+            "moe_router_dtype: expected fp32 or None, as router weights travel in fp32, got fp64; pass fp32, or use "
+            "Megatron's alltoall dispatcher"
+        )
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise UnsupportedError(
+            "overlap_moe_expert_parallel_comm: expected False, as two batches would be between dispatch and combine of "
+            "one layer, got True; switch it off, or use Megatron's alltoall dispatcher"
+        )
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        scope = [getattr(part, "name", str(part)) for part in config.cuda_graph_scope]
+        whole = sorted({"moe", "full_iteration"} & set(scope))
+        if whole or not scope:
+            raise UnsupportedError(
+                "cuda_graph_scope: expected attn, moe_router or moe_preprocess, as Megatron's experts read the counts "
+                f"of their rows on the host, got {', '.join(whole) or 'everything'}; leave the experts out of the graph"
+            )
+
+
+def options_of(config: Any) -> dict[str, object]:
+    """Return the options of ``config`` that ranks must agree on, by name."""
+    return {name: getattr(config, name, None) for name in COMPARED}

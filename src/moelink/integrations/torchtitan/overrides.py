@@ -1,0 +1,89 @@
+"""The overrides that ``--override.imports`` names. Importing this module registers them with torchtitan.
+
+torchtitan applies an override after it has filled the model's configuration from the trainer's. A model that is
+configured for ``moe_comm_backend="deepep"`` (or "hybridep", "minimal_async_ep")
+has its hidden size and token bound by then, so :func:`dispatcher` needs no arguments. One that is configured for
+"standard" has neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moelink.integrations.versions import require
+
+require("torchtitan")  # before anything is registered with it
+
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
+
+from moelink.integrations.torchtitan.dispatcher import MoelinkSelectiveAC, MoelinkTokenDispatcher
+from moelink.integrations.torchtitan.settings import resolve
+
+
+def _replacement(cfg: Any, given: dict[str, Any]) -> MoelinkTokenDispatcher.Config:
+    configured = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    replacement: MoelinkTokenDispatcher.Config = derive(
+        cfg, MoelinkTokenDispatcher.Config, **resolve(configured, given)
+    )
+    return replacement
+
+
+@override(target=BaseEPTokenDispatcher.Config, description="moelink dispatch and combine")  # type: ignore[untyped-decorator]
+def dispatcher(
+    cfg: Any,
+    *,
+    hidden_dim: int | None = None,
+    num_max_tokens_per_rank: int | None = None,
+    dtype: str | None = None,
+    dispatch_format: str | None = None,
+    expert_alignment: int | None = None,
+    capacity: int | None = None,
+    transport: str | None = None,
+    num_sms: int | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Replace an expert-parallel token dispatcher, whichever it is, by moelink's.
+
+    Args:
+        cfg: the dispatcher's configuration.
+        hidden_dim: the model's dim; taken from ``cfg`` where it has it.
+        num_max_tokens_per_rank: the most tokens of a rank in one call; likewise, or more.
+        dtype: of activations, "bfloat16" or "float32": ``training.mixed_precision_param``. None: what ``cfg`` has, else
+            "bfloat16".
+        dispatch_format: how rows travel. None: the format that carries ``dtype`` exactly.
+        expert_alignment: rows of an expert are padded to a multiple of it. None: ``pad_multiple`` of ``cfg``, else 1.
+        capacity, transport, num_sms, timeout: as for :func:`moelink.init`.
+
+    Raises:
+        ConfigError: a size is missing, contradicts ``cfg``, or a value is not acceptable.
+    """
+    given = dict(locals())
+    return _replacement(given.pop("cfg"), given)
+
+
+@override(target=RoutedExperts.Config, description="moelink dispatch and combine; hidden size of the experts")  # type: ignore[untyped-decorator]
+def routed_experts(cfg: Any, **given: Any) -> Any:
+    """Replace the dispatcher of routed experts by moelink's, with the hidden size that the experts have.
+
+    For models that are configured for "standard". It claims the experts as well, so it cannot be combined with an
+    override of these; use :func:`dispatcher` there.
+
+    Args:
+        cfg: the routed experts' configuration.
+        given: arguments of :func:`dispatcher`; ``num_max_tokens_per_rank`` is required.
+
+    Raises:
+        ConfigError: as :func:`dispatcher`.
+    """
+    sized = {**given, "hidden_dim": given.get("hidden_dim") or cfg.inner_experts.dim}
+    return dataclasses.replace(cfg, token_dispatcher=dispatcher(cfg.token_dispatcher, **sized))
+
+
+@override(target=SelectiveAC.Config, description="selective checkpointing that keeps what moelink communicated")  # type: ignore[untyped-decorator]
+def selective_checkpointing(cfg: Any) -> Any:
+    """Replace selective activation checkpointing by one that keeps the results of moelink's operators."""
+    return derive(cfg, MoelinkSelectiveAC.Config)
