@@ -1,0 +1,112 @@
+"""Checkpoints in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 is published: experts stay as stored.
+
+Codes and scales of experts go where they are multiplied, without becoming other numbers in between. What is replicated
+(attention, shared experts) is dequantised to the model's dtype by transformers' own operation while it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+import moelink
+from moelink.errors import UnsupportedError
+from moelink.integrations.transformers.forms import Form
+from moelink.nn.block_quantized import BLOCK, BlockQuantized
+from moelink.nn.expert_backends import choose_backend
+from moelink.nn.quantized_experts import QuantizedExperts
+
+FORMAT = "fp8_block128"
+
+
+def scales_name(parameter: str) -> str:
+    """What transformers calls the scales of ``parameter``."""
+    return f"{parameter}_scale_inv"
+
+
+def check_quantization(config: Any, where: str) -> bool:
+    """Return whether weights of a model of ``config`` are stored in fp8.
+
+    Raises:
+        UnsupportedError: they are quantised in another way.
+    """
+    stored = _quantization_of(config)
+    if stored is None:
+        return False
+    expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
+                "scale_fmt": "float", "expert_dtype": "fp8", "modules_to_convert": None}  # fmt: skip
+    got = {name: stored.get(name, expected[name]) for name in expected}
+    got["weight_block_size"] = list(got["weight_block_size"] or [])
+    wrong = [f"{name}={value!r}" for name, value in got.items() if value not in (expected[name], [])]
+    if wrong or not got["weight_block_size"]:
+        raise UnsupportedError(
+            f"{where}: expected bf16, fp16 or fp32 weights, or fp8 with fp32 scales of blocks of {BLOCK} x {BLOCK}, got "
+            f"quantised ones (quantization_config: {', '.join(wrong) or 'no blocks'}); load a checkpoint of plain weights"
+        )
+    return True
+
+
+def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
+    """Return what multiplies experts of ``form`` whose weights are fp8: ``wanted``, or the best for "auto".
+
+    Raises:
+        ConfigError: there is no such backend.
+        UnsupportedError: no backend can multiply them.
+    """
+    reason = "" if form.is_plain else "experts are gated, without biases, transposition or norm"
+    if form.is_plain:
+        assert form.activation is not None
+        choice = choose_backend(
+            wanted, ep.config, intermediate_size=form.intermediate_size, activation=form.activation, device=ep.device,
+            dtype=form.dtype,
+        )  # fmt: skip
+        if choice.backend != "dequantize":
+            return choice.backend
+        reason = choice.reason or "experts_backend='dequantize' has weights of the model's dtype"
+    raise UnsupportedError(
+        f"checkpoint: expected experts in fp8 that a backend can multiply, got quantised ones where none can ({reason}); "
+        "load a checkpoint of plain weights"
+    )
+
+
+def with_scales(model: PreTrainedModel, mapping: list[Any]) -> tuple[list[Any], Any]:
+    """Return ``mapping`` with the conversions of scales, and transformers' quantizer; or it alone, and None."""
+    stored = _quantization_of(model.config)
+    if stored is None:
+        return mapping, None
+    config = FineGrainedFP8Config(**{**stored, "dequantize": True})
+    quantizer = FineGrainedFP8HfQuantizer(config, pre_quantized=True)
+    return quantizer.update_weight_conversions(mapping, model), quantizer
+
+
+def quantized_experts(
+    module: nn.Module, form: Form, ep: moelink.Communicator, *, first: int, backend: str
+) -> QuantizedExperts:
+    """Return the experts of ``module``, whose parameters are codes and scales of this rank's, ready to be multiplied."""
+    weights = [
+        BlockQuantized(
+            getattr(module, name).detach().contiguous(), getattr(module, scales_name(name)).detach().contiguous()
+        )
+        for name in (form.up, "down_proj")
+    ]
+    assert form.activation is not None
+    return QuantizedExperts(
+        weights[0], weights[1], backend=backend, activation=form.activation,
+        experts=(first, ep.config.num_experts, 0), dtype=form.dtype,
+    )  # fmt: skip
+
+
+def is_fp8(config: Any) -> bool:
+    """Whether a checkpoint of ``config`` holds fp8 weights; :func:`check_quantization` has looked at the rest."""
+    return _quantization_of(config) is not None
+
+
+def _quantization_of(config: Any) -> dict[str, Any] | None:
+    stored = getattr(config, "quantization_config", None)
+    if stored is None or isinstance(stored, dict):
+        return stored
+    return dict(stored.to_dict())
