@@ -58,12 +58,12 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4": {"enable_moe_block": True, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     "glm4v_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1],
                                       "partial_rotary_factor": 0.5}},
-    "glm5_next": {"index_kpool": 2, "qk_rope_head_dim": 0},
+    "glm5_next": {"index_kpool": 2, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
     "granitemoehybrid": BOTH | MAMBA,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": BOTH,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mimo_v2_flash": {"head_dim": 24, "v_head_dim": 24},
+    "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 24, "v_head_dim": 24},
     "muse_spark": {"moe_hidden_size": 32},
     "nemotron_h": {"layer_types": ["moe", "full_attention", "linear_attention"], "moe_latent_size": 32,
                    "num_hidden_layers": 3},
@@ -109,8 +109,12 @@ def build(family: str) -> PreTrainedModel:
     model = kind(small(kind.config_class, OWN.get(family, {}))).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            if tensor.is_floating_point() and not tensor.any():
+            if tensor.any():
+                continue
+            if tensor.is_floating_point():
                 tensor.uniform_(-0.1, 0.1)
+            elif tensor.shape == (VOCABULARY, TOPK):  # of each token the experts
+                tensor.copy_(torch.arange(VOCABULARY)[:, None].add(torch.arange(TOPK)) % EXPERTS)
     return model
 
 
