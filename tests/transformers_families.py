@@ -43,7 +43,8 @@ SMALL: dict[str, Any] = {
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_d_head": 16}
 BOTH: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
 INDEXER: dict[str, Any] = {
-    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": BOTH,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 import fast_interpreter  # noqa: F401 - ranks are processes of their own
@@ -96,17 +97,21 @@ class Said:
     registered: dict[str, Tensor | str]
 
 
-def everything(rank: int, world_size: int, folders: dict[str, str], saved: str) -> dict[str, Said]:
+def everything(
+    rank: int, world_size: int, folders: dict[str, str], saved: str, ways: tuple[str, ...]
+) -> dict[str, Said]:
     """By family."""
     assert world_size == BATCH
     torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
     found = {}
     for family, folder in folders.items():
         found[family] = Said(
             _or_error(partial(answers, rank, family, folder, f"{saved}/{family}")),
             {
                 way: _or_error(partial(registered, rank, family, folder, way, implementation="moelink"))
-                for way in WAYS
+                for way in ways
             },
         )
     return found

@@ -164,7 +164,8 @@ def _method_of(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
         return module.act_fn  # type: ignore[no-any-return]
     shell = copy.copy(module)
     object.__setattr__(shell, "_parameters", {})
-    return shell._apply_gate  # type: ignore[no-any-return]
+    gate: Callable[[Tensor], Tensor] = shell._apply_gate
+    return gate
 
 
 def _plain(activation: Any) -> Activation:

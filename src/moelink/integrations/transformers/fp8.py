@@ -6,17 +6,21 @@ Codes and scales of experts go where they are multiplied, without becoming other
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import moelink
 from moelink.errors import UnsupportedError
+from moelink.integrations.transformers.errors import CheckpointError
 from moelink.integrations.transformers.forms import Form
-from moelink.nn.block_quantized import BLOCK, BlockQuantized
+from moelink.nn.block_quantized import BLOCK, BlockQuantized, dequantize_weight
 from moelink.nn.expert_backends import choose_backend
 from moelink.nn.quantized_experts import QuantizedExperts
 
@@ -73,20 +77,42 @@ def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
     )
 
 
+class _Dequantize(Fp8Dequantize):  # type: ignore[misc]
+    """transformers' operation, also for matrices of which the last block is cut off."""
+
+    def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        return dequantize_weight(BlockQuantized(quantized, scales.float()), dtype=output_dtype or torch.bfloat16)
+
+
+class _Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"dequantize": _Dequantize}
+
+
 def with_scales(model: PreTrainedModel, mapping: list[Any]) -> tuple[list[Any], Any]:
     """Return ``mapping`` with the conversions of scales, and transformers' quantizer; or it alone, and None."""
     stored = _quantization_of(model.config)
     if stored is None:
         return mapping, None
-    config = FineGrainedFP8Config(**{**stored, "dequantize": True})
-    quantizer = FineGrainedFP8HfQuantizer(config, pre_quantized=True)
-    return quantizer.update_weight_conversions(mapping, model), quantizer
+    quantizer = _Quantizer(FineGrainedFP8Config(**{**stored, "dequantize": True}), pre_quantized=True)
+    return list(quantizer.update_weight_conversions(mapping, model)), quantizer
+
+
+def check_scaled(model: PreTrainedModel, where: str, experts: Container[str]) -> None:
+    """Raise CheckpointError if a parameter besides ``experts`` is still fp8, for want of scales."""
+    fp8 = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn]
+    left = [name for name in fp8 if name not in experts]
+    if left:
+        raise CheckpointError(
+            f"{where}: expected scales for every tensor in fp8, got none for {', '.join(left[:3])}; complete the "
+            "checkpoint"
+        )
 
 
 def quantized_experts(
     module: nn.Module, form: Form, ep: moelink.Communicator, *, first: int, backend: str
 ) -> QuantizedExperts:
-    """Return the experts of ``module``, whose parameters are codes and scales of this rank's, ready to be multiplied."""
+    """Return the experts of ``module``, whose parameters are codes and scales of this rank's, ready to multiply."""
     weights = [
         BlockQuantized(
             getattr(module, name).detach().contiguous(), getattr(module, scales_name(name)).detach().contiguous()
@@ -98,11 +124,6 @@ def quantized_experts(
         weights[0], weights[1], backend=backend, activation=form.activation,
         experts=(first, ep.config.num_experts, 0), dtype=form.dtype,
     )  # fmt: skip
-
-
-def is_fp8(config: Any) -> bool:
-    """Whether a checkpoint of ``config`` holds fp8 weights; :func:`check_quantization` has looked at the rest."""
-    return _quantization_of(config) is not None
 
 
 def _quantization_of(config: Any) -> dict[str, Any] | None:

@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
+from moelink.arith import ceil_div
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
 from moelink.integrations.transformers.conversion import Part, check_shapes, mapping_of, plan_of
 from moelink.integrations.transformers.errors import CheckpointError
-from moelink.integrations.transformers.fp8 import check_quantization, scales_name, with_scales
+from moelink.integrations.transformers.fp8 import check_quantization, check_scaled, scales_name, with_scales
 from moelink.integrations.versions import require
+from moelink.nn.block_quantized import BLOCK
 
 
 def empty_model(
@@ -40,7 +42,7 @@ def empty_model(
         UnsupportedError: the checkpoint is quantised otherwise than in fp8 with blocks of 128 x 128.
     """
     require("transformers")
-    builder = auto_class or AutoModelForCausalLM
+    builder: Any = auto_class or AutoModelForCausalLM
     is_model = isinstance(builder, type) and issubclass(builder, PreTrainedModel)
     config = (builder.config_class if is_model else AutoConfig).from_pretrained(folder)
     check_quantization(config, f"checkpoint {folder}")
@@ -79,7 +81,8 @@ def only_own(
             layer._parameters[own] = nn.Parameter(empty, requires_grad=whole.requires_grad and not fp8)
             parts[f"{name}.{own}"] = part
             if fp8:
-                scales = torch.empty(part.count, shape[1] // 128, shape[2] // 128, device="meta")
+                blocks = (part.count, *(ceil_div(size, BLOCK) for size in whole.shape[1:]))
+                scales = torch.empty(blocks, dtype=torch.float32, device="meta")
                 layer.register_parameter(scales_name(own), nn.Parameter(scales, requires_grad=False))
                 parts[f"{name}.{scales_name(own)}"] = part
     try:
@@ -144,6 +147,8 @@ def fill(
             f"checkpoint {checkpoint.folder}: expected the tensors of this model, got others ({'; '.join(wrong[:3])}); "
             "load the checkpoint of this model"
         )
+    if quantizer is not None:
+        check_scaled(model, f"checkpoint {checkpoint.folder}", parts)
     model.tie_weights()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns.get(name, False) and parameter.is_floating_point())

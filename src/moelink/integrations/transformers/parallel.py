@@ -75,8 +75,8 @@ class ParallelModel:
         experts = dict(experts_modules(self.model))
         if any(module.quantized is not None for module in experts.values()):
             raise UnsupportedError(
-                "save_pretrained: expected experts of the model's dtype, got experts in fp8, which are as the checkpoint "
-                "has them; copy the checkpoint"
+                "save_pretrained: expected experts of the model's dtype, got experts in fp8, which are as the "
+                "checkpoint has them; copy the checkpoint"
             )
         state = gathered_state_dict(self.model, experts, group=self.group, rank=self.ep.config.rank)
         problem: Exception | None = None
