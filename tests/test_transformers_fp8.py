@@ -45,9 +45,7 @@ def rms(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_experts_are_multiplied_as_they_are_stored(
-    world_size: int, folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_experts_are_multiplied_as_they_are_stored(world_size: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
     fp8, plain = folders
     count = NUM_EXPERTS // world_size
     own = [

@@ -109,10 +109,7 @@ def everything(
     for family, folder in folders.items():
         found[family] = Said(
             _or_error(partial(answers, rank, family, folder, f"{saved}/{family}")),
-            {
-                way: _or_error(partial(registered, rank, family, folder, way, implementation="moelink"))
-                for way in ways
-            },
+            {way: _or_error(partial(registered, rank, family, folder, way, implementation="moelink")) for way in ways},
         )
     return found
 

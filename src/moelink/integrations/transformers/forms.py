@@ -161,7 +161,8 @@ def _method_of(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
     """Return what stands between the products, bound to a copy of ``module`` without parameters: the weights of all
     experts can be freed while it lives."""
     if not gated:
-        return module.act_fn  # type: ignore[no-any-return]
+        activation: Callable[[Tensor], Tensor] = module.act_fn
+        return activation
     shell = copy.copy(module)
     object.__setattr__(shell, "_parameters", {})
     gate: Callable[[Tensor], Tensor] = shell._apply_gate

@@ -48,8 +48,9 @@ def check_quantization(config: Any, where: str) -> bool:
     wrong = [f"{name}={value!r}" for name, value in got.items() if value not in (expected[name], [])]
     if wrong or not got["weight_block_size"]:
         raise UnsupportedError(
-            f"{where}: expected bf16, fp16 or fp32 weights, or fp8 with fp32 scales of blocks of {BLOCK} x {BLOCK}, got "
-            f"quantised ones (quantization_config: {', '.join(wrong) or 'no blocks'}); load a checkpoint of plain weights"
+            f"{where}: expected bf16, fp16 or fp32 weights, or fp8 with fp32 scales of blocks of {BLOCK} x {BLOCK}, "
+            f"got quantised ones (quantization_config: {', '.join(wrong) or 'no blocks'}); load a checkpoint of plain "
+            "weights"
         )
     return True
 
@@ -72,8 +73,8 @@ def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
             return choice.backend
         reason = choice.reason or "experts_backend='dequantize' has weights of the model's dtype"
     raise UnsupportedError(
-        f"checkpoint: expected experts in fp8 that a backend can multiply, got quantised ones where none can ({reason}); "
-        "load a checkpoint of plain weights"
+        "checkpoint: expected experts in fp8 that a backend can multiply, got quantised ones where none can "
+        f"({reason}); load a checkpoint of plain weights"
     )
 
 
@@ -94,7 +95,7 @@ def with_scales(model: PreTrainedModel, mapping: list[Any]) -> tuple[list[Any], 
     stored = _quantization_of(model.config)
     if stored is None:
         return mapping, None
-    quantizer = _Quantizer(FineGrainedFP8Config(**{**stored, "dequantize": True}), pre_quantized=True)
+    quantizer: Any = _Quantizer(FineGrainedFP8Config(**{**stored, "dequantize": True}), pre_quantized=True)
     return list(quantizer.update_weight_conversions(mapping, model)), quantizer
 
 

@@ -109,9 +109,7 @@ class _Stored:
         return self._checkpoint.dtype(self._name)
 
 
-def fill(
-    model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, Part], device: torch.device
-) -> LoadReport:
+def fill(model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, Part], device: torch.device) -> LoadReport:
     """Read into ``model`` all that this rank needs, by transformers' own conversions.
 
     Args:
