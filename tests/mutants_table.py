@@ -806,6 +806,18 @@ TRUST = (
            "test_checkpoint_index.py::test_a_malformed_index_is_refused"),
 )
 
+TRANSFORMERS = (
+    Mutant("a rank reads the experts of another", "integrations/transformers/conversion.py",
+           "return self.first <= expert <", "return not self.first <= expert <",
+           "test_transformers_families.py::test_families_on_two_ranks_and_the_table_of_the_page"),
+    Mutant("the norm's gradient stays a share", "integrations/transformers/experts.py",
+           "shares = ep.config.mode == ", "shares = ep.config.mode != ",
+           "test_transformers_families.py::test_families_on_two_ranks_and_the_table_of_the_page"),
+    Mutant("scales are another expert's", "integrations/transformers/loading.py",
+           'parts[f"{name}.{scales_name(own)}"] = part', "pass",
+           "test_transformers_fp8.py::test_experts_are_multiplied_as_they_are_stored"),
+)
+
 QUANTIZED = (
     Mutant("scales of weights are those of the next block of K", "kernels/grouped_fp8.py",
            "by_scale = tl.load(first_scale + ahead)", "by_scale = tl.load(first_scale + k)",
@@ -836,5 +848,5 @@ QUANTIZED = (
 
 MUTANTS = (
     *FORMATS, *ROUTING, *CALLS, *CALL_ENDS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
-    *TRUST, *QUANTIZED, *QUICK_CALLS,
+    *TRUST, *TRANSFORMERS, *QUANTIZED, *QUICK_CALLS,
 )  # fmt: skip

@@ -106,9 +106,10 @@ def test_experts_whose_gate_is_not_where_they_say() -> None:
         parallelize(model, **ONE)
 
 
-def test_a_configuration_that_names_no_topk() -> None:
+def test_a_configuration_that_names_no_topk(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mixtral")
-    model.config.num_experts_per_tok = None
+    del vars(model.config)["num_experts_per_tok"]
+    monkeypatch.delattr(type(model.config), "num_experts_per_tok")
     with pytest.raises(moelink.ArgumentError, match="topk: expected the number of experts of a token"):
         parallelize(model, **ONE)
     with parallelize(model, topk=2, **ONE) as parallel:

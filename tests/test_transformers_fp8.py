@@ -15,6 +15,10 @@ if find_spec("transformers") is None:
     pytest.skip("the extra 'transformers' is not installed", allow_module_level=True)
 
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
+    pytest.skip("this transformers cannot tell weights from scales: 5.23 can", allow_module_level=True)
 
 import moelink
 from moelink.integrations.transformers import CheckpointError, from_pretrained

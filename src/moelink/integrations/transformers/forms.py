@@ -169,9 +169,10 @@ def _method_of(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
     return gate
 
 
-def _plain(activation: Any) -> Activation:
-    """Return the function of torch that transformers' module computes, or ``activation`` where there is none."""
-    return _SAME_AS_TORCH.get(type(activation), activation)
+def _plain(module: Any) -> Activation:
+    """Return the function of torch that transformers' activation computes, or ``module`` where there is none."""
+    activation: Activation = _SAME_AS_TORCH.get(type(module), module)
+    return activation
 
 
 def _activation_of(module: Any, method: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation | Clamp | None:

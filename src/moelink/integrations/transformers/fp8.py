@@ -10,6 +10,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -41,6 +42,11 @@ def check_quantization(config: Any, where: str) -> bool:
     stored = _quantization_of(config)
     if stored is None:
         return False
+    if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
+        raise UnsupportedError(
+            f"{where}: expected transformers 5.23 or newer for quantised weights, got {transformers.__version__}; "
+            "pip install 'transformers>=5.23', or load a checkpoint of plain weights"
+        )
     expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
                 "scale_fmt": "float", "expert_dtype": "fp8", "modules_to_convert": None}  # fmt: skip
     got = {name: stored.get(name, expected[name]) for name in expected}
