@@ -813,9 +813,9 @@ TRANSFORMERS = (
     Mutant("the norm's gradient stays a share", "integrations/transformers/experts.py",
            "shares = ep.config.mode == ", "shares = ep.config.mode != ",
            "test_transformers_families.py::test_families_on_two_ranks_and_the_table_of_the_page"),
-    Mutant("scales are another expert's", "integrations/transformers/loading.py",
-           'parts[f"{name}.{scales_name(own)}"] = part', "pass",
-           "test_transformers_fp8.py::test_experts_are_multiplied_as_they_are_stored"),
+    Mutant("what is replicated is scaled twice", "integrations/transformers/fp8.py",
+           "BlockQuantized(quantized, scales.float())", "BlockQuantized(quantized, scales.float() ** 2)",
+           "test_transformers_fp8.py::test_what_is_replicated_is_dequantised"),
 )
 
 QUANTIZED = (

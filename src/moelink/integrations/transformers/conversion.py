@@ -104,7 +104,7 @@ def plan_of(
     for (target, _), names in pieces.items():
         part = experts[target]
         if len(names) == 1:
-            plan.wanted[names[0]] = part.rows
+            plan.wanted[names[0]] = part.rows if part.count < part.num_experts else None
         elif len(names) % part.num_experts:
             lacking.add(target)
         else:
