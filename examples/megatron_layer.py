@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,7 +21,8 @@ from moelink.integrations.megatron.spec import with_moelink
 
 EXPERTS, HIDDEN, SEQUENCE, BATCH = 8, 64, 6, 4
 
-if not torch.cuda.is_available():  # Megatron asks for CUDA in a few places, even to initialise on the CPU
+if not torch.cuda.is_available():  # Megatron asks for CUDA in a few places, and for Transformer Engine in its router
+    moe_utils.te_general_gemm = None
     torch.cuda.current_device = lambda: "cpu"
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
 

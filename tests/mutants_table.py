@@ -442,7 +442,7 @@ CONTROL = (
            "test_init.py::test_init_works_again_after_ranks_failed_on_two_sides_of_the_default_group"),
     Mutant("the store's server ends with the first communicator", "control/group.py",
            "weakref.finalize(dist.group.WORLD, tuple, held).atexit = False", "pass",
-           "test_dispatch_combine.py::test_features_equal_oracle[2]"),
+           "test_dispatch_combine.py::test_features_equal_oracle[2-3]"),
     Mutant("the meeting for memory never ends", "control/group.py",
            "        if world.meeting is not None:\n            world.meeting.finish()\n    except", "        pass\n    except",
            "test_init.py::test_memory_for_the_launchers_leaves_no_thread_in_the_store"),
@@ -845,6 +845,18 @@ TRUST = (
            "test_checkpoint_index.py::test_a_malformed_index_is_refused"),
 )
 
+TRANSFORMERS = (
+    Mutant("a rank reads the experts of another", "integrations/transformers/conversion.py",
+           "return self.first <= expert <", "return not self.first <= expert <",
+           "test_transformers_families.py::test_families_on_two_ranks_and_the_table_of_the_page"),
+    Mutant("the norm's gradient stays a share", "integrations/transformers/experts.py",
+           "shares = ep.config.mode == ", "shares = ep.config.mode != ",
+           "test_transformers_families.py::test_families_on_two_ranks_and_the_table_of_the_page"),
+    Mutant("what is replicated is scaled twice", "integrations/transformers/fp8.py",
+           "BlockQuantized(quantized, scales.float())", "BlockQuantized(quantized, scales.float() ** 2)",
+           "test_transformers_fp8.py::test_what_is_replicated_is_dequantised"),
+)
+
 QUANTIZED = (
     Mutant("scales of weights are those of the next block of K", "kernels/grouped_fp8.py",
            "by_scale = tl.load(first_scale + ahead)", "by_scale = tl.load(first_scale + k)",
@@ -875,5 +887,5 @@ QUANTIZED = (
 
 MUTANTS = (
     *FORMATS, *ROUTING, *CALLS, *CALL_ENDS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
-    *TRUST, *QUANTIZED, *QUICK_CALLS,
+    *TRUST, *TRANSFORMERS, *QUANTIZED, *QUICK_CALLS,
 )  # fmt: skip

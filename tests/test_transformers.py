@@ -24,22 +24,20 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
 )
 
 import moelink
 from moelink.integrations.transformers import (
     CheckpointError,
-    PerExpertFiles,
     empty_model,
     from_pretrained,
     parallelize,
     register,
 )
 from moelink.integrations.transformers.checkpoint import Checkpoint
-from moelink.integrations.transformers.families import MIXTRAL
-from moelink.integrations.transformers.loading import LocalExperts, read_experts
+from moelink.integrations.transformers.conversion import Part
+from moelink.integrations.transformers.forms import experts_of, form_of
+from moelink.integrations.transformers.loading import fill, only_own
 from transformers_models import (
     COMMON,
     HIDDEN,
@@ -70,9 +68,9 @@ def logits(model: Any) -> torch.Tensor:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_model_class() -> None:
+def test_a_model_of_no_experts_at_all() -> None:
     model = LlamaForCausalLM(LlamaConfig(**COMMON, num_hidden_layers=1))
-    with pytest.raises(moelink.ArgumentError, match="'mixtral', 'qwen3_moe', 'deepseek_v3'.*got LlamaForCausalLM"):
+    with pytest.raises(moelink.ArgumentError, match="that use transformers' experts interface.*got LlamaForCausalLM"):
         parallelize(model, **ONE)
 
 
@@ -88,12 +86,56 @@ def test_a_model_parallelised_before() -> None:
         parallelize(model, **ONE)
 
 
-def test_experts_of_another_form() -> None:
-    model = GptOssForCausalLM(
-        GptOssConfig(**COMMON, num_hidden_layers=1, num_local_experts=4, num_key_value_heads=2, head_dim=8)
-    )
-    with pytest.raises(moelink.UnsupportedError, match="GptOssExperts: expected experts with"):
-        parallelize(model, family=PerExpertFiles("gpt_oss", "GptOssExperts"), **ONE)
+def gpt_oss() -> GptOssForCausalLM:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return GptOssForCausalLM(GptOssConfig(**COMMON, **sizes, rope_parameters=rope))
+
+
+def test_experts_with_parameters_that_they_do_not_declare() -> None:
+    model = gpt_oss()
+    model.model.layers[0].mlp.experts.temperature = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(moelink.UnsupportedError, match=r"GptOssExperts: expected parameters gate_up_proj.*temperature"):
+        parallelize(model, **ONE)
+
+
+def test_experts_whose_gate_is_not_where_they_say() -> None:
+    model = gpt_oss()
+    model.model.layers[0].mlp.experts.is_concatenated = True
+    with pytest.raises(moelink.UnsupportedError, match="expected gate and up one after the other"):
+        parallelize(model, **ONE)
+
+
+def test_a_configuration_that_names_no_topk(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mixtral")
+    del vars(model.config)["num_experts_per_tok"]
+    monkeypatch.delattr(type(model.config), "num_experts_per_tok")
+    with pytest.raises(moelink.ArgumentError, match="topk: expected the number of experts of a token"):
+        parallelize(model, **ONE)
+    with parallelize(model, topk=2, **ONE) as parallel:
+        assert parallel.ep.config.topk == 2
+
+
+def test_layers_with_experts_of_two_shapes() -> None:
+    model = build("mixtral")
+    model.model.layers[1].mlp = build("mixtral", num_local_experts=4).model.layers[1].mlp
+    with pytest.raises(moelink.UnsupportedError, match="expected experts of one shape in all layers"):
+        parallelize(model, **ONE)
+
+
+@pytest.mark.quick("one check each")
+@pytest.mark.parametrize("call", ["parallelize", "from_pretrained", "register"])
+def test_a_release_of_transformers_that_was_not_tested(call: str, mixtral: Path, monkeypatch: Any) -> None:
+    """It is refused before anything is built or patched."""
+    model = build("mixtral")
+    monkeypatch.setattr("moelink.integrations.versions.version", lambda package: "4.57.1")
+    calls = {
+        "parallelize": lambda: parallelize(model, **ONE),
+        "from_pretrained": lambda: from_pretrained(mixtral, **ONE),
+        "register": lambda: register(max_tokens_per_rank=1),
+    }
+    with pytest.raises(moelink.UnsupportedError, match="transformers: expected a release from .* got 4.57.1"):
+        calls[call]()
 
 
 def test_an_empty_model_without_a_checkpoint(mixtral: Path) -> None:
@@ -206,12 +248,24 @@ def test_files_that_hold_a_layers_experts_together(mixtral: Path, tmp_path: Path
 def test_of_experts_together_a_rank_reads_a_slice(mixtral: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(mixtral).save_pretrained(tmp_path, save_original_format=False)
     whole = tensors_of(tmp_path)["model.layers.0.mlp.experts.down_proj"]
-    wanted = LocalExperts(3, 2, NUM_EXPERTS, intermediate_size=48, hidden_size=HIDDEN, dtype=torch.float32)
-    with Checkpoint(tmp_path, torch.device("cpu")) as checkpoint:
-        found = read_experts(checkpoint, MIXTRAL, "model.layers.0.mlp.experts", wanted, torch.device("cpu"))
-        report = checkpoint.report([])
-    assert torch.equal(found.down, whole[3:5])
-    assert report.nbytes == found.down.nbytes + found.gate_up.nbytes == 2 * 3 * 48 * HIDDEN * 4
+    model = empty_model(tmp_path)
+    layers = dict(experts_of(model))
+    stacked = {name: form_of(module).stacked for name, module in layers.items()}
+    own = Part(first=3, count=2, num_experts=NUM_EXPERTS)
+    with only_own(layers, stacked, own, fp8=False) as parts, Checkpoint(tmp_path) as checkpoint:
+        report = fill(model, checkpoint, parts, torch.device("cpu"))
+    assert torch.equal(model.model.layers[0].mlp.experts.down_proj, whole[3:5])
+    replicated = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
+    assert report.nbytes == replicated + 2 * 2 * 3 * 48 * HIDDEN * 4
+
+
+def test_what_could_not_be_loaded_can_be_loaded_again(mixtral: Path, tmp_path: Path) -> None:
+    model = empty_model(mixtral)
+    no_file(tmp_path / "broken", mixtral)
+    with pytest.raises(CheckpointError):
+        parallelize(model, checkpoint=tmp_path / "broken", **ONE)
+    with parallelize(model, checkpoint=mixtral, **ONE):
+        torch.testing.assert_close(logits(model), logits(build("mixtral")))
 
 
 def test_tensors_without_a_place_are_named(mixtral: Path, tmp_path: Path) -> None:
@@ -245,19 +299,6 @@ def test_a_checkpoint_knows_how_to_generate(mixtral: Path, tmp_path: Path) -> No
     with from_pretrained(tmp_path, **ONE) as parallel:
         assert parallel.model.generation_config.eos_token_id == 17
         assert not parallel.model.training
-
-
-# --- other families ---------------------------------------------------------------------------------------------------
-
-
-def test_a_family_of_ones_own(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = OlmoeForCausalLM(OlmoeConfig(**COMMON, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2))
-    want = logits(model)
-    model.save_pretrained(tmp_path)
-    olmoe = PerExpertFiles("olmoe", "OlmoeExperts")
-    with parallelize(empty_model(tmp_path), checkpoint=tmp_path, family=olmoe, **ONE) as parallel:
-        torch.testing.assert_close(logits(parallel.model), want)
 
 
 def test_weights_that_do_not_learn_still_do_not() -> None:

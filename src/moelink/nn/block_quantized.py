@@ -89,8 +89,9 @@ def _quantize_matrix(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def dequantize_weight(quantized: BlockQuantized, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers of :func:`quantize_weight`, [..., N, K] of ``dtype``."""
-    rows = quantized.codes.shape[-2]
-    scales = quantized.scales.repeat_interleave(BLOCK, -2).narrow(-2, 0, rows).repeat_interleave(BLOCK, -1)
+    rows, inner = quantized.codes.shape[-2:]
+    scales = quantized.scales.repeat_interleave(BLOCK, -2).narrow(-2, 0, rows)
+    scales = scales.repeat_interleave(BLOCK, -1).narrow(-1, 0, inner)
     return (e4m3_to_f32(quantized.codes) * scales).to(dtype)
 
 

@@ -126,7 +126,8 @@ def _fits_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
     aligned = columns * rows.element_size() % _ALIGNMENT == 0 and inner * rows.element_size() % _ALIGNMENT == 0
     if not aligned or rows.shape[0] == 0 or not 0 < groups <= _MAX_GROUPS or not columns * inner:
         return False
-    return weight.is_contiguous() and bool(has_grouped_mm(rows.device, rows.dtype))
+    by_row_or_column = weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
+    return by_row_or_column and bool(has_grouped_mm(rows.device, rows.dtype))
 
 
 def _check(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> None:

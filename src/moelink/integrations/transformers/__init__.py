@@ -1,9 +1,11 @@
 """Mixture-of-Experts models of Hugging Face transformers, their experts spread over ranks by moelink.
 
+All models whose experts use transformers' experts interface; none is known by name.
+
 Two ways, described in ``docs/transformers.md``:
 
-* :func:`parallelize` (and :func:`from_pretrained`) change a model of Mixtral, Qwen3-MoE or DeepSeek-V3 in place and
-  leave everything but the experts replicated;
+* :func:`parallelize` (and :func:`from_pretrained`) change a model in place and leave everything but the experts
+  replicated;
 * :func:`register` puts moelink into transformers' registry, for ``DistributedConfig(ep_implementation="moelink")``.
 
 Needs ``pip install 'moelink[transformers]'``.
@@ -11,19 +13,15 @@ Needs ``pip install 'moelink[transformers]'``.
 
 from moelink.integrations.transformers.checkpoint import LoadReport
 from moelink.integrations.transformers.errors import CheckpointError
-from moelink.integrations.transformers.families import Family, PerExpertFiles, StoredExpert
 from moelink.integrations.transformers.loading import empty_model
 from moelink.integrations.transformers.parallel import ParallelModel, from_pretrained, parallelize
 from moelink.integrations.transformers.registry import Registration, register
 
 __all__ = [
     "CheckpointError",
-    "Family",
     "LoadReport",
     "ParallelModel",
-    "PerExpertFiles",
     "Registration",
-    "StoredExpert",
     "empty_model",
     "from_pretrained",
     "parallelize",

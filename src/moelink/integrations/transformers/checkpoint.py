@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -73,15 +72,15 @@ class LoadReport:
 
 
 class Checkpoint:
-    """The safetensors files in ``folder``, open for reading to ``device``. Also a context manager.
+    """The safetensors files in ``folder``, open for reading. Also a context manager.
 
     Raises:
         CheckpointError: the folder has neither ``model.safetensors`` nor an index of several files, or the index is
             malformed.
     """
 
-    def __init__(self, folder: str | Path, device: torch.device) -> None:
-        self.folder, self._device = Path(folder), device
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
         self._stack = ExitStack()
         self._open_files: dict[str, Any] = {}
         self._files = self._where()
@@ -122,35 +121,49 @@ class Checkpoint:
                 f"checkpoint {self.folder}: missing {lacking}: expected all files that the index lists, got others "
                 "only; complete the checkpoint"
             )
+        for file in sorted({self._files[name] for name in names}):
+            self._file(file)
 
-    def read(self, name: str, shape: Sequence[int], rows: slice | None = None) -> Tensor:
-        """The tensor ``name``, or ``rows`` of its first dimension, as stored.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return tuple(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor ``name``; nothing of its values is read.
 
         Raises:
-            CheckpointError: it is not there, cannot be read, or the whole of it has not ``shape``.
+            CheckpointError: it is not where the index says, or its file is missing or malformed.
         """
-        self.require([name])
-        handle = self._file(self._files[name])
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """What safetensors calls the dtype of the tensor ``name``, such as "BF16"; raises as :meth:`shape`."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """The tensor ``name``, or ``rows`` of its first dimension, as stored; raises as :meth:`shape`. Threads may
+        read at the same time once :meth:`require` has opened the files."""
+        stored = self._slice(name)
+        value: Tensor = stored[...] if rows is None else stored[rows]
+        self._read[name] = value.nbytes
+        return value
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._files:
+            self.require([name])
         try:
-            stored = handle.get_slice(name)
+            return self._file(self._files[name]).get_slice(name)
         except SafetensorError as error:
             raise CheckpointError(
                 f"checkpoint {self.folder / self._files[name]}: {name}: expected a tensor, got this error: {error}; "
                 "download the file again"
             ) from error
-        if list(stored.get_shape()) != list(shape):
-            raise CheckpointError(
-                f"checkpoint {self.folder / self._files[name]}: {name}: expected shape {list(shape)}, "
-                f"got {stored.get_shape()}; load the checkpoint of this model"
-            )
-        value: Tensor = handle.get_tensor(name) if rows is None else stored[rows]
-        self._read[name] = value.nbytes
-        return value
 
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
             try:
-                opened = safe_open(self.folder / name, "pt", device=str(self._device))
+                opened = safe_open(self.folder / name, "pt", device="cpu")
             except SafetensorError as error:
                 raise CheckpointError(
                     f"checkpoint {self.folder / name}: expected a safetensors file, got this error: {error}; download "

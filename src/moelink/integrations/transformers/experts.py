@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import activations
 
 import moelink
-from moelink.errors import UnsupportedError
+from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
-from moelink.nn import dequantized, grouped_experts
-from moelink.nn.experts import Activation, known_max_tokens
+from moelink.nn import dequantized
+from moelink.nn.expert_backends import group_of_rows
+from moelink.nn.experts import grouped_matmul, known_max_tokens
+from moelink.nn.gated import gated_activation, known_activation
+from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.ops.scale_rows import cast_rows
-
-
-def check_experts(module: nn.Module) -> None:
-    """Raise UnsupportedError unless ``module`` computes ``down (act_fn(gate) * up)``, ``[gate | up] = gate_up x``."""
-    expected = {
-        "has_gate": True,
-        "has_bias": False,
-        "is_transposed": False,
-        "is_concatenated": True,
-        "has_post_expert_norm": False,
-    }
-    for name, value in expected.items():
-        if getattr(module, name, value) != value:
-            raise UnsupportedError(
-                f"{type(module).__name__}: expected experts with {name}={value}, got {name}={not value}; use a model "
-                "of a supported family"
-            )
-    if any(not hasattr(module, name) for name in ("gate_up_proj", "down_proj", "act_fn")):
-        raise UnsupportedError(
-            f"{type(module).__name__}: expected experts with gate_up_proj, down_proj and act_fn, got others; use a "
-            "model of a supported family"
-        )
-
-
-_SAME_AS_TORCH: dict[type, Activation] = {
-    activations.SiLUActivation: functional.silu,
-    activations.GELUActivation: functional.gelu,
-    activations.GELUTanh: functools.partial(functional.gelu, approximate="tanh"),
-}
-
-
-def plain_activation(module: Activation) -> Activation:
-    """The function of torch that transformers' module computes, which experts compute for the rows that exist only;
-    ``module`` itself where there is none."""
-    return _SAME_AS_TORCH.get(type(module), module)
+from moelink.output import DispatchOutput
 
 
 def run_experts(
@@ -58,9 +27,7 @@ def run_experts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Activation,
+    experts: Callable[[DispatchOutput], Tensor],
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """The experts' weighted sum for each of this rank's tokens, [T, H] of the dtype of ``hidden_states``. Collective.
@@ -68,7 +35,7 @@ def run_experts(
     Args:
         hidden_states: [T, H]; the same on every rank if ``ep`` is in mode "allreduce".
         topk_ids, topk_weights: [T, K], ids over all ranks.
-        gate_up: [L, 2 * I, H], this rank's. down: [L, H, I].
+        experts: this rank's, from received rows to rows [R, H].
         group: what sums are taken over in mode "allreduce"; None for one rank.
     """
     replicated = ep.config.mode == "allreduce"
@@ -78,18 +45,65 @@ def run_experts(
     # In mode "alltoall" each rank has a batch of its own, whose size the others do not know.
     bound = known_max_tokens(ep.config, x.shape[0])
     recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous(), max_tokens=bound)
-    rows = dequantized(recv, ep.config, dtype=gate_up.dtype)
-    y = grouped_experts(rows, recv.row_offsets, gate_up, down, activation=plain_activation(activation))
-    out = ep.combine(cast_rows(y, recv.row_offsets, ep.config.combine_dtype), recv)
+    out = ep.combine(cast_rows(experts(recv), recv.row_offsets, ep.config.combine_dtype), recv)
     return (total_over_ranks(out, group) if replicated else out).to(hidden_states.dtype)
+
+
+def compute(
+    form: Form, tensors: Mapping[str, Tensor], recv: DispatchOutput, ep: moelink.Communicator, group: Any
+) -> Tensor:
+    """What experts of ``form`` with this rank's ``tensors`` (by name of the parameter) make of received rows: [R, H].
+
+    ``group`` is what the norm's gradients are summed over in mode "allreduce"; None for one rank.
+    """
+    offsets = recv.row_offsets
+    rows = dequantized(recv, ep.config, dtype=form.dtype)
+    owner = group_of_rows(offsets, rows.shape[0]) if form.biased or form.norm is not None else None
+    inner = _activated(form, _product(form, tensors, form.up, rows, offsets, owner), offsets)
+    out = _product(form, tensors, "down_proj", inner, offsets, owner)
+    if form.norm is None:
+        return out
+    assert owner is not None
+    exists = (owner >= 0)[:, None]
+    shares = ep.config.mode == "allreduce"  # each rank normalises its experts' rows, so has a share of the gradient
+    weights = {name: shared_by_ranks(p, group) if shares else p for name, p in form.norm.named_parameters()}
+    normed = torch.func.functional_call(form.norm, weights, (out.where(exists, 0),))
+    return normed.where(exists, 0)  # type: ignore[no-any-return]
+
+
+def _product(
+    form: Form, tensors: Mapping[str, Tensor], name: str, rows: Tensor, offsets: Tensor, owner: Tensor | None
+) -> Tensor:
+    """The grouped product of ``rows`` with the weight ``name``, and its bias."""
+    weight = tensors[name]
+    out = grouped_matmul(rows, offsets, weight.transpose(1, 2) if form.transposed else weight)
+    if not form.biased:
+        return out
+    assert owner is not None
+    # Rows that do not exist are undefined; as zeros they give the bias no gradient.
+    return (out + tensors[f"{name}_bias"][owner.clamp(min=0)]).where((owner >= 0)[:, None], 0)
+
+
+def _activated(form: Form, rows: Tensor, offsets: Tensor) -> Tensor:
+    """What stands between the products."""
+    if form.activation is None:
+        return form.method(rows)
+    if not form.gated:
+        assert callable(form.activation)
+        return form.activation(rows)
+    if form.interleaved:
+        rows = rows.unflatten(1, (form.intermediate_size, 2)).transpose(1, 2).flatten(1)
+    assert known_activation(form.activation) is not None
+    return gated_activation(rows, offsets, form.activation)
 
 
 class ParallelExperts(nn.Module):
     """Takes the place of a model's experts module; holds this rank's experts under the same parameter names.
 
     Attributes:
-        gate_up_proj: [L, 2 * I, H]. down_proj: [L, H, I].
-        act_fn: the experts' activation.
+        gate_up_proj, down_proj, ...: as the model has them, of this rank's experts; none if they are quantised.
+        quantized: the experts in fp8, where they are.
+        form: how the experts compute.
         num_experts: over all ranks.
         first: global id of this rank's first expert.
     """
@@ -97,33 +111,50 @@ class ParallelExperts(nn.Module):
     def __init__(
         self,
         ep: moelink.Communicator,
+        module: nn.Module,
+        form: Form,
         *,
-        gate_up: nn.Parameter,
-        down: nn.Parameter,
-        activation: nn.Module,
         first: int,
         group: dist.ProcessGroup | None,
+        quantized: QuantizedExperts | None = None,
     ) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = gate_up, down, activation
-        self.num_experts, self.first = ep.config.num_experts, first
-        self.hidden_dim, self.intermediate_dim = down.shape[1], down.shape[2]
+        self.form, self.num_experts, self.first = form, ep.config.num_experts, first
+        self.hidden_dim, self.intermediate_dim = form.hidden_size, form.intermediate_size
+        self.quantized = quantized
+        if quantized is None:
+            for name in form.stacked:
+                self.register_parameter(name, module._parameters[name])
+        if form.norm is not None:
+            self.post_expert_norm = form.norm
         self._ep, self._group = ep, group
+        self.train(module.training)
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Names of the entries of the state_dict whose first dimension is this rank's experts."""
+        return self.form.stacked if self.quantized is None else tuple(f"quantized.{n}" for n in self.quantized.stacked)
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Those of this rank's experts alone."""
+        return [] if self.quantized is not None else [getattr(self, name) for name in self.form.stacked]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
+        if self.quantized is not None:
+            refuse_gradients(hidden_states, self)
         return run_experts(
-            self._ep,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            gate_up=self.gate_up_proj,
-            down=self.down_proj,
-            activation=self.act_fn,
-            group=self._group,
+            self._ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, group=self._group
         )
+
+    def _experts(self, recv: DispatchOutput) -> Tensor:
+        if self.quantized is not None:
+            assert recv.scales is not None
+            return self.quantized(recv.tokens, recv.scales, recv.row_offsets)  # type: ignore[no-any-return]
+        tensors = {name: getattr(self, name) for name in self.form.stacked}
+        return compute(self.form, tensors, recv, self._ep, self._group)
 
     def extra_repr(self) -> str:
         """The experts here, of how many."""
-        last = self.first + self.gate_up_proj.shape[0] - 1
+        last = self.first + self._ep.config.num_local_experts - 1
         return f"experts {self.first}-{last} of {self.num_experts}, mode={self._ep.config.mode!r}"

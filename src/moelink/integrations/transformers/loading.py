@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,16 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
-from moelink.errors import UnsupportedError
+from moelink.arith import ceil_div
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
+from moelink.integrations.transformers.conversion import Part, check_shapes, mapping_of, plan_of
 from moelink.integrations.transformers.errors import CheckpointError
-from moelink.integrations.transformers.families import Family
+from moelink.integrations.transformers.fp8 import check_quantization, check_scaled, scales_name, with_scales
+from moelink.integrations.versions import require
+from moelink.nn.block_quantized import BLOCK
 
 
 def empty_model(
@@ -30,20 +35,19 @@ def empty_model(
     Args:
         folder: with ``config.json`` (and ``generation_config.json``, if it is to generate as its makers meant).
         dtype: of the weights; None for the one in ``config.json``.
-        auto_class: one of transformers' auto classes; None for AutoModelForCausalLM.
+        auto_class: one of transformers' auto classes, or a class of models; None for AutoModelForCausalLM.
         attn_implementation: as transformers calls it; None for its choice.
 
     Raises:
-        UnsupportedError: the checkpoint is quantised.
+        UnsupportedError: the checkpoint is quantised otherwise than in fp8 with blocks of 128 x 128.
     """
-    config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"checkpoint {folder}: expected bf16, fp16 or fp32 weights, got quantised ones (quantization_config); "
-            "load a checkpoint of plain weights"
-        )
+    require("transformers")
+    builder: Any = auto_class or AutoModelForCausalLM
+    is_model = isinstance(builder, type) and issubclass(builder, PreTrainedModel)
+    config = (builder.config_class if is_model else AutoConfig).from_pretrained(folder)
+    check_quantization(config, f"checkpoint {folder}")
     with init_empty_weights():  # buffers that no file has, of rotary embeddings, keep their values
-        model: PreTrainedModel = (auto_class or AutoModelForCausalLM).from_config(
+        model: PreTrainedModel = (builder._from_config if is_model else builder.from_config)(
             config,
             dtype=dtype or config.dtype,
             **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
@@ -58,127 +62,102 @@ def is_empty(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-@dataclass(frozen=True)
-class LocalExperts:
-    """The experts of one layer that this rank is to hold.
+@contextmanager
+def only_own(
+    layers: Mapping[str, nn.Module], stacked: Mapping[str, Sequence[str]], part: Part, *, fp8: bool
+) -> Iterator[dict[str, Part]]:
+    """Leave, in place of each layer's experts, room for this rank's: empty parameters that loading replaces.
 
-    Attributes:
-        first, count: global id of the first one, and how many.
-        num_experts: of the layer.
-        intermediate_size, hidden_size: rows of an expert's gate, and its columns.
-        dtype: of the weights.
+    Gives ``part`` by name of each such parameter. If loading fails, the parameters are what they were.
     """
-
-    first: int
-    count: int
-    num_experts: int
-    intermediate_size: int
-    hidden_size: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """``gate_up`` [L, 2 * I, H] and ``down`` [L, H, I]."""
-
-    gate_up: Tensor
-    down: Tensor
-
-
-def stored_name(checkpoint: Checkpoint, family: Family, name: str) -> str:
-    """What ``checkpoint`` calls the parameter ``name``: as the family's files do, or as the model does."""
-    usual = family.stored_name(name)
-    return name if usual not in checkpoint and name in checkpoint else usual
-
-
-def stored_experts(checkpoint: Checkpoint, family: Family, name: str, experts: range) -> list[str]:
-    """What ``checkpoint`` calls the tensors with the weights of ``experts`` of the module ``name``."""
-    whole = [f"{name}.gate_up_proj", f"{name}.down_proj"]
-    if all(tensor in checkpoint for tensor in whole):
-        return whole
-    stored = [family.stored_expert(name, expert) for expert in experts]
-    return [tensor for expert in stored for tensor in (expert.gate, expert.up, expert.down)]
+    before = {name: dict(layer._parameters) for name, layer in layers.items()}
+    parts: dict[str, Part] = {}
+    for name, layer in layers.items():
+        for own in stacked[name]:
+            whole = layer._parameters[own]
+            assert whole is not None
+            shape, dtype = (part.count, *whole.shape[1:]), torch.float8_e4m3fn if fp8 else whole.dtype
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            layer._parameters[own] = nn.Parameter(empty, requires_grad=whole.requires_grad and not fp8)
+            parts[f"{name}.{own}"] = part
+            if fp8:
+                blocks = (part.count, *(ceil_div(size, BLOCK) for size in whole.shape[1:]))
+                scales = torch.empty(blocks, dtype=torch.float32, device="meta")
+                layer.register_parameter(scales_name(own), nn.Parameter(scales, requires_grad=False))
+                parts[f"{name}.{scales_name(own)}"] = part
+    try:
+        yield parts
+    except BaseException:
+        for name, layer in layers.items():
+            layer._parameters.clear()
+            layer._parameters.update(before[name])
+        raise
 
 
-def read_experts(
-    checkpoint: Checkpoint, family: Family, name: str, wanted: LocalExperts, device: torch.device
-) -> ExpertWeights:
-    """This rank's experts of the module ``name``, and nothing else, whether files hold them one by one or together."""
-    inner, hidden = wanted.intermediate_size, wanted.hidden_size
-    local = range(wanted.first, wanted.first + wanted.count)
-    if f"{name}.gate_up_proj" in checkpoint:
-        rows = slice(local.start, local.stop)
-        gate_up = checkpoint.read(f"{name}.gate_up_proj", (wanted.num_experts, 2 * inner, hidden), rows)
-        down = checkpoint.read(f"{name}.down_proj", (wanted.num_experts, hidden, inner), rows)
-        return ExpertWeights(*(t.to(device, wanted.dtype) for t in (gate_up, down)))
-    gate_up = torch.empty(wanted.count, 2 * inner, hidden, dtype=wanted.dtype, device=device)
-    down = torch.empty(wanted.count, hidden, inner, dtype=wanted.dtype, device=device)
-    for index, expert in enumerate(local):
-        stored = family.stored_expert(name, expert)
-        gate_up[index, :inner] = checkpoint.read(stored.gate, (inner, hidden))
-        gate_up[index, inner:] = checkpoint.read(stored.up, (inner, hidden))
-        down[index] = checkpoint.read(stored.down, (hidden, inner))
-    return ExpertWeights(gate_up, down)
+class _Stored:
+    """A tensor of a checkpoint that is read when transformers asks for its values."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, rows: slice | None) -> None:
+        self._checkpoint, self._name, self._rows = checkpoint, name, rows
+
+    def __getitem__(self, index: Any) -> Tensor:
+        assert index is Ellipsis, "transformers reads whole tensors"
+        return self._checkpoint.read(self._name, self._rows)
+
+    def get_dtype(self) -> str:
+        """As a slice of safetensors."""
+        return self._checkpoint.dtype(self._name)
 
 
-def fill(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    family: Family,
-    experts: Mapping[str, LocalExperts],
-    device: torch.device,
-) -> tuple[dict[str, ExpertWeights], LoadReport]:
-    """Read all that this rank needs: the replicated weights into ``model``, the experts' weights by module name.
+def fill(model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, Part], device: torch.device) -> LoadReport:
+    """Read into ``model`` all that this rank needs, by transformers' own conversions.
 
     Args:
-        experts: by name of the module, which experts are wanted.
+        parts: by name, the parameters of experts; ``model`` has room for this rank's part of each.
 
     Raises:
         CheckpointError: a file or tensor is missing, or has another shape.
+        UnsupportedError: the experts of a parameter are stored along another dimension than the first.
     """
-    replicated = dict(_replicated(model, experts))
-    stored = {name: stored_name(checkpoint, family, name) for name in replicated}
-    # A tied parameter is in the files once, under another name; what ties them is the model's to say.
-    absent = [name for name in stored if stored[name] not in checkpoint]
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    wanted = [stored[name] for name in stored if name not in absent or name not in tied]
-    for name, local in experts.items():
-        wanted += stored_experts(checkpoint, family, name, range(local.first, local.first + local.count))
-    checkpoint.require(wanted)
-    weights = {name: read_experts(checkpoint, family, name, local, device) for name, local in experts.items()}
-    state = {
-        name: checkpoint.read(stored[name], tensor.shape).to(device, _dtype_of(model, name, tensor))
-        for name, tensor in replicated.items()
-        if name not in absent
-    }
-    model.load_state_dict(state, strict=False, assign=True)
+    own = {name: (parts[name].num_experts, *tensor.shape[1:]) for name, tensor in _named(model) if name in parts}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} | own
+    mapping, quantizer = with_scales(model, mapping_of(model))
+    plan = plan_of(model, checkpoint, mapping, parts, shapes)
+    checkpoint.require([*plan.wanted, *plan.missing])
+    if quantizer is None:
+        check_shapes(model, checkpoint, plan, parts, shapes)
+    learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    info, _ = convert_and_load_state_dict_in_model(
+        model,
+        {name: _Stored(checkpoint, name, rows) for name, rows in plan.wanted.items()},
+        LoadStateDictConfig(
+            device_map={"": str(device)},
+            dtype=model.dtype,
+            dtype_plan=model._get_dtype_plan(model.dtype),
+            weight_mapping=mapping,
+            hf_quantizer=quantizer,
+        ),
+    )
+    if info.conversion_errors or info.mismatched_keys:
+        wrong = [f"{name}: {why.strip().splitlines()[-1]}" for name, why in info.conversion_errors.items()]
+        wrong += [f"{name}: expected shape {list(e)}, got {list(g)}" for name, g, e in sorted(info.mismatched_keys)]
+        raise CheckpointError(
+            f"checkpoint {checkpoint.folder}: expected the tensors of this model, got others ({'; '.join(wrong[:3])}); "
+            "load the checkpoint of this model"
+        )
+    if quantizer is not None:
+        check_scaled(model, f"checkpoint {checkpoint.folder}", parts)
     model.tie_weights()
-    empty = [name for name, tensor in _replicated(model, experts) if tensor.is_meta]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns.get(name, False) and parameter.is_floating_point())
+    empty = [name for name, tensor in _named(model) if tensor.is_meta]
     if empty:
         raise CheckpointError(
             f"checkpoint {checkpoint.folder}: expected values for all parameters and buffers, got none for "
             f"{', '.join(empty)}; load the checkpoint of this model"
         )
-    everyone = [
-        tensor
-        for name, local in experts.items()
-        for tensor in stored_experts(checkpoint, family, name, range(local.num_experts))
-    ]
-    return weights, checkpoint.report(everyone)
+    return checkpoint.report(plan.others)
 
 
-def _replicated(model: nn.Module, experts: Mapping[str, LocalExperts]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what files hold and every rank needs."""
-    for name, tensor in model.state_dict().items():
-        if name.rpartition(".")[0] not in experts:
-            yield name, tensor
-
-
-def _dtype_of(model: PreTrainedModel, name: str, tensor: Tensor) -> torch.dtype:
-    """The dtype a weight is kept in: the model's, or fp32 where its class insists (DeepSeek-V3's router bias)."""
-    if not tensor.is_floating_point():
-        return tensor.dtype
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if tensor.dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return torch.float32 if any(part in name for part in kept) else tensor.dtype
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.state_dict().items()

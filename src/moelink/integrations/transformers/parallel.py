@@ -17,12 +17,16 @@ from moelink.config import Mode, TransportName
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.integrations.transformers.agreement import agreed
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
-from moelink.integrations.transformers.experts import ParallelExperts, check_experts
-from moelink.integrations.transformers.families import Family, experts_of, family_of
-from moelink.integrations.transformers.loading import ExpertWeights, LocalExperts, empty_model, fill, is_empty
+from moelink.integrations.transformers.conversion import Part
+from moelink.integrations.transformers.experts import ParallelExperts
+from moelink.integrations.transformers.forms import Form, experts_of, form_of, topk_of
+from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, quantized_experts
+from moelink.integrations.transformers.loading import empty_model, fill, is_empty, only_own
 from moelink.integrations.transformers.replicated import gradient_norm, sum_gradients
 from moelink.integrations.transformers.saving import gathered_state_dict
 from moelink.integrations.transformers.settings import Settings, Shape
+from moelink.integrations.versions import require
+from moelink.nn.expert_backends import ExpertsBackend
 from moelink.routing import ExpertMap
 
 
@@ -64,8 +68,16 @@ class ParallelModel:
 
         Rank 0 writes, and holds the whole model in host memory meanwhile; the others send it their experts.
         (``model.save_pretrained`` refuses: it would write one rank's experts as if they were all.)
+
+        Raises:
+            UnsupportedError: the experts are in fp8.
         """
         experts = dict(experts_modules(self.model))
+        if any(module.quantized is not None for module in experts.values()):
+            raise UnsupportedError(
+                "save_pretrained: expected experts of the model's dtype, got experts in fp8, which are as the "
+                "checkpoint has them; copy the checkpoint"
+            )
         state = gathered_state_dict(self.model, experts, group=self.group, rank=self.ep.config.rank)
         problem: Exception | None = None
         if state is not None:
@@ -76,7 +88,7 @@ class ParallelModel:
         agreed(problem, self.group)
 
     def _own(self) -> list[nn.Parameter]:
-        return [parameter for _, module in experts_modules(self.model) for parameter in module.parameters()]
+        return [parameter for _, module in experts_modules(self.model) for parameter in module.own_parameters()]
 
     def _replicated(self) -> list[nn.Parameter]:
         own = {id(parameter) for parameter in self._own()}
@@ -109,7 +121,8 @@ def parallelize(
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
     checkpoint: str | Path | None = None,
-    family: Family | None = None,
+    experts_backend: ExpertsBackend = "auto",
+    topk: int | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     transport: TransportName = "auto",
@@ -122,33 +135,37 @@ def parallelize(
     one more. All ranks pass a model with the same weights, or an empty one and ``checkpoint``.
 
     Args:
-        model: of Mixtral, Qwen3-MoE or DeepSeek-V3 (or of ``family``).
+        model: whose experts use transformers' experts interface.
         max_tokens_per_rank: the largest batch times sequence length that a rank passes in one forward.
         mode: "alltoall": each rank passes a batch of its own, tokens travel to experts and back. "allreduce": every
             rank passes the same batch, nothing travels but the sum of the experts' outputs.
-        dispatch_format: how rows travel; None for the format that carries the model's dtype exactly.
+        dispatch_format: how rows travel; None for the format that carries the model's dtype exactly, or for
+            ``fp8_block128`` if the checkpoint's experts are in fp8.
         combine_dtype: of experts' outputs on the way home; None for the model's dtype.
         capacity: rows a rank receives at most; None for the worst case. ``ep.check()`` reports what did not fit.
         checkpoint: a folder of safetensors files; a rank reads the replicated weights and its own experts only.
-        family: what to know of a model that is none of the three.
+        experts_backend: what multiplies experts of a checkpoint in fp8, as in :class:`moelink.nn.MoE`.
+        topk: experts of a token, if the model's configuration does not say.
         group, transport, num_sms, timeout: as for :func:`moelink.init`.
         device: where the model is, or is to be loaded to; None for where it is, or moelink's default.
 
     Raises:
-        ArgumentError: the model's class is not known, it has no experts, or is empty without a ``checkpoint``.
+        ArgumentError: the model has no experts that use the interface, or is empty without a ``checkpoint``.
         ConfigError: there are fewer experts than ranks, or as :func:`moelink.init`.
-        UnsupportedError: experts of a form that is not supported.
+        UnsupportedError: experts of a form that is not supported, or transformers of such a release.
         CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
     """
-    family = family_of(model) if family is None else family
-    layers = dict(experts_of(model, family))
-    shape = _shape_of(model, layers)
+    require("transformers")
+    layers = dict(experts_of(model))
+    forms = {name: form_of(module) for name, module in layers.items()}
+    shape = _shape_of(model, layers, forms, topk)
     empty = is_empty(model)
     if empty and checkpoint is None:
         raise ArgumentError("checkpoint", "a folder, as parameters of the model are on the meta device", None)
+    fp8 = checkpoint is not None and check_quantization(model.config, f"checkpoint {checkpoint}")
     settings = Settings(
         max_tokens_per_rank=max_tokens_per_rank,
-        dispatch_format=dispatch_format,
+        dispatch_format=dispatch_format or (FORMAT if fp8 else None),
         combine_dtype=combine_dtype,
         capacity=capacity,
         transport=transport,
@@ -158,13 +175,21 @@ def parallelize(
     where = torch.device(device) if device is not None else None if empty else model.device
     ep = settings.open(shape, mode=mode, group=group, device=where)
     ranks = (group or dist.group.WORLD) if ep.config.world_size > 1 else None
+    first = ExpertMap(ep.config.num_experts, ep.config.world_size).first(ep.config.rank)
+    part, loaded = Part(first, ep.config.num_local_experts, ep.config.num_experts), None
     try:
-        weights, loaded = _own_weights(model, layers, ep, family=family, checkpoint=checkpoint, group=ranks)
+        backends = {name: choose_for(form, ep, experts_backend) for name, form in forms.items()} if fp8 else {}
+        if checkpoint is None:
+            _keep(layers, forms, part, ep.device)
+        else:
+            loaded = _load(model, layers, forms, part, ep.device, checkpoint=checkpoint, group=ranks, fp8=fp8)
     except BaseException:
         ep.close()
         raise
     for name, module in layers.items():
-        model.set_submodule(name, _take_place(module, weights[name], ep, ranks))
+        quantized = quantized_experts(module, forms[name], ep, first=first, backend=backends[name]) if fp8 else None
+        experts = ParallelExperts(ep, module, forms[name], first=first, group=ranks, quantized=quantized)
+        model.set_submodule(name, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
     return ParallelModel(model, ep, ranks, loaded)
@@ -179,6 +204,8 @@ def from_pretrained(
     dispatch_format: str | None = None,
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
+    experts_backend: ExpertsBackend = "auto",
+    topk: int | None = None,
     auto_class: Any = None,
     attn_implementation: str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -201,6 +228,8 @@ def from_pretrained(
         combine_dtype=combine_dtype,
         capacity=capacity,
         checkpoint=folder,
+        experts_backend=experts_backend,
+        topk=topk,
         group=group,
         device=device,
         transport=transport,
@@ -211,80 +240,63 @@ def from_pretrained(
     return parallel
 
 
-def _shape_of(model: PreTrainedModel, layers: dict[str, Any]) -> Shape:
-    for module in layers.values():
-        check_experts(module)
+def _shape_of(model: PreTrainedModel, layers: dict[str, Any], forms: dict[str, Form], topk: int | None) -> Shape:
     shapes = {
-        Shape(module.num_experts, model.config.num_experts_per_tok, module.hidden_dim, module.gate_up_proj.dtype)
-        for module in layers.values()
+        Shape(
+            num_experts=form.num_experts,
+            topk=topk_of(model, layers[name]) if topk is None else topk,
+            hidden_size=form.hidden_size,
+            dtype=form.dtype,
+        )
+        for name, form in forms.items()
     }
     if not shapes:
-        raise ArgumentError("model", "layers with experts not yet parallelised", f"{type(model).__name__} without any")
+        raise ArgumentError(
+            "model",
+            "layers with experts that use transformers' experts interface, not yet parallelised",
+            f"{type(model).__name__} without any",
+        )
     if len(shapes) > 1:
         raise UnsupportedError(
-            f"{type(model).__name__}: expected experts of one shape in all layers, got {shapes}; use a model of a "
-            "supported family"
+            f"{type(model).__name__}: expected experts of one shape in all layers, got {shapes}; parallelize the parts "
+            "of the model that have experts of one shape, each by itself"
         )
     return shapes.pop()
 
 
-def _own_weights(
+def _keep(layers: dict[str, Any], forms: dict[str, Form], part: Part, device: torch.device) -> None:
+    """Leave this rank's experts of the model, on ``device``, and free the others."""
+    for name, module in layers.items():
+        for own in forms[name].stacked:
+            whole = module._parameters[own]
+            rows = whole.detach()[part.rows].to(device, copy=True)
+            module._parameters[own] = nn.Parameter(rows, requires_grad=whole.requires_grad)
+
+
+def _load(
     model: PreTrainedModel,
     layers: dict[str, Any],
-    ep: moelink.Communicator,
+    forms: dict[str, Form],
+    part: Part,
+    device: torch.device,
     *,
-    family: Family,
-    checkpoint: str | Path | None,
+    checkpoint: str | Path,
     group: dist.ProcessGroup | None,
-) -> tuple[dict[str, ExpertWeights], LoadReport | None]:
-    """This rank's experts of every layer, from the model or from files."""
-    config = ep.config
-    first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-    rows = slice(first, first + config.num_local_experts)
-    if checkpoint is None:
-        copies = {
-            name: ExpertWeights(*(p.detach()[rows].to(ep.device, copy=True) for p in _parameters(module)))
-            for name, module in layers.items()
-        }
-        return copies, None
-    wanted = {
-        name: LocalExperts(
-            first,
-            config.num_local_experts,
-            config.num_experts,
-            intermediate_size=module.down_proj.shape[2],
-            hidden_size=config.hidden_size,
-            dtype=module.down_proj.dtype,
-        )
-        for name, module in layers.items()
-    }
-    problem: Exception | None = None
-    result = None
-    try:
-        with Checkpoint(checkpoint, ep.device) as opened:
-            result = fill(model, opened, family, wanted, ep.device)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
-        problem = error
-    agreed(problem, group)
+    fp8: bool,
+) -> LoadReport:
+    """This rank's experts and all that is replicated, from files. Collective."""
+    stacked = {name: form.stacked for name, form in forms.items()}
+    with only_own(layers, stacked, part, fp8=fp8) as parts:
+        problem: Exception | None = None
+        result = None
+        try:
+            with Checkpoint(checkpoint) as opened:
+                result = fill(model, opened, parts, device)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
+            problem = error
+        agreed(problem, group)
     assert result is not None
     return result
-
-
-def _parameters(module: Any) -> tuple[nn.Parameter, nn.Parameter]:
-    return module.gate_up_proj, module.down_proj
-
-
-def _take_place(
-    module: Any, weights: ExpertWeights, ep: moelink.Communicator, group: dist.ProcessGroup | None
-) -> ParallelExperts:
-    gate_up, down = (
-        nn.Parameter(value, requires_grad=old.requires_grad)
-        for value, old in zip((weights.gate_up, weights.down), _parameters(module), strict=True)
-    )
-    config = ep.config
-    first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-    experts = ParallelExperts(ep, gate_up=gate_up, down=down, activation=module.act_fn, first=first, group=group)
-    return experts.train(module.training)
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:

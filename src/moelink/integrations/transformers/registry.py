@@ -16,8 +16,11 @@ import torch.distributed as dist
 import moelink
 from moelink.config import Mode, TransportName
 from moelink.errors import ClosedError, UnsupportedError
-from moelink.integrations.transformers.experts import check_experts, run_experts
+from moelink.integrations.transformers.experts import compute, run_experts
+from moelink.integrations.transformers.forms import form_of, topk_of
 from moelink.integrations.transformers.settings import Settings, Shape
+from moelink.integrations.versions import require
+from moelink.output import DispatchOutput
 
 
 class Registration:
@@ -73,16 +76,19 @@ def register(
     transport: TransportName = "auto",
     num_sms: int | None = None,
     timeout: float = 60.0,
+    topk: int | None = None,
 ) -> Registration:
     """Make ``DistributedConfig(ep_implementation=name)`` use moelink, with these settings (see :func:`parallelize`).
 
     Call it on every rank before ``from_pretrained``. Registering a name again replaces its settings for models loaded
-    afterwards. Any model whose experts are gated, without biases and not transposed will do, not only the three
-    families of :func:`parallelize`; the number of experts must be a multiple of ``ep_size``, as transformers demands.
+    afterwards. The number of experts must be a multiple of ``ep_size``, as transformers demands. ``topk`` is the number
+    of experts of a token, if the model's configuration does not say.
 
     Raises:
-        UnsupportedError: this transformers has no such registry; :func:`parallelize` needs none.
+        UnsupportedError: this transformers has no such registry (:func:`parallelize` needs none), or is not one of the
+            releases that are supported.
     """
+    require("transformers")
     try:
         from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     except ImportError as error:
@@ -109,19 +115,18 @@ def register(
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            check_experts(experts)
             if tp_mesh.size() > 1 and not self.shares_batch:
                 raise UnsupportedError(
                     f"ep_implementation={name!r}: expected ranks of the expert group with the same batch (ep_size == "
                     f"tp_size) or one each (tp_size == 1), got tp_size={tp_mesh.size()} and ep_size={ep_mesh.size()}; "
                     "change one of them"
                 )
-            self.experts, self.group = experts, ep_mesh.get_group()
+            self.experts, self.group, self.form = experts, ep_mesh.get_group(), form_of(experts)
             shape = Shape(
                 num_experts=self.num_local_experts * ep_mesh.size(),
-                topk=experts.config.num_experts_per_tok,
-                hidden_size=experts.hidden_dim,
-                dtype=experts.gate_up_proj.dtype,
+                topk=topk_of(None, experts) if topk is None else topk,
+                hidden_size=self.form.hidden_size,
+                dtype=self.form.dtype,
             )
             kind = ep_mesh.device_type
             device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -129,17 +134,14 @@ def register(
             self.ep = registration.communicator(shape, mode=mode, group=self.group, device=device)
 
         def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
-            # During the call transformers shows this rank's part of a parameter in its place.
             return run_experts(
-                self.ep,
-                hidden_states,
-                top_k_index,
-                top_k_weights,
-                gate_up=self.experts.gate_up_proj,
-                down=self.experts.down_proj,
-                activation=self.experts.act_fn,
-                group=self.group,
+                self.ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, group=self.group
             )
+
+        def _experts(self, recv: DispatchOutput) -> torch.Tensor:
+            # During the call transformers shows this rank's part of a parameter in its place.
+            tensors = {name: getattr(self.experts, name) for name in self.form.stacked}
+            return compute(self.form, tensors, recv, self.ep, self.group)
 
     EPImplementationInterface.register(name, MoelinkEP)
     return registration

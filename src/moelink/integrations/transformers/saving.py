@@ -18,8 +18,9 @@ def gathered_state_dict(
     """``model.state_dict()`` with all experts, on the CPU of rank 0; None on the others. Collective."""
     state: dict[str, Tensor] | None = {} if rank == 0 else None
     for name, tensor in model.state_dict().items():
-        module = experts.get(name.rpartition(".")[0])
-        if module is not None:
+        owner, _, own = name.rpartition(".")
+        module = experts.get(owner)
+        if module is not None and own in module.stacked:
             value = _gather(tensor, module, group=group, rank=rank)
         else:
             value = tensor

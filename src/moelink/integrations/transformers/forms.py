@@ -1,0 +1,217 @@
+"""What an experts module of transformers declares of itself, found out by looking at it: no model is known by name.
+
+Modules that use transformers' experts interface say whether they have a gate, biases, transposed weights and a norm
+behind. What stands between the two matrix products they say in code, in a method; :func:`form_of` compares its values
+with those of the activations that moelink has operators for, and calls the method where none agrees.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import activations
+
+from moelink.activation import Clamp
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.nn.experts import Activation
+from moelink.nn.gated import known_activation, twin
+
+_DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_TOPK = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "top_k")
+"""What configurations call the number of experts of a token."""
+
+_SAME_AS_TORCH: dict[type, Activation] = {
+    activations.SiLUActivation: functional.silu,
+    nn.SiLU: functional.silu,
+    activations.GELUActivation: functional.gelu,
+    activations.GELUTanh: functools.partial(functional.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a layer's experts compute: ``norm(down (between (up x + up_bias)) + down_bias)``.
+
+    Attributes:
+        up: name of the first parameter; the second one is ``down_proj``. Names of biases end in ``_bias``.
+        biased: whether there are biases. transposed: whether weights are [E, in, out] in place of [E, out, in].
+        gated: whether the first product gives a gate as well.
+        interleaved: whether its columns are gate and up in turn, in place of all of gate and then all of up.
+        activation: of the gate (or of the product, without a gate): one of moelink's own where there is one that is
+            the same; None for ``method``.
+        method: the module's own, from rows of the first product to rows of the second.
+        norm: of an expert's output, or None. All experts share it.
+        num_experts, hidden_size, intermediate_size: numbers of experts, and of elements before and between.
+        dtype: of the weights.
+    """
+
+    up: str
+    biased: bool
+    transposed: bool
+    gated: bool
+    interleaved: bool
+    activation: Activation | Clamp | None
+    method: Callable[[Tensor], Tensor]
+    norm: nn.Module | None
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Names of the parameters whose first dimension is the experts."""
+        weights = (self.up, "down_proj")
+        return (*weights, *(f"{name}_bias" for name in weights)) if self.biased else weights
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is ``down (activation(gate) * up)`` of weights [E, out, in], with an activation of moelink's."""
+        plain = self.gated and not (self.biased or self.transposed or self.interleaved or self.norm)
+        return plain and self.activation is not None
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether ``module`` holds the routed experts of a layer and uses transformers' experts interface."""
+    return all(hasattr(module, name) for name in _DECLARED) and isinstance(getattr(module, "down_proj", None), Tensor)
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the experts of every layer that has them, in the order of layers."""
+    return ((name, module) for name, module in model.named_modules() if is_experts(module))
+
+
+def form_of(module: Any) -> Form:
+    """Return what ``module``, for which :func:`is_experts` holds, declares.
+
+    Raises:
+        UnsupportedError: its parameters are not those that the declaration implies.
+    """
+    gated, transposed = bool(module.has_gate), bool(module.is_transposed)
+    up = "gate_up_proj" if gated else "up_proj"
+    shape = _shape_of(module, up, transposed)
+    interleaved = gated and not module.is_concatenated
+    method = _method_of(module, gated)
+    form = Form(
+        up=up,
+        biased=bool(module.has_bias),
+        transposed=transposed,
+        gated=gated,
+        interleaved=interleaved,
+        activation=_activation_of(module, method, interleaved=interleaved) if gated else _plain(module.act_fn),
+        method=method,
+        norm=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+        num_experts=shape[0],
+        hidden_size=shape[1],
+        intermediate_size=shape[2] // 2 if gated else shape[2],
+        dtype=module.down_proj.dtype,
+    )
+    found = {name for name, parameter in module._parameters.items() if parameter is not None}
+    if found != set(form.stacked):
+        raise UnsupportedError(
+            f"{type(module).__name__}: expected parameters {', '.join(form.stacked)}, as it declares, got "
+            f"{', '.join(sorted(found))}; use transformers' own expert parallelism for this model"
+        )
+    return form
+
+
+def topk_of(model: Any, module: Any) -> int:
+    """Return how many experts a token takes, as the configuration of ``module`` or that of ``model`` has it.
+
+    Raises:
+        ArgumentError: neither says.
+    """
+    whole = getattr(model, "config", None)
+    for config in (getattr(module, "config", None), whole and whole.get_text_config(), whole):
+        for name in _TOPK:
+            value = getattr(config, name, None)
+            if isinstance(value, (list, tuple)) and len(set(value)) == 1:
+                value = value[0]
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    raise ArgumentError(
+        "topk",
+        "the number of experts of a token, as the model's configuration has none of " + ", ".join(_TOPK),
+        None,
+    )
+
+
+def _shape_of(module: Any, up: str, transposed: bool) -> tuple[int, int, int]:
+    """Return (experts, hidden_size, columns of the first product), as the weights have them."""
+    weights = [getattr(module, name, None) for name in (up, "down_proj")]
+    shapes = [tuple(weight.shape) if isinstance(weight, Tensor) else () for weight in weights]
+    if any(len(shape) != 3 for shape in shapes):
+        raise UnsupportedError(
+            f"{type(module).__name__}: expected {up} and down_proj of three dimensions, got shapes {shapes}; use "
+            "transformers' own expert parallelism for this model"
+        )
+    experts, first, second = shapes[0]
+    return (experts, first, second) if transposed else (experts, second, first)
+
+
+def _method_of(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
+    """Return what stands between the products, bound to a copy of ``module`` without parameters: the weights of all
+    experts can be freed while it lives."""
+    if not gated:
+        activation: Callable[[Tensor], Tensor] = module.act_fn
+        return activation
+    shell = copy.copy(module)
+    object.__setattr__(shell, "_parameters", {})
+    gate: Callable[[Tensor], Tensor] = shell._apply_gate
+    return gate
+
+
+def _plain(module: Any) -> Activation:
+    """Return the function of torch that transformers' activation computes, or ``module`` where there is none."""
+    activation: Activation = _SAME_AS_TORCH.get(type(module), module)
+    return activation
+
+
+def _activation_of(module: Any, method: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation | Clamp | None:
+    """Return moelink's activation that has the values of ``method`` on a grid of gates and ups, or None."""
+    grid = torch.cat([torch.tensor([0.0]), torch.logspace(-3, 6, 28)]).double()
+    gate, up = torch.cartesian_prod(torch.cat([-grid, grid]), torch.cat([-grid, grid])).t()
+    rows = torch.stack([gate, up], dim=1)  # [R, 2]: one gate, one up; with one column each, in turn is one after other
+    with torch.no_grad():
+        want = _two_columns(method, rows, interleaved)
+        for activation in _candidates(module):
+            known = known_activation(activation)
+            got = twin(rows, known) if known else activation(gate)[:, None] * up[:, None]  # type: ignore[operator]
+            if torch.allclose(got, want, rtol=2e-6, atol=1e-30):
+                return activation
+    return None
+
+
+def _two_columns(method: Callable[[Tensor], Tensor], rows: Tensor, interleaved: bool) -> Tensor:
+    """Return ``method`` of ``rows``, refusing one that takes its columns otherwise than it declares."""
+    gate, up = rows.t()
+    doubled = torch.stack([gate, up, gate, up] if interleaved else [gate, gate, up, up], dim=1)
+    want = method(rows)
+    if not torch.equal(method(doubled), torch.cat([want, want], dim=1)):
+        raise UnsupportedError(
+            f"{getattr(method, '__qualname__', method)}: expected gate and up "
+            f"{'in turn' if interleaved else 'one after the other'}, as is declared, got another order; use "
+            "transformers' own expert parallelism for this model"
+        )
+    return want
+
+
+def _candidates(module: Any) -> Iterator[Activation | Clamp]:
+    """Yield the activations that ``module`` could have: its own, and clamps by any two of its numbers."""
+    activation = _plain(getattr(module, "act_fn", None))
+    if known_activation(activation) is not None:
+        yield activation
+    numbers = {float(v) for v in vars(module).values() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    for alpha, limit in itertools.product(sorted(n for n in numbers if n > 0), repeat=2):
+        yield Clamp(alpha, limit)
+
+
+__all__ = ["Form", "experts_of", "form_of", "is_experts", "topk_of"]

@@ -1,0 +1,140 @@
+"""Checkpoints in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 is published: experts stay as stored.
+
+Codes and scales of experts go where they are multiplied, without becoming other numbers in between. What is replicated
+(attention, shared experts) is dequantised to the model's dtype by transformers' own operation while it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+import moelink
+from moelink.errors import UnsupportedError
+from moelink.integrations.transformers.errors import CheckpointError
+from moelink.integrations.transformers.forms import Form
+from moelink.nn.block_quantized import BLOCK, BlockQuantized, dequantize_weight
+from moelink.nn.expert_backends import choose_backend
+from moelink.nn.quantized_experts import QuantizedExperts
+
+FORMAT = "fp8_block128"
+
+
+def scales_name(parameter: str) -> str:
+    """What transformers calls the scales of ``parameter``."""
+    return f"{parameter}_scale_inv"
+
+
+def check_quantization(config: Any, where: str) -> bool:
+    """Return whether weights of a model of ``config`` are stored in fp8.
+
+    Raises:
+        UnsupportedError: they are quantised in another way.
+    """
+    stored = _quantization_of(config)
+    if stored is None:
+        return False
+    if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
+        raise UnsupportedError(
+            f"{where}: expected transformers 5.23 or newer for quantised weights, got {transformers.__version__}; "
+            "pip install 'transformers>=5.23', or load a checkpoint of plain weights"
+        )
+    expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
+                "scale_fmt": "float", "expert_dtype": "fp8", "modules_to_convert": None}  # fmt: skip
+    got = {name: stored.get(name, expected[name]) for name in expected}
+    got["weight_block_size"] = list(got["weight_block_size"] or [])
+    wrong = [f"{name}={value!r}" for name, value in got.items() if value not in (expected[name], [])]
+    if wrong or not got["weight_block_size"]:
+        raise UnsupportedError(
+            f"{where}: expected bf16, fp16 or fp32 weights, or fp8 with fp32 scales of blocks of {BLOCK} x {BLOCK}, "
+            f"got quantised ones (quantization_config: {', '.join(wrong) or 'no blocks'}); load a checkpoint of plain "
+            "weights"
+        )
+    return True
+
+
+def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
+    """Return what multiplies experts of ``form`` whose weights are fp8: ``wanted``, or the best for "auto".
+
+    Raises:
+        ConfigError: there is no such backend.
+        UnsupportedError: no backend can multiply them.
+    """
+    reason = "" if form.is_plain else "experts are gated, without biases, transposition or norm"
+    if form.is_plain:
+        assert form.activation is not None
+        choice = choose_backend(
+            wanted, ep.config, intermediate_size=form.intermediate_size, activation=form.activation, device=ep.device,
+            dtype=form.dtype,
+        )  # fmt: skip
+        if choice.backend != "dequantize":
+            return choice.backend
+        reason = choice.reason or "experts_backend='dequantize' has weights of the model's dtype"
+    raise UnsupportedError(
+        "checkpoint: expected experts in fp8 that a backend can multiply, got quantised ones where none can "
+        f"({reason}); load a checkpoint of plain weights"
+    )
+
+
+class _Dequantize(Fp8Dequantize):  # type: ignore[misc]
+    """transformers' operation, also for matrices of which the last block is cut off."""
+
+    def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        return dequantize_weight(BlockQuantized(quantized, scales.float()), dtype=output_dtype or torch.bfloat16)
+
+
+class _Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"dequantize": _Dequantize}
+
+
+def with_scales(model: PreTrainedModel, mapping: list[Any]) -> tuple[list[Any], Any]:
+    """Return ``mapping`` with the conversions of scales, and transformers' quantizer; or it alone, and None."""
+    stored = _quantization_of(model.config)
+    if stored is None:
+        return mapping, None
+    quantizer: Any = _Quantizer(FineGrainedFP8Config(**{**stored, "dequantize": True}), pre_quantized=True)
+    return list(quantizer.update_weight_conversions(mapping, model)), quantizer
+
+
+def check_scaled(model: PreTrainedModel, where: str, experts: Container[str]) -> None:
+    """Raise CheckpointError if a parameter besides ``experts`` is still fp8, for want of scales."""
+    fp8 = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn]
+    left = [name for name in fp8 if name not in experts]
+    if left:
+        raise CheckpointError(
+            f"{where}: expected scales for every tensor in fp8, got none for {', '.join(left[:3])}; complete the "
+            "checkpoint"
+        )
+
+
+def quantized_experts(
+    module: nn.Module, form: Form, ep: moelink.Communicator, *, first: int, backend: str
+) -> QuantizedExperts:
+    """Return the experts of ``module``, whose parameters are codes and scales of this rank's, ready to multiply."""
+    weights = [
+        BlockQuantized(
+            getattr(module, name).detach().contiguous(), getattr(module, scales_name(name)).detach().contiguous()
+        )
+        for name in (form.up, "down_proj")
+    ]
+    assert form.activation is not None
+    return QuantizedExperts(
+        weights[0], weights[1], backend=backend, activation=form.activation,
+        experts=(first, ep.config.num_experts, 0), dtype=form.dtype,
+    )  # fmt: skip
+
+
+def _quantization_of(config: Any) -> dict[str, Any] | None:
+    stored = getattr(config, "quantization_config", None)
+    if stored is None or isinstance(stored, dict):
+        return stored
+    return dict(stored.to_dict())
