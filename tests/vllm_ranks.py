@@ -1,0 +1,234 @@
+"""One rank of vLLM's modular kernel on the CPU: its groups, its configuration, its own dispatcher or moelink's.
+
+The CUDA wheel of vLLM knows no CPU platform, so :func:`start` chooses it by hand. The experts are torch code; all else,
+the kernel, the factory, the plugin, the process groups and the forward context, is vLLM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+EXPERTS, TOPK, HIDDEN, WIDTH, TOKENS = 8, 2, 128, 48, 24
+DTYPES = {"bf16": torch.bfloat16, "fp8_block128": torch.bfloat16, "fp8_token": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a test varies.
+
+    Attributes:
+        rows: the format in which the experts want their input: bf16, fp32, fp8_block128 or fp8_token.
+        experts: physical experts.
+        topk: experts for each token.
+        on_input: router weights are applied to the input.
+        backend: ``--all2all-backend``.
+    """
+
+    rows: str = "bf16"
+    experts: int = EXPERTS
+    topk: int = TOPK
+    on_input: bool = False
+    backend: str = "allgather_reducescatter"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's: by moelink, by vLLM's own dispatcher, by torch on this rank alone; and the bound of the last call."""
+
+    ours: Tensor
+    theirs: Tensor | None
+    truth: Tensor
+    rows: int
+    facts: dict[str, Any]
+
+
+def weights(case: Case) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    up = torch.randn(case.experts, 2 * WIDTH, HIDDEN, generator=generator) / 8
+    down = torch.randn(case.experts, HIDDEN, WIDTH, generator=generator) / 8
+    return up.to(DTYPES[case.rows]), down.to(DTYPES[case.rows])
+
+
+def batch(case: Case, rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, router weights and ids of a rank; a few ids are -1, as vLLM's padding has."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(DTYPES[case.rows])
+    scores = torch.randn(tokens, case.experts, generator=generator).softmax(-1)
+    chosen, ids = scores.topk(case.topk)
+    ids[::7, 0] = -1
+    return x, chosen, ids
+
+
+def compute(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, ids: Tensor, first: int, *, weigh: bool) -> Tensor:
+    """Experts ``first`` and on of these rows: weighed, and summed over slots in fp32."""
+    total = torch.zeros(len(x), HIDDEN)
+    for local in range(len(up)):
+        row, slot = (ids == first + local).nonzero(as_tuple=True)
+        gate, value = (x[row] @ up[local].T).chunk(2, -1)
+        made = ((silu(gate) * value) @ down[local].T).float()
+        total.index_add_(0, row, made * chosen[row, slot, None] if weigh else made)
+    return total
+
+
+def start(case: Case, rank: int, world_size: int) -> Any:
+    """Make this process a data-parallel rank of vLLM on the CPU. Returns vLLM's configuration."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms.current_platform = CpuPlatform()
+    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+
+    parallel = ParallelConfig(all2all_backend=case.backend, enable_expert_parallel=True)
+    config = VllmConfig()
+    config.parallel_config = parallel
+    parallel.data_parallel_size, parallel.data_parallel_rank = world_size, rank
+    torch.distributed.init_process_group("gloo")
+    with set_current_vllm_config(config):
+        init_distributed_environment(world_size, rank, backend="gloo", local_rank=rank)
+        initialize_model_parallel(backend="gloo")
+    return config
+
+
+def experts_of(case: Case, rank: int, world_size: int) -> Any:
+    """vLLM's experts class over :func:`compute`, with the configuration of a layer."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        FusedMoEQuantConfig,
+        RoutingMethodType,
+    )
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    class TorchExperts(mk.FusedMoEExpertsModular):
+        @staticmethod
+        def activation_format() -> Any:
+            return mk.FusedMoEActivationFormat.Standard
+
+        _supports_current_device = _supports_no_act_and_mul = staticmethod(lambda: True)
+        _supports_quant_scheme = _supports_activation = _supports_parallel_config = staticmethod(lambda *a: True)
+
+        def supports_expert_map(self) -> bool:
+            return True
+
+        def workspace_shapes(self, rows, n, k, topk, every, local, meta, activation):
+            return (0,), (0,), (rows, k)
+
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return TopKWeightAndReduceNoOP()
+
+        def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **named) -> None:
+            scale = named["a1q_scale"]
+            if scale is not None:  # dequantise, as a kernel does inside
+                rows = hidden_states.float().view(len(hidden_states), scale.shape[1], -1)
+                hidden_states = (rows * scale[..., None]).view(len(hidden_states), -1).to(w1.dtype)
+            if not named["apply_router_weight_on_input"]:
+                weigh = True
+            else:
+                weigh = False
+            ids = torch.where(named["expert_map"][topk_ids.clamp(min=0).long()] >= 0, topk_ids, -1)
+            first = int((named["expert_map"] == 0).nonzero())
+            output.copy_(compute(hidden_states, w1, w2, topk_weights, ids, first, weigh=weigh))
+
+    parallel = FusedMoEParallelConfig(
+        tp_size=1, tp_rank=0, pcp_size=1, pcp_rank=0, dp_size=world_size, dp_rank=rank, ep_size=world_size,
+        ep_rank=rank, sp_size=1, use_ep=world_size > 1, all2all_backend=case.backend, enable_eplb=False,
+    )  # fmt: skip
+    config = FusedMoEConfig(
+        num_experts=case.experts, experts_per_token=case.topk, hidden_dim=HIDDEN, intermediate_size=WIDTH,
+        num_local_experts=case.experts // world_size + (rank < case.experts % world_size),
+        num_logical_experts=case.experts, activation=MoEActivation.SILU, device="cpu",
+        routing_method=RoutingMethodType.Renormalize, moe_parallel_config=parallel, in_dtype=DTYPES[case.rows],
+        max_num_tokens=TOKENS,
+    )  # fmt: skip
+    quantised = {"quant_dtype": torch.float8_e4m3fn}
+    quant = {
+        "fp8_block128": {**quantised, "block_shape": [128, 128]},
+        "fp8_token": {**quantised, "per_act_token_quant": True},
+    }.get(case.rows, {})
+    return TorchExperts(config, FusedMoEQuantConfig.make(**quant))
+
+
+def kernel_of(case: Case, rank: int, world_size: int) -> Any:
+    """The kernel, as vLLM's oracles make it: factory, experts, kernel."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+
+    experts = experts_of(case, rank, world_size)
+    made = maybe_make_prepare_finalize(experts.moe_config, experts.quant_config, allow_new_interface=True)
+    return mk.FusedMoEKernel(made, experts)
+
+
+def expert_map(case: Case, rank: int, world_size: int) -> tuple[Tensor, slice]:
+    """vLLM's map of global to local experts, and this rank's part of the weights."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    local, here, *_ = determine_expert_map(world_size, rank, case.experts)
+    first = int((here == 0).nonzero())
+    return here, slice(first, first + local)
+
+
+def run(kernel: Any, case: Case, rank: int, world_size: int, sizes: list[int]) -> Tensor:
+    """One step of the layer; ``sizes``: the tokens of each rank."""
+    from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context
+
+    up, down = weights(case)
+    here, own = expert_map(case, rank, world_size)
+    x, chosen, ids = batch(case, rank, sizes[rank])
+    met = DPMetadata(torch.tensor(sizes, dtype=torch.int32))
+    context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={}, dp_metadata=met)
+    with override_forward_context(context), met.sp_local_sizes(1):
+        return kernel.apply(
+            hidden_states=x, w1=up[own], w2=down[own], topk_weights=chosen, topk_ids=ids,
+            global_num_experts=case.experts, expert_map=here, apply_router_weight_on_input=case.on_input,
+        )  # fmt: skip
+
+
+def layer(rank: int, world_size: int, case: Case, sizes: list[int]) -> Answer:
+    """The layer through vLLM's dispatcher, then with the plugin on, and on this rank alone."""
+    from vllm.config import set_current_vllm_config
+
+    from moelink.integrations.vllm import COMMUNICATORS, close, register
+
+    theirs, facts = None, {}
+    with set_current_vllm_config(start(case, rank, world_size)):
+        if case.rows in ("bf16", "fp32") and not case.on_input:  # vLLM's quantisers need a GPU
+            kernel = kernel_of(case, rank, world_size)
+            facts["before"] = type(kernel.prepare_finalize).__name__
+            theirs = run(kernel, case, rank, world_size, sizes)
+        assert not register({})
+        assert register({"MOELINK_VLLM": "timeout=60"})
+        assert register({"MOELINK_VLLM": "1"}), "a second time, as vLLM may do"
+        kernel, beside = kernel_of(case, rank, world_size), kernel_of(case, rank, world_size)
+        made = kernel.prepare_finalize
+        facts |= {
+            "after": type(made).__name__, "shared": made.ep is beside.prepare_finalize.ep,
+            "format": made.ep.config.dispatch_format, "dispatchers": made.num_dispatchers(),
+            "reduced": kernel.output_is_reduced(), "overlap": kernel.can_overlap_shared_experts,
+        }  # fmt: skip
+        seen = []
+        receive = type(made.ep).dispatch_async
+        type(made.ep).dispatch_async = lambda self, *a, **k: seen.append(k["max_tokens"]) or receive(self, *a, **k)
+        ours = run(kernel, case, rank, world_size, sizes)
+        facts["bound"] = seen[-1]
+        again = run(beside, case, rank, world_size, [min(size, 3) for size in sizes])
+        facts["decode bound"] = seen[-1]
+        assert len(again) == min(sizes[rank], 3)
+        made.ep.check()
+        rows = made.ep.config.output_rows(max_tokens=facts["decode bound"])
+        close()
+        assert COMMUNICATORS is not None
+    up, down = weights(case)
+    x, chosen, ids = batch(case, rank, sizes[rank])
+    if case.on_input:
+        x = x * chosen.to(x.dtype)
+    truth = compute(x, up, down, chosen, ids, 0, weigh=not case.on_input)
+    torch.distributed.destroy_process_group()
+    return Answer(ours, theirs, truth, rows, facts)
