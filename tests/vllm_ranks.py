@@ -75,12 +75,33 @@ def compute(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, ids: Tensor, fi
     return total
 
 
+def gather_rows(self: Any, given: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """vLLM's all_gatherv, which its communicator for CPUs lacks: rows of all ranks, each with as many as ``sizes`` says."""
+    if isinstance(given, list):
+        return [gather_rows(self, tensor, dim, sizes) for tensor in given]
+    padded = given.new_zeros(max(sizes), *given.shape[1:])
+    padded[: len(given)] = given
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def scatter_sums(self: Any, given: Tensor, dim: int = 0, sizes: list[int] | None = None) -> Tensor:
+    """vLLM's reduce_scatterv, likewise: this rank's rows of the sum over all ranks."""
+    total = given.clone()
+    torch.distributed.all_reduce(total, group=self.device_group)
+    return total.split(sizes)[self.rank_in_group].clone()
+
+
 def start(case: Case, rank: int, world_size: int) -> Any:
     """Make this process a data-parallel rank of vLLM on the CPU. Returns vLLM's configuration."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms.current_platform = CpuPlatform()
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
@@ -178,6 +199,7 @@ def expert_map(case: Case, rank: int, world_size: int) -> tuple[Tensor, slice]:
 def run(kernel: Any, case: Case, rank: int, world_size: int, sizes: list[int]) -> Tensor:
     """One step of the layer; ``sizes``: the tokens of each rank."""
     from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     up, down = weights(case)
     here, own = expert_map(case, rank, world_size)
@@ -186,7 +208,7 @@ def run(kernel: Any, case: Case, rank: int, world_size: int, sizes: list[int]) -
     context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={}, dp_metadata=met)
     with override_forward_context(context), met.sp_local_sizes(1):
         return kernel.apply(
-            hidden_states=x, w1=up[own], w2=down[own], topk_weights=chosen, topk_ids=ids,
+            hidden_states=x, w1=up[own], w2=down[own], topk_weights=chosen, topk_ids=ids, activation=MoEActivation.SILU,
             global_num_experts=case.experts, expert_map=here, apply_router_weight_on_input=case.on_input,
         )  # fmt: skip
 
