@@ -254,3 +254,85 @@ def layer(rank: int, world_size: int, case: Case, sizes: list[int]) -> Answer:
     truth = compute(x, up, down, chosen, ids, 0, weigh=not case.on_input)
     torch.distributed.destroy_process_group()
     return Answer(ours, theirs, truth, rows, facts)
+
+
+def overlapped(rank: int, world_size: int, case: Case, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Two microbatches in flight at a time, by vLLM's numbers of microbatches. Returns results and truths."""
+    import threading
+
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.worker import ubatching
+
+    from moelink.integrations.switch import Settings
+    from moelink.integrations.vllm import close
+    from moelink.integrations.vllm.prepare_finalize import MoelinkPrepareAndFinalize
+
+    results = []
+    with set_current_vllm_config(start(case, rank, world_size)):
+        from vllm.distributed import get_ep_group
+
+        experts = experts_of(case, rank, world_size)
+        made = MoelinkPrepareAndFinalize(get_ep_group().device_group, Settings(), microbatches=2)
+        made.post_init_setup(experts)
+        up, down = weights(case)
+        here, own = expert_map(case, rank, world_size)
+        batches = [batch(case, rank + 10 * number, sizes[rank] + number) for number in range(2)]
+        outputs = [torch.full_like(x, torch.nan) for x, _, _ in batches]
+
+        def numbered(number: int, call: Any, *arguments: Any) -> Any:
+            ubatching._THREAD_ID_TO_CONTEXT[threading.get_ident()] = number
+            try:
+                return call(*arguments)
+            finally:
+                ubatching._THREAD_ID_TO_CONTEXT.clear()
+
+        started = [
+            numbered(number, made.prepare_async, x, chosen, ids, case.experts, here, False, experts.quant_config)
+            for number, (x, chosen, ids) in enumerate(batches)
+        ]
+        ending = []
+        for number, (hook, receive) in enumerate(started):
+            hook()
+            rows, _, _, ids, chosen = numbered(number, receive)
+            y = compute(rows, up[own], down[own], chosen, ids, own.start, weigh=True).to(rows.dtype)
+            reduce = experts.finalize_weight_and_reduce_impl()
+            ending.append(
+                numbered(number, made.finalize_async, outputs[number], y, chosen, ids, False, reduce)
+            )
+        for _, receive in reversed(ending):
+            receive()
+        close()
+    for (x, chosen, ids), output in zip(batches, outputs, strict=True):
+        results.append((output, compute(x, up, down, chosen, ids, 0, weigh=True)))
+    torch.distributed.destroy_process_group()
+    return results
+
+
+def disagreeing(rank: int, world_size: int) -> list[str]:
+    """What a layer says on ranks that were given different settings, and with what moelink does not support."""
+    from vllm.config import set_current_vllm_config
+
+    from moelink.errors import ConfigError, UnsupportedError
+    from moelink.integrations.switch import Settings
+    from moelink.integrations.vllm import prepare_finalize
+
+    said, case = [], Case()
+    with set_current_vllm_config(start(case, rank, world_size)) as _:
+        from vllm.distributed import get_ep_group
+
+        group = get_ep_group().device_group
+        made = prepare_finalize.MoelinkPrepareAndFinalize(group, Settings(timeout=30.0 + rank))
+        try:
+            made.post_init_setup(experts_of(case, rank, world_size))
+        except ConfigError as error:
+            said.append(str(error))
+        for other in (Case(backend="deepep_v2"), None):
+            experts = experts_of(other or case, rank, world_size)
+            if other is None:
+                experts.moe_config.is_lora_enabled = True
+            try:
+                prepare_finalize.make(experts, Settings())
+            except UnsupportedError as error:
+                said.append(str(error))
+    torch.distributed.destroy_process_group()
+    return said
