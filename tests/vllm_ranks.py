@@ -93,7 +93,7 @@ def scatter_sums(self: Any, given: Tensor, dim: int = 0, sizes: list[int] | None
     return total.split(sizes)[self.rank_in_group].clone()
 
 
-def start(case: Case, rank: int, world_size: int) -> Any:
+def start(rank: int, world_size: int) -> Any:
     """Make this process a data-parallel rank of vLLM on the CPU. Returns vLLM's configuration."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
@@ -105,7 +105,7 @@ def start(case: Case, rank: int, world_size: int) -> Any:
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
-    parallel = ParallelConfig(all2all_backend=case.backend, enable_expert_parallel=True)
+    parallel = ParallelConfig(enable_expert_parallel=True)
     config = VllmConfig()
     config.parallel_config = parallel
     parallel.data_parallel_size, parallel.data_parallel_rank = world_size, rank
@@ -213,126 +213,135 @@ def run(kernel: Any, case: Case, rank: int, world_size: int, sizes: list[int]) -
         )  # fmt: skip
 
 
-def layer(rank: int, world_size: int, case: Case, sizes: list[int]) -> Answer:
-    """The layer through vLLM's dispatcher, then with the plugin on, and on this rank alone."""
-    from vllm.config import set_current_vllm_config
+def theirs_of(case: Case, rank: int, world_size: int, sizes: list[int]) -> Tensor | None:
+    """The layer through vLLM's dispatcher; None where that one needs a GPU, to quantise or to weigh."""
+    if case.rows not in ("bf16", "fp32") or case.on_input:
+        return None
+    kernel = kernel_of(case, rank, world_size)
+    assert type(kernel.prepare_finalize).__name__ == "MoEPrepareAndFinalizeNaiveDPEPModular"
+    return run(kernel, case, rank, world_size, sizes)
 
-    from moelink.integrations.vllm import COMMUNICATORS, close, register
 
-    theirs, facts = None, {}
-    with set_current_vllm_config(start(case, rank, world_size)):
-        if case.rows in ("bf16", "fp32") and not case.on_input:  # vLLM's quantisers need a GPU
-            kernel = kernel_of(case, rank, world_size)
-            facts["before"] = type(kernel.prepare_finalize).__name__
-            theirs = run(kernel, case, rank, world_size, sizes)
-        assert not register({})
-        assert register({"MOELINK_VLLM": "timeout=60"})
-        assert register({"MOELINK_VLLM": "1"}), "a second time, as vLLM may do"
-        kernel, beside = kernel_of(case, rank, world_size), kernel_of(case, rank, world_size)
-        made = kernel.prepare_finalize
-        facts |= {
-            "after": type(made).__name__, "shared": made.ep is beside.prepare_finalize.ep,
-            "format": made.ep.config.dispatch_format, "dispatchers": made.num_dispatchers(),
-            "reduced": kernel.output_is_reduced(), "overlap": kernel.can_overlap_shared_experts,
-        }  # fmt: skip
-        seen = []
-        receive = type(made.ep).dispatch_async
-        type(made.ep).dispatch_async = lambda self, *a, **k: seen.append(k["max_tokens"]) or receive(self, *a, **k)
-        ours = run(kernel, case, rank, world_size, sizes)
-        facts["bound"] = seen[-1]
-        again = run(beside, case, rank, world_size, [min(size, 3) for size in sizes])
-        facts["decode bound"] = seen[-1]
-        assert len(again) == min(sizes[rank], 3)
-        made.ep.check()
-        rows = made.ep.config.output_rows(max_tokens=facts["decode bound"])
-        close()
-        assert COMMUNICATORS is not None
+def answer(case: Case, rank: int, world_size: int, sizes: list[int], theirs: Tensor | None) -> Answer:
+    """The layer with the plugin on, and on this rank alone."""
+    kernel, beside = kernel_of(case, rank, world_size), kernel_of(case, rank, world_size)
+    made = kernel.prepare_finalize
+    facts = {
+        "class": type(made).__name__, "shared": made.ep is beside.prepare_finalize.ep,
+        "format": made.ep.config.dispatch_format, "dispatchers": made.num_dispatchers(),
+        "reduced": kernel.output_is_reduced(), "overlap": kernel.can_overlap_shared_experts,
+    }  # fmt: skip
+    seen: list[int | None] = []
+    bound = made._bound
+    for each in (made, beside.prepare_finalize):
+        each._bound = lambda own, each=each: seen.append(type(each)._bound(each, own)) or seen[-1]
+    ours = run(kernel, case, rank, world_size, sizes)
+    again = run(beside, case, rank, world_size, [min(size, 3) for size in sizes])  # decode, through the same communicator
+    assert len(again) == min(sizes[rank], 3)
+    assert bound(1) is None, "outside of a step nobody knows"
+    made.ep.check()
     up, down = weights(case)
     x, chosen, ids = batch(case, rank, sizes[rank])
     if case.on_input:
         x = x * chosen.to(x.dtype)
     truth = compute(x, up, down, chosen, ids, 0, weigh=not case.on_input)
-    torch.distributed.destroy_process_group()
-    return Answer(ours, theirs, truth, rows, facts)
+    return Answer(ours, theirs, truth, made.ep.config.output_rows(max_tokens=seen[-1]), facts | {"bounds": seen})
 
 
 def overlapped(rank: int, world_size: int, case: Case, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Two microbatches in flight at a time, by vLLM's numbers of microbatches. Returns results and truths."""
     import threading
 
-    from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_ep_group
     from vllm.v1.worker import ubatching
 
     from moelink.integrations.switch import Settings
-    from moelink.integrations.vllm import close
     from moelink.integrations.vllm.prepare_finalize import MoelinkPrepareAndFinalize
 
-    results = []
-    with set_current_vllm_config(start(case, rank, world_size)):
-        from vllm.distributed import get_ep_group
+    experts = experts_of(case, rank, world_size)
+    made = MoelinkPrepareAndFinalize(get_ep_group().device_group, Settings(), microbatches=2)
+    made.post_init_setup(experts)
+    up, down = weights(case)
+    here, own = expert_map(case, rank, world_size)
+    batches = [batch(case, rank + 10 * number, sizes[rank] - number) for number in range(2)]
+    outputs = [torch.full_like(x, torch.nan) for x, _, _ in batches]
 
-        experts = experts_of(case, rank, world_size)
-        made = MoelinkPrepareAndFinalize(get_ep_group().device_group, Settings(), microbatches=2)
-        made.post_init_setup(experts)
-        up, down = weights(case)
-        here, own = expert_map(case, rank, world_size)
-        batches = [batch(case, rank + 10 * number, sizes[rank] + number) for number in range(2)]
-        outputs = [torch.full_like(x, torch.nan) for x, _, _ in batches]
+    def numbered(number: int, call: Any, *arguments: Any) -> Any:
+        ubatching._THREAD_ID_TO_CONTEXT[threading.get_ident()] = number
+        try:
+            return call(*arguments)
+        finally:
+            ubatching._THREAD_ID_TO_CONTEXT.clear()
 
-        def numbered(number: int, call: Any, *arguments: Any) -> Any:
-            ubatching._THREAD_ID_TO_CONTEXT[threading.get_ident()] = number
-            try:
-                return call(*arguments)
-            finally:
-                ubatching._THREAD_ID_TO_CONTEXT.clear()
-
-        started = [
-            numbered(number, made.prepare_async, x, chosen, ids, case.experts, here, False, experts.quant_config)
-            for number, (x, chosen, ids) in enumerate(batches)
-        ]
-        ending = []
-        for number, (hook, receive) in enumerate(started):
-            hook()
-            rows, _, _, ids, chosen = numbered(number, receive)
-            y = compute(rows, up[own], down[own], chosen, ids, own.start, weigh=True).to(rows.dtype)
-            reduce = experts.finalize_weight_and_reduce_impl()
-            ending.append(
-                numbered(number, made.finalize_async, outputs[number], y, chosen, ids, False, reduce)
-            )
-        for _, receive in reversed(ending):
-            receive()
-        close()
-    for (x, chosen, ids), output in zip(batches, outputs, strict=True):
-        results.append((output, compute(x, up, down, chosen, ids, 0, weigh=True)))
-    torch.distributed.destroy_process_group()
-    return results
+    started = [
+        numbered(number, made.prepare_async, x, chosen, ids, case.experts, here, False, experts.quant_config)
+        for number, (x, chosen, ids) in enumerate(batches)
+    ]
+    ending = []
+    for number, (hook, receive) in enumerate(started):
+        hook()
+        rows, _, _, ids, chosen = numbered(number, receive)
+        y = compute(rows, up[own], down[own], chosen, ids, own.start, weigh=True).to(rows.dtype)
+        reduce = experts.finalize_weight_and_reduce_impl()
+        ending.append(numbered(number, made.finalize_async, outputs[number], y, chosen, ids, False, reduce))
+    for _, receive in reversed(ending):
+        receive()
+    truths = [compute(x, up, down, chosen, ids, 0, weigh=True) for x, chosen, ids in batches]
+    return list(zip(outputs, truths, strict=True))
 
 
-def disagreeing(rank: int, world_size: int) -> list[str]:
-    """What a layer says on ranks that were given different settings, and with what moelink does not support."""
-    from vllm.config import set_current_vllm_config
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """What a layer says on ranks that were given different settings, and of what moelink does not support."""
+    from vllm.distributed import get_ep_group
 
-    from moelink.errors import ConfigError, UnsupportedError
+    from moelink.errors import MoelinkError
     from moelink.integrations.switch import Settings
     from moelink.integrations.vllm import prepare_finalize
 
-    said, case = [], Case()
-    with set_current_vllm_config(start(case, rank, world_size)) as _:
-        from vllm.distributed import get_ep_group
-
-        group = get_ep_group().device_group
-        made = prepare_finalize.MoelinkPrepareAndFinalize(group, Settings(timeout=30.0 + rank))
+    group, lora, half = get_ep_group().device_group, experts_of(Case(), rank, world_size), Case(topk=2, on_input=True)
+    lora.moe_config.is_lora_enabled = True
+    differs = prepare_finalize.MoelinkPrepareAndFinalize(group, Settings(timeout=30.0 + rank))
+    calls = {
+        "settings": lambda: differs.post_init_setup(experts_of(Case(), rank, world_size)),
+        "backend": lambda: kernel_of(Case(backend="passthrough"), rank, world_size),
+        "lora": lambda: prepare_finalize.make(lora, Settings()),
+        "weights on input": lambda: run(kernel_of(half, rank, world_size), half, rank, world_size, [4] * world_size),
+    }
+    said = {}
+    for name, call in calls.items():
         try:
-            made.post_init_setup(experts_of(case, rank, world_size))
-        except ConfigError as error:
-            said.append(str(error))
-        for other in (Case(backend="deepep_v2"), None):
-            experts = experts_of(other or case, rank, world_size)
-            if other is None:
-                experts.moe_config.is_lora_enabled = True
-            try:
-                prepare_finalize.make(experts, Settings())
-            except UnsupportedError as error:
-                said.append(str(error))
-    torch.distributed.destroy_process_group()
+            call()
+        except MoelinkError as error:
+            said[name] = str(error)
     return said
+
+
+@dataclass(frozen=True)
+class Everything:
+    """One rank's answers to all cases, and what it said of what it refused."""
+
+    answers: list[Answer]
+    overlapped: list[tuple[Tensor, Tensor]]
+    refused: dict[str, str]
+
+
+def everything(rank: int, world_size: int, cases: list[Case], sizes: list[int]) -> Everything:
+    """All of the above in one process, as importing vLLM takes long."""
+    from vllm.config import set_current_vllm_config
+
+    from moelink.integrations.vllm import close, register
+
+    with set_current_vllm_config(start(rank, world_size)):
+        theirs = [theirs_of(case, rank, world_size, sizes) for case in cases]
+        assert not register({}), "nobody asked"
+        assert type(kernel_of(cases[0], rank, world_size).prepare_finalize).__name__.startswith("MoEPrepare")
+        assert register({"MOELINK_VLLM": "timeout=60"})
+        assert register({"MOELINK_VLLM": "1"}), "a second time, as vLLM may do"
+        answers = [
+            answer(case, rank, world_size, sizes, made) for case, made in zip(cases, theirs, strict=True)
+        ]
+        both = overlapped(rank, world_size, cases[0], sizes)
+        refused = refusals(rank, world_size)
+        close()
+    torch.distributed.destroy_process_group()
+    return Everything(answers, both, refused)
