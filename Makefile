@@ -13,7 +13,7 @@ DOCS_BIN := $(DOCS_VENV)/bin
 MERMAID := 11.12.0
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: demo test test-full mutants lint format test-newest gpu-test bench picture
+.PHONY: demo test test-full test-engines mutants lint format test-newest gpu-test bench picture
 .PHONY: docs docs-serve reference wheel wheel-check lock clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
@@ -42,6 +42,12 @@ test-newest:  ## the quick tier with the newest Triton, in a venv of its own
 
 gpu-test: $(STAMP)  ## tests that need CUDA devices
 	$(BIN)/pytest -m gpu
+
+ENGINES := vllm sglang
+
+test-engines: $(ENGINES:%=.venv-%/.installed)  ## the tests of vLLM and SGLang, with the engines themselves; by hand, nightly
+	.venv-vllm/bin/pytest -m "not gpu" --full tests/test_vllm.py
+	.venv-sglang/bin/pytest -m "not gpu" --full tests/test_sglang.py
 
 bench: $(STAMP)  ## the CPU benchmark, its JSON, and the tables in the docs
 	$(BIN)/python -m moelink.tools.bench.collective
@@ -91,7 +97,7 @@ lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, w
 	$(UV) --group docs -o requirements/docs.txt
 
 clean:
-	rm -rf .venv .venv-docs .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .venv .venv-docs .venv-newest .venv-vllm .venv-sglang .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
 # What is installed is pinned by hash (requirements/, see `make lock`), but for torch: which build of it a machine gets, for
 # CPUs or for one of CUDA's versions, depends on where its pip looks, and each has hashes of its own. CUDA builds insist on
@@ -103,6 +109,16 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.
 	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements/dev.txt -r requirements/build.txt
 	$(TORCH) -c $(CONSTRAINTS) || $(TORCH) -c constraints-cuda.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# An engine asks for its own torch, CUDA and a hundred servers' packages. Its layers of experts need few of them, and run
+# with a torch for CPUs, so nothing is installed that requirements/ does not name.
+$(ENGINES:%=.venv-%/.installed): .venv-%/.installed: requirements/%.txt requirements/build.txt pyproject.toml
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/pip install --quiet torch==2.13.0 triton -c constraints.txt
+	.venv-$*/bin/pip install --quiet --no-deps -r requirements/$*.txt
+	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/build.txt
+	.venv-$*/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 # The site needs neither torch nor moelink: griffe reads the sources. Mermaid draws its diagrams and comes with it, so that
