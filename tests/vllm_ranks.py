@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """One rank's: by moelink, by vLLM's own dispatcher, by torch on this rank alone; and the bound of the last call."""
+    """One rank's: by moelink, by vLLM's own dispatcher, by torch on this rank alone; and the rows of the last call."""
 
     ours: Tensor
     theirs: Tensor | None
@@ -244,6 +244,9 @@ def answer(case: Case, rank: int, world_size: int, sizes: list[int], theirs: Ten
     x, chosen, ids = batch(case, rank, sizes[rank])
     if case.on_input:
         x = x * chosen.to(x.dtype)
+    if case.rows.startswith("fp8"):  # what the experts see
+        quantised = made.ep.config.format.quantize(x)
+        x = made.ep.config.format.dequantize(quantised.payload, quantised.scales).to(x.dtype)
     truth = compute(x, up, down, chosen, ids, 0, weigh=not case.on_input)
     return Answer(ours, theirs, truth, made.ep.config.output_rows(max_tokens=seen[-1]), facts | {"bounds": seen})
 
