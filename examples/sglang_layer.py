@@ -1,7 +1,7 @@
 """What a layer of SGLang asks of moelink, on CPU ranks: the expanded format, and what the experts owe. It needs no SGLang.
 
-    python sglang_layer.py
-    torchrun --nproc-per-node 2 sglang_layer.py
+python sglang_layer.py
+torchrun --nproc-per-node 2 sglang_layer.py
 """
 
 import torch
@@ -31,7 +31,9 @@ with moelink.init(**arguments) as ep:
     ends = ends_of(recv.row_offsets, recv.num_recv_per_expert)
     groups = [f"{start}-{end}" for start, end in zip(recv.row_offsets[:-1].tolist(), ends.tolist(), strict=True)]
     print(f"rank {rank} of {world_size}: rows of its experts, in groups of 128: {', '.join(groups)}")
-    y = (recv.tokens.float() * recv.weights[:, None]).bfloat16()  # experts that return their input, weighed by the router
+    y = (
+        recv.tokens.float() * recv.weights[:, None]
+    ).bfloat16()  # experts that return their input, weighed by the router
     out = ep.combine(y, recv, weigh=False)
     off = (out.float() - x.float() * weights.sum(1, keepdim=True)).abs().max().item()
     print(f"rank {rank} of {world_size}: {off:.3f} off")

@@ -18,7 +18,9 @@ from moelink.integrations.sglang.settings import ends_of, expected_rows, format_
 from moelink.integrations.switch import Settings
 from moelink.testing import run_ranks
 
-needs_sglang = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed; run by make test-engines")
+needs_sglang = pytest.mark.skipif(
+    find_spec("sglang") is None, reason="SGLang is not installed; run by make test-engines"
+)
 FITS: dict[str, Any] = {"backend": "deepep_v2", "fp8": True, "e8m0": False, "block": 128}
 
 

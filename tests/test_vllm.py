@@ -174,8 +174,7 @@ BOUNDS = {"bf16": BF16, "fp32": 1e-5, "fp8_block128": BF16, "fp8_token": BF16}
 @pytest.fixture(scope="module", params=[2, 4])
 def by_rank(request: pytest.FixtureRequest) -> list[ranks.Everything]:
     """What each rank of vLLM answered to all cases."""
-    made = run_ranks(ranks.everything, request.param, list(CASES.values()), SIZES[: request.param], timeout=560)
-    return made
+    return run_ranks(ranks.everything, request.param, list(CASES.values()), SIZES[: request.param], timeout=560)
 
 
 @needs_vllm

@@ -76,7 +76,7 @@ def compute(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, ids: Tensor, fi
 
 
 def gather_rows(self: Any, given: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """vLLM's all_gatherv, which its communicator for CPUs lacks: rows of all ranks, each with as many as ``sizes`` says."""
+    """vLLM's all_gatherv, which its CPU communicator lacks: rows of all ranks, ``sizes`` of each."""
     if isinstance(given, list):
         return [gather_rows(self, tensor, dim, sizes) for tensor in given]
     padded = given.new_zeros(max(sizes), *given.shape[1:])
@@ -236,7 +236,9 @@ def answer(case: Case, rank: int, world_size: int, sizes: list[int], theirs: Ten
     for each in (made, beside.prepare_finalize):
         each._bound = lambda own, each=each: seen.append(type(each)._bound(each, own)) or seen[-1]
     ours = run(kernel, case, rank, world_size, sizes)
-    again = run(beside, case, rank, world_size, [min(size, 3) for size in sizes])  # decode, through the same communicator
+    again = run(
+        beside, case, rank, world_size, [min(size, 3) for size in sizes]
+    )  # decode, through the same communicator
     assert len(again) == min(sizes[rank], 3)
     assert bound(1) is None, "outside of a step nobody knows"
     made.ep.check()
@@ -340,9 +342,7 @@ def everything(rank: int, world_size: int, cases: list[Case], sizes: list[int]) 
         assert type(kernel_of(cases[0], rank, world_size).prepare_finalize).__name__.startswith("MoEPrepare")
         assert register({"MOELINK_VLLM": "timeout=60"})
         assert register({"MOELINK_VLLM": "1"}), "a second time, as vLLM may do"
-        answers = [
-            answer(case, rank, world_size, sizes, made) for case, made in zip(cases, theirs, strict=True)
-        ]
+        answers = [answer(case, rank, world_size, sizes, made) for case, made in zip(cases, theirs, strict=True)]
         both = overlapped(rank, world_size, cases[0], sizes)
         refused = refusals(rank, world_size)
         close()

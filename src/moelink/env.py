@@ -29,7 +29,9 @@ PROBE_HOST = Variable(
     "MOELINK_PROBE_HOST", "", "address peers probe this rank at; default: the one that reaches MASTER_ADDR"
 )
 
-_SETTINGS = "1 lets its experts communicate over moelink; settings instead of 1: transport=symmetric,num_sms=24,timeout=60"
+_SETTINGS = (
+    "1 lets its experts communicate over moelink; settings instead of 1: transport=symmetric,num_sms=24,timeout=60"
+)
 VLLM = Variable("MOELINK_VLLM", "0", f"plugin of vLLM: {_SETTINGS}")
 SGLANG = Variable("MOELINK_SGLANG", "0", f"plugin of SGLang: {_SETTINGS}")
 

@@ -7,13 +7,14 @@ function of ours around it. ``--moe-a2a-backend`` takes a closed list of names, 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from moelink import env
-from moelink.errors import MoelinkError
+from moelink.errors import MoelinkError, UnsupportedError
 from moelink.integrations import switch
 from moelink.integrations.switch import Settings
 from moelink.integrations.versions import require
@@ -31,12 +32,17 @@ def register(environ: Mapping[str, str] = os.environ) -> bool:
 
     Raises:
         ConfigError: the variable is neither 0, 1 nor settings.
-        UnsupportedError: this release of SGLang was not tested. Nothing is hooked.
+        UnsupportedError: this release of SGLang was not tested, or lacks the name that would be hooked. Nothing is hooked.
     """
     settings = switch.read(env.SGLANG, environ)
     if settings is None:
         return False
     release = require("sglang")
+    module, _, name = TARGET.rpartition(".")
+    if not hasattr(importlib.import_module(module), name):
+        raise UnsupportedError(
+            f"sglang {release}: expected {TARGET}, got no such name; unset {env.SGLANG.name}, and report it"
+        )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = HookRegistry._hooks.get(TARGET, ())

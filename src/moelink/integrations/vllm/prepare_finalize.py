@@ -114,7 +114,9 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         self.shards = config.moe_parallel_config.sp_size
         self.knows_tokens = config.moe_parallel_config.pcp_size == 1
         if self.rows.quantized_by == "arrival" and quant.quant_dtype == "nvfp4" and quant.a1_gscale is None:
-            raise UnsupportedError("quantization: expected nvfp4 with a global input scale, got none; unset MOELINK_VLLM")
+            raise UnsupportedError(
+                "quantization: expected nvfp4 with a global input scale, got none; unset MOELINK_VLLM"
+            )
 
     @property
     def activation_format(self) -> Any:
@@ -166,7 +168,9 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
             raise ArgumentError("num_experts", f"{ep.config.num_experts} physical experts", num_experts)
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
-                raise ArgumentError("apply_router_weight_on_input", "False, or one expert for a token", topk_ids.shape[1])
+                raise ArgumentError(
+                    "apply_router_weight_on_input", "False, or one expert for a token", topk_ids.shape[1]
+                )
             a1 = a1 * topk_weights.to(a1.dtype)
         scales = None
         if self.rows.quantized_by == "vllm":
@@ -209,7 +213,9 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         ep, number = self._communicator(), dbo_current_ubatch_id()
         recv, self._received[number] = self._received[number], None
         if recv is None:
-            raise StateError("finalize: expected a prepare of the same microbatch before it, got none; call prepare first")
+            raise StateError(
+                "finalize: expected a prepare of the same microbatch before it, got none; call prepare first"
+            )
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
         summed = weight_and_reduce_impl.apply(
