@@ -1,4 +1,4 @@
-"""What a layer of SGLang asks of moelink, on CPU ranks: the expanded format, and what the experts owe. It needs no SGLang.
+"""What a layer of SGLang asks of moelink, on CPU ranks: rows of each expert in groups of 128. It needs no SGLang.
 
 python sglang_layer.py
 torchrun --nproc-per-node 2 sglang_layer.py

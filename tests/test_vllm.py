@@ -28,7 +28,7 @@ from moelink.integrations.vllm.settings import (
 from moelink.testing import run_ranks
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; run by make test-engines")
-# A sum of at most 8 terms of size 5 in bf16, whose step there is 2**-6; the ranks' sums are rounded, and their sum again.
+# A sum of at most 8 terms of size 5 in bf16, whose step there is 2**-6; each rank's sum is rounded, and the total.
 BF16 = 2.0**-5
 FP8 = torch.float8_e4m3fn
 

@@ -40,8 +40,8 @@ class SharedCommunicators:
                 compared by their text.
 
         Raises:
-            ConfigError, ConfigMismatchError, PeerAbortedError, PeerTimeoutError: as :func:`moelink.init`. An option that
-                ranks were given differently is named with the ranks, on every rank.
+            ConfigError, ConfigMismatchError, PeerAbortedError, PeerTimeoutError: as :func:`moelink.init`. An option
+                that ranks were given differently is named with the ranks, on every rank.
         """
         communicators = self._open.setdefault(group, {})
         texts = {name: str(value) for name, value in (options or {}).items()}

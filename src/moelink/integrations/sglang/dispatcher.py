@@ -20,7 +20,6 @@ from torch import Tensor  # noqa: E402
 
 import moelink  # noqa: E402
 from moelink.errors import ArgumentError, StateError, UnsupportedError  # noqa: E402
-from moelink.integrations.shared import device_of  # noqa: E402
 from moelink.integrations.sglang.settings import (  # noqa: E402
     ALIGNMENT,
     COMMUNICATORS,
@@ -30,6 +29,7 @@ from moelink.integrations.sglang.settings import (  # noqa: E402
     init_arguments,
     scales_of,
 )
+from moelink.integrations.shared import device_of  # noqa: E402
 from moelink.integrations.switch import Settings  # noqa: E402
 
 
@@ -107,7 +107,7 @@ class MoelinkDispatcher(BaseDispatcher):  # type: ignore[misc]
         here = self.ep.config.num_local_experts
         if here != num_local_experts:
             raise UnsupportedError(f"--ep-num-redundant-experts: expected {here} experts on this rank, got "
-                                   f"{num_local_experts}; choose a number of experts that the ranks divide")  # fmt: skip
+                                   f"{num_local_experts}; choose a number that the ranks divide")  # fmt: skip
         self._received: moelink.DispatchOutput | None = None
 
     def dispatch(self, hidden_states: Tensor, topk_output: Any) -> Any:

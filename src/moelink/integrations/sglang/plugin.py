@@ -1,7 +1,7 @@
 """The plugin that SGLang loads in each of its processes (entry point ``sglang.srt.plugins``).
 
 SGLang makes the dispatcher of every layer of experts in ``create_moe_dispatcher``, and its ``HookRegistry`` puts a
-function of ours around it. ``--moe-a2a-backend`` takes a closed list of names, of which moelink stands for ``deepep_v2``.
+function of ours around it. ``--moe-a2a-backend`` takes a closed list of names; moelink stands for ``deepep_v2``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _log = logging.getLogger("moelink")
 
 
 def register(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let the experts of this process communicate over moelink, if ``MOELINK_SGLANG`` asks for it. Return whether it does.
+    """Let the experts of this process communicate over moelink, if ``MOELINK_SGLANG`` asks. Return whether it does.
 
     A second call does nothing. Nothing of SGLang is imported, let alone hooked, unless the variable asks for it.
 
     Raises:
         ConfigError: the variable is neither 0, 1 nor settings.
-        UnsupportedError: this release of SGLang was not tested, or lacks the name that would be hooked. Nothing is hooked.
+        UnsupportedError: this release of SGLang was not tested, or lacks the name to be hooked. Nothing is hooked.
     """
     settings = switch.read(env.SGLANG, environ)
     if settings is None:

@@ -1,4 +1,4 @@
-"""What a layer of SGLang asks of moelink: refusals, the format of its rows, arguments of ``moelink.init``. No SGLang."""
+"""What a layer of SGLang asks of moelink: refusals, the format of its rows, arguments of ``init``. No SGLang here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def format_of(activations: torch.dtype, *, backend: str, fp8: bool, e8m0: bool, 
         return "bf16"
     if block != 128:
         raise UnsupportedError(
-            f"--quantization: expected fp8 with a scale for each 128 elements, got one for each {block}; use a checkpoint "
+            f"--quantization: expected fp8 with a scale for each 128 elements, got one for each {block}; use one "
             f"in fp8 or bf16, {off}"
         )
     return "fp8_block128_e8m0" if e8m0 else "fp8_block128"
@@ -99,7 +99,7 @@ def ends_of(row_offsets: Tensor, counts: Tensor) -> Tensor:
 def scales_of(scales: Tensor | None) -> Tensor | None:
     """Return scales as SGLang's products read them, from [scales per row, rows].
 
-    fp32 scales lie row by row, [rows, scales per row]. Packed ones are a view of that shape, whose columns lie together.
+    fp32 scales lie row by row, [rows, scales per row]. Packed ones are a view of that shape, by columns.
     """
     if scales is None:
         return None
@@ -107,7 +107,7 @@ def scales_of(scales: Tensor | None) -> Tensor | None:
 
 
 def expected_rows(tokens: int, *, world_size: int, topk: int, num_experts: int) -> int:
-    """Return the rows of an expert, if routing is even and every rank has as many tokens as this one: a hint, at least 1.
+    """Return the rows of an expert, if routing is even and every rank has as many tokens: a hint, at least 1.
 
     >>> expected_rows(6, world_size=8, topk=8, num_experts=256)
     2

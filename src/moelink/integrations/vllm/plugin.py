@@ -30,13 +30,13 @@ _log = logging.getLogger("moelink")
 
 
 def register(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let the experts of this process communicate over moelink, if ``MOELINK_VLLM`` asks for it. Return whether it does.
+    """Let the experts of this process communicate over moelink, if ``MOELINK_VLLM`` asks. Return whether it does.
 
     A second call does nothing. Nothing of vLLM is imported, let alone patched, unless the variable asks for it.
 
     Raises:
         ConfigError: the variable is neither 0, 1 nor settings.
-        UnsupportedError: this release of vLLM was not tested, or lacks a name that would be patched. Nothing is patched.
+        UnsupportedError: this release of vLLM was not tested, or lacks a name to be patched. Nothing is patched.
     """
     settings = switch.read(env.VLLM, environ)
     if settings is None:

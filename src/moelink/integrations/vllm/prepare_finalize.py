@@ -93,7 +93,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         hidden = fused_experts.output_hidden_dim(config.hidden_dim)
         if hidden != config.hidden_dim:
             raise UnsupportedError(
-                f"hidden_dim: expected experts whose output has as many elements as their input, {config.hidden_dim}, got "
+                f"hidden_dim: expected experts whose output has the size of their input, {config.hidden_dim}, got "
                 f"{hidden}; unset MOELINK_VLLM for this model"
             )
         self.rows = rows_of(config.in_dtype, _wanted(fused_experts))
@@ -206,7 +206,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Start to bring the experts' outputs home; the second callable waits until ``output``, [tokens, hidden], is there.
+        """Start to bring the experts' outputs home; the second callable waits for ``output``, [tokens, hidden].
 
         Experts that leave weights and sum to this step get both here, before the rows travel.
         """
@@ -242,7 +242,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         return self.ep
 
     def _bound(self, own: int) -> int | None:
-        """A bound on the tokens of every rank in this call, as vLLM's data-parallel ranks have agreed on their sizes."""
+        """A bound on the tokens of every rank in this call, which the data-parallel ranks have agreed on."""
         largest = None
         if self.knows_tokens and is_forward_context_available():
             met = get_forward_context().dp_metadata

@@ -1,4 +1,4 @@
-"""What a layer of vLLM asks of moelink: refusals, the format of its rows, arguments of ``moelink.init``. No vLLM here."""
+"""What a layer of vLLM asks of moelink: refusals, the format of its rows, arguments of ``init``. No vLLM here."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def refuse(asked: Parallelism) -> None:
     off = f"or unset {VLLM.name}"
     if asked.backend != BACKEND:
         raise UnsupportedError(
-            f"--all2all-backend: expected {BACKEND}, vLLM's default, in whose place moelink works, got {asked.backend}; "
+            f"--all2all-backend: expected {BACKEND}, vLLM's default, whose place moelink takes, got {asked.backend}; "
             f"leave the option out, {off}"
         )
     if not asked.spread:
         raise UnsupportedError(
-            "--enable-expert-parallel, --data-parallel-size: expected expert parallelism over more than one data-parallel "
-            f"rank, got a layer whose tokens do not travel; set both, {off}"
+            "--enable-expert-parallel, --data-parallel-size: expected expert parallelism over several data-parallel "
+            f"ranks, got a layer whose tokens do not travel; set both, {off}"
         )
     if asked.monolithic:
         raise UnsupportedError(
@@ -76,7 +76,7 @@ def refuse(asked: Parallelism) -> None:
         (asked.fault_tolerance, "--enable-fault-tolerance", "leave it out"),
     ):
         if on:
-            raise UnsupportedError(f"{option}: expected it off, as moelink's communicators have fixed ranks and rows, got "
+            raise UnsupportedError(f"{option}: expected it off, as moelink's communicators are fixed, got "
                                    f"it on; {instead}, {off}")  # fmt: skip
 
 
@@ -109,7 +109,7 @@ class Rows:
 
     Attributes:
         format: moelink's dispatch format.
-        quantized_by: "moelink", as they leave; "vllm", before they leave; "arrival", by vLLM as they arrive; or "nobody".
+        quantized_by: "moelink", as they leave; "vllm", before; "arrival", by vLLM as they arrive; or "nobody".
     """
 
     format: str
