@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import moelink
+from moelink.errors import UnsupportedError
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 
@@ -68,9 +69,16 @@ def test_the_version_is_the_one_of_the_package() -> None:
     assert f'version = "{moelink.__version__}"' in text
 
 
+NEED_AN_ENGINE = ("moelink.integrations.sglang.dispatcher", "moelink.integrations.vllm.prepare_finalize")
+
+
 @pytest.mark.parametrize("name", ["moelink", *MODULES])
 def test_modules_are_documented_and_their_examples_run(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except UnsupportedError as error:
+        assert name in NEED_AN_ENGINE, error
+        pytest.skip(f"{name} subclasses an engine's classes; run by make test-engines")
     assert module.__doc__, f"{name} has no docstring"
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
