@@ -76,8 +76,9 @@ NEED_AN_ENGINE = ("moelink.integrations.sglang.dispatcher", "moelink.integration
 def test_modules_are_documented_and_their_examples_run(name: str) -> None:
     try:
         module = importlib.import_module(name)
-    except UnsupportedError as error:
-        assert name in NEED_AN_ENGINE, error
+    except UnsupportedError:
+        if name not in NEED_AN_ENGINE:
+            raise
         pytest.skip(f"{name} subclasses an engine's classes; run by make test-engines")
     assert module.__doc__, f"{name} has no docstring"
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
