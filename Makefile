@@ -20,7 +20,7 @@ TORCHTITAN_SOURCE ?= https://github.com/pytorch/torchtitan
 TORCHTITAN_REF ?= v0.3.0
 TORCHTITAN_TESTS := test_override test_expert_parallel test_inference_moe
 
-.PHONY: demo test test-full mutants lint format test-newest test-frameworks gpu-test bench picture
+.PHONY: demo test test-full mutants lint format test-newest test-frameworks test-engines gpu-test bench picture
 .PHONY: docs docs-serve reference wheel wheel-check lock clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
@@ -58,6 +58,15 @@ test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moeli
 
 gpu-test: $(STAMP)  ## tests that need CUDA devices
 	$(BIN)/pytest -m gpu
+
+ENGINES := vllm sglang
+# With NEWEST=1 environments get the newest releases of the ranges that moelink accepts (integrations/versions.py).
+NEWEST_vllm := vllm<0.34
+NEWEST_sglang := sglang<0.6
+
+test-engines: $(ENGINES:%=.venv-%/.installed)  ## the tests of vLLM and SGLang, with the engines themselves; by hand, nightly
+	.venv-vllm/bin/pytest -m "not gpu" --full tests/test_vllm.py
+	.venv-sglang/bin/pytest -m "not gpu" --full tests/test_sglang.py
 
 bench: $(STAMP)  ## the CPU benchmark, its JSON, and the tables in the docs
 	$(BIN)/python -m moelink.tools.bench.collective
@@ -107,7 +116,8 @@ lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, w
 	$(UV) --group docs -o requirements/docs.txt
 
 clean:
-	rm -rf .venv .venv-docs .venv-newest .venv-frameworks .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .venv .venv-docs .venv-newest .venv-frameworks .venv-vllm .venv-sglang build dist
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # What is installed is pinned by hash (requirements/, see `make lock`), but for torch: which build of it a machine gets, for
 # CPUs or for one of CUDA's versions, depends on where its pip looks, and each has hashes of its own. CUDA builds insist on
@@ -125,7 +135,19 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.
 $(FRAMEWORKS_STAMP): pyproject.toml requirements/frameworks.txt
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_BIN)/pip install --quiet -r requirements/frameworks.txt
+	$(if $(NEWEST),$(FRAMEWORKS_BIN)/pip install --quiet --upgrade 'torchtitan<0.4' 'megatron-core<0.17')
 	$(FRAMEWORKS_BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# An engine asks for its own torch, CUDA and a hundred servers' packages. Its layers of experts need few of them, and run
+# with a torch for CPUs, so nothing is installed that requirements/ does not name.
+$(ENGINES:%=.venv-%/.installed): .venv-%/.installed: requirements/%.txt requirements/build.txt pyproject.toml
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/pip install --quiet torch==2.13.0 triton -c constraints.txt
+	.venv-$*/bin/pip install --quiet --no-deps -r requirements/$*.txt
+	$(if $(NEWEST),.venv-$*/bin/pip install --quiet --no-deps --upgrade '$(NEWEST_$*)')
+	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/build.txt
+	.venv-$*/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 # The site needs neither torch nor moelink: griffe reads the sources. Mermaid draws its diagrams and comes with it, so that

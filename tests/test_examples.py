@@ -93,6 +93,25 @@ def test_training_on_several_ranks_is_training_on_one(tmp_path: Path, ranks: int
     assert (tmp_path / "load.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_vllm_asks(ranks: int) -> None:
+    said = run("vllm_layer.py", ranks=ranks)
+    for rank in range(max(1, ranks)):
+        for step, room in (("prefill", 64), ("decode", 4)):
+            rows = max(1, ranks) * room
+            assert f"rank {rank} of {max(1, ranks)}: {step} in fp8_block128, room for {rows} rows" in said
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_sglang_asks(ranks: int) -> None:
+    said = run("sglang_layer.py", ranks=ranks)
+    groups = re.findall(r"rank (\d) of \d: rows of its experts, in groups of 128: (.*)", said)
+    assert sorted(rank for rank, _ in groups) == [str(rank) for rank in range(max(1, ranks))]
+    ends = [part.split("-") for _, line in groups for part in line.split(", ")]
+    assert sum(int(end) - int(start) for start, end in ends) == max(1, ranks) * 12 * 2
+    assert all(int(start) % 128 == 0 for start, _ in ends)
+
+
 def test_survive_a_death() -> None:
     said = run("survive_a_death.py")
     assert "3 of 4 ranks came to the end, 1 was killed" in said

@@ -75,7 +75,7 @@ def test_modules_are_documented_and_their_examples_run(name: str) -> None:
     except moelink.UnsupportedError as error:
         if not name.startswith("moelink.integrations."):
             raise
-        pytest.skip(f"a framework is not installed here: {error}")  # make test-frameworks has it
+        pytest.skip(f"a framework is not installed here: {error}")  # make test-frameworks and test-engines have them
     assert module.__doc__, f"{name} has no docstring"
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from pathlib import Path
 
 import pytest
 
 from moelink.errors import UnsupportedError
 from moelink.integrations import versions
 from moelink.integrations.versions import RELEASES, Releases, require
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.quick("milliseconds each")
@@ -27,6 +31,23 @@ def test_every_range_has_the_release_that_was_tested() -> None:
     for package, releases in RELEASES.items():
         assert releases.has(releases.tested), package
         assert not releases.has(releases.end), package
+
+
+def test_the_ranges_are_the_same_wherever_they_stand() -> None:
+    """In the page, in pyproject's extras, in the pins of the tests' environments, and in what NEWEST=1 installs."""
+    page = (ROOT / "docs" / "reference" / "integrations.md").read_text()
+    project, makefile = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
+    pins = "".join(
+        (ROOT / "requirements" / f"{name}.txt").read_text() for name in ("frameworks", "vllm", "sglang", "dev")
+    )
+    for package, known in RELEASES.items():
+        row = f"| {package} | {known.first} | {known.end} | {known.tested} | `pip install 'moelink[{known.extra}]'` |"
+        assert row in page
+        (given,) = re.findall(rf'"{package}>=([\d.]+),<([\d.]+)', project)
+        assert (given[0] + ".0" * (known.first.count(".") - given[0].count(".")), given[1]) == (known.first, known.end)
+        assert re.search(rf"^{package}==({re.escape(known.tested)})\b", pins, re.MULTILINE), package
+        if package != "transformers":
+            assert f"{package}<{known.end}" in makefile
 
 
 def test_what_is_missing_or_outside_the_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

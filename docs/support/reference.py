@@ -64,7 +64,8 @@ def environment_page() -> str:
     return f"""{MADE}
 # Environment variables
 
-A variable never changes results, only resources and diagnostics. `moelink env` shows what they are set to.
+A variable never changes results, only resources and diagnostics; those that switch a plugin on put moelink in the place
+of what a framework would have used. `moelink env` shows what they are set to.
 
 | variable | default | meaning |
 |---|---|---|

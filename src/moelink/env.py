@@ -1,6 +1,7 @@
 """Every ``MOELINK_*`` environment variable, declared once: name, default, meaning.
 
-A variable never changes results, only resources and diagnostics. ``moelink env`` prints this table.
+A variable never changes results, only resources and diagnostics; those that switch a plugin on put moelink in the place
+of what a framework would have used. ``moelink env`` prints this table.
 """
 
 from __future__ import annotations
@@ -28,4 +29,10 @@ PROBE_HOST = Variable(
     "MOELINK_PROBE_HOST", "", "address peers probe this rank at; default: the one that reaches MASTER_ADDR"
 )
 
-VARIABLES: tuple[Variable, ...] = (DEBUG, PROBE_HOST)
+_SETTINGS = (
+    "1 lets its experts communicate over moelink; settings instead of 1: transport=symmetric,num_sms=24,timeout=60"
+)
+VLLM = Variable("MOELINK_VLLM", "0", f"plugin of vLLM: {_SETTINGS}")
+SGLANG = Variable("MOELINK_SGLANG", "0", f"plugin of SGLang: {_SETTINGS}")
+
+VARIABLES: tuple[Variable, ...] = (DEBUG, PROBE_HOST, VLLM, SGLANG)

@@ -1,0 +1,284 @@
+"""vLLM's prepare and finalize over moelink's dispatch and combine, layout "rank". Importing this needs vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moelink.integrations.versions import require
+
+require("vllm")  # before anything of it is subclassed
+
+import torch  # noqa: E402
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # noqa: E402
+from torch import Tensor  # noqa: E402
+from vllm.config import get_current_vllm_config_or_none  # noqa: E402
+from vllm.distributed import get_ep_group  # noqa: E402
+from vllm.forward_context import get_forward_context, is_forward_context_available  # noqa: E402
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # noqa: E402
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input  # noqa: E402
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used  # noqa: E402
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id  # noqa: E402
+
+import moelink  # noqa: E402
+from moelink.errors import ArgumentError, StateError, UnsupportedError  # noqa: E402
+from moelink.integrations.shared import device_of  # noqa: E402
+from moelink.integrations.switch import Settings  # noqa: E402
+from moelink.integrations.vllm.settings import (  # noqa: E402
+    COMMUNICATORS,
+    Parallelism,
+    Quantization,
+    Rows,
+    bound_of,
+    init_arguments,
+    refuse,
+    rows_of,
+)
+
+
+def make(fused_experts: Any, settings: Settings) -> MoelinkPrepareAndFinalize:
+    """Return what communicates for the experts of a layer.
+
+    Args:
+        fused_experts: the layer's ``FusedMoEExperts``, with its configuration.
+        settings: of the environment variable.
+
+    Raises:
+        UnsupportedError: vLLM was started in a way that moelink does not support; it names the option.
+    """
+    config, vllm_config = fused_experts.moe_config, get_current_vllm_config_or_none()
+    started = None if vllm_config is None else vllm_config.parallel_config
+    asked = Parallelism(
+        backend=config.moe_parallel_config.all2all_backend,
+        spread=config.moe_parallel_config.use_all2all_kernels,
+        monolithic=fused_experts.is_monolithic(),
+        lora=config.is_lora_enabled,
+        elastic=started is not None and started.enable_elastic_ep,
+        fault_tolerance=started is not None and started.enable_fault_tolerance,
+        microbatches=started.num_ubatches if started is not None and started.use_ubatching else 1,
+    )
+    refuse(asked)
+    return MoelinkPrepareAndFinalize(get_ep_group().device_group, settings, asked.microbatches)
+
+
+class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """Sends tokens to the ranks of their experts, one row for each token and rank, and brings the sums home.
+
+    Experts get rows in the standard format with global expert ids, -1 for experts of other ranks and on rows past the
+    end. They weigh and sum; combine adds the ranks. Nothing synchronises the host, so CUDA graphs may capture a step.
+    Prefill and decode share one communicator: each call has room for the tokens that the data-parallel ranks have.
+    """
+
+    def __init__(self, group: Any, settings: Settings, microbatches: int = 1) -> None:
+        """``group``: the ranks of expert parallelism; ``microbatches``: that may be in flight at a time."""
+        super().__init__()
+        self.group, self.settings, self.microbatches = group, settings, microbatches
+        self.ep: moelink.Communicator | None = None
+        self.rows = Rows("bf16", "nobody")
+        self.shards = 1
+        self.knows_tokens = True
+        self._received: list[moelink.DispatchOutput | None] = [None] * microbatches
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Find the communicator for these experts, or open it; vLLM calls this as it makes a layer. Collective.
+
+        Raises:
+            UnsupportedError: a quantisation or a size that moelink does not support.
+            ConfigError, ConfigMismatchError, PeerTimeoutError: as :func:`moelink.init`.
+        """
+        config, quant = fused_experts.moe_config, fused_experts.quant_config
+        hidden = fused_experts.output_hidden_dim(config.hidden_dim)
+        if hidden != config.hidden_dim:
+            raise UnsupportedError(
+                f"hidden_dim: expected experts whose output has the size of their input, {config.hidden_dim}, got "
+                f"{hidden}; unset MOELINK_VLLM for this model"
+            )
+        self.rows = rows_of(config.in_dtype, _wanted(fused_experts))
+        arguments = init_arguments(
+            self.rows,
+            settings=self.settings,
+            config=config,
+            device=device_of(torch.device(config.device).type),
+            microbatches=self.microbatches,
+        )
+        options = {"quantisation of rows": self.rows.quantized_by, "experts": type(fused_experts).__name__}
+        self.ep = COMMUNICATORS.get(self.group, arguments, options)
+        if self.ep.config.num_local_experts != config.num_local_experts:
+            raise UnsupportedError(
+                f"--expert-placement-strategy: expected linear, {self.ep.config.num_local_experts} experts here, got "
+                f"{config.num_local_experts}; choose linear"
+            )
+        self.shards = config.moe_parallel_config.sp_size
+        self.knows_tokens = config.moe_parallel_config.pcp_size == 1
+        if self.rows.quantized_by == "arrival" and quant.quant_dtype == "nvfp4" and quant.a1_gscale is None:
+            raise UnsupportedError(
+                "quantization: expected nvfp4 with a global input scale, got none; unset MOELINK_VLLM"
+            )
+
+    @property
+    def activation_format(self) -> Any:
+        """Rows [rows, hidden], not [experts, rows, hidden]."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """None: ids may be int32 or int64."""
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """None, as vLLM asks for it only in the batched format. A call with more than ``max_num_tokens`` is refused."""
+        return None
+
+    def num_dispatchers(self) -> int:
+        """Return the number of ranks that tokens come from."""
+        return self._communicator().config.world_size
+
+    def output_is_reduced(self) -> bool:
+        """True: what finalize writes is the sum over all ranks."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True: shared experts, and the other microbatch, compute while rows travel."""
+        return True
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """Start to send ``a1``, [tokens, hidden]; the second callable waits for the rows that come here.
+
+        vLLM calls the first one when the other microbatch is about to communicate. It has nothing to do, as moelink's
+        kernels run on a stream of their own.
+
+        Raises:
+            ArgumentError: ``num_experts`` is not that of the communicator, or weights on the input with more than one
+                expert for a token, as one row carries the token to all experts of a rank.
+        """
+        ep, number = self._communicator(), dbo_current_ubatch_id()
+        if num_experts != ep.config.num_experts:
+            raise ArgumentError("num_experts", f"{ep.config.num_experts} physical experts", num_experts)
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ArgumentError(
+                    "apply_router_weight_on_input", "False, or one expert for a token", topk_ids.shape[1]
+                )
+            a1 = a1 * topk_weights.to(a1.dtype)
+        scales = None
+        if self.rows.quantized_by == "vllm":
+            a1, scales = _quantize(a1, quant_config)
+        pending = ep.lane(number).dispatch_async(
+            a1.contiguous(),
+            topk_ids.contiguous(),
+            topk_weights.float().contiguous(),
+            scales=None if scales is None else scales.contiguous(),
+            max_tokens=self._bound(len(a1)),
+        )
+
+        def receive() -> Any:
+            recv = pending.wait()
+            self._received[number] = recv
+            tokens, scales = recv.tokens, recv.scales
+            if self.rows.quantized_by == "arrival":
+                tokens, scales = _quantize(tokens, quant_config, swizzled=quant_config.is_scale_swizzled)
+            return tokens, scales, None, recv.topk_ids, recv.topk_weights
+
+        return _nothing, receive
+
+    def prepare(self, *args: Any, **named: Any) -> Any:
+        """Do :meth:`prepare_async`, and wait."""
+        return self.prepare_async(*args, **named)[1]()
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Start to bring the experts' outputs home; the second callable waits for ``output``, [tokens, hidden].
+
+        Experts that leave weights and sum to this step get both here, before the rows travel.
+        """
+        ep, number = self._communicator(), dbo_current_ubatch_id()
+        recv, self._received[number] = self._received[number], None
+        if recv is None:
+            raise StateError(
+                "finalize: expected a prepare of the same microbatch before it, got none; call prepare first"
+            )
+        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+        summed = weight_and_reduce_impl.apply(
+            output=None,
+            fused_expert_output=fused_expert_output,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        pending = ep.lane(number).combine_async(summed.contiguous(), recv, out=output)
+
+        def receive() -> None:
+            pending.wait()
+
+        return _nothing, receive
+
+    def finalize(self, *args: Any, **named: Any) -> None:
+        """Do :meth:`finalize_async`, and wait."""
+        self.finalize_async(*args, **named)[1]()
+
+    def _communicator(self) -> moelink.Communicator:
+        if self.ep is None:
+            raise StateError("prepare: expected a layer's experts, got none; make a FusedMoEKernel of both first")
+        return self.ep
+
+    def _bound(self, own: int) -> int | None:
+        """A bound on the tokens of every rank in this call, which the data-parallel ranks have agreed on."""
+        largest = None
+        if self.knows_tokens and is_forward_context_available():
+            met = get_forward_context().dp_metadata
+            largest = None if met is None else int(met.num_tokens_across_dp_cpu.max())
+        limit = self._communicator().config.max_tokens_per_rank
+        return bound_of(largest, own=own, shards=self.shards, limit=limit)
+
+
+def _nothing() -> None:
+    """vLLM's hook between two microbatches."""
+
+
+def _wanted(fused_experts: Any) -> Quantization:
+    """How these experts want their input."""
+    quant = fused_experts.quant_config
+    scale = quant.a1_gscale if quant.quant_dtype == "nvfp4" else quant.a1_scale
+    return Quantization(
+        dtype=quant.quant_dtype,
+        block_shape=None if quant.block_shape is None else tuple(quant.block_shape),
+        per_token=quant.per_act_token_quant,
+        static=scale is not None,
+        deferred=fused_experts.expects_unquantized_inputs,
+        e8m0=is_deep_gemm_e8m0_used(),
+        transposed=quant.is_scale_transposed,
+    )
+
+
+def _quantize(rows: Tensor, quant: Any, *, swizzled: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Quantise rows as vLLM would on one rank."""
+    made: tuple[Tensor, Tensor | None] = moe_kernel_quantize_input(
+        rows,
+        quant.a1_gscale if quant.quant_dtype == "nvfp4" else quant.a1_scale,
+        quant_dtype=quant.quant_dtype,
+        per_act_token_quant=quant.per_act_token_quant,
+        block_shape=quant.block_shape,
+        is_scale_swizzled=swizzled,
+        mx_alignment=quant.mx_alignment,
+    )
+    return made

@@ -1,0 +1,199 @@
+"""What a layer of vLLM asks of moelink: refusals, the format of its rows, arguments of ``init``. No vLLM here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moelink.env import VLLM
+from moelink.errors import UnsupportedError
+from moelink.integrations.shared import SharedCommunicators
+from moelink.integrations.switch import Settings
+
+COMMUNICATORS = SharedCommunicators()
+"""Those of all layers in this process: layers of the same size on the same ranks share one."""
+
+BACKEND = "allgather_reducescatter"
+"""The ``--all2all-backend`` in whose place moelink works: vLLM's default, which brings no library of its own."""
+
+PLAIN = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""By dtype of the activations, the format that carries them exactly."""
+
+
+def close() -> None:
+    """Close the communicators of all layers in this process. Collective."""
+    COMMUNICATORS.close()
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How vLLM was started, as far as it matters here; the names are those of its options.
+
+    Attributes:
+        backend: ``--all2all-backend``.
+        spread: whether experts and tokens are both spread over ranks, so that tokens travel.
+        monolithic: whether the experts route tokens themselves.
+        lora, elastic, fault_tolerance: whether these are on.
+        microbatches: that are in flight at a time, 2 with ``--enable-dbo``.
+    """
+
+    backend: str
+    spread: bool
+    monolithic: bool = False
+    lora: bool = False
+    elastic: bool = False
+    fault_tolerance: bool = False
+    microbatches: int = 1
+
+
+def refuse(asked: Parallelism) -> None:
+    """Refuse what moelink cannot do, or would not take part in.
+
+    Raises:
+        UnsupportedError: it names the option, and what to do instead.
+    """
+    off = f"or unset {VLLM.name}"
+    if asked.backend != BACKEND:
+        raise UnsupportedError(
+            f"--all2all-backend: expected {BACKEND}, vLLM's default, whose place moelink takes, got {asked.backend}; "
+            f"leave the option out, {off}"
+        )
+    if not asked.spread:
+        raise UnsupportedError(
+            "--enable-expert-parallel, --data-parallel-size: expected expert parallelism over several data-parallel "
+            f"ranks, got a layer whose tokens do not travel; set both, {off}"
+        )
+    if asked.monolithic:
+        raise UnsupportedError(
+            "--moe-backend: expected experts that take topk_ids, got monolithic ones, which route tokens themselves; "
+            f"choose triton, deep_gemm or cutlass, {off}"
+        )
+    for on, option, instead in (
+        (asked.lora, "--enable-lora", "merge the adapter into the checkpoint"),
+        (asked.elastic, "--enable-elastic-ep", "restart with the new number of ranks"),
+        (asked.fault_tolerance, "--enable-fault-tolerance", "leave it out"),
+    ):
+        if on:
+            raise UnsupportedError(f"{option}: expected it off, as moelink's communicators are fixed, got "
+                                   f"it on; {instead}, {off}")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How experts want their input; of vLLM's ``FusedMoEQuantConfig`` and of the experts.
+
+    Attributes:
+        dtype: of the quantised input: a torch dtype, a name ("nvfp4"), or None.
+        block_shape: rows and columns that share a scale, or None.
+        per_token: one scale for each token.
+        static: the scale is known before the tokens are.
+        deferred: the experts quantise their input themselves.
+        e8m0: scales are powers of two (DeepGEMM on Blackwell).
+        transposed: scales are wanted as [scales per row, rows].
+    """
+
+    dtype: torch.dtype | str | None = None
+    block_shape: tuple[int, ...] | None = None
+    per_token: bool = False
+    static: bool = False
+    deferred: bool = False
+    e8m0: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How rows travel.
+
+    Attributes:
+        format: moelink's dispatch format.
+        quantized_by: "moelink", as they leave; "vllm", before; "arrival", by vLLM as they arrive; or "nobody".
+    """
+
+    format: str
+    quantized_by: str
+
+
+def rows_of(activations: torch.dtype, wanted: Quantization) -> Rows:
+    """Return how rows travel to experts that want ``wanted``.
+
+    Raises:
+        UnsupportedError: activations of this dtype, or a quantisation of which a row depends on other rows.
+    """
+    if activations not in PLAIN:
+        raise UnsupportedError(
+            f"--dtype: expected bfloat16 or float32, whose rows moelink carries exactly, got {activations}; pass "
+            "--dtype bfloat16"
+        )
+    plain = PLAIN[activations]
+    if wanted.deferred or wanted.dtype is None:
+        return Rows(plain, "nobody")
+    if wanted.dtype == torch.float8_e4m3fn and wanted.block_shape is not None:
+        if tuple(wanted.block_shape) != (128, 128):
+            raise UnsupportedError(
+                f"quantization: expected blocks of 128 x 128, got {tuple(wanted.block_shape)}; unset {VLLM.name}"
+            )
+        if wanted.transposed:
+            raise UnsupportedError(
+                "--moe-backend: expected experts that take the scales of a row together, got flashinfer_trtllm, which "
+                f"takes them transposed; choose triton or deep_gemm, or unset {VLLM.name}"
+            )
+        return Rows("fp8_block128", "vllm" if wanted.e8m0 else "moelink")
+    if wanted.dtype == torch.float8_e4m3fn and wanted.per_token:
+        return Rows("fp8_token", "moelink")
+    if wanted.static or wanted.per_token or wanted.dtype == "mxfp8":
+        return Rows(plain, "arrival")
+    raise UnsupportedError(
+        f"quantization: expected activations with a scale for each block or token, or a static one, got {wanted.dtype} "
+        f"with one scale for all tokens of a rank; use a checkpoint with static scales, or unset {VLLM.name}"
+    )
+
+
+def init_arguments(
+    rows: Rows, *, settings: Settings, config: Any, device: torch.device, microbatches: int
+) -> dict[str, Any]:
+    """Return arguments of :func:`moelink.init`, without the group.
+
+    Args:
+        rows: of :func:`rows_of`.
+        settings: of the environment variable.
+        config: the layer's ``FusedMoEConfig``. Its ``num_experts`` counts physical experts, so that with EPLB replicas
+            are experts of their own.
+        device: this rank's.
+        microbatches: that may be in flight at a time; each has a lane.
+    """
+    return {
+        "num_experts": config.num_experts,
+        "topk": config.experts_per_token,
+        "hidden_size": config.hidden_dim,
+        "max_tokens_per_rank": config.max_num_tokens,
+        "dispatch_format": rows.format,
+        "combine_dtype": config.in_dtype,
+        "layout": "rank",
+        "global_ids": True,
+        "device": device,
+        "lanes": microbatches,
+        **settings.arguments(),
+    }
+
+
+def bound_of(largest: int | None, *, own: int, shards: int, limit: int) -> int | None:
+    """Return a bound on the tokens of every rank in a call, or None where it is not known.
+
+    It is a power of two, or ``limit``, so that calls of similar sizes are of one kind.
+
+    Args:
+        largest: the most tokens of a data-parallel rank, None where vLLM has not said.
+        own: this rank's tokens.
+        shards: ranks over which sequence parallelism divides the tokens of a data-parallel rank.
+        limit: ``max_tokens_per_rank`` of the communicator.
+
+    >>> bound_of(9, own=5, shards=2, limit=64), bound_of(60, own=60, shards=1, limit=48)
+    (8, 48)
+    """
+    if largest is None:
+        return None
+    tokens = max(1, own, -(-largest // shards))
+    return min(limit, 1 << (tokens - 1).bit_length())
