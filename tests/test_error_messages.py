@@ -33,9 +33,9 @@ BUILT = ("ConfigMismatchError", "ClosedError", "CapacityError", "RoutingError", 
 """Their classes build the message."""
 
 ACTIONS = (
-    "allocate", "call", "change", "close", "complete", "correct", "detach", "download", "enlarge", "give", "init",
+    "allocate", "call", "change", "check", "close", "complete", "correct", "detach", "download", "enlarge", "give", "init",
     "install", "issue", "leave", "load", "lower", "make", "move", "number", "pass", "raise", "run", "set", "start",
-    "use", "write",
+    "switch", "unset", "use", "write",
 )  # fmt: skip
 """What to do begins with one of these verbs."""
 
@@ -133,6 +133,7 @@ WRITTEN = [raised for raised in CALLS if raised.name not in (*NAMED, *BUILT)]
 
 WRAPPERS = {
     "rank {}: {}": "a CheckpointError of that rank",
+    "{}: {}": "an error of the dispatcher, which Megatron-core builds anew from its message alone",
     "rank {} could not set up its memory: {}": "the error of that rank",
 }
 """Messages that repeat another rank's, which has the form, and what they repeat."""

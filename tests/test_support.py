@@ -94,7 +94,7 @@ def test_pytest_reports_what_the_quick_tier_leaves_out(
 ) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "tiers.py", "fast_interpreter.py", "rank_server.py"):
+    for name in ("conftest.py", "tiers.py", "fast_interpreter.py", "rank_server.py", "starving.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     (tmp_path / "tests" / "test_example.py").write_text(EXAMPLE)
     done = pytest_in(tmp_path, "-n", workers, *full)

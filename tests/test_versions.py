@@ -37,9 +37,8 @@ def test_the_ranges_are_the_same_wherever_they_stand() -> None:
     """In the page, in pyproject's extras, in the pins of the tests' environments, and in what NEWEST=1 installs."""
     page = (ROOT / "docs" / "reference" / "integrations.md").read_text()
     project, makefile = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
-    pins = "".join(
-        (ROOT / "requirements" / f"{name}.txt").read_text() for name in ("frameworks", "vllm", "sglang", "dev")
-    )
+    files = [ROOT / "requirements" / f"{name}.txt" for name in ("frameworks", "vllm", "sglang", "dev")]
+    pins = "".join(file.read_text() for file in files)
     for package, known in RELEASES.items():
         row = f"| {package} | {known.first} | {known.end} | {known.tested} | `pip install 'moelink[{known.extra}]'` |"
         assert row in page

@@ -57,7 +57,7 @@ def _parse(name: str, text: str) -> Settings:
         try:
             found[key] = {"transport": str, "num_sms": int, "timeout": float}[key](value)
         except ValueError as error:
-            raise ConfigError(f"{name}: {key}", "a number", value) from error
+            raise ConfigError(name, f"a number for {key}", value) from error
     if found.get("transport", "auto") not in get_args(TransportName):
-        raise ConfigError(f"{name}: transport", f"one of {', '.join(get_args(TransportName))}", found["transport"])
+        raise ConfigError(name, f"a transport of {', '.join(get_args(TransportName))}", found["transport"])
     return Settings(**found)

@@ -293,9 +293,7 @@ class MoE(torch.nn.Module):
         if x.shape[-1:] != (config.hidden_size,):
             raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
         if isinstance(self.experts, QuantizedExperts):
-            refuse_gradients(
-                x, self, name="experts_backend", why="experts in fp8 have none", instead="experts_backend='dequantize'"
-            )
+            refuse_gradients(x, self)
         elif self.placement is not None and self.experts.placement.num_physical > self.experts.num_experts:
             refuse_gradients(
                 x, self, name="placement", why="replicas of an expert would learn apart", instead="each expert once"

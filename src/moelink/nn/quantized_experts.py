@@ -99,7 +99,14 @@ class QuantizedExperts(torch.nn.Module):
         return f"{hidden}, {inner}, {experts}, fp8, backend {self.backend!r}"
 
 
-def refuse_gradients(x: Tensor, module: torch.nn.Module, *, name: str, why: str, instead: str) -> None:
+def refuse_gradients(
+    x: Tensor,
+    module: torch.nn.Module,
+    *,
+    name: str = "experts_backend",
+    why: str = "experts in fp8 have none",
+    instead: str = "experts_backend='dequantize'",
+) -> None:
     """Refuse a call of which gradients could be asked, of ``x`` or of the parameters of ``module``, because of the
     setting ``name``.
 

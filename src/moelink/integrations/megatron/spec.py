@@ -32,7 +32,7 @@ def with_moelink(spec: Any, settings: Settings) -> Any:
     replaced = copy.deepcopy(spec)
     if _replace(replaced, settings) == 0:
         raise UnsupportedError(
-            "spec: expected one with a MoELayer of Megatron-core, got none; build it with num_experts=, or name "
+            "spec: expected one with a MoELayer of Megatron-core, got none; make it with num_experts=, or name "
             "moelink.integrations.megatron.layer.MoelinkMoELayer in your own spec"
         )
     return replaced

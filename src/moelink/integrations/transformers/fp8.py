@@ -23,6 +23,7 @@ from moelink.integrations.transformers.errors import CheckpointError
 from moelink.integrations.transformers.forms import Form
 from moelink.nn.block_quantized import BLOCK, BlockQuantized, dequantize_weight
 from moelink.nn.expert_backends import choose_backend
+from moelink.nn.placement import Placement
 from moelink.nn.quantized_experts import QuantizedExperts
 
 FORMAT = "fp8_block128"
@@ -129,7 +130,7 @@ def quantized_experts(
     assert form.activation is not None
     return QuantizedExperts(
         weights[0], weights[1], backend=backend, activation=form.activation,
-        experts=(first, ep.config.num_experts, 0), dtype=form.dtype,
+        experts=(first, 0), placement=Placement.identity(ep.config.num_experts), dtype=form.dtype,
     )  # fmt: skip
 
 
