@@ -33,9 +33,9 @@ BUILT = ("ConfigMismatchError", "ClosedError", "CapacityError", "RoutingError", 
 """Their classes build the message."""
 
 ACTIONS = (
-    "allocate", "call", "change", "check", "close", "complete", "correct", "detach", "download", "enlarge", "give", "init",
-    "install", "issue", "leave", "load", "lower", "make", "move", "number", "pass", "raise", "run", "set", "start",
-    "switch", "unset", "use", "write",
+    "allocate", "call", "change", "check", "choose", "close", "complete", "copy", "correct", "detach", "download",
+    "enlarge", "give", "init", "install", "issue", "leave", "load", "lower", "make", "move", "number", "pass", "raise",
+    "run", "set", "start", "switch", "unset", "use", "write",
 )  # fmt: skip
 """What to do begins with one of these verbs."""
 

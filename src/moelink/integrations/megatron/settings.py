@@ -70,7 +70,8 @@ class Settings:
         """
         dtype = config.params_dtype
         if dtype not in FORMATS:
-            raise UnsupportedError(f"params_dtype: expected one of {', '.join(map(str, FORMATS))}, got {dtype}")
+            known = ", ".join(map(str, FORMATS))
+            raise UnsupportedError(f"params_dtype: expected one of {known}, got {dtype}; set it to one of these")
         kind = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         return {
             "num_experts": config.num_moe_experts,

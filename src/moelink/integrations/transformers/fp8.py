@@ -46,7 +46,7 @@ def check_quantization(config: Any, where: str) -> bool:
     if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
         raise UnsupportedError(
             f"{where}: expected transformers 5.23 or newer for quantised weights, got {transformers.__version__}; "
-            "pip install 'transformers>=5.23', or load a checkpoint of plain weights"
+            "run pip install 'transformers>=5.23', or load a checkpoint of plain weights"
         )
     expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
                 "scale_fmt": "float", "expert_dtype": "fp8", "modules_to_convert": None}  # fmt: skip

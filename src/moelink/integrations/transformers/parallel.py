@@ -258,8 +258,8 @@ def _shape_of(model: PreTrainedModel, layers: dict[str, Any], forms: dict[str, F
         )
     if len(shapes) > 1:
         raise UnsupportedError(
-            f"{type(model).__name__}: expected experts of one shape in all layers, got {shapes}; parallelize the parts "
-            "of the model that have experts of one shape, each by itself"
+            f"{type(model).__name__}: expected experts of one shape in all layers, got {shapes}; pass the parts of "
+            "the model that have experts of one shape, each by itself"
         )
     return shapes.pop()
 

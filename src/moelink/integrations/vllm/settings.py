@@ -73,11 +73,11 @@ def refuse(asked: Parallelism) -> None:
     for on, option, instead in (
         (asked.lora, "--enable-lora", "merge the adapter into the checkpoint"),
         (asked.elastic, "--enable-elastic-ep", "restart with the new number of ranks"),
-        (asked.fault_tolerance, "--enable-fault-tolerance", "leave it out"),
+        (asked.fault_tolerance, "--enable-fault-tolerance", "start anew after a fault"),
     ):
         if on:
             raise UnsupportedError(f"{option}: expected it off, as moelink's communicators are fixed, got "
-                                   f"it on; {instead}, {off}")  # fmt: skip
+                                   f"it on; leave it out ({instead}), {off}")  # fmt: skip
 
 
 @dataclass(frozen=True)
