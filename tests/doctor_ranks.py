@@ -52,8 +52,8 @@ def examined(rank: int, world_size: int, fault: str) -> Any:
         time.sleep(4)
         return None
     if fault == "version" and rank == 2:
-        own = facts._packages
-        facts._packages = lambda: {**own(), "torch": "2.10.0"}
+        own = facts.versions
+        facts.versions = lambda: {**own(), "torch": "2.10.0"}
     if fault == "closed port" and rank == 2:
         doctor.ProbeServer = ClosedServer
     wires = {"slow link": SlowWire, "broken link": BrokenWire}

@@ -250,8 +250,8 @@ class Balancer:
 
     def _owners(self, layer: MoE) -> list[int]:
         """Return the rank of each physical expert."""
-        ranks = ExpertMap(layer.ep.config.num_experts, self._world_size)
-        return [rank for rank in range(self._world_size) for _ in range(ranks.num_local(rank))]
+        experts = layer.ep.config.num_experts
+        return ExpertMap(experts, self._world_size).owner(torch.arange(experts)).tolist()
 
 
 def order_moves(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:

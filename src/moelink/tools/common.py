@@ -1,21 +1,54 @@
-"""What the bench and the demonstration share: progress of ranks, and received rows as numbers."""
+"""What tools share: progress of ranks, received rows as numbers, and versions of what is installed."""
 
 from __future__ import annotations
 
+import importlib
+import platform
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import moelink
 from moelink.formats import get_format
 from moelink.output import DispatchOutput
 
 Progress = Callable[[str], None]
 """Called with one sentence at each step, possibly from another thread."""
+
+PACKAGES = ("torch", "triton", "numpy")
+"""What moelink needs."""
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Return the versions of moelink, Python and ``packages``; None for one that is not installed."""
+    known = {name: version_of(name) for name in packages}
+    return {"moelink": moelink.__version__, "python": platform.python_version(), **known}
+
+
+def version_of(package: str) -> str | None:
+    """Return a package's version by its metadata, else by its ``__version__``; None when it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(importlib.import_module(package).__version__)
+    except (ImportError, AttributeError):
+        return None
+
+
+def nccl_version() -> str | None:
+    """Return NCCL's version; None where torch was built without it."""
+    try:
+        return ".".join(str(part) for part in torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError, ImportError):
+        return None
 
 
 @contextmanager

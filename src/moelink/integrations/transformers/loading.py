@@ -119,7 +119,11 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, Par
         CheckpointError: a file or tensor is missing, or has another shape.
         UnsupportedError: the experts of a parameter are stored along another dimension than the first.
     """
-    own = {name: (parts[name].num_experts, *tensor.shape[1:]) for name, tensor in _named(model) if name in parts}
+    own = {
+        name: (parts[name].num_experts, *tensor.shape[1:])
+        for name, tensor in model.state_dict().items()
+        if name in parts
+    }
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} | own
     mapping, quantizer = with_scales(model, mapping_of(model))
     plan = plan_of(model, checkpoint, mapping, parts, shapes)
@@ -150,14 +154,10 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, Par
     model.tie_weights()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns.get(name, False) and parameter.is_floating_point())
-    empty = [name for name, tensor in _named(model) if tensor.is_meta]
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty:
         raise CheckpointError(
             f"checkpoint {checkpoint.folder}: expected values for all parameters and buffers, got none for "
             f"{', '.join(empty)}; load the checkpoint of this model"
         )
     return checkpoint.report(plan.others)
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.state_dict().items()

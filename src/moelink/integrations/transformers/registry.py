@@ -16,6 +16,7 @@ import torch.distributed as dist
 import moelink
 from moelink.config import Mode, TransportName
 from moelink.errors import ClosedError, UnsupportedError
+from moelink.integrations.shared import device_of
 from moelink.integrations.transformers.experts import compute, run_experts
 from moelink.integrations.transformers.forms import form_of, topk_of
 from moelink.integrations.transformers.settings import Settings, Shape
@@ -128,8 +129,7 @@ def register(
                 hidden_size=self.form.hidden_size,
                 dtype=self.form.dtype,
             )
-            kind = ep_mesh.device_type
-            device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+            device = device_of(ep_mesh.device_type)
             mode: Mode = "allreduce" if self.shares_batch else "alltoall"
             self.ep = registration.communicator(shape, mode=mode, group=self.group, device=device)
 

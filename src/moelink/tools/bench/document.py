@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 import platform
@@ -16,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,13 @@ import torch
 
 import moelink
 from moelink.errors import ConfigError
+from moelink.tools import common
 
 BENCHMARK = "moelink bench"
 LAYER_BENCHMARK = "moelink bench layer"
 SCHEMA_VERSION = 1
 
-PACKAGES = ("torch", "triton", "numpy", "flashinfer")
+PACKAGES = (*common.PACKAGES, "flashinfer")
 
 VARIABLES = (
     "CUDA_LAUNCH_BLOCKING", "MOELINK_DEBUG", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NVSHMEM_DISABLE_NVLS",
@@ -61,26 +60,6 @@ def is_dirty() -> bool | None:
     return None if changes is None else bool(changes)
 
 
-def version_of(package: str) -> str | None:
-    """Return a package's version by its metadata, else by its ``__version__``; None when it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        pass
-    try:
-        return str(importlib.import_module(package).__version__)
-    except (ImportError, AttributeError):
-        return None
-
-
-def nccl_version() -> str | None:
-    """Return NCCL's version; None where torch was built without it."""
-    try:
-        return ".".join(str(part) for part in torch.cuda.nccl.version())
-    except (AttributeError, RuntimeError, ImportError):
-        return None
-
-
 def processor() -> str:
     """Return the model name of the processor, or the architecture."""
     try:
@@ -99,13 +78,7 @@ def provenance(commit: str | None = None, environ: Mapping[str, str] = os.enviro
     return {
         "commit": found if commit is None else commit,
         "dirty": is_dirty() if found else None,
-        "versions": {
-            "moelink": moelink.__version__,
-            "python": platform.python_version(),
-            **{name: version_of(name) for name in PACKAGES},
-            "cuda": torch.version.cuda,
-            "nccl": nccl_version(),
-        },
+        "versions": {**common.versions(PACKAGES), "cuda": torch.version.cuda, "nccl": common.nccl_version()},
         "host": {"processor": processor(), "cores": cores, "system": f"{platform.system()} {platform.machine()}"},
         "variables": {name: environ[name] for name in VARIABLES if name in environ},
     }

@@ -18,6 +18,7 @@ from rich.text import Text
 from moelink.errors import MoelinkError
 from moelink.testing import RankFailedError, RankHungError
 from moelink.tools.cli.bench import bench_app
+from moelink.tools.cli.choices import Device, Transport
 from moelink.tools.cli.console import bar, drawing, make_console, progress_on_stderr, quantity, table, to_json
 from moelink.tools.cli.doctor import doctor
 from moelink.tools.cli.environment import env
@@ -39,22 +40,6 @@ app.command()(env)
 app.command()(doctor)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-
-
-class Transport(str, Enum):
-    """Choices of --transport."""
-
-    auto = "auto"
-    collective = "collective"
-    symmetric = "symmetric"
-
-
-class Device(str, Enum):
-    """Choices of --device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 def demo_document(report: DemoReport) -> dict[str, Any]:

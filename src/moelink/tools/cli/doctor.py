@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moelink.tools.cli.choices import Device, Transport
 from moelink.tools.cli.console import (
     check_writable,
     make_console,
@@ -31,26 +31,11 @@ SCHEMA_VERSION = 1
 RED = "bold red"
 
 
-class Device(str, Enum):
-    """Choices of --device."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Transport(str, Enum):
-    """Choices of --transport."""
-
-    auto = "auto"
-    collective = "collective"
-    symmetric = "symmetric"
-
-
 def doctor(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start here. Default: the CUDA devices; 4 on CPUs.")
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Default: cuda where there is a device.")] = None,
+    device: Annotated[Device, typer.Option(help="Where ranks are; auto: on CUDA devices if there are.")] = Device.auto,
     format: Annotated[list[str] | None, typer.Option(help="Format to try; may be repeated. Default: all.")] = None,
     transport: Annotated[Transport, typer.Option(help="Transport to try formats over.")] = Transport.auto,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it says what it has found.")] = 60.0,
@@ -63,7 +48,7 @@ def doctor(
     whether ranks reach one another, measures every pair, and sends tokens through every format and back.
     """
     check_writable(out)
-    kind = device.value if device else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
     count = ranks or (torch.cuda.device_count() if kind == "cuda" else 4)
     with progress_on_stderr() as progress:
         progress(f"examining {os.environ.get('WORLD_SIZE', count)} ranks")

@@ -7,9 +7,7 @@ versions it depends on, the transport that it would choose, and its variables.
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Annotated, Any
 
 import torch
@@ -18,22 +16,13 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch.utils import collect_env
 
-import moelink
 from moelink.config import EPConfig
 from moelink.env import VARIABLES
 from moelink.tools.cli.console import make_console, table, to_json
+from moelink.tools.common import versions
 from moelink.transports.select import choose_transport
 
 SCHEMA_VERSION = 2
-PACKAGES = ("torch", "triton", "numpy")
-
-
-def package_version(name: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def chosen_transport() -> str:
@@ -51,11 +40,7 @@ def inspect_environment(environ: Mapping[str, str] = os.environ) -> dict[str, An
     """
     return {
         "schema_version": SCHEMA_VERSION,
-        "versions": {
-            "moelink": moelink.__version__,
-            "python": platform.python_version(),
-            **{name: package_version(name) for name in PACKAGES},
-        },
+        "versions": versions(),
         "transport": chosen_transport(),
         "variables": [
             {"name": v.name, "value": environ.get(v.name), "default": v.default, "meaning": v.meaning}

@@ -7,16 +7,13 @@ import platform
 import socket
 import subprocess
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import moelink
+from moelink.tools.common import nccl_version, versions
 
-PACKAGES = ("torch", "triton", "numpy")
 _QUERY = ("index", "driver_version", "clocks.max.sm", "clocks.sm", "clocks_event_reasons.hw_slowdown")
 _SECONDS = 5.0
 
@@ -31,7 +28,7 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     adapters of the machine. ``variables``: MOELINK_* and NCCL_* variables that are set.
     """
     return {
-        "versions": {"moelink": moelink.__version__, "python": platform.python_version(), **_packages()},
+        "versions": {**versions(), "cuda": torch.version.cuda, "nccl": nccl_version()},
         "host": socket.gethostname(),
         "time": time.time(),
         "device": _device(device),
@@ -41,18 +38,6 @@ def facts_of(device: torch.device) -> dict[str, Any]:
             name: value for name, value in sorted(os.environ.items()) if name.startswith(("MOELINK_", "NCCL_"))
         },
     }
-
-
-def _packages() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    versions["cuda"] = torch.version.cuda
-    versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
-    return versions
 
 
 def _device(device: torch.device) -> dict[str, Any]:
