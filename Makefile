@@ -15,12 +15,25 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_BIN := $(FRAMEWORKS_VENV)/bin
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
-# torchtitan's own tests are in its repository only. TORCHTITAN_SOURCE may be a folder that is a clone of it.
+# Own tests of frameworks are in their repositories. Each SOURCE may be a folder that is a clone; each REF is a tag or branch
+# that has the tests of the releases in src/moelink/integrations/versions.py.
 TORCHTITAN_SOURCE ?= https://github.com/pytorch/torchtitan
-TORCHTITAN_REF ?= v0.3.0
+TORCHTITAN_REF ?= release/0.3
 TORCHTITAN_TESTS := test_override test_expert_parallel test_inference_moe
+MEGATRON_SOURCE ?= https://github.com/NVIDIA/Megatron-LM
+MEGATRON_REF ?= core_v0.16.1
+MEGATRON_TESTS := test_token_dispatcher test_a2a_token_dispatcher
+SGLANG_SOURCE ?= https://github.com/sgl-project/sglang
+SGLANG_REF ?= v0.5.23
+SGLANG_TESTS := layers/moe/test_deepep_v2_wire_dtype layers/moe/test_moe_runner_extensions plugins/test_load_plugins
+VLLM_SOURCE ?= https://github.com/vllm-project/vllm
+VLLM_REF ?= v0.33.0
+# To run the upstream targets with another Python than that of their environments, as on a machine with GPUs.
+UPSTREAM_PYTHON ?=
+RANKS ?= 2
 
 .PHONY: demo test test-full mutants lint format test-newest test-frameworks test-engines gpu-test bench picture
+.PHONY: upstream-torchtitan upstream-megatron upstream-sglang upstream-vllm carried-megatron
 .PHONY: docs docs-serve reference wheel wheel-check lock clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
@@ -50,11 +63,7 @@ test-newest:  ## the quick tier with the newest Triton, in a venv of its own
 test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moelink in them, in a venv of its own; Python 3.11 or newer
 	$(FRAMEWORKS_BIN)/pytest -n 0 --full tests/test_torchtitan.py tests/test_torchtitan_settings.py \
 	  tests/test_megatron.py tests/test_megatron_settings.py tests/test_docs_frameworks.py
-	rm -rf build/torchtitan
-	if git clone --quiet $(TORCHTITAN_SOURCE) build/torchtitan && git -C build/torchtitan checkout --quiet $(TORCHTITAN_REF); \
-	  then cd build/torchtitan && PYTHONPATH=$(CURDIR)/tests $(CURDIR)/$(FRAMEWORKS_BIN)/python -P -m pytest -q -p no:cacheprovider \
-	    -p torchtitan_plugin $(TORCHTITAN_TESTS:%=tests/unit_tests/%.py); \
-	  else echo "torchtitan's own tests did not run: no clone of $(TORCHTITAN_SOURCE) at $(TORCHTITAN_REF)"; fi
+	$(MAKE) upstream-torchtitan upstream-megatron
 
 gpu-test: $(STAMP)  ## tests that need CUDA devices
 	$(BIN)/pytest -m gpu
@@ -67,6 +76,59 @@ NEWEST_sglang := sglang<0.6
 test-engines: $(ENGINES:%=.venv-%/.installed)  ## the tests of vLLM and SGLang, with the engines themselves; by hand, nightly
 	.venv-vllm/bin/pytest -m "not gpu" --full tests/test_vllm.py
 	.venv-sglang/bin/pytest -m "not gpu" --full tests/test_sglang.py
+	$(MAKE) upstream-sglang
+
+# $(call clone,SOURCE,REF,FOLDERS): build/NAME of the target, with these folders of a repository. It is moved there last, so
+# an interrupted clone is repeated. `make clean` removes it.
+define clone
+rm -rf build/clone
+git clone --quiet --no-checkout --filter=blob:none --depth 1 --branch $(2) $(1) build/clone || \
+  { echo "$@: expected a clone of $(1) at $(2), got none; where there is no network, name a folder that is one, as in TORCHTITAN_SOURCE="; exit 1; }
+git -C build/clone sparse-checkout set $(3)
+git -C build/clone checkout --quiet
+rm -rf build/clone/.git
+mv build/clone $@
+endef
+# $(call PYTHON_OF,ENVIRONMENT)
+PYTHON_OF = $(or $(UPSTREAM_PYTHON),$(CURDIR)/$(1)/bin/python)
+UPSTREAM_PYTEST := pytest -p no:cacheprovider -o addopts= -W ignore -q -rs
+
+build/torchtitan:
+	$(call clone,$(TORCHTITAN_SOURCE),$(TORCHTITAN_REF),tests/unit_tests)
+
+build/megatron:
+	$(call clone,$(MEGATRON_SOURCE),$(MEGATRON_REF),megatron/training megatron/legacy megatron/post_training megatron/rl \
+	  tests/unit_tests/transformer/moe)
+
+build/sglang:
+	$(call clone,$(SGLANG_SOURCE),$(SGLANG_REF),test/registered/unit/layers/moe test/registered/unit/plugins)
+
+build/vllm:
+	$(call clone,$(VLLM_SOURCE),$(VLLM_REF),tests/kernels)
+
+upstream-torchtitan: build/torchtitan  ## torchtitan's own tests with moelink's override on
+	cd build/torchtitan && PYTHONPATH=$(CURDIR)/tests $(call PYTHON_OF,$(FRAMEWORKS_VENV)) -P -m $(UPSTREAM_PYTEST) \
+	  -p torchtitan_plugin $(TORCHTITAN_TESTS:%=tests/unit_tests/%.py)
+
+upstream-megatron: build/megatron  ## Megatron-core's own tests of its dispatchers, moelink in their place, on GPUs or else CPUs
+	cd build/megatron && PYTHONPATH=$(CURDIR)/build/megatron:$(CURDIR)/tests:$(CURDIR)/src:$(CURDIR)/build/carried-megatron \
+	  $(call PYTHON_OF,$(FRAMEWORKS_VENV)) -P -m torch.distributed.run --nproc-per-node $(RANKS) --redirects 1:3 \
+	  --log-dir $(CURDIR)/build/megatron-logs -m $(UPSTREAM_PYTEST) --noconftest -p megatron_plugin \
+	  $(MEGATRON_TESTS:%=tests/unit_tests/transformer/moe/%.py)
+
+carried-megatron: build/megatron  ## build/carried-megatron: what upstream-megatron imports, for a GPU machine without network
+	rm -rf build/carried-megatron
+	$(PYTHON) -m pip install --quiet --no-deps --no-compile --target build/carried-megatron --only-binary :all: --python-version 3.12 \
+	  --platform manylinux_2_28_x86_64 megatron-core==0.16.1 six regex packaging pytest==9.2.0 pluggy iniconfig pygments
+
+upstream-sglang: build/sglang  ## SGLang's own tests with moelink's plugin on, on CPUs
+	cd build/sglang && PYTHONPATH=$(CURDIR)/tests $(call PYTHON_OF,.venv-sglang) -P -m $(UPSTREAM_PYTEST) \
+	  -p sglang_plugin $(SGLANG_TESTS:%=test/registered/unit/%.py)
+
+upstream-vllm: build/vllm  ## vLLM's own tests of DeepEP v2, moelink in its place, on two GPUs; UPSTREAM_PYTHON has vLLM
+	cd build/vllm && PYTHONPATH=$(CURDIR)/build/vllm:$(CURDIR)/tests:$(CURDIR)/src $(call PYTHON_OF,.venv-vllm) -P \
+	  -m $(UPSTREAM_PYTEST) --noconftest -p vllm_plugin tests/kernels/moe/test_deepep_v2_moe.py
+
 
 bench: $(STAMP)  ## the CPU benchmark, its JSON, and the tables in the docs
 	$(BIN)/python -m moelink.tools.bench.collective

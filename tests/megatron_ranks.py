@@ -1,44 +1,23 @@
-"""What ranks of tests/test_megatron.py do. They need Megatron-core, and run on CPUs over gloo.
-
-Megatron asks for CUDA in a few places, with ``use_cpu_initialization`` too. Here these do nothing.
-"""
+"""What ranks of tests/test_megatron.py do. They need Megatron-core, and run on CPUs over gloo."""
 
 from __future__ import annotations
 
-import warnings
-from contextlib import nullcontext
-from unittest.mock import MagicMock
+import copy
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed, as it is imported and as it runs
-torch.Tensor.cuda = lambda self, *args, **options: self
-torch.nn.Module.cuda = lambda self, *args, **options: self
-torch.cuda.current_device = lambda: "cpu"
-torch.cuda.Stream = MagicMock
-torch.cuda.stream = lambda stream: nullcontext()
-torch.cuda.current_stream = MagicMock
-all_to_all_single = dist.all_to_all_single
+import megatron_cpu  # noqa: F401 - for its effect, before anything of Megatron is imported
 
+# isort: split
 
-def with_lists(output, rows, output_split_sizes=None, input_split_sizes=None, **options):
-    """torch's all_to_all_single, for sizes that Megatron only makes lists of as it copies them from a GPU."""
-    sizes = [None if each is None else [int(n) for n in each] for each in (output_split_sizes, input_split_sizes)]
-    return all_to_all_single(output, rows, *sizes, **options)
-
-
-dist.all_to_all_single = with_lists
-
-import megatron.core.transformer.moe.moe_utils as moe_utils
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-moe_utils.te_general_gemm = None
 
 from moelink.errors import MoelinkError
 from moelink.integrations.megatron import COMMUNICATORS, Settings, close
@@ -47,6 +26,21 @@ from moelink.integrations.megatron.spec import with_moelink
 
 EXPERTS, HIDDEN, SEQUENCE, BATCH = 8, 64, 6, 4
 TOKENS = SEQUENCE * BATCH
+LATER = ("moe_router_padding_for_quantization", "moe_permute_fusion")
+"""Options that Megatron accepts with an fp8 recipe or TransformerEngine only, which CPUs have not."""
+
+
+class LatentLinear(torch.nn.Linear):
+    """Stands for TransformerEngine's linear layer, of which Megatron makes the projections of ``moe_latent_size``."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, **options) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
+moe_layer.HAVE_TE, moe_layer.TELinear = True, LatentLinear
 
 
 def begin(world_size: int, **sizes: int) -> None:
@@ -68,9 +62,10 @@ def config(world_size: int, **options) -> TransformerConfig:
         "use_cpu_initialization": True, "add_bias_linear": False, "gated_linear_unit": True, "activation_func": F.silu,
         "ffn_hidden_size": 32, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False, "bias_activation_fusion": False,
     }  # fmt: skip
-    padded = options.pop("moe_router_padding_for_quantization", False)
+    later = {name: options.pop(name) for name in LATER if name in options}
     made = TransformerConfig(**{**usual, **options})
-    made.moe_router_padding_for_quantization = padded  # Megatron wants an fp8 recipe with it, which CPUs have not
+    for name, value in later.items():
+        setattr(made, name, value)
     return made
 
 
@@ -98,8 +93,8 @@ def one_step(layer: MoELayer, rank: int, dtype: torch.dtype) -> dict[str, torch.
     assert bias is None
     (out * heard).sum().backward()
     parts = {"out": out.detach(), "x.grad": x.grad, "router.grad": layer.router.weight.grad}
-    for part in ("experts", "shared_experts"):
-        module = getattr(layer, part)
+    for part in ("experts", "shared_experts", "fc1_latent_proj", "fc2_latent_proj"):
+        module = getattr(layer, part, None)
         if module is not None:
             flat = [p.grad if p.grad is not None else torch.zeros_like(p) for p in module.parameters()]
             parts[f"{part}.grad"] = torch.cat([gradient.flatten() for gradient in flat])
@@ -118,9 +113,12 @@ def one_case(rank: int, world_size: int, theirs: str, dtype: torch.dtype, option
     """(what Megatron's dispatcher made, what moelink's made, both again, keys of checkpoints, who dispatched)."""
     types = {torch.bfloat16: {"bf16": True}, torch.float32: {}}[dtype]
     made = config(world_size, moe_token_dispatcher_type=theirs, params_dtype=dtype, **types, **options)
-    reference = built(moe_spec(), made, dtype)
+    unfused = copy.copy(made)
+    unfused.moe_permute_fusion = False  # which gives Megatron's dispatchers the same rows, by other kernels
+    reference = built(moe_spec(), unfused, dtype)
     ours = built(with_moelink(moe_spec(), settings(**given)), made, dtype)
     names = list(reference.state_dict()), list(ours.state_dict())
+    assert ours.moe_layer_recompute == ("recompute_modules" in options)
     ours.load_state_dict(reference.state_dict())
     results = one_step(reference, rank, dtype), one_step(ours, rank, dtype)
     used = type(reference.token_dispatcher).__name__, type(ours.token_dispatcher).__name__

@@ -25,6 +25,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 CAPACITY = {"moe_expert_capacity_factor": 0.5}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 EXACT = [
@@ -39,6 +40,10 @@ EXACT = [
     (2, "alltoall", FP32, {"moe_router_dtype": None}, {"pre_reduce": False}),
     (2, "alltoall", FP32, ONE, {}),
     (2, "alltoall", FP32, {**ONE, "moe_apply_probs_on_input": True}, {}),
+    (2, "allgather", FP32, {"moe_permute_fusion": True}, {}),
+    (2, "alltoall", FP32, {"moe_latent_size": 32}, {}),
+    (2, "alltoall", FP32, RECOMPUTED, {}),
+    (2, "alltoall", FP32, {**SHARED, **RECOMPUTED, "recompute_modules": ["moe", "shared_experts"]}, {}),
     (4, "allgather", FP32, {}, {}),
     (4, "alltoall", FP32, {}, {}),
 ]
