@@ -42,7 +42,7 @@ class Registration:
         """
         if self._closed:
             raise ClosedError(f"ep_implementation={self.name!r}")
-        key = (shape, mode, id(group), device)
+        key = (shape, mode, group, device)  # holds the group, so that no other one gets its place
         if key not in self._communicators:
             self._communicators[key] = self._settings.open(shape, mode=mode, group=group, device=device)
         return self._communicators[key]
