@@ -134,7 +134,7 @@ def free_memory(device: DeviceKind) -> int:
     """Return the bytes that are free on the device."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info(0)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def copy_bandwidth(device: DeviceKind) -> dict[str, Any]:
