@@ -122,7 +122,10 @@ def test_flashinfer_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     line = f"flashinfer-python=={peers.FLASHINFER_RELEASE}"
     assert line in (ROOT / "constraints-cuda.txt").read_text().splitlines()
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
-    assert peers.flashinfer_refusal() == f"flashinfer is not installed: pip install {line}"
+    assert (
+        peers.flashinfer_refusal()
+        == f"expected flashinfer-python {peers.FLASHINFER_RELEASE}, got none; run pip install {line}"
+    )
     document = run_with(monkeypatch, refusal=peers.flashinfer_refusal())
     assert {row["contender"] for row in document["rows"]} == {SYMMETRIC}
     assert document["left_out"][-1]["reason"].endswith(f"pip install {line}")

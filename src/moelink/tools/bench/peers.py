@@ -51,12 +51,19 @@ def flashinfer_refusal() -> str:
 
     Another release than :data:`FLASHINFER_RELEASE` is refused: an older one may be slower, and tables do not tell.
     """
-    if importlib.util.find_spec("flashinfer") is None:
-        return f"flashinfer is not installed: {FLASHINFER_INSTALL}"
-    found = version_of("flashinfer-python") or version_of("flashinfer") or "an unknown release"
-    if found.partition("+")[0] != FLASHINFER_RELEASE:
-        return f"expected flashinfer-python {FLASHINFER_RELEASE}, got {found}: {FLASHINFER_INSTALL}"
-    return ""
+    found = "none"
+    if importlib.util.find_spec("flashinfer") is not None:
+        found = version_of("flashinfer-python") or version_of("flashinfer") or "an unknown one"
+    if found.partition("+")[0] == FLASHINFER_RELEASE:
+        return ""
+    return f"expected flashinfer-python {FLASHINFER_RELEASE}, got {found}; run {FLASHINFER_INSTALL}"
+
+
+def require_flashinfer() -> None:
+    """Raise UnsupportedError where :func:`flashinfer_refusal` says why."""
+    refusal = flashinfer_refusal()
+    if refusal:
+        raise UnsupportedError(refusal)
 
 
 class _TorchComm:
@@ -85,9 +92,7 @@ def open_flashinfer(
     *, rank: int, world_size: int, max_tokens: int, topk: int, num_experts: int, hidden_size: int
 ) -> Any:
     """Open FlashInfer's ``MoeAlltoAll`` over the default group. Collective. Raises UnsupportedError without it."""
-    refusal = flashinfer_refusal()
-    if refusal:
-        raise UnsupportedError(refusal)
+    require_flashinfer()
     comm = importlib.import_module("flashinfer.comm")
     mnnvl = importlib.import_module("flashinfer.comm.mnnvl")
     mapping = comm.Mapping(

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from moelink.arith import align_up
-from moelink.errors import UnsupportedError
 from moelink.routing import ExpertMap
 from moelink.tools.bench import presets
-from moelink.tools.bench.peers import flashinfer_refusal, payloads
+from moelink.tools.bench.peers import payloads, require_flashinfer
 from moelink.tools.bench.roles_worker import Case, Inputs, capture, replay, serve
 
 PHASES = ("dispatch", "combine")
@@ -35,9 +34,7 @@ EPOCH = "FLAG_VAL_OFFSET_INDEX"
 
 def library() -> Any:
     """Return FlashInfer's module. Raises UnsupportedError where it is missing or another release."""
-    refusal = flashinfer_refusal()
-    if refusal:
-        raise UnsupportedError(refusal)
+    require_flashinfer()
     return importlib.import_module("flashinfer.comm.trtllm_moe_alltoall")
 
 

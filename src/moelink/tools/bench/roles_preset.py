@@ -115,8 +115,10 @@ def make_roles_plan(
         for one in ((layout,) if layout is not None else LAYOUTS)
     ]
     for case in cases:
-        if case.topk > case.experts or case.tokens < 1:
-            raise ConfigError("topk, tokens", "at most as many as experts, and at least 1", (case.topk, case.tokens))
+        if case.tokens < 1:
+            raise ConfigError("tokens", "at least 1", case.tokens)
+        if case.topk > case.experts:
+            raise ConfigError("topk", f"at most experts = {case.experts}", case.topk)
     given = {} if rounds is None and not smoke else {"rounds": rounds or 1}
     return RolesPlan(preset=preset, cases=tuple(cases), device=device, peers=peers, timeout=timeout, **given)
 
@@ -124,9 +126,10 @@ def make_roles_plan(
 def memory_of(case: Case) -> int:
     """Return about how many bytes ``case`` takes on the device, all ranks together."""
     report, wide = config_of(case).memory_report(), 2 * case.hidden
-    inputs = case.tokens * wide + case.fields()["capacity"] * wide
+    rows: int = case.fields()["capacity"]
+    inputs = (case.tokens + rows) * wide
     workspace = int(report.block + report.notes)
-    drawn = 2 * case.fields()["capacity"] * wide  # fp32 values of one rank, of which the inputs are made
+    drawn = 2 * rows * wide  # fp32 values of one rank, of which the inputs are made
     return case.ranks * (inputs + 2 * int(report.outputs) + workspace) + drawn
 
 
