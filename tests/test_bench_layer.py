@@ -131,7 +131,7 @@ def test_the_layer_over_flashinfer_permutes_and_sums(monkeypatch: pytest.MonkeyP
     chosen = [data.choose(given, TINY) for given in inputs]
     payloads = [[g.x, c.topk_ids, c.topk_weights] for g, c in zip(inputs, chosen, strict=True)]
     fakes = [FakeFlashInfer(rank, payloads) for rank in range(2)]
-    monkeypatch.setattr(peers, "flashinfer_is_installed", lambda: True)
+    monkeypatch.setattr(peers, "flashinfer_refusal", lambda: "")
     monkeypatch.setattr(peers, "open_flashinfer", lambda *, rank, **sizes: fakes[rank])
     for rank in range(2):
         peers.FlashInferLayer(setting(plan, rank)).layer(inputs[rank])

@@ -7,7 +7,8 @@ file of ``benchmarks/results`` comes from a module of its own, started with ``py
 * ``sweep``: launch settings of the symmetric kernels, and pairs of dispatch and combine
 * ``host``: host time of calls, and what the operator layer adds to it
 * ``ncu``: hardware counters and stall reasons of each role
-* ``roles``: the kernels of two source trees against each other, role by role, on one device
+* ``roles``: the kernels of two source trees against each other, role by role, on one device (the preset ``roles``, of
+  ``roles_preset``, measures one tree and FlashInfer)
 * ``experts``: grouped products of experts in bf16 and in fp8, and launch settings of the fp8 kernel
 * ``quotients``: corrections that a quotient of a bf16 element by an fp32 scale needs
 * ``render``: the tables of README.md and docs that show results

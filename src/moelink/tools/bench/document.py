@@ -26,6 +26,7 @@ from moelink.tools import common
 
 BENCHMARK = "moelink bench"
 LAYER_BENCHMARK = "moelink bench layer"
+ROLES_BENCHMARK = "moelink bench roles"
 SCHEMA_VERSION = 1
 
 PACKAGES = (*common.PACKAGES, "flashinfer")

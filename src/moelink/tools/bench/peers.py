@@ -29,6 +29,7 @@ from moelink.routing import ExpertMap
 from moelink.tools.bench.presets import Case, Settings
 from moelink.tools.bench.timing import everyone
 from moelink.tools.bench.workload import Workload, num_copies, output_rows, rank_ids, rows_needed
+from moelink.tools.common import version_of
 
 FLASHINFER = "FlashInfer one-sided"
 _QUANTISED = "quantising (its rows already are)"
@@ -40,9 +41,29 @@ FLASHINFER_LEAVES_OUT: Mapping[Layout, str] = MappingProxyType({
 """By moelink's layout of received rows."""
 
 
-def flashinfer_is_installed() -> bool:
-    """Return whether the package is installed."""
-    return importlib.util.find_spec("flashinfer") is not None
+FLASHINFER_RELEASE = "0.7.2.post1"
+"""The release that is measured, the newest when it was chosen; constraints-cuda.txt names it too."""
+FLASHINFER_INSTALL = f"pip install flashinfer-python=={FLASHINFER_RELEASE}"
+
+
+def flashinfer_refusal() -> str:
+    """Return why FlashInfer is not measured here, and what to do; "" when it is.
+
+    Another release than :data:`FLASHINFER_RELEASE` is refused: an older one may be slower, and tables do not tell.
+    """
+    found = "none"
+    if importlib.util.find_spec("flashinfer") is not None:
+        found = version_of("flashinfer-python") or version_of("flashinfer") or "an unknown one"
+    if found.partition("+")[0] == FLASHINFER_RELEASE:
+        return ""
+    return f"expected flashinfer-python {FLASHINFER_RELEASE}, got {found}; run {FLASHINFER_INSTALL}"
+
+
+def require_flashinfer() -> None:
+    """Raise UnsupportedError where :func:`flashinfer_refusal` says why."""
+    refusal = flashinfer_refusal()
+    if refusal:
+        raise UnsupportedError(refusal)
 
 
 class _TorchComm:
@@ -71,8 +92,7 @@ def open_flashinfer(
     *, rank: int, world_size: int, max_tokens: int, topk: int, num_experts: int, hidden_size: int
 ) -> Any:
     """Open FlashInfer's ``MoeAlltoAll`` over the default group. Collective. Raises UnsupportedError without it."""
-    if not flashinfer_is_installed():
-        raise UnsupportedError("flashinfer is not installed")
+    require_flashinfer()
     comm = importlib.import_module("flashinfer.comm")
     mnnvl = importlib.import_module("flashinfer.comm.mnnvl")
     mapping = comm.Mapping(
@@ -93,7 +113,7 @@ class FlashInferContender:
     kernel_prefix = ""
 
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
-        """Set up FlashInfer. Collective. Raises UnsupportedError when it is not installed."""
+        """Set up FlashInfer. Collective. Raises UnsupportedError where :func:`flashinfer_refusal` says why."""
         self._case = case = workload.case
         self.leaves_out = FLASHINFER_LEAVES_OUT[case.layout]
         self._moe = open_flashinfer(

@@ -6,7 +6,7 @@
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
 * README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``; README.md
   on the fewest GPUs.
-* docs/results.md, whole: every result of ``moelink bench`` on GPUs.
+* docs/results.md, whole: every result of ``moelink bench`` on GPUs, also that of the preset ``roles``.
 
     python -m moelink.tools.bench.render
 """
@@ -20,10 +20,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, repository, results_folder
+from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, repository, results_folder
 from moelink.tools.bench.layer import tables
 from moelink.tools.bench.measure import PHASES
 from moelink.tools.bench.report import METHODS
+from moelink.tools.bench.roles_result import comparison_lines
+from moelink.tools.bench.roles_result import tables as roles_tables
 
 COMMAND = "python -m moelink.tools.bench.render"
 IN_PAIRS = "†"
@@ -154,6 +156,22 @@ def layer_section(document: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def roles_section(document: dict[str, Any]) -> str:
+    """Render one result of the preset ``roles`` in Markdown, whole."""
+    parts = []
+    for title, heads, lines in roles_tables(document):
+        grid = [f"| {' | '.join(heads)} |", f"|{'---:|' * len(heads)}", *(f"| {' | '.join(line)} |" for line in lines)]
+        parts += [f"{title}, µs of one rank (share of the bandwidth):", "\n".join(grid)]
+    versions, speed = document["versions"], document["bandwidth"]["gb_per_s"]
+    ran = (
+        f"`{document['command']}` on one {document['devices'][0]}, torch {versions['torch']}, triton "
+        f"{versions['triton']}, commit {document['commit'][:7]}, {document['date']}. Bandwidth of this run: "
+        f"{speed:.0f} GB/s ({document['bandwidth']['method']}). {document['method']}. Memory: "
+        f"{document['memory_rule']}."
+    )
+    return "\n\n".join([*parts, wrapped(ran), "\n".join(wrapped(f"* {line}.") for line in comparison_lines(document))])
+
+
 def wrapped(text: str) -> str:
     """``text`` in lines of at most 120 characters, those of a list item indented."""
     indent = "  " if text.startswith("* ") else ""
@@ -214,8 +232,12 @@ LEGEND = (
 )
 
 
-def page(documents: list[tuple[str, dict[str, Any]]], layers: list[tuple[str, dict[str, Any]]] | None = None) -> str:
-    """Render docs/results.md from every (file, result), ``layers`` those of the layer."""
+def page(
+    documents: list[tuple[str, dict[str, Any]]],
+    layers: list[tuple[str, dict[str, Any]]] | None = None,
+    roles: list[tuple[str, dict[str, Any]]] | None = None,
+) -> str:
+    """Render docs/results.md from every (file, result): ``layers`` those of the layer, ``roles`` those of roles."""
     parts = [
         "# Benchmark results on GPUs",
         wrapped(
@@ -236,6 +258,8 @@ def page(documents: list[tuple[str, dict[str, Any]]], layers: list[tuple[str, di
     for name, document in layers or []:
         ranks = f"{document['ranks']} rank{'s' * (document['ranks'] != 1)}"
         parts += [f"## {document['preset']}, {ranks}", f"`benchmarks/results/{name}`", layer_section(document)]
+    for name, document in roles or []:
+        parts += [f"## {document['preset']}, one GPU", f"`benchmarks/results/{name}`", roles_section(document)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -279,7 +303,7 @@ def rendered() -> dict[Path, str]:
         readme: between(start, "layer", layer_summary(by_ranks[:1])),
         performance: between(speed, "layer", (layer_summary(by_ranks) or NO_LAYER) + picture),
         guide: between(guide.read_text(), "overhead", overhead(result("ops_overhead.json"))),
-        root / "docs" / "results.md": page(results, layers),
+        root / "docs" / "results.md": page(results, layers, gpu_results(ROLES_BENCHMARK)),
     }
 
 

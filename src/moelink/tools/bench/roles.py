@@ -30,23 +30,24 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import select
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from moelink.tools.bench import roles_worker
+from moelink.tools.bench.roles_process import Worker, compile_all, environment_of
 from moelink.tools.bench.roles_worker import HOST, Case
+
+RANKS = (2, 4, 8)
+"""Numbers of ranks that are simulated."""
+TOKENS = (1, 8, 32, 128, 512, 4096)
+"""Tokens of each rank."""
 
 SLOWER = 1.02
 """A row is slower when B takes more than this times what A takes."""
@@ -61,21 +62,25 @@ def cases_of(*, quick: bool = False, tiny: bool = False) -> list[Case]:
             Case("fused", 1, 1, "fp8_block128", **sizes),
             Case("roles", 2, 2, "fp8_block128", **sizes),
         ]
-    formats = ("fp8_block128",) if quick else ("fp8_block128", "bf16")
-    tokens = (1, 128, 4096) if quick else (1, 32, 128, 512, 4096)
+    if quick:
+        sizes_of: dict[int, tuple[int, ...]] = {2: (1, 128, 4096), 4: TOKENS, 8: (1, 128, 4096)}
+        formats: tuple[str, ...] = ("fp8_block128",)
+    else:
+        sizes_of, formats = dict.fromkeys(RANKS, TOKENS), ("fp8_block128", "bf16")
     return [
-        Case("host", 1, 128, "fp8_block128", experts=64),
+        *[Case("roles", w, t, fmt) for t in TOKENS for w in RANKS if t in sizes_of[w] for fmt in formats],
         *[Case("fused", 1, 1, fmt) for fmt in formats],
-        *[Case("roles", w, t, fmt) for t in tokens for w in ((4,) if quick else (2, 4, 8)) for fmt in formats],
+        Case("host", 1, 128, "fp8_block128", experts=64),
     ]
 
 
 def label(case: Case) -> str:
     """A short name of a case."""
-    return f"{case.kind} W={case.ranks} tokens={case.tokens} {case.format}"
+    by = "" if case.layout == "expert" else f" by {case.layout}"
+    return f"{case.kind} W={case.ranks} tokens={case.tokens} {case.format}{by}"
 
 
-class Tree:
+class Tree(Worker):
     """A process that measures one tree."""
 
     def __init__(self, root: Path, device: str, cache: Path) -> None:
@@ -83,72 +88,15 @@ class Tree:
         source = self.root / "src"
         if not (source / "moelink").is_dir():
             raise SystemExit(f"expected a tree with src/moelink, got {self.root}; make it with `git archive`")
-        self.environment = {
-            **os.environ, "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")])),
-            "TRITON_CACHE_DIR": str(cache / hashlib.sha256(str(self.root).encode()).hexdigest()[:12]),
-        }  # fmt: skip
-        if device == "cpu":
-            self.environment["TRITON_INTERPRET"] = "1"
-        self.device = device
-        self.process: subprocess.Popen[str] | None = None
-
-    def _start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, roles_worker.__file__, "--device", self.device, *arguments],
-            env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-
-    def compile(self, cases: Sequence[Case], workers: int) -> subprocess.Popen[str]:
-        """Start to compile what ``cases`` launch."""
-        process = self._start("--compile", str(workers))
-        assert process.stdin is not None
-        process.stdin.write("".join(json.dumps(asdict(case)) + "\n" for case in cases))
-        process.stdin.close()
-        return process
+        own = cache / hashlib.sha256(str(self.root).encode()).hexdigest()[:12]
+        super().__init__(str(self.root), roles_worker.__file__, device, environment_of(source, device, own))
 
     def start(self, timeout: float) -> dict[str, Any]:
         """Start the process that measures. Returns what it says about itself."""
-        self.process = self._start()
-        hello = self._read(timeout)
+        hello = super().start(timeout)
         if Path(hello["package"]) != self.root / "src" / "moelink":
             raise SystemExit(f"expected moelink of {self.root}, got {hello['package']}; leave sys.path alone")
         return hello
-
-    def ask(self, case: Case, *, check: bool, timeout: float) -> dict[str, Any]:
-        """What the tree gives for ``case``."""
-        assert self.process is not None
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"case": asdict(case), "check": check}) + "\n")
-        self.process.stdin.flush()
-        return self._read(timeout)
-
-    def _read(self, timeout: float) -> dict[str, Any]:
-        """The next answer: one line, and never more than one is on its way."""
-        assert self.process is not None
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], max(timeout, 1.0))
-        line = self.process.stdout.readline() if ready else ""
-        if not line:
-            self.process.kill()
-            why = "ended" if ready else f"did not answer within {timeout:.0f} s"
-            raise RuntimeError(f"{self.root}: the process that measures {why}; its last words are above")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def stop(self) -> None:
-        """End the process."""
-        if self.process is not None:
-            self.process.kill()
-            end_process(self.process)
-
-
-def end_process(process: subprocess.Popen[str]) -> None:
-    """Wait until ``process`` has ended, and close its pipes."""
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None and not pipe.closed:
-            pipe.close()
 
 
 class Comparison:
@@ -246,20 +194,6 @@ def table(document: dict[str, Any], most: int = 24) -> str:
     return "\n".join(lines)
 
 
-def compile_both(trees: Sequence[Tree], cases: Sequence[Case], limit: float) -> None:
-    """Compile for both trees at once, with half of the processors each."""
-    workers = max(1, min(24, len(os.sched_getaffinity(0)) // len(trees)))
-    started = [tree.compile(cases, workers) for tree in trees]
-    end = time.monotonic() + limit
-    for tree, process in zip(trees, started, strict=True):
-        try:
-            process.wait(max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile
-            sys.stderr.write(f"{tree.root}: not all was compiled within {limit:.0f} s; measuring compiles the rest\n")
-        end_process(process)
-
-
 def compare(
     comparison: Comparison, trees: Sequence[Tree], rounds: int, deadline: float, save: Callable[[], None]
 ) -> None:
@@ -285,16 +219,22 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--a", type=Path, default=Path(".old"), help="root of the first tree, which is the measure")
     parser.add_argument("--b", type=Path, default=Path("."), help="root of the second tree")
     parser.add_argument("--commits", nargs=2, metavar=("A", "B"), default=(None, None), help="to record")
-    parser.add_argument("--quick", action="store_true", help="four ranks, 1, 128 and 4096 tokens, fp8_block128 only")
+    parser.add_argument(
+        "--quick", action="store_true", help="fp8_block128 only, all tokens with four ranks, three with two and eight"
+    )
     parser.add_argument("--tiny", action="store_true", help="a few bytes, to try the program itself")
-    parser.add_argument("--rounds", type=int, default=3, help="of each tree; cases with a slower row get as many more")
-    parser.add_argument("--seconds", type=float, help="after this time no case is started; 330, or 165 with --quick")
+    parser.add_argument(
+        "--rounds", type=int, help="of each tree, 3, or 2 with --quick; cases with a slower row get as many more"
+    )
+    parser.add_argument("--seconds", type=float, help="after this time no case is started; 480, or 85 with --quick")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu with Triton's interpreter")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "moelink-roles", help="of Triton")
     parser.add_argument("--out", type=Path, default=Path("roles.json"))
     options = parser.parse_args(arguments)
     if options.seconds is None:
-        options.seconds = 165.0 if options.quick else 330.0
+        options.seconds = 85.0 if options.quick else 480.0
+    if options.rounds is None:
+        options.rounds = 2 if options.quick else 3
     return options
 
 
@@ -317,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if options.device != "cpu":
-            compile_both(trees, cases, options.seconds / 2)
+            compile_all(trees, cases, options.seconds / 2)
             header["compile_seconds"] = round(time.monotonic() - start, 1)
             sys.stderr.write(f"compiled within {header['compile_seconds']} s\n")
         for tree in trees:

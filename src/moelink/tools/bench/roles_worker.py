@@ -40,8 +40,7 @@ BATCH = 12
 """Pairs that are queued behind one wait of the device, so that the host is never what is timed."""
 SAMPLES, SAMPLE_SECONDS = 60, 0.25
 """Samples of a role in one round: so many, or as many as fit this time, and at least two batches."""
-FUSED_PAIRS = 20
-CLOCK = 2.0e9  # cycles of the device in a second, about: torch.cuda._sleep counts them
+FUSED_PAIRS, CLOCK = 20, 2.0e9  # CLOCK: cycles of the device in a second, about, which torch.cuda._sleep counts
 HOST_BATCHES, HOST_CALLS, HOST_WARMUP = 200, 20, 50
 
 
@@ -50,11 +49,12 @@ class Case:
     """One thing to measure.
 
     Attributes:
-        kind: "roles", "fused" (one rank, ``tokens`` tokens) or "host" (one rank).
+        kind: "roles", "bits" (the checksum alone), "fused" (one rank, ``tokens`` tokens) or "host" (one rank).
         ranks: world size, all on one device.
         tokens: tokens of each rank, which is also ``max_tokens_per_rank``.
         format: dispatch format.
         hidden, experts, topk: sizes of the layer.
+        layout, transport: of received rows ("expert" or "rank"), and what moves them: only "symmetric" has roles.
     """
 
     kind: str
@@ -64,16 +64,19 @@ class Case:
     hidden: int = 7168
     experts: int = 256
     topk: int = 8
+    layout: str = "expert"
+    transport: str = "symmetric"
 
     def fields(self) -> dict[str, Any]:
         """Arguments of ``moelink.init``. A rank gets a little more than its share, as rows go to experts at random."""
         share = self.tokens * self.topk
         most = self.ranks * share
         padding = 3 * min(self.experts // self.ranks, most)  # groups of fp8_block128 have a multiple of four rows
+        rows = padding + min(most, share * 5 // 4 + 512) if self.layout == "expert" else self.ranks * self.tokens
         return {
             "num_experts": self.experts, "topk": self.topk, "hidden_size": self.hidden, "dispatch_format": self.format,
-            "max_tokens_per_rank": self.tokens, "capacity": padding + min(most, share * 5 // 4 + 512),
-            "transport": "symmetric", "timeout": 20.0,
+            "max_tokens_per_rank": self.tokens, "capacity": rows, "transport": self.transport, "timeout": 20.0,
+            **({} if self.layout == "expert" else {"layout": self.layout}),
         }  # fmt: skip
 
 
@@ -129,15 +132,15 @@ class Pair:
 def bytes_of(case: Case, pair: Pair) -> dict[str, int]:
     """Bytes that each role of one rank reads and writes in device memory, averaged over ranks, at the least.
 
-    A message is a token's payload for one rank that has any of its experts, the token's own rank included.
+    A message is a token's payload for one rank that has any of its experts, its own included. Layout "rank" keeps them.
     """
     local = case.experts // case.ranks
     messages = sum(
         int((ids // local == rank).any(1).sum()) for ids in pair.inputs.ids for rank in range(case.ranks)
     ) // case.ranks  # fmt: skip
-    rows, tokens = case.tokens * case.topk, case.tokens
+    rows, tokens = messages if case.layout == "rank" else case.tokens * case.topk, case.tokens
     recv, wide = pair.recvs[0], 2 * case.hidden
-    scale = 0 if recv.scales is None else recv.scales[:, 0].nbytes
+    scale = 0 if recv.scales is None else recv.scales[(0,) if case.layout == "rank" else (slice(None), 0)].nbytes
     row = recv.tokens[0].nbytes + scale
     return {
         ROLES[0]: tokens * wide + messages * row,
@@ -167,7 +170,7 @@ def checksum(pair: Pair) -> str:
         found += [reduced(t[:rows]) for t in (recv.tokens, recv.src_info, recv.weights) if t is not None]
         found += [reduced(recv.row_offsets), reduced(out)]
         if recv.scales is not None:
-            found.append(reduced(recv.scales[:, :rows]))
+            found.append(reduced((recv.scales if recv.topk_ids is None else recv.scales.T)[:, :rows]))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
@@ -328,11 +331,11 @@ def roles_on_cuda(case: Case, device: Any, check: bool) -> dict[str, Any]:
     return {**found, "times": times}
 
 
-def roles_on_cpu(case: Case, check: bool) -> dict[str, Any]:
-    """The same by the host's clock, kernels interpreted."""
+def roles_by_host(case: Case, device: Any, check: bool = True) -> dict[str, Any]:
+    """The same by the host's clock: for interpreted kernels, and where only the checksum is wanted."""
     times = {}
-    with moelink.init_devices(["cpu"] * case.ranks, **case.fields()) as ep:
-        pair = Pair(ep, Inputs(case, torch.device("cpu")))
+    with moelink.init_devices([device] * case.ranks, **case.fields()) as ep:
+        pair = Pair(ep, Inputs(case, device))
         for role, phase in zip(ROLES, pair.phases(), strict=True):
             begin = time.perf_counter()
             phase()
@@ -408,12 +411,10 @@ def measure(case: Case, device_name: str, *, check: bool) -> dict[str, Any]:
     device = torch.device(device_name)
     on_cuda = device.type == "cuda"
     with noting_kernels(on_cuda) as kernels:
-        if case.kind == "host":
-            found = host(case, device)
-        elif case.kind == "fused":
-            found = fused(case, device)
+        if case.kind in ("host", "fused", "bits"):
+            found = {"host": host, "fused": fused, "bits": roles_by_host}[case.kind](case, device)
         else:
-            found = roles_on_cuda(case, device, check) if on_cuda else roles_on_cpu(case, check)
+            found = (roles_on_cuda if on_cuda else roles_by_host)(case, device, check)
     gc.collect()
     if on_cuda:
         torch.cuda.empty_cache()  # both trees' processes live on one device
@@ -456,7 +457,7 @@ def compile_ahead(cases: Sequence[Case], device_name: str, workers: int) -> None
                 sys.stderr.write(f"not compiled ahead: {error}\n")
 
 
-def serve(device_name: str) -> None:
+def serve(device_name: str, measured: Callable[..., dict[str, Any]]) -> None:
     """Answer each case on standard input, a line of JSON, by a line of JSON. What others print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -477,7 +478,7 @@ def serve(device_name: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer(measure(Case(**request["case"]), device_name, check=request["check"]))
+            answer(measured(Case(**request["case"]), device_name, check=request["check"]))
         except Exception as error:  # noqa: BLE001 - the other cases are worth measuring
             answer({"error": f"{type(error).__name__}: {error}"})
             gc.collect()
@@ -490,7 +491,7 @@ def main() -> None:
     parser.add_argument("--compile", type=int, metavar="PROCESSES", help="compile all of them first")
     options = parser.parse_args()
     if options.compile is None:
-        serve(options.device)
+        serve(options.device, measure)
     else:
         compile_ahead([Case(**json.loads(line)) for line in sys.stdin], options.device, options.compile)
 

@@ -38,7 +38,7 @@ from moelink.tools.bench.peers import (
     Pool,
     Sizes,
     VdevContender,
-    flashinfer_is_installed,
+    flashinfer_refusal,
 )
 from moelink.tools.bench.presets import LAYOUTS, Case, DeviceKind, Plan, Settings
 from moelink.tools.bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
@@ -307,8 +307,9 @@ def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> li
     chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and case.layout in layouts]
     if plan.device != "cuda":
         return [_reason_rows(plan, "runs on CUDA devices only", [name])] * plan.ranks
-    if name == FLASHINFER and not flashinfer_is_installed():
-        return [_reason_rows(plan, "flashinfer is not installed", [name])] * plan.ranks
+    refusal = flashinfer_refusal() if name == FLASHINFER else ""
+    if refusal:
+        return [_reason_rows(plan, refusal, [name])] * plan.ranks
     if not chosen:
         lacking = "no SM limit" + " and no rows by rank" * (name != FLASHINFER)
         return [_reason_rows(plan, f"has {lacking}", [name])] * plan.ranks

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, make_plan, run_bench
-from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, command_line, read_result
+from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, command_line, read_result
 from moelink.tools.bench.layer import LAYER_PRESETS, make_layer_plan, run_layer_bench
 from moelink.tools.bench.layer.plan import SHAPES
 from moelink.tools.bench.presets import LAYOUTS, DeviceKind
+from moelink.tools.bench.roles_preset import ROLE_PRESETS, make_roles_plan, run_roles
 from moelink.tools.cli.console import (
     check_writable,
     drawing,
@@ -31,14 +32,15 @@ from moelink.tools.cli.console import (
     write_json,
 )
 from moelink.tools.cli.layer import layer_view, refuse_options
+from moelink.tools.cli.roles import roles_view
 
 bench_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
-Preset = Enum("Preset", {name: name for name in (*PRESETS, *LAYER_PRESETS)}, type=str)  # type: ignore[misc]
+Preset = Enum("Preset", {name: name for name in (*PRESETS, *LAYER_PRESETS, *ROLE_PRESETS)}, type=str)  # type: ignore[misc]
 CaseName = Enum("CaseName", {name: name for name in SHAPES}, type=str)  # type: ignore[misc]
-CPU_PRESETS = ("smoke", "layer-smoke")
+CPU_PRESETS = ("smoke", "layer-smoke", "roles-smoke")
 LayoutName = Enum("LayoutName", {name: name for name in LAYOUTS}, type=str)  # type: ignore[misc]
 
 
@@ -54,7 +56,11 @@ def bench(
     context: typer.Context,
     preset: Annotated[Preset, typer.Option(help="What is measured.")] = Preset.decode,  # type: ignore[attr-defined]
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks. Default: the CUDA devices; 2 for the smoke presets, on CPUs.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks; of presets of roles simulated on one device. Default: the CUDA devices; 2 for smoke ones.",
+        ),
     ] = None,
     case: Annotated[
         list[CaseName] | None,  # type: ignore[valid-type]
@@ -102,6 +108,17 @@ def bench(
         check_writable(out, plot)
         with progress_on_stderr() as progress:
             document = run_layer_bench(layer_plan, commit=commit, command=command, progress=progress)
+    elif name in ROLE_PRESETS:
+        refuse_options(name, {"case": [str(one.value) for one in case or ()], "num-sms": num_sms, "seed": seed})
+        roles_plan = make_roles_plan(
+            name, device=device, ranks=ranks, tokens=tokens or (), formats=format or (), rounds=samples, peers=peers,
+            timeout=timeout, layout=None if layout is None else layout.value, hidden=hidden, experts=experts, topk=topk,
+        )  # fmt: skip
+        if plot is not None:
+            raise ConfigError("plot", f"nothing with --preset {name}, which is not drawn", str(plot))
+        check_writable(out, plot)
+        with progress_on_stderr() as progress:
+            document = run_roles(roles_plan, commit=commit, command=command, progress=progress)
     else:
         refuse_options(name, {"case": [str(one.value) for one in case or ()]})
         plan = make_plan(
@@ -125,7 +142,7 @@ def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_
         typer.echo(to_json(document))
     else:
         console = make_console()
-        view = layer_view if document["benchmark"] == LAYER_BENCHMARK else bench_view
+        view = {LAYER_BENCHMARK: layer_view, ROLES_BENCHMARK: roles_view}.get(document["benchmark"], bench_view)
         console.print(view(console, document))
     write_json(document, out)
     if plot is not None:

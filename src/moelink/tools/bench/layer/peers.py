@@ -29,7 +29,7 @@ from moelink.tools.bench.layer.contenders import (
     run_parts,
 )
 from moelink.tools.bench.layer.data import LayerInput, choose
-from moelink.tools.bench.peers import flashinfer_is_installed, open_flashinfer
+from moelink.tools.bench.peers import flashinfer_refusal, open_flashinfer
 
 TRANSFORMERS = "transformers grouped_mm"
 EXCHANGE = "sort + all-to-all"
@@ -226,7 +226,7 @@ class FlashInferLayer:
     def __init__(self, at: Setting) -> None:
         """Set up FlashInfer. Collective. Raises UnsupportedError where it is not installed."""
         require(at.plan.device == "cuda", "runs on CUDA devices only")
-        require(flashinfer_is_installed(), "flashinfer is not installed")
+        require(not flashinfer_refusal(), flashinfer_refusal())
         self._moe = open_flashinfer(
             rank=at.rank, world_size=at.plan.ranks, max_tokens=at.max_tokens, topk=at.shape.topk,
             num_experts=at.shape.num_experts, hidden_size=at.shape.hidden_size,

@@ -42,7 +42,7 @@ from moelink.tools.bench.layer.peers import (
 )
 from moelink.tools.bench.layer.plan import FORMATS, LayerPlan, Shape
 from moelink.tools.bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
-from moelink.tools.bench.peers import flashinfer_is_installed
+from moelink.tools.bench.peers import flashinfer_refusal
 from moelink.tools.bench.presets import Settings
 from moelink.tools.bench.run import CALL_TIMEOUT, joined, last_line
 from moelink.tools.bench.timing import (
@@ -289,7 +289,7 @@ def run_layer_bench(
         progress(f"starting {plan.ranks} ranks")
         with followed(progress) as path:
             reports = run_ranks(layer_main, plan.ranks, inside, path, timeout=plan.timeout)[0]
-        absent = "" if flashinfer_is_installed() else "flashinfer is not installed"
+        absent = flashinfer_refusal()
         absent = absent if plan.device == "cuda" else "runs on CUDA devices only"
     if FLASHINFER_LAYER in chosen and not any(report.gate for report in reports):
         reports = _with_flashinfer(outside, reports, absent, progress)
