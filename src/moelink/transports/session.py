@@ -258,7 +258,7 @@ class Session:
         return self.transport.quick_lane(self)  # type: ignore[no-any-return, attr-defined]
 
     def repeat(self, phase: Phase, call: Callable[[R], T], request: R, over: object = None) -> T:
-        """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands ``request`` to the transport and waits."""
+        """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands ``request`` over and waits."""
         try:
             self.begin(phase)
             self.transport.half_done = self.settled = True

@@ -153,7 +153,8 @@ class DirectKernel:
 
     def __init__(self, loaded: Any, layout: ParameterLayout, driver: Driver) -> None:
         num_warps, _, shared = loaded.packed_metadata
-        self._loaded, self._layout, self._driver = loaded, layout, driver  # the first keeps the device's copy
+        self._loaded, self._layout = loaded, layout  # the former keeps the device's copy of the kernel
+        self._driver, self._launch = driver, driver.launch
         self._addresses = struct.Struct(f"={_ADDRESS * layout.addresses}")
         begin = self._addresses.size
         # Numbers start at a multiple of 8 bytes, so their alignment is that of a struct of their own.
@@ -182,8 +183,10 @@ class DirectKernel:
         return cls(loaded, layout, driver)
 
     def apart(self) -> DirectKernel:
-        """Return another direct form of the kernel, with a buffer of its own."""
-        return DirectKernel(self._loaded, self._layout, self._driver)
+        """Return another direct form of the kernel, with a buffer of its own that begins with the same parameters."""
+        other = DirectKernel(self._loaded, self._layout, self._driver)
+        other._buffer.raw = self._buffer.raw
+        return other
 
     def pack(self, addresses: Sequence[int], numbers: Any) -> None:
         """Write the parameters of the launches that follow. A record of numbers that was the last one is not written
@@ -201,6 +204,6 @@ class DirectKernel:
         """
         config = self._config
         config.grid_x, config.stream = count, stream
-        status = self._driver.launch(*self._arguments)
+        status = self._launch(*self._arguments)
         if status:
             self._driver.check(status, "launch")

@@ -96,7 +96,10 @@ def _key(given: Sequence[Tensor]) -> tuple[Any, ...]:
 def has_hooks() -> bool:
     """Return whether a profiler wants to hear of launches. Triton handles whatever is not a chain of hooks."""
     hooks = knobs.runtime
-    return bool(getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True))
+    try:
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)  # type: ignore[union-attr]
+    except AttributeError:
+        return True
 
 
 def _of_any_value(numbers: Any) -> Any:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 import moelink
+from moelink.kernels.launch import constants
+from moelink.kernels.launch import launcher as launching
 from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher, flat_addresses
 from moelink.transports.symmetric import dispatch
@@ -49,12 +51,12 @@ def _direct(records: Any, numbers: Any) -> DirectKernel:
     return DirectKernel(SimpleNamespace(packed_metadata=(4, 1, 0), function=7), layout, Driver(PlayedDriver()))
 
 
-def _launch(launcher: Launcher, kernel: CompiledKernel, records: Any, numbers: Any, given: Sequence[Tensor] = ()) -> None:
+def _launch(
+    launcher: Launcher, kernel: CompiledKernel, records: Any, numbers: Any, given: Sequence[Tensor] = ()
+) -> None:
     """Stand for :meth:`Launcher.launch`: note the kernel as loaded, and gather a call's addresses."""
-    from moelink.kernels.launch import launcher as module
-
     addresses = flat_addresses(records(False))
-    loaded = kernel.loaded.setdefault(module._key(given), (None, _direct(records, numbers)))
+    loaded = kernel.loaded.setdefault(launching._key(given), (None, _direct(records, numbers)))
     loaded[1].pack([*launcher._own_addresses, *addresses], numbers)
 
 
@@ -66,7 +68,7 @@ def _current_device() -> int:
 @contextmanager
 def played(**options: Any) -> Iterator[moelink.Communicator]:
     """Return a context with a communicator of one rank, made with ``options``, whose device is played."""
-    spec = dispatch.dispatch_spec
+    spec = constants.dispatch_spec
 
     def at_once(*args: Any, **kind: Any) -> Any:  # as for few tokens on a GPU, where no second launch lays out scales
         return dataclasses.replace(spec(*args, **kind), SCALES_LATER=False)
@@ -75,7 +77,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
         for patch in (
             mock.patch.object(dispatch, "dispatch_spec", at_once),
             mock.patch.object(Launcher, "launch", _launch),
-            mock.patch.object(Launcher, "preparing", lambda _: nullcontext()),
+            mock.patch.object(Launcher, "preparing", nullcontext),
             mock.patch.object(torch.cuda, "current_device", _current_device),
         ):
             stack.enter_context(patch)

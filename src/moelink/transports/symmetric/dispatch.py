@@ -24,6 +24,7 @@ from moelink.output import (
     DispatchHandle,
     DispatchOutput,
     OutputShape,
+    made,
     shape_of_outputs,
     version_at_dispatch,
 )
@@ -172,9 +173,11 @@ class Dispatch:
             again = request.routing.handle.plan.again()
         version = version_at_dispatch(request.topk_ids)
         if self._arena is not None:
-            received = Received(plan, identity, self._arena, request.topk_ids, weights, version, again)
+            at, ids = self._arena.data_ptr(), request.topk_ids
+            received = Received(plan, identity, self._arena, at, ids, weights, version, again)
             self.notes, self._scale_rows = received.notes, plan.fused.scale_rows
-            self.output = received.output({name: blank.on(device) for name, blank in plan.large})
+            large = {name: blank.on(device) for name, blank in plan.large}
+            self.output = made(DispatchOutput, {"_source": received, **large})
         else:
             self.notes = SymmetricNotes(rank.notes, plan.notes.on(device)) if again is None else again
             handle = DispatchHandle(

@@ -14,6 +14,8 @@ ordinary objects of a call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from moelink.kernels.launch.direct import DirectKernel
 from moelink.kernels.launch.launcher import OWN_ADDRESSES
 from moelink.kernels.records import CachedRouting, CombineInputs, DispatchInputs, DispatchOutputs, RoutingNotes
-from moelink.output import Blank, DispatchOutput
+from moelink.output import Blank, DispatchOutput, made
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import combine, dispatch
 from moelink.transports.symmetric.rank import Rank
@@ -44,33 +46,33 @@ _PLACES = {name: _OUTPUTS + i for i, name in enumerate(DispatchOutputs._fields)}
 _PLACES["topk_weights"] = _PLACES["weights"]
 
 
-class _Maker:
-    """Makes tensors of one shape, dtype and device.
+Launch = Callable[[int], None]
+
+
+def _maker(blank: Blank, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that makes tensors of a blank.
 
     A method of a tensor takes a fifth less time than ``torch.empty_strided``, which gets dtype and device as well.
     """
-
-    __slots__ = ("_like", "_shape", "_strides")
-
-    def __init__(self, blank: Blank, device: torch.device) -> None:
-        self._shape, self._strides = blank.shape, blank.strides
-        self._like = torch.empty(0, dtype=blank.dtype, device=device)
-
-    def make(self) -> Tensor:
-        return self._like.new_empty_strided(self._shape, self._strides)
+    like = torch.empty(0, dtype=blank.dtype, device=device)
+    return partial(like.new_empty_strided, blank.shape, blank.strides)
 
 
 class DirectDispatch:
     """Dispatches of one kind on CUDA.
 
     Attributes:
-        direct: the kernel of both roles, and its parameters.
+        direct, count: the kernel of both roles, its parameters, and its CTAs.
+        launch: launches what was prepared on a stream.
+        makers: what makes the tensors of a call.
     """
 
     def __init__(self, rank: Rank, plan: dispatch.LaunchPlan, direct: DirectKernel, owner: str) -> None:
-        self.direct, self._plan, self._owner, self._count = direct, plan, owner, plan.both.count
-        self._arena = _Maker(Blank.of(plan.arena.words), rank.device)
-        self._large = tuple((name, _PLACES[name], _Maker(blank, rank.device)) for name, blank in plan.large)
+        self.direct, self.count, self._plan, self._owner = direct, plan.both.count, plan, owner
+        self.launch: Launch = partial(direct.launch, self.count)
+        self._arena = _maker(Blank.of(plan.arena.words), rank.device)
+        self._large = tuple((name, _PLACES[name], _maker(blank, rank.device)) for name, blank in plan.large)
+        self.makers = (self._arena, *[make for *_, make in self._large])
         self._inside = tuple((_SMALL + i, begin) for i, begin in enumerate(plan.in_arena) if begin >= 0)
         self._arena_at = -1
 
@@ -79,37 +81,36 @@ class DirectDispatch:
         version: int | None,
     ) -> DispatchOutput:  # fmt: skip
         """Make the output of a call and write its addresses."""
-        addresses, memory, large = self.direct.addresses, self._arena.make(), {}
-        for name, place, maker in self._large:
-            large[name] = tensor = maker.make()
+        addresses, memory = self.direct.addresses, self._arena()
+        at = memory.data_ptr()
+        fields: dict[str, Any] = {"_source": Received(self._plan, self._owner, memory, at, ids, weights, version)}
+        for name, place, make in self._large:
+            fields[name] = tensor = make()
             addresses[place] = tensor.data_ptr()
         addresses[_X], addresses[_IDS] = x_at, ids_at
         if weights is not None:
             addresses[_WEIGHTS] = weights_at
-        at = memory.data_ptr()
         if at != self._arena_at:
             self._arena_at = -1  # until all are written: an exception may come between
             for place, begin in self._inside:
                 addresses[place] = at + begin
             self._arena_at = at
-        return Received(self._plan, self._owner, memory, ids, weights, version).output(large)
-
-    def launch(self, stream: int) -> None:
-        """Launch what was prepared."""
-        self.direct.launch(self._count, stream)
+        return made(DispatchOutput, fields)
 
 
 class DirectCombine:
     """Combines of one kind on CUDA, of rows of one kind of dispatch.
 
     Attributes:
-        direct: the kernel of both roles, and its parameters.
+        direct, count: the kernel of both roles, its parameters, and its CTAs.
+        launch: launches what was prepared on a stream.
+        makers: what makes the tensors of a call.
     """
 
-    def __init__(
-        self, rank: Rank, plan: combine.LaunchPlan, rows: dispatch.LaunchPlan, direct: DirectKernel
-    ) -> None:
-        self.direct, self._count, self._out = direct, plan.both.count, _Maker(plan.out, rank.device)
+    def __init__(self, rank: Rank, plan: combine.LaunchPlan, rows: dispatch.LaunchPlan, direct: DirectKernel) -> None:
+        self.direct, self.count, self._out = direct, plan.both.count, _maker(plan.out, rank.device)
+        self.launch: Launch = partial(direct.launch, self.count)
+        self.makers = (self._out,)
         inside = {"row_weights": rows.arena.places["weights"][0]} if "weights" in rows.arena.places else {}
         inside.update(zip(RoutingNotes._fields, rows.notes_layout.first_bytes, strict=True))
         self._inside = tuple((OWN_ADDRESSES + COMBINE_ADDRESSES.index(name), begin) for name, begin in inside.items())
@@ -119,21 +120,17 @@ class DirectCombine:
         self, y: Tensor, y_at: int, recv: DispatchOutput, ids_at: int, weights_at: int, received: Received
     ) -> Tensor:
         """Make the result of a call and write its addresses."""
-        addresses, out = self.direct.addresses, self._out.make()
+        addresses, out = self.direct.addresses, self._out()
         addresses[_Y], addresses[_HOME_IDS], addresses[_OUT] = y_at, ids_at, out.data_ptr()
         if received.weights is not None:
             addresses[_HOME_WEIGHTS] = weights_at
-        at = received.memory.data_ptr()
+        at = received.at
         if at != self._arena_at:
             self._arena_at = -1  # until all are written: an exception may come between
             for place, begin in self._inside:
                 addresses[place] = at + begin
             self._arena_at = at
         return out
-
-    def launch(self, stream: int) -> None:
-        """Launch what was prepared."""
-        self.direct.launch(self._count, stream)
 
 
 class InterpretedDispatch:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -139,7 +140,7 @@ class QuickLane:
             transport.launch_quick("combine", rank, rank.stream_to_go_on(), kind.launch)
             return out
         except BaseException as error:
-            session.unwind("combine", error, lambda: recv)
+            session.unwind("combine", error, partial(_itself, recv))
             raise
         finally:
             session.guard.leave()
@@ -207,6 +208,10 @@ def _kind_of_dispatch(x: Any, ids: Any, weights: Any, max_tokens: Any) -> Any:
     if type(weights) is not Tensor:
         return None
     return x.shape, x.dtype, ids.shape, ids.dtype, max_tokens, weights.shape, weights.dtype
+
+
+def _itself(recv: DispatchOutput) -> DispatchOutput:
+    return recv
 
 
 def _any_requires_grad(fields: dict[str, Any]) -> bool:

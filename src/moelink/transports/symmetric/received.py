@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moelink.output import DispatchHandle, DispatchOutput, make
+from moelink.output import DispatchHandle
 from moelink.transports.symmetric.notes import SymmetricNotes
 
 if TYPE_CHECKING:
@@ -25,30 +25,27 @@ class Received:
         plan: the launch plan of the dispatch, which calls of its kind share. It is that of one rank of one
             communicator.
         owner: identity of the communicator.
-        memory: the arena, [plan.arena.words] int32.
+        memory: the arena, [plan.arena.words] int32, and ``at``, its address.
         ids, weights: [num_tokens, topk] of the home rank; weights are None where none went into dispatch.
         version: ``ids_version`` of the handle.
         again: the notes of a call over an earlier routing; None where they are in the arena.
     """
 
-    __slots__ = ("again", "ids", "memory", "owner", "plan", "version", "weights")
+    __slots__ = ("again", "at", "ids", "memory", "owner", "plan", "version", "weights")
 
     def __init__(
         self,
         plan: LaunchPlan,
         owner: str,
         memory: Tensor,
+        at: int,
         ids: Tensor,
         weights: Tensor | None,
         version: int | None,
         again: SymmetricNotes | None = None,
     ) -> None:
-        self.plan, self.owner, self.memory = plan, owner, memory
+        self.plan, self.owner, self.memory, self.at = plan, owner, memory, at
         self.ids, self.weights, self.version, self.again = ids, weights, version, again
-
-    def output(self, large: dict[str, Tensor]) -> DispatchOutput:
-        """Return the output. ``large``: its tensors that are not in the arena."""
-        return make(DispatchOutput, {"_source": self, **large})
 
     def has(self, name: str) -> bool:
         """Return whether the output has a field of this name, which is to be made."""
