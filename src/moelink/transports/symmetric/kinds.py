@@ -1,7 +1,7 @@
 """Make calls of one kind for the quick lane: what they have in common is decided when the kind is learnt.
 
-A call of a kind has two steps. *prepare* makes its tensors; it may fail for want of memory, and its peers then hear of
-a refusal. *launch* hands the kernel to the device.
+A call of a kind has two steps. *prepare* makes its tensors and may fail, for want of memory. *launch* hands the kernel
+to the device.
 
 On CUDA a kind (:class:`DirectDispatch`, :class:`DirectCombine`) has a buffer of the kernel's parameters of its own.
 prepare writes into it the addresses that may have changed since the kind's call before: those of the caller's tensors

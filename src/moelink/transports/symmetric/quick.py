@@ -8,7 +8,8 @@ makes its output, writes the addresses, and launches.
 
 The quick lane takes calls without options that are not traced and need no gradient. It answers None to any other call,
 before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the first
-ordinary call of that kind. What it does for a call, and in which order, is what the session and the transport do.
+ordinary call of that kind. What it does for a call, and in which order, is what the session and the transport do: up
+to its launch an exception, such as that there is no memory for the output, is told to the peers as a refusal.
 """
 
 from __future__ import annotations
@@ -51,9 +52,6 @@ class Transport(Protocol):
     def raise_error(self) -> None:
         """Raise what the error records say, without waiting."""
 
-    def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
-        """Tell peers that a call which was begun brings nothing."""
-
     def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:
         """Count a call of one local rank and launch it."""
 
@@ -83,18 +81,14 @@ class QuickLane:
         session, transport, rank = self._session, self._transport, self._rank
         try:
             session.begin("dispatch")
-            transport.half_done = session.settled = True
             if rank.has_error():
-                transport.raise_error()
-            try:
-                stream = rank.stream_to_go_on()
-                # Of a handle that is 0, the default stream, nothing is captured.
-                unknown = ids.is_inference() or (stream != 0 and is_captured(ids))
-                version = None if unknown else ids._version
-                output = kind.prepare(x, x_at, ids, ids_at, weights, weights_at, version)
-            except Exception:  # for instance no memory for the outputs; peers are already in the call
-                transport.refuse("dispatch")
-                raise
+                self._raise_error()
+            stream = rank.stream_to_go_on()
+            # Of a handle that is 0, the default stream, nothing is captured.
+            unknown = ids.is_inference() or (stream != 0 and is_captured(ids))
+            version = None if unknown else ids._version
+            output = kind.prepare(x, x_at, ids, ids_at, weights, weights_at, version)
+            transport.half_done = session.settled = True
             transport.launch_quick("dispatch", rank, stream, kind.launch)
             return output
         except BaseException as error:
@@ -129,14 +123,10 @@ class QuickLane:
         session, transport, rank = self._session, self._transport, self._rank
         try:
             session.begin("combine")
-            transport.half_done = session.settled = True
             if rank.has_error():
-                transport.raise_error()
-            try:
-                out = kind.prepare(y, y_at, recv, ids_at, weights_at, received)
-            except Exception:
-                transport.refuse("combine", over=recv)
-                raise
+                self._raise_error()
+            out = kind.prepare(y, y_at, recv, ids_at, weights_at, received)
+            transport.half_done = session.settled = True
             transport.launch_quick("combine", rank, rank.stream_to_go_on(), kind.launch)
             return out
         except BaseException as error:
@@ -144,6 +134,11 @@ class QuickLane:
             raise
         finally:
             session.guard.leave()
+
+    def _raise_error(self) -> None:
+        """Raise the error of an earlier call. This one is not made, here or at the peers, which have that error, too."""
+        self._transport.half_done = self._session.settled = True
+        self._transport.raise_error()
 
     def _address(self, tensor: Tensor, gradients: bool) -> int:
         """Return the address of a tensor that kernels take as it is, or -1 of any other."""
