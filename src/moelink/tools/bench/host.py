@@ -33,7 +33,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -219,7 +219,7 @@ def operators_document(kind: str, commit: str | None) -> dict[str, Any]:
     """Measure on a device of this kind ("cpu", "cuda"), print a table, return the document."""
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-    transport = "symmetric" if kind == "cuda" else "collective"
+    transport: Literal["collective", "symmetric"] = "symmetric" if kind == "cuda" else "collective"
     with moelink.init(**OPERATOR_CASE, transport=transport, device=device) as ep:
         rows = [{"tokens": tokens, "us": measure_operators(ep, tokens)} for tokens in OPERATOR_TOKENS]
     for row in rows:

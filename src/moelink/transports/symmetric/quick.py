@@ -136,7 +136,7 @@ class QuickLane:
             session.guard.leave()
 
     def _raise_error(self) -> None:
-        """Raise the error of an earlier call. This one is not made, here or at the peers, which have that error, too."""
+        """Raise the error of an earlier call. This call is made nowhere: the peers raise that error, too."""
         self._transport.half_done = self._session.settled = True
         self._transport.raise_error()
 
