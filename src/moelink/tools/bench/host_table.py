@@ -81,8 +81,8 @@ def overhead_of(document: dict[str, Any]) -> str:
     token = f"{row['tokens']} token{'s' * (row['tokens'] != 1)}"
     return (
         f"Through the operators, a pair of dispatch and combine of {token} takes {more['operator']:.0f} µs more than "
-        f"the {us['direct']:.0f} µs of the direct way, and {more['operator, gradients']:.0f} where gradients are recorded. "
-        f"Choosing between the two takes {us['choice']:.1f} µs. The budget of {BUDGET['operator']:.0f} and "
+        f"the {us['direct']:.0f} µs of the direct way, and {more['operator, gradients']:.0f} where gradients are "
+        f"recorded. Choosing between the two takes {us['choice']:.1f} µs. The budget of {BUDGET['operator']:.0f} and "
         f"{BUDGET['operator, gradients']:.0f} µs is {'kept' if within else 'exceeded'}. One rank of the "
         f"{document['case']['transport']} transport, {device}, torch {versions['torch']}, {document['date']}."
     )

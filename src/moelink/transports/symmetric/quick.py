@@ -106,8 +106,7 @@ class QuickLane:
         if received is None or received.again is not None:
             return None
         ids, weights = received.ids, received.weights
-        # A plan belongs to one rank of one communicator, so this finds no kind for an output of another.
-        kind = self._combines.get((received.plan, y.shape, y.dtype, ids.dtype))
+        kind = self._combines.get(_kind_of_combine(y, received))
         if kind is None or has_hooks():
             return None
         if received.version is not None and ids._version != received.version:
@@ -177,7 +176,7 @@ class QuickLane:
         y, received = request.y, request.recv.__dict__.get("_source")
         if received is None or received.again is not None or type(y) is not Tensor:
             return
-        key = (received.plan, y.shape, y.dtype, received.ids.dtype)
+        key = _kind_of_combine(y, received)
         if key in self._combines or len(self._combines) >= MOST_KINDS:
             return
         rank, call = self._rank, Combine(self._rank, dataclasses.replace(request, out=out))
@@ -203,6 +202,12 @@ def _kind_of_dispatch(x: Any, ids: Any, weights: Any, max_tokens: Any) -> Any:
     if type(weights) is not Tensor:
         return None
     return x.shape, x.dtype, ids.shape, ids.dtype, max_tokens, weights.shape, weights.dtype
+
+
+def _kind_of_combine(y: Tensor, received: Received) -> Any:
+    """Return what combines of one kind have in common. A plan belongs to one rank of one communicator, so no kind is
+    found for the output of another."""
+    return received.plan, y.shape, y.dtype, received.ids.dtype
 
 
 def _itself(recv: DispatchOutput) -> DispatchOutput:
