@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import moelink
-from moelink.output import ArenaLayout, Blank, DispatchHandle, DispatchOutput, OutputShape, make
+from moelink.output import ArenaLayout, Blank, DispatchOutput
 from moelink.testing import assert_bitwise_equal
+from moelink.tools.bench.played import played
 from moelink.transports.base import DispatchRequest
 
-FIELDS = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": 5, "transport": "symmetric"}
+SIZES = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": 5}
+FIELDS = {**SIZES, "transport": "symmetric"}
 SMALL = {"row_offsets", "expert_ids", "src_info", "weights", "num_recv_tokens", "overflow"}
 
 
@@ -22,8 +24,9 @@ def test_places_are_multiples_of_16_bytes_and_do_not_overlap() -> None:
     layout = ArenaLayout.of(blanks.items())
     assert [begin for begin, _ in layout.places.values()] == [0, 16, 32, 80]
     assert layout.words == 20
-    arena = layout.allocate(torch.device("cpu"))
-    tensors = {name: arena.tensor(name) for name in blanks}
+    memory = layout.allocate(torch.device("cpu"))
+    assert memory.numel() == 20
+    tensors = {name: layout.tensor(memory, name) for name in blanks}
     for name, tensor in tensors.items():
         assert (tensor.shape, tensor.dtype) == (blanks[name].shape, blanks[name].dtype)
         tensor.fill_(ord(name))
@@ -31,24 +34,33 @@ def test_places_are_multiples_of_16_bytes_and_do_not_overlap() -> None:
 
 
 def test_fields_are_made_at_the_first_look_and_kept() -> None:
-    with moelink.init(**FIELDS) as ep:
-        shape = OutputShape.of(ep.config, rows=7, weighted=True)
-    arena = ArenaLayout.of([("counts", Blank.of(4, 1)), *shape.small]).allocate(torch.device("cpu"))
-    handle = make(DispatchHandle, {"_arena": arena})
-    large = {name: blank.on(torch.device("cpu")) for name, blank in shape.large}
-    recv = make(DispatchOutput, {**large, **shape.absent, "handle": handle, "_arena": arena})
-    assert not SMALL & vars(recv).keys()
-    assert recv.row_offsets.shape == (5,)
-    assert recv.row_offsets is recv.row_offsets
-    assert "src_info" not in vars(recv)
-    storage = recv.row_offsets.untyped_storage().data_ptr()
-    assert {getattr(recv, name).untyped_storage().data_ptr() for name in SMALL} == {storage}
-    assert recv.tokens.untyped_storage().data_ptr() != storage
-    assert recv.handle.counts.untyped_storage().data_ptr() == storage
-    for other in (dataclasses.replace(recv), copy.copy(recv)):
-        assert_bitwise_equal(other.src_info, recv.src_info, "src_info")
-    with pytest.raises(AttributeError, match="DispatchOutput has no attribute 'rows'"):
-        _ = recv.rows  # type: ignore[attr-defined]
+    """By an ordinary call and by a quick one."""
+    x, ids, weights = torch.randn(3, 128).bfloat16(), torch.tensor([[0, 3], [1, -1], [2, 2]]), torch.rand(3, 2)
+    with played(**SIZES) as ep:
+        for _ in range(2):
+            recv = ep.dispatch(x, ids, weights)
+            assert vars(recv).keys() - {"scales"} == {"_source", "tokens"}
+            assert recv.row_offsets.shape == (5,)
+            assert recv.row_offsets is recv.row_offsets
+            assert recv.scales is recv.topk_ids is recv.host_counts is None
+            assert "src_info" not in vars(recv)
+            storage = recv.row_offsets.untyped_storage().data_ptr()
+            assert {getattr(recv, name).untyped_storage().data_ptr() for name in SMALL} == {storage}
+            assert recv.tokens.untyped_storage().data_ptr() != storage
+            handle = recv.handle
+            assert handle is recv.handle
+            assert (handle.owner, handle.rank, handle.num_tokens) == (ep._session.identity, 0, 3)
+            assert handle.topk_ids is ids
+            assert handle.topk_weights is weights
+            assert handle.ids_version == ids._version
+            assert handle.counts.shape == (4, 1)
+            for tensor in (handle.counts, handle.plan.notes):
+                assert tensor.untyped_storage().data_ptr() == storage
+            for other in (dataclasses.replace(recv), copy.copy(recv)):
+                assert all(getattr(other, name) is getattr(recv, name) for name in (*SMALL, "tokens", "handle"))
+            for name in ("rows", "counts", "notes"):  # the last two are in the arena, but no fields of an output
+                with pytest.raises(AttributeError, match=f"DispatchOutput has no attribute '{name}'"):
+                    getattr(recv, name)
     assert not hasattr(object.__new__(DispatchOutput), "row_offsets")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moelink.memory.workspace import Workspace
-from moelink.tools.bench import Case, collective, document, host, launchers, ncu, quotients, render, sweep
+from moelink.tools.bench import Case, collective, document, host, host_table, launchers, ncu, quotients, render, sweep
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
 CPU = torch.device("cpu")
@@ -188,3 +188,45 @@ def test_one_correction_makes_quotients_of_bf16_right() -> None:
     for wrong in (found["bf16_by_fp32"]["wrong"], found["fp32_by_448"]["wrong"]):
         assert wrong[0] > 0
         assert wrong[1:] == [0, 0]
+
+
+def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that plays a GPU, with few batches."""
+    for name, value in {"BATCHES": 2, "CALLS": 2, "WARMUP": 3}.items():
+        monkeypatch.setattr(host, name, value)
+    made = host.calls_document("cpu", "abc1234")
+    us = made["microseconds"]
+    assert made["tensors_of_a_pair"] == 4
+    assert all(us[part] > 0 for part in ("tensors", "launches", "pair", "pair, looked at", "bound pair", *host.TARGETS))
+    assert us["own"] == round(us["pair"] - us["tensors"] - us["launches"], 1)
+    table = host_table.times_table([("host_time_x.json", made)]).splitlines()
+    assert f" {us['pair']:.1f} " in table[2]
+    assert "GPU played" in table[2]
+    assert "**40**" in table[3]
+
+
+def test_a_verdict_says_whose_the_time_is() -> None:
+    def verdict(**us: float) -> str:
+        return host_table.verdict("x.json", {"microseconds": us})
+
+    assert "13.2 more than its target; the launches alone were not measured" in verdict(pair=53.2, tensors=9.0)
+    near = verdict(pair=42.0, tensors=10.0, launches=12.0, own=20.0)
+    assert "22.0 of it are the driver's launches and PyTorch's tensors, and 20.0 moelink's Python" in near
+    assert near.endswith("with 18.0 of that the target would be met.")
+    assert verdict(pair=62.0, tensors=20.0, launches=22.0, own=20.0).endswith("it would still take 42.0.")
+    met = verdict(pair=39.0, tensors=10.0, launches=12.0, own=17.0, **{"bound dispatch": 15.5, "bound combine": 14.0})
+    assert "within its target of 40. " in met
+    assert met.endswith("Over 15 is a bound dispatch.")
+
+
+def test_the_operators_are_judged_by_their_budget() -> None:
+    def words(more: float) -> str:
+        medians = {"direct": 60.0, "operator": 60.0 + more, "operator, gradients": 400.0, "choice": 2.0}
+        return host_table.overhead_of({
+            "rows": [{"tokens": 1, "us": {name: {"median": value} for name, value in medians.items()}}],
+            "device": "cuda", "devices": ["NVIDIA H200"], "case": {"transport": "symmetric"}, "date": "2026-11-25",
+            "versions": {"torch": "2.11.0"},
+        })  # fmt: skip
+
+    assert "of 250 and 400 µs is kept. One rank of the symmetric transport, NVIDIA H200" in words(200.0)
+    assert "of 250 and 400 µs is exceeded" in words(251.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import struct
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -181,11 +182,11 @@ def test_a_bound_launch_packs_its_parameters_once(launcher, kernel, monkeypatch)
     again = launcher.bind(kernel, records_of(x), NUMBERS, [x])
     assert not apart.launches, "binding launches nothing"
     launcher.launch(kernel, records_of(other := torch.zeros(8)), NUMBERS, [other])
-    again()
-    again()
-    assert apart.launches == 2 * [(8, 5, [1, 2, 3, *[x.data_ptr()] * 4], NUMBERS)]
+    again(5)
+    again(6)
+    assert apart.launches == [(8, stream, [1, 2, 3, *[x.data_ptr()] * 4], NUMBERS) for stream in (5, 6)]
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
-    again()
+    again(5)
     assert [how for how, *_ in loaded(kernel).launches] == ["hooks"]
 
 
@@ -194,14 +195,15 @@ class PlayedDriver:
 
     def __init__(self, parameters):
         self.parameters, self.launches, self.status = parameters, [], 0
-        self.cuLaunchKernel = PlayedFunction(self._launched)
         self.cuFuncGetParamInfo = self._info
 
-    def _launched(self, function, *rest):
-        *grid, shared, stream, arguments, extra = rest
+    def cuLaunchKernelEx(self, config, function, arguments, extra):  # noqa: N802
         size = ctypes.c_size_t.from_address(extra[3]).value
-        assert (extra[0], extra[2], extra[4], arguments) == (1, 2, None, None)
-        self.launches.append((function, grid, shared, stream, ctypes.string_at(extra[1], size)))
+        assert (extra[0], extra[2], extra[4], arguments.value) == (1, 2, None, None)
+        # As cuda.h has the struct: seven 32-bit numbers, the stream, the attributes and how many these are.
+        *numbers, stream, attributes, many = struct.unpack("@7IQQI", ctypes.string_at(config, 52))
+        assert (attributes, many) == (0, 0)
+        self.launches.append((function.value, numbers[:6], numbers[6], stream, ctypes.string_at(extra[1], size)))
         return self.status
 
     def _info(self, function, index, offset, size):
@@ -213,14 +215,6 @@ class PlayedDriver:
     def cuGetErrorString(self, status, words):  # noqa: N802
         words._obj.value = b"out of patience"
         return 0
-
-
-class PlayedFunction:
-    def __init__(self, call):
-        self.call, self.argtypes = call, None
-
-    def __call__(self, *args):
-        return self.call(*args)
 
 
 METADATA = {

@@ -78,6 +78,7 @@ def cuda(monkeypatch):
 def rank():
     one = Rank.__new__(Rank)
     one.device, one.stream, one._latest, one._forked = torch.device("cuda", 0), Stream(100), None, False
+    one._latest_handle, one._index = -1, 0
     one.launcher = Launcher(Peers(*[torch.zeros(1)] * 3), one.device, network=None)
     return one
 

@@ -265,7 +265,7 @@ class Communicator:
         finally:
             session.guard.leave()
         if quick is not None and plain:
-            quick.learn_combine(request)
+            quick.learn_combine(request, made)
         return made
 
     def combine_async(

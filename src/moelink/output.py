@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,15 +45,15 @@ class Blank:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
-def make(cls: type[T], fields: dict[str, Any]) -> T:
-    """Return ``cls(**fields)`` for a frozen dataclass and all of its fields.
+def made(cls: type[T], fields: dict[str, Any]) -> T:
+    """Return a ``cls``, a frozen dataclass, with these fields. The dictionary is the object's from now on.
 
     The class's own constructor sets a frozen dataclass's fields one by one, which takes four times as long, in every
     call.
     """
-    made = object.__new__(cls)
-    made.__dict__.update(fields)
-    return made
+    one = object.__new__(cls)
+    object.__setattr__(one, "__dict__", fields)
+    return one
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class ArenaLayout:
     """Where small tensors are in an arena, one allocation that holds them all.
 
     To make a tensor on a CUDA device takes 2 to 3 microseconds of host time, and a dispatch returns nine small ones,
-    of which most programs look at one or two.
+    of which most programs look at one or two. Tokens and scales are none of them: every program looks at them, and
+    whoever keeps a count or an offset need not keep them as well.
 
     Attributes:
         words: int32 elements of the allocation.
@@ -84,43 +85,29 @@ class ArenaLayout:
             end += align_up(math.prod(blank.shape) * blank.dtype.itemsize, ALIGNMENT)
         return cls(end // 4, MappingProxyType(places))
 
-    def allocate(self, device: torch.device) -> Arena:
+    def allocate(self, device: torch.device) -> Tensor:
         """Make the allocation, uninitialised."""
-        return Arena(self, torch.empty_strided((self.words,), (1,), dtype=torch.int32, device=device))
+        return torch.empty_strided((self.words,), (1,), dtype=torch.int32, device=device)
 
-
-class Arena:
-    """Small tensors in one allocation, each made when somebody asks for it."""
-
-    __slots__ = ("layout", "memory")
-
-    def __init__(self, layout: ArenaLayout, memory: Tensor) -> None:
-        self.layout, self.memory = layout, memory
-
-    def tensor(self, name: str) -> Tensor:
-        """Return the tensor called ``name``, which shares the memory of the arena."""
-        begin, blank = self.layout.places[name]
-        memory = self.memory if blank.dtype == torch.int32 else self.memory.view(blank.dtype)
+    def tensor(self, memory: Tensor, name: str) -> Tensor:
+        """Return the tensor called ``name``, which shares the memory of an arena."""
+        begin, blank = self.places[name]
+        memory = memory if blank.dtype == torch.int32 else memory.view(blank.dtype)
         return memory.as_strided(blank.shape, blank.strides, begin // blank.dtype.itemsize)
 
-    def address(self, name: str) -> int:
-        """Return the address of the tensor called ``name``, without making it."""
-        return self.memory.data_ptr() + self.layout.places[name][0]
 
+class Source(Protocol):
+    """What an output makes its missing fields from."""
 
-class FromArena:
-    """A record whose missing fields are tensors of its arena. A field is made at the first look, and kept."""
+    def has(self, name: str) -> bool:
+        """Return whether the output has a field of this name, which is to be made."""
 
-    def __getattr__(self, name: str) -> Any:
-        arena = self.__dict__.get("_arena")
-        if arena is None or name not in arena.layout.places:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        tensor = self.__dict__[name] = arena.tensor(name)
-        return tensor
+    def field(self, name: str) -> Any:
+        """Make a field."""
 
 
 @dataclass(frozen=True)
-class DispatchHandle(FromArena):
+class DispatchHandle:
     """What combine needs besides the rows. Opaque to users. The communicator itself remembers nothing between calls.
 
     Attributes:
@@ -181,7 +168,7 @@ def version_at_dispatch(topk_ids: Tensor) -> int | None:
 
 
 @dataclass(frozen=True)
-class DispatchOutput(FromArena):
+class DispatchOutput:
     """Rows received by one rank, in ordinary torch memory that the caller owns.
 
     The tensors other than tokens and scales may share one allocation, which lives as long as any of them.
@@ -231,6 +218,17 @@ class DispatchOutput(FromArena):
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
     host_counts: list[int] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Make a field that nobody has looked at from the output's source, and keep it.
+
+        To make a tensor or a handle takes longer than all else in a call, and most programs look at few of them.
+        """
+        source: Source | None = self.__dict__.get("_source")
+        if source is None or not source.has(name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = self.__dict__[name] = source.field(name)
+        return value
 
     @property
     def num_recv_per_expert(self) -> Tensor:
@@ -305,7 +303,7 @@ class OutputShape:
     def allocate(self, handle: DispatchHandle, device: torch.device) -> DispatchOutput:
         """Make uninitialised tensors, and return them in an output with ``handle``. Each has memory of its own."""
         tensors = {name: blank.on(device) for name, blank in self.present}
-        return make(DispatchOutput, {**tensors, **self.absent, "handle": handle})
+        return made(DispatchOutput, {**tensors, **self.absent, "handle": handle})
 
 
 _LARGE = frozenset({"tokens", "scales", "topk_ids", "topk_weights"})

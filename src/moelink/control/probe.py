@@ -175,6 +175,12 @@ class ProbeServer:
         """The number in ``progress``."""
         return self.progress[0]
 
+    def enter(self, phase: str) -> int:
+        """Note that this rank has entered its next call, and return its number."""
+        call = self._board.progress // NUM_PHASES + 1
+        self.progress = call, phase
+        return call
+
     @property
     def failure(self) -> Failure | None:
         """The first failure reported by a peer, or None."""

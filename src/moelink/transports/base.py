@@ -167,8 +167,8 @@ class Quick(Protocol):
     def learn_dispatch(self, request: DispatchRequest) -> None:
         """Note the kind of an ordinary dispatch without options that was made."""
 
-    def learn_combine(self, request: CombineRequest) -> None:
-        """Note the kind of an ordinary combine without options that was made."""
+    def learn_combine(self, request: CombineRequest, out: Tensor) -> None:
+        """Note the kind of an ordinary combine without options that was made; ``out`` is its result."""
 
 
 class Transport(Protocol):

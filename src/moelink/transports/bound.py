@@ -40,7 +40,7 @@ class BoundCombine:
 
         Raises: as :meth:`moelink.Communicator.combine`.
         """
-        return self._session.repeat("combine", lambda: self._again(self._request), over=self._request.recv)
+        return self._session.repeat("combine", self._again, self._request, self._request.recv)
 
 
 class BoundDispatch:
@@ -76,7 +76,7 @@ class BoundDispatch:
 
         Raises: as :meth:`moelink.Communicator.dispatch`.
         """
-        self._recv = recv = self._session.repeat("dispatch", lambda: self._again(self._request))
+        self._recv = recv = self._session.repeat("dispatch", self._again, self._request)
         for combine in self._combines:
             combine._request.recv = recv
         return recv

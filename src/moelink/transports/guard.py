@@ -47,7 +47,7 @@ class Guard:
         me = _thread_number()
         if self._caller != me:
             # On one line, so that a signal's handler hardly ever comes between.
-            self._caller = me if self._lock.acquire(blocking=False) else self._refuse(what)
+            self._caller = me if self._lock.acquire(False) else self._refuse(what)
 
     def _refuse(self, what: str) -> int:
         raise ConcurrencyError(what)

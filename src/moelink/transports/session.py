@@ -52,6 +52,7 @@ from moelink.transports.guard import Guard
 from moelink.transports.validation import check_combine, check_dispatch, check_ids, check_num_sms, kind_of
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _STOP: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 """What torch ends a recomputation with once it has all that it needs. Where checkpointing had kept an operator's
@@ -256,12 +257,12 @@ class Session:
         """Return what makes calls of known kinds with little host time, where the transport has such a thing."""
         return self.transport.quick_lane(self)  # type: ignore[no-any-return, attr-defined]
 
-    def repeat(self, phase: Phase, call: Callable[[], T], *, over: object = None) -> T:
-        """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands it to the transport and waits."""
+    def repeat(self, phase: Phase, call: Callable[[R], T], request: R, over: object = None) -> T:
+        """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands ``request`` over and waits."""
         try:
             self.begin(phase)
             self.transport.half_done = self.settled = True
-            return call()
+            return call(request)
         except BaseException as error:
             self.unwind(phase, error, lambda: over)
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from moelink.memory import Network
 
 _ANY_NUMBER, _ANY_LIMIT = 3, (1 << 40) + 3
 """Numbers that no kernel is specialised for: neither 1 nor a multiple of 16, of 32 and of 64 bits."""
+
+OWN_ADDRESSES = len(Peers._fields)
+"""Addresses of a kernel that are the launcher's own: they come first."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,13 @@ def _key(given: Sequence[Tensor]) -> tuple[Any, ...]:
     return (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
 
 
-def _has_hooks() -> bool:
+def has_hooks() -> bool:
     """Return whether a profiler wants to hear of launches. Triton handles whatever is not a chain of hooks."""
     hooks = knobs.runtime
-    return bool(getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True))
+    try:
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)  # type: ignore[union-attr]
+    except AttributeError:
+        return True
 
 
 def _of_any_value(numbers: Any) -> Any:
@@ -126,7 +132,7 @@ class Launcher:
         run in."""
         self.peers, self._device, self._network = peers, device, network
         self._num_sms, self._available, self._guard = num_sms, available, guard
-        self._interpreted = device.type == "cpu"
+        self._index, self._interpreted = device.index, device.type == "cpu"
         self._own = _peer_arguments(peers)
         self._own_addresses: list[int] = []
         self._loaded: dict[Any, Any] = {}
@@ -150,7 +156,12 @@ class Launcher:
 
     def current_stream(self) -> int:
         """Return the handle of the device's current stream, as launches take it. torch would make an object of it."""
-        return driver.active.get_current_stream(self._device.index)  # type: ignore[no-any-return]
+        return self._stream_of(self._index)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _stream_of(self) -> Callable[[int], int]:
+        """What returns the handle of a device's current stream. There is none without a GPU."""
+        return driver.active.get_current_stream  # type: ignore[no-any-return]
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -206,7 +217,7 @@ class Launcher:
         if self._preparing:
             return
         triton_kernel, direct = loaded
-        stream, hooked = self.current_stream(), _has_hooks()
+        stream, hooked = self.current_stream(), has_hooks()
         if direct is not None and not hooked and peers is self.peers:
             direct.pack([*self._own_addresses, *flat_addresses(records(False))], numbers)
             direct.launch(kernel.count, stream)
@@ -220,15 +231,20 @@ class Launcher:
         function, metadata = triton_kernel.function, triton_kernel.packed_metadata
         triton_kernel.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
 
-    def direct_form(self, kernel: CompiledKernel, given: Sequence[Tensor]) -> DirectKernel | None:
-        """Return the direct form of a kernel that was launched with these tensors of the caller's, or None."""
-        _, direct = kernel.loaded.get(_key(given), (None, None))
-        return direct
+    def direct_form(
+        self, kernel: CompiledKernel, given: Sequence[Tensor], addresses: Sequence[int], numbers: Any
+    ) -> DirectKernel | None:
+        """Return a direct form, with a buffer of its own, of a kernel that was launched with these tensors of the
+        caller's, or None where only Triton can launch it.
 
-    def launch_direct(self, direct: DirectKernel, count: int, addresses: Sequence[int], numbers: Any) -> None:
-        """Launch ``count`` CTAs of a direct form on the current stream, with the addresses of all tensors in order."""
+        Its buffer has the launcher's own addresses (:data:`OWN_ADDRESSES`), then ``addresses``, then ``numbers``.
+        """
+        _, direct = kernel.loaded.get(_key(given), (None, None))
+        if direct is None:
+            return None
+        direct = direct.apart()
         direct.pack([*self._own_addresses, *addresses], numbers)
-        direct.launch(count, self.current_stream())
+        return direct  # type: ignore[no-any-return]
 
     def bind(
         self,
@@ -236,27 +252,29 @@ class Launcher:
         records: Callable[[bool], Sequence[Any]],
         numbers: Any,
         given: Sequence[Tensor] = (),
-    ) -> Callable[[], None]:
-        """Return a function that launches ``kernel`` with these arguments (:meth:`launch`), however often it is called.
+    ) -> Callable[[int], None]:
+        """Return a function that launches ``kernel`` with these arguments (:meth:`launch`) on the current stream, whose
+        handle it takes, however often it is called.
 
         On CUDA the kernel is compiled and loaded now. The caller keeps the tensors.
         """
-        again = partial(self.launch, kernel, records, numbers, given)
+
+        def again(_: int) -> None:
+            self.launch(kernel, records, numbers, given)
+
         if self._interpreted:
             return again
         with self.preparing():
-            again()
-        _, direct = kernel.loaded[_key(given)]
+            again(0)
+        direct = self.direct_form(kernel, given, flat_addresses(records(False)), numbers)
         if direct is None:
             return again
-        direct = direct.apart()
-        direct.pack([*self._own_addresses, *flat_addresses(records(False))], numbers)
 
-        def launch() -> None:
-            if _has_hooks():
-                again()
+        def launch(stream: int) -> None:
+            if has_hooks():
+                again(stream)
             else:
-                direct.launch(kernel.count, self.current_stream())
+                direct.launch(kernel.count, stream)
 
         return launch
 

@@ -1,17 +1,21 @@
 """Measure host time of eager calls: of dispatch and combine (``calls``), and of the operator layer (``operators``).
 
-``calls``: one rank on the symmetric transport. On a CUDA device (``--device cuda``) the kernels are launched; on a CPU,
-where they would be interpreted, launches only gather their arguments, so that what is timed is Python, PyTorch's checks
-and allocations. Time is processor time of this process, and the least of many short batches, as other work on the
-machine only ever adds to it.
+``calls``: one rank on the symmetric transport, on a CUDA device, or on a CPU that plays one
+(:mod:`moelink.tools.bench.played`): there the host does what it does in a call on a GPU, but launches and looks at the
+stream do nothing, and tensors are small, as those of some megabytes cost a CPU a call of its kernel. Time is processor
+time of this process, and the least of many short batches, as other work on the machine only ever adds to it.
 
 * ``dispatch``, ``combine``: one call. ``pair``: one after the other.
+* ``pair, looked at``: the same, and the fields of the output that a grouped matmul takes.
 * ``bound dispatch``, ``bound combine``, ``bound pair``: the same of calls that ``ep.bind`` made.
-* ``tensors``: the calls of ``torch.empty_strided`` that a pair makes, alone, with the same arguments.
+* ``tensors``: what a pair asks of PyTorch's allocator, alone. ``launches``: the two launches of a pair, alone, with
+  parameters that are in place. Both together are the floor: what no change of moelink's Python can save.
+* ``own``: ``pair`` less the floor.
 
-``operators``: one rank on a CPU, so nothing travels: what is timed is Python, PyTorch's dispatcher and a few small
-tensors. A *pair* is one dispatch and one combine of the same tokens. The ways to make it take turns in each round, and
-their results are compared bit for bit first. All but the third run under ``torch.no_grad``.
+``operators``: one rank, on a CPU over the collective transport, on a CUDA device over the symmetric one. Nothing
+travels: what is timed is Python, PyTorch's dispatcher and, on a CPU, a few small tensors. A *pair* is one dispatch and
+one combine of the same tokens. The ways to make it take turns in each round, and their results are compared bit for bit
+first. All but the third run under ``torch.no_grad``.
 
 * ``direct``: ``ep.dispatch`` and ``ep.combine`` as inference calls them
 * ``operator``: through ``torch.ops.moelink``, nothing requiring grad
@@ -19,7 +23,7 @@ their results are compared bit for bit first. All but the third run under ``torc
 * ``choice``: deciding between them, which every call does
 
     python -m moelink.tools.bench.host calls --device cuda
-    python -m moelink.tools.bench.host operators
+    python -m moelink.tools.bench.host operators --device cuda
 """
 
 from __future__ import annotations
@@ -29,8 +33,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
-from unittest import mock
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,10 +45,16 @@ from moelink.tools.bench.document import head, results_folder, script_parser, wr
 SIZES: dict[str, Any] = {"num_experts": 64, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 128}
 FORMAT = "fp8_block128"
 TOKENS, CAPACITY = 128, 1024
+SMALL = {"hidden_size": 256, "capacity": 64}
+"""In place of these on a CPU."""
 BATCHES, CALLS, WARMUP = 300, 20, 50
+TARGETS = {"pair": 40.0, "bound dispatch": 15.0, "bound combine": 15.0}
+"""Microseconds of host time at most, on a machine with H200s."""
 
 OPERATOR_CASE: dict[str, Any] = {"num_experts": 64, "topk": 8, "hidden_size": 2048, "max_tokens_per_rank": 16}
 OPERATOR_TOKENS = (1, 16)
+BUDGET = {"operator": 250.0, "operator, gradients": 400.0}
+"""Microseconds of host time that a pair through the operators may take more than the direct one."""
 ROUNDS, WARMUP_ROUNDS = 400, 20
 
 
@@ -63,30 +72,34 @@ def least(call: Callable[[], Any], settle: Callable[[], None]) -> float:
     return round(best, 1)
 
 
-def measure_calls(device: torch.device) -> dict[str, Any]:
-    """Return the microseconds of each part, and how many tensors a pair makes."""
-    ep = moelink.init(**SIZES, dispatch_format=FORMAT, capacity=CAPACITY, transport="symmetric", device=device)
-    x = torch.randn(TOKENS, SIZES["hidden_size"], device=device).bfloat16()
-    topk_weights, topk_ids = torch.rand(TOKENS, SIZES["num_experts"], device=device).topk(SIZES["topk"])
+def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
+    """Return the microseconds of each part, and how many tensors a pair makes. On a device, or on one that is
+    played."""
+    device, config = ep.device, ep.config
+    x = torch.randn(TOKENS, config.hidden_size, device=device).bfloat16()
+    topk_weights, topk_ids = torch.rand(TOKENS, config.num_experts, device=device).topk(config.topk)
     topk_ids = topk_ids.int()
-    y = torch.zeros(CAPACITY, SIZES["hidden_size"], device=device).bfloat16()
-    recv = ep.dispatch(x, topk_ids, topk_weights)
+    y = torch.zeros(config.row_capacity, config.hidden_size, device=device).bfloat16()
 
     def pair() -> Tensor:
         return ep.combine(y, ep.dispatch(x, topk_ids, topk_weights))
 
-    empty = torch.empty_strided
-    made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    def looked_at() -> Tensor:
+        recv = ep.dispatch(x, topk_ids, topk_weights)
+        _ = recv.tokens, recv.scales, recv.row_offsets
+        return ep.combine(y, recv)
 
-    def noting(*args: Any, **options: Any) -> Tensor:
-        made.append((args, options))
-        return empty(*args, **options)
+    pair()
+    lane: Any = ep._quick
+    (sends,), (returns,) = lane._dispatches.values(), lane._combines.values()
+    recv = ep.dispatch(x, topk_ids, topk_weights)
+    out = ep.combine(y, recv)  # both stay, as the launches below write into them
+    made, stream = (*sends.makers, *returns.makers), lane._rank.launcher.current_stream()
+    (send, senders), (home, receivers) = ((kind.direct.apart(), kind.count) for kind in (sends, returns))
 
-    with mock.patch.object(torch, "empty_strided", noting):
-        pair()
-
-    def tensors() -> list[Tensor]:
-        return [empty(*args, **options) for args, options in made]
+    def launches() -> None:
+        send.launch(senders, stream)
+        home.launch(receivers, stream)
 
     bound_dispatch = ep.bind(x, topk_ids, topk_weights)
     bound_dispatch()
@@ -101,40 +114,44 @@ def measure_calls(device: torch.device) -> dict[str, Any]:
         "dispatch": lambda: ep.dispatch(x, topk_ids, topk_weights),
         "combine": lambda: ep.combine(y, recv),
         "pair": pair,
-        "tensors": tensors,
+        "pair, looked at": looked_at,
+        "tensors": lambda: [make() for make in made],
+        "launches": launches,
         "bound dispatch": bound_dispatch,
         "bound combine": bound_combine,
         "bound pair": bound_pair,
     }
     with torch.no_grad():
         times = {name: least(call, settle) for name, call in calls.items()}
-    ep.close()
+    del out
+    times["own"] = round(times["pair"] - times["tensors"] - times["launches"], 1)
     return {"microseconds": times, "tensors_of_a_pair": len(made)}
 
 
 def calls_document(kind: str, commit: str | None) -> dict[str, Any]:
     """Measure on a device of this kind ("cpu", "cuda") and return the document."""
     launches = kind == "cuda"
-    device = torch.device("cuda", 0) if launches else torch.device("cpu")
-    if not launches:
+    case = {**SIZES, "dispatch_format": FORMAT, "capacity": CAPACITY, **({} if launches else SMALL)}
+    if launches:
+        device = torch.device("cuda", 0)
+        opened: Any = moelink.init(**case, transport="symmetric", device=device)
+    else:
         os.environ["TRITON_INTERPRET"] = "1"
-    from moelink.kernels.launch.launcher import Launcher, addresses_of
+        from moelink.tools.bench.played import played
 
-    def gather(_launcher: Launcher, _kernel: Any, records: Callable[[bool], Any], *_: Any) -> None:
-        for record in records(False):
-            addresses_of(record)
-
-    with mock.patch.object(Launcher, "launch", Launcher.launch if launches else gather):
-        result = measure_calls(device)
+        opened = played(**case)
+    with opened as ep:
+        result = measure_calls(ep)
     print(json.dumps(result, indent=2))
     return {
         **head("host_time", script="host", commit=commit),
         "device": kind,
         "devices": [torch.cuda.get_device_name(device) if launches else "CPU"],
         "launches": launches,
-        "case": {**SIZES, "dispatch_format": FORMAT, "num_tokens": TOKENS, "capacity": CAPACITY},
+        "case": {**case, "num_tokens": TOKENS},
         "unit": "microseconds of the host's processor time per call",
         "settings": {"batches": BATCHES, "calls": CALLS, "warmup": WARMUP},
+        "targets": TARGETS,
         **result,
     }
 
@@ -169,9 +186,11 @@ def ways(ep: moelink.Communicator, x: Tensor, ids: Tensor, weights: Tensor, y: T
 def measure_operators(ep: moelink.Communicator, num_tokens: int) -> dict[str, dict[str, float]]:
     """Return microseconds per pair by way: median, 20th and 80th percentile of the rounds."""
     torch.manual_seed(num_tokens)
-    x = torch.randn(num_tokens, OPERATOR_CASE["hidden_size"]).bfloat16()
-    weights, ids = torch.rand(num_tokens, OPERATOR_CASE["num_experts"]).softmax(-1).topk(OPERATOR_CASE["topk"])
-    y = torch.randn(ep.config.row_capacity, OPERATOR_CASE["hidden_size"]).bfloat16()
+    device = ep.device
+    x = torch.randn(num_tokens, OPERATOR_CASE["hidden_size"], device=device).bfloat16()
+    scores = torch.rand(num_tokens, OPERATOR_CASE["num_experts"], device=device)
+    weights, ids = scores.softmax(-1).topk(OPERATOR_CASE["topk"])
+    y = torch.randn(ep.config.row_capacity, OPERATOR_CASE["hidden_size"], device=device).bfloat16()
     calls = ways(ep, x, ids, weights, y)
     want = calls["direct"]()
     for name in ("operator", "operator, gradients"):
@@ -179,10 +198,12 @@ def measure_operators(ep: moelink.Communicator, num_tokens: int) -> dict[str, di
     times: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(WARMUP_ROUNDS + ROUNDS):
         for name, call in calls.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             with torch.set_grad_enabled("gradients" in name):
-                start = time.perf_counter_ns()
+                start = time.process_time_ns()
                 call()
-                stop = time.perf_counter_ns()
+                stop = time.process_time_ns()
             if round_ >= WARMUP_ROUNDS:
                 times[name].append((stop - start) / 1e3)
     return {name: spread(values) for name, values in times.items()}
@@ -194,10 +215,12 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p20": cuts[0], "p80": cuts[3]}
 
 
-def operators_document(commit: str | None) -> dict[str, Any]:
-    """Measure, print a table, return the document."""
+def operators_document(kind: str, commit: str | None) -> dict[str, Any]:
+    """Measure on a device of this kind ("cpu", "cuda"), print a table, return the document."""
     torch.set_num_threads(1)
-    with moelink.init(**OPERATOR_CASE) as ep:
+    device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    transport: Literal["collective", "symmetric"] = "symmetric" if kind == "cuda" else "collective"
+    with moelink.init(**OPERATOR_CASE, transport=transport, device=device) as ep:
         rows = [{"tokens": tokens, "us": measure_operators(ep, tokens)} for tokens in OPERATOR_TOKENS]
     for row in rows:
         us: dict[str, Any] = row["us"]  # type: ignore[assignment]
@@ -210,24 +233,24 @@ def operators_document(commit: str | None) -> dict[str, Any]:
             )
     return {
         **head("ops_overhead", script="host", commit=commit),
-        "case": {**OPERATOR_CASE, "ranks": 1, "dispatch_format": "bf16", "transport": "collective", "rounds": ROUNDS},
-        "unit": "microseconds on the host per pair of dispatch and combine",
+        "device": kind,
+        "devices": [torch.cuda.get_device_name(device) if kind == "cuda" else "CPU"],
+        "case": {**OPERATOR_CASE, "ranks": 1, "dispatch_format": "bf16", "transport": transport, "rounds": ROUNDS},
+        "unit": "microseconds of the host's processor time per pair of dispatch and combine",
+        "budget": BUDGET,
         "gate": "passed",
         "rows": rows,
     }
 
 
 def main() -> None:
-    """Measure and write the result; ``render`` brings that of the operators into docs/pytorch.md."""
-    parser = script_parser(__doc__, out="benchmarks/results/host_time_DEVICE.json or ops_overhead.json")
+    """Measure and write the result; ``render`` brings it into docs/performance.md or docs/pytorch.md."""
+    parser = script_parser(__doc__, out="benchmarks/results/host_time_DEVICE.json or ops_overhead_DEVICE.json")
     parser.add_argument("what", choices=("calls", "operators"))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of calls")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    if args.what == "calls":
-        document, name = calls_document(args.device, args.commit), f"host_time_{args.device}.json"
-    else:
-        document, name = operators_document(args.commit), "ops_overhead.json"
-    write(document, args.out or results_folder() / name)
+    measure, name = (calls_document, "host_time") if args.what == "calls" else (operators_document, "ops_overhead")
+    write(measure(args.device, args.commit), args.out or results_folder() / f"{name}_{args.device}.json")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 * README.md, between the markers "speed": the medians of the presets ``decode`` and ``prefill`` of ``moelink bench`` on
   the largest number of GPUs.
 * docs/performance.md, between the markers "benchmark": the comparison on CPUs.
+* docs/performance.md, between the markers "host": host time of calls.
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
 * README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``; README.md
   on the fewest GPUs.
@@ -20,7 +21,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from moelink.tools.bench import host_table
 from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, repository, results_folder
+from moelink.tools.bench.host_table import HOST_BENCHMARK as HOST
+from moelink.tools.bench.host_table import OPERATORS_BENCHMARK as OPERATORS
 from moelink.tools.bench.layer import tables
 from moelink.tools.bench.measure import PHASES
 from moelink.tools.bench.report import METHODS
@@ -263,19 +267,6 @@ def page(
     return "\n\n".join(parts) + "\n"
 
 
-def overhead(document: dict[str, Any]) -> str:
-    """Return the paragraph of docs/pytorch.md about what the operator layer costs."""
-    row, host, versions = document["rows"][0], document["host"], document["versions"]
-    us = {name: times["median"] for name, times in row["us"].items()}
-    text = (
-        f"Through the operators, a pair of dispatch and combine of {row['tokens']} token takes "
-        f"{us['operator'] - us['direct']:.0f} µs more than the {us['direct'] / 1e3:.1f} ms of the direct way. Choosing "
-        f"between the two takes {us['choice']:.1f} µs. Measured on one rank of the collective transport: "
-        f"{host['processor']}, torch {versions['torch']}, {document['date']}."
-    )
-    return wrapped(text)
-
-
 def between(text: str, name: str, content: str) -> str:
     """Return ``text`` with the part between the markers of ``name`` replaced."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -299,10 +290,15 @@ def rendered() -> dict[Path, str]:
     picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
     start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
+    host = "\n\n".join(
+        text if text.startswith("|") else wrapped(text) for text in host_table.host_summary(host_table.results(HOST))
+    )
+    costs = "\n\n".join(wrapped(host_table.overhead_of(each)) for _, each in host_table.results(OPERATORS))
+    speed = between(speed, "host", host)
     return {
         readme: between(start, "layer", layer_summary(by_ranks[:1])),
         performance: between(speed, "layer", (layer_summary(by_ranks) or NO_LAYER) + picture),
-        guide: between(guide.read_text(), "overhead", overhead(result("ops_overhead.json"))),
+        guide: between(guide.read_text(), "overhead", costs),
         root / "docs" / "results.md": page(results, layers, gpu_results(ROLES_BENCHMARK)),
     }
 

@@ -95,26 +95,23 @@ class Combine:
     There is one pass, except for ``reduce=False`` when the workspace holds fewer rows per token than ``topk``.
     """
 
-    def __init__(self, rank: Rank, request: CombineRequest, plan: LaunchPlan | None = None) -> None:
-        """``plan``: that of an earlier call of this kind, without options."""
+    def __init__(self, rank: Rank, request: CombineRequest) -> None:
         self.rank, self.request = rank, request
         weights, handle, epilogue = request.home_weights, request.recv.handle, request.epilogue
         hook, bias = (epilogue, None) if isinstance(epilogue, Hook) else (None, epilogue)
         self._torch_hook = hook if hook is not None and hook.triton_fn is None else None
-        if plan is None:
-            if request.topk_weights is not None:
-                weights = evaluate_weights(
-                    weights, num_tokens=handle.num_tokens, topk=rank.config.topk, device=rank.device,
-                    dtype=rank.weight_dtype,
-                )  # fmt: skip
-            weights = None if weights is None else weights.contiguous()  # type: ignore[union-attr]
-            plan = rank.plan(
-                LaunchPlan, handle.num_tokens, request.reduce, request.row_weights is not None, weights is not None,
-                request.shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
-                hook.triton_fn if hook is not None and self._torch_hook is None else None,
-                self._torch_hook is not None, request.num_sms,
+        if request.topk_weights is not None:
+            weights = evaluate_weights(
+                weights, num_tokens=handle.num_tokens, topk=rank.config.topk, device=rank.device,
+                dtype=rank.weight_dtype,
             )  # fmt: skip
-        self.launch_plan = plan
+        weights = None if weights is None else weights.contiguous()  # type: ignore[union-attr]
+        self.launch_plan = rank.plan(
+            LaunchPlan, handle.num_tokens, request.reduce, request.row_weights is not None, weights is not None,
+            request.shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
+            hook.triton_fn if hook is not None and self._torch_hook is None else None,
+            self._torch_hook is not None, request.num_sms,
+        )  # fmt: skip
         self.out = self._result(hook)
         self._hooked = hook.tensors if hook is not None and self._torch_hook is None else ()
         self._weights, self._bias = weights, bias
@@ -128,25 +125,6 @@ class Combine:
             self.out, *self._hooked,
         )  # fmt: skip
         return [tensor for tensor in tensors if tensor is not None]  # type: ignore[misc]
-
-    def direct(self) -> tuple[int, list[int], CombineNumbers]:
-        """Return how many CTAs launch both roles at once, the addresses of all tensors, and the numbers.
-
-        Of a call without options over an output in an arena.
-        """
-        plan, request, weights = self.launch_plan, self.request, self._weights
-        recv, nothing = request.recv, self.rank.nothing_at
-        fields = recv.__dict__
-        if "weights" in fields:
-            row_weights = nothing if fields["weights"] is None else fields["weights"].data_ptr()
-        else:
-            row_weights = fields["_arena"].address("weights")
-        addresses = [
-            request.y.data_ptr(), row_weights, nothing if weights is None else weights.data_ptr(),  # type: ignore[union-attr]
-            recv.handle.topk_ids.data_ptr(), nothing, nothing, self.out.data_ptr(), nothing,
-            *recv.handle.plan.flat_addresses,
-        ]  # fmt: skip
-        return plan.both.count, addresses, self._numbers(plan.fused, 0)
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
         """Return the rows, and what they are multiplied by and added to."""

@@ -19,22 +19,22 @@ from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbe
 from moelink.memory.layout import as_bytes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import (
-    Arena,
     ArenaLayout,
     Blank,
     DispatchHandle,
     DispatchOutput,
     OutputShape,
-    make,
+    made,
     shape_of_outputs,
     version_at_dispatch,
 )
 from moelink.transports.base import DispatchRequest
-from moelink.transports.symmetric.notes import SymmetricNotes
+from moelink.transports.symmetric.notes import NotesLayout, SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
+from moelink.transports.symmetric.received import Received
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two plans are never equal, and to hash one is to hash its address
 class LaunchPlan:
     """All that dispatches of one kind have in common, decided once. Otherwise it would take most of a call's host time.
 
@@ -49,6 +49,9 @@ class LaunchPlan:
             the call has none.
         in_arena: the same of these fields, of the notes, and of what stands for the cached routing.
         large: the tensors that are not in the arena.
+        unseen: the fields of an output that are made at the first look, beside its handle.
+        notes_layout: where the parts of the notes are.
+        rank, first_id: the handle's ``rank`` and ``first_id``.
     """
 
     send: CompiledKernel
@@ -68,6 +71,10 @@ class LaunchPlan:
     small: tuple[int, ...]
     in_arena: tuple[int, ...]
     large: tuple[tuple[str, Blank], ...]
+    unseen: frozenset[str]
+    notes_layout: NotesLayout
+    rank: int
+    first_id: int
 
     @classmethod
     def of(
@@ -123,6 +130,10 @@ class LaunchPlan:
             small=small,
             in_arena=(*small, *noted, received, counted),
             large=outputs.large,
+            unseen=frozenset([*dict(outputs.small), *outputs.absent]),
+            notes_layout=rank.notes,
+            rank=config.rank,
+            first_id=rank.first_expert if config.global_ids else 0,
         )
 
 
@@ -139,57 +150,51 @@ def _bytes(tensor: Tensor, typed: bool) -> Tensor:
 class Dispatch:
     """A dispatch of one rank: :meth:`send` and then :meth:`receive`, or :meth:`send_and_receive` in one launch."""
 
-    def __init__(self, rank: Rank, request: DispatchRequest, identity: str, plan: LaunchPlan | None = None) -> None:
-        """``plan``: that of an earlier call of this kind (:meth:`plan_of`), whose tensors need no conversion."""
+    def __init__(self, rank: Rank, request: DispatchRequest, identity: str) -> None:
         self.rank, self.request = rank, request
         config, device, out = rank.config, rank.device, request.out
         x, weights, input_scale = request.x, request.topk_weights, request.input_scale
-        if plan is None:
-            if weights is not None:
-                weights = evaluate_weights(
-                    weights, num_tokens=x.shape[0], topk=config.topk, device=device, dtype=rank.weight_dtype
-                )
-                assert weights is not None
-                weights = weights.contiguous()
-            if input_scale is not None:
-                input_scale = evaluate_input_scale(input_scale)
-            plan = self.plan_of(rank, request)
-        self.launch_plan = plan
+        if weights is not None:
+            weights = evaluate_weights(
+                weights, num_tokens=x.shape[0], topk=config.topk, device=device, dtype=rank.weight_dtype
+            )
+            assert weights is not None
+            weights = weights.contiguous()
+        if input_scale is not None:
+            input_scale = evaluate_input_scale(input_scale)
+        self.launch_plan = plan = self.plan_of(rank, request)
         self._rows = plan.rows if request.routing is None else request.output_rows(config)
         in_arena = out is None and not request.apart and self._rows == plan.rows
-        arena = plan.arena.allocate(device) if in_arena else None
+        self._arena = plan.arena.allocate(device) if in_arena else None
+        again = None
         if request.routing is not None:
             # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
             # this one may fail where that one did not.
-            self.notes = request.routing.handle.plan.again()
-        elif arena is None:
-            self.notes = SymmetricNotes(rank.notes, plan.notes.on(device))
-        else:
-            self.notes = SymmetricNotes(rank.notes, arena.memory, words=plan.notes.shape[0])
-        counts = {"counts": plan.counts.on(device)} if arena is None else {"_arena": arena}
-        handle = make(DispatchHandle, {
-            "owner": identity, "rank": config.rank, "num_tokens": x.shape[0], "topk_ids": request.topk_ids,
-            "topk_weights": weights, "plan": self.notes, "carrier": None,
-            "ids_version": version_at_dispatch(request.topk_ids),
-            "first_id": rank.first_expert if config.global_ids else 0, **counts,
-        })  # fmt: skip
-        self._arena = arena
-        if out is not None:
-            self.output = dataclasses.replace(out, handle=handle, host_counts=None)
-            self._scale_rows = _scale_rows(out.scales)
-        elif arena is not None:
+            again = request.routing.handle.plan.again()
+        version = version_at_dispatch(request.topk_ids)
+        if self._arena is not None:
+            at, ids = self._arena.data_ptr(), request.topk_ids
+            received = Received(plan, identity, self._arena, at, ids, weights, version, again)
+            self.notes, self._scale_rows = received.notes, plan.fused.scale_rows
             large = {name: blank.on(device) for name, blank in plan.large}
-            self.output = make(DispatchOutput, {**large, **plan.outputs.absent, "handle": handle, "_arena": arena})
-            self._scale_rows = plan.fused.scale_rows
+            self.output = made(DispatchOutput, {"_source": received, **large})
         else:
-            shape = shape_of_outputs(config, rows=self._rows, weighted=weights is not None)
-            self.output = shape.allocate(handle, device)
+            self.notes = SymmetricNotes(rank.notes, plan.notes.on(device)) if again is None else again
+            handle = DispatchHandle(
+                owner=identity, rank=plan.rank, num_tokens=x.shape[0], topk_ids=request.topk_ids, topk_weights=weights,
+                counts=plan.counts.on(device), plan=self.notes, ids_version=version, first_id=plan.first_id,
+            )  # fmt: skip
+            if out is not None:
+                self.output = dataclasses.replace(out, handle=handle, host_counts=None)
+            else:
+                shape = shape_of_outputs(config, rows=self._rows, weighted=weights is not None)
+                self.output = shape.allocate(handle, device)
             self._scale_rows = _scale_rows(self.output.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
             x = x.clone()
         self._x: Tensor = x
         self._input_scale: Tensor | None = input_scale  # type: ignore[assignment]
-        self._weights: Tensor | None = weights  # type: ignore[assignment]
+        self._weights: Tensor | None = weights
 
     @staticmethod
     def plan_of(rank: Rank, request: DispatchRequest) -> LaunchPlan:
@@ -206,25 +211,6 @@ class Dispatch:
         tensors = (self._x, self.request.scales, self._input_scale, self.request.topk_ids, self._weights)
         return [tensor for tensor in tensors if tensor is not None]
 
-    def direct(self) -> tuple[int, list[int], DispatchNumbers]:
-        """Return how many CTAs launch both roles at once, the addresses of all tensors, and the numbers.
-
-        Of a call without options whose output is in an arena.
-        """
-        plan, fields, arena, weights = self.launch_plan, self.output.__dict__, self._arena, self._weights
-        assert arena is not None
-        nothing, start, scales = self.rank.nothing_at, arena.memory.data_ptr(), fields["scales"]
-        addresses = [
-            self._x.data_ptr(), nothing, nothing, self.request.topk_ids.data_ptr(),
-            nothing if weights is None else weights.data_ptr(), fields["tokens"].data_ptr(),
-            nothing if scales is None else scales.data_ptr(),
-            *[nothing if begin < 0 else start + begin for begin in plan.in_arena],
-        ]  # fmt: skip
-        if fields["topk_ids"] is not None:  # layout "rank", which has these in tensors of their own
-            addresses[11] = nothing if fields["topk_weights"] is None else fields["topk_weights"].data_ptr()
-            addresses[12] = fields["topk_ids"].data_ptr()
-        return plan.both.count, addresses, plan.fused
-
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
         """Return what the sender role reads."""
         request, nothing = self.request, self.rank.table
@@ -240,7 +226,7 @@ class Dispatch:
     def _outputs(self, typed: bool) -> tuple[Any, ...]:
         """Return what the receiver role writes."""
         if self._arena is not None and not typed:
-            return self._addresses(self._arena)
+            return self._addresses(self._arena.data_ptr())
         out, nothing = self.output, self.rank.table
         weights = out.weights if out.topk_ids is None else out.topk_weights
         scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
@@ -252,15 +238,17 @@ class Dispatch:
         )  # fmt: skip
         return DispatchOutputs._make(fields) if typed else fields
 
-    def _addresses(self, arena: Arena) -> tuple[Any, ...]:
-        """Return the addresses of what the receiver role writes, without making its small tensors."""
-        fields, nothing, start = self.output.__dict__, self.rank.table, arena.memory.data_ptr()
-        scales = fields["scales"] if self.launch_plan.layout is None else self.rank.message_of_row
+    def _addresses(self, start: int) -> tuple[Any, ...]:
+        """Return the addresses of what the receiver role writes, without making its small tensors.
+
+        ``start``: that of the arena.
+        """
+        out, nothing = self.output, self.rank.table
+        scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
         small = [nothing if begin < 0 else start + begin for begin in self.launch_plan.small]
-        if fields["topk_ids"] is not None:  # layout "rank", which has these in tensors of their own
-            weights = fields["topk_weights"]
-            small[4], small[5] = nothing if weights is None else weights, fields["topk_ids"]
-        return (fields["tokens"], nothing if scales is None else scales, *small)
+        if out.topk_ids is not None:  # layout "rank", which has these in tensors of their own
+            small[4], small[5] = nothing if out.topk_weights is None else out.topk_weights, out.topk_ids
+        return (out.tokens, nothing if scales is None else scales, *small)
 
     def _routing(self, typed: bool) -> tuple[Any, Any]:
         """Return this call's notes, and what the call that made the routing received and counted.
@@ -278,7 +266,7 @@ class Dispatch:
         """Return this call's counts, or their address."""
         if self._arena is None or typed:
             return self.output.handle.counts
-        return self._arena.memory.data_ptr() + self.launch_plan.arena.places["counts"][0]
+        return self._arena.data_ptr() + self.launch_plan.arena.places["counts"][0]
 
     def _sent(self, typed: bool) -> tuple[Any, ...]:
         return (self._inputs(typed), *self._routing(typed))

@@ -3,31 +3,42 @@
 An eager call costs the host far more than its launch: a request, its checks, objects that stand for the call, records
 of arguments. Most calls are like an earlier one, though, but for the addresses and values of their tensors. For these,
 the *kind* of the call (shapes and dtypes) says that it passes the checks, which kernel runs, and where each address
-stands in the parameters of the kernel. A quick call looks up its kind, makes its output, and launches.
+stands in the parameters of the kernel (:mod:`moelink.transports.symmetric.kinds`). A quick call looks up its kind,
+makes its output, writes the addresses, and launches.
 
 The quick lane takes calls without options that are not traced and need no gradient. It answers None to any other call,
 before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the first
-ordinary call of that kind. What it does for a call, and in which order, is what the session and the transport do.
+ordinary call of that kind. What it does for a call, and in which order, is what the session and the transport do: up
+to its launch an exception, such as that there is no memory for the output, is told to the peers as a refusal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moelink.kernels.launch.direct import DirectKernel
+from moelink.kernels.launch.launcher import has_hooks
 from moelink.memory.layout import ALIGNMENT
-from moelink.output import DispatchOutput, version_of
+from moelink.output import DispatchOutput, is_captured
 from moelink.transports.base import CombineRequest, DispatchRequest, Phase
 from moelink.transports.session import Session
 from moelink.transports.symmetric.combine import Combine
 from moelink.transports.symmetric.dispatch import Dispatch
+from moelink.transports.symmetric.kinds import (
+    COMBINE_ADDRESSES,
+    DISPATCH_ADDRESSES,
+    DirectCombine,
+    DirectDispatch,
+    InterpretedCombine,
+    InterpretedDispatch,
+)
 from moelink.transports.symmetric.rank import Rank
+from moelink.transports.symmetric.received import Received
 
 MOST_KINDS = 4096
 """Kinds that are kept. A program with more, such as one whose token count is never the same, is not slower for it."""
@@ -41,26 +52,8 @@ class Transport(Protocol):
     def raise_error(self) -> None:
         """Raise what the error records say, without waiting."""
 
-    def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
-        """Tell peers that a call which was begun brings nothing."""
-
-    def launch_quick(self, phase: Phase, rank: Rank, launch: Callable[[], None]) -> None:
+    def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:
         """Count a call of one local rank and launch it."""
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Calls of one kind.
-
-    Attributes:
-        plan: all that they have in common.
-        direct: the kernel of both roles; None where it is interpreted.
-        shape: of ids and weights (dispatch), or of y (combine).
-    """
-
-    plan: Any
-    direct: DirectKernel | None
-    shape: torch.Size
 
 
 class QuickLane:
@@ -68,130 +61,159 @@ class QuickLane:
 
     def __init__(self, session: Session, transport: Transport, rank: Rank) -> None:
         self._session, self._transport, self._rank = session, transport, rank
-        self._config, self._identity = session.configs[0], session.identity
-        self._device = -1 if rank.device.type == "cpu" else rank.device.index
-        self._kinds: dict[Any, _Kind | None] = {}
+        self._most_id = session.configs[0].num_experts - 1
+        self._on_cpu = rank.device.type == "cpu"
+        self._device = -1 if self._on_cpu else rank.device.index
+        self._dispatches: dict[Any, DirectDispatch | InterpretedDispatch | None] = {}
+        self._combines: dict[Any, DirectCombine | InterpretedCombine | None] = {}
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None, max_tokens: int | None) -> DispatchOutput | None:
         """Make a dispatch of a known kind and return its output, or do nothing and return None."""
-        if type(x) is not Tensor or type(ids) is not Tensor or (weights is not None and type(weights) is not Tensor):
+        key = _kind_of_dispatch(x, ids, weights, max_tokens)
+        kind = None if key is None else self._dispatches.get(key)
+        if kind is None or has_hooks():
             return None
-        if max_tokens is not None and type(max_tokens) is not int:
+        gradients = torch.is_grad_enabled()
+        x_at, ids_at = self._address(x, gradients), self._address(ids, False)
+        weights_at = 0 if weights is None else self._address(weights, gradients)
+        if x_at < 0 or ids_at < 0 or weights_at < 0 or (self._on_cpu and not self._in_range(ids)):
             return None
-        kind = self._kinds.get((x.shape, x.dtype, ids.dtype, None if weights is None else weights.dtype, max_tokens))
-        if kind is None or not self._fits(x, ids, weights, kind):
-            return None
-        session, transport = self._session, self._transport
+        session, transport, rank = self._session, self._transport, self._rank
         try:
             session.begin("dispatch")
+            if rank.has_error():
+                self._raise_error()
+            stream = rank.stream_to_go_on()
+            # Of a handle that is 0, the default stream, nothing is captured.
+            unknown = ids.is_inference() or (stream != 0 and is_captured(ids))
+            version = None if unknown else ids._version
+            output = kind.prepare(x, x_at, ids, ids_at, weights, weights_at, version)
             transport.half_done = session.settled = True
-            transport.raise_error()
-            try:
-                request = DispatchRequest(x, ids, weights, None, None, None, False, None, max_tokens)
-                call = Dispatch(self._rank, request, self._identity, kind.plan)
-            except Exception:  # for instance no memory for the outputs; peers are already in the call
-                transport.refuse("dispatch")
-                raise
-            transport.launch_quick("dispatch", self._rank, self._launch(call, kind))
-            return call.output
+            transport.launch_quick("dispatch", rank, stream, kind.launch)
+            return output
         except BaseException as error:
             session.unwind("dispatch", error)
             raise
         finally:
             session.guard.leave()
 
-    def _fits(self, x: Tensor, ids: Tensor, weights: Tensor | None, kind: _Kind) -> bool:
-        """Return whether a dispatch is of this kind in what the look-up does not compare."""
-        gradients = torch.is_grad_enabled()
-        if ids.shape != kind.shape or not self._plain(x, gradients) or not self._plain(ids, False):
-            return False
-        if weights is not None and (weights.shape != kind.shape or not self._plain(weights, gradients)):
-            return False
-        if self._device >= 0 or not ids.numel():
-            return True
-        return int(ids.min()) >= -1 and int(ids.max()) < self._config.num_experts
-
-    def _plain(self, tensor: Tensor, gradients: bool) -> bool:
-        """Return whether kernels take this tensor as it is."""
-        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT or tensor.get_device() != self._device:
-            return False
-        return not (gradients and tensor.requires_grad)
-
     def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
         """Make a combine of a known kind and return its result, or do nothing and return None."""
         if type(recv) is not DispatchOutput or type(y) is not Tensor:
             return None
         fields = recv.__dict__
-        if "_arena" not in fields:
+        received: Received | None = fields.get("_source")
+        if received is None or received.again is not None:
             return None
-        handle = recv.handle
-        ids, weights, tokens = handle.topk_ids, handle.topk_weights, fields["tokens"]
-        kind = self._kinds.get((y.shape, handle.num_tokens, ids.dtype, weights is None))
-        if kind is None or handle.owner != self._identity or handle.rank != self._config.rank:
+        ids, weights = received.ids, received.weights
+        kind = self._combines.get(_kind_of_combine(y, received))
+        if kind is None or has_hooks():
             return None
-        if tokens.shape[-2] != y.shape[-2] or y.dtype != self._config.combine_dtype:
-            return None
-        if handle.ids_version is not None and version_of(ids) != handle.ids_version:
+        if received.version is not None and ids._version != received.version:
             return None
         gradients = torch.is_grad_enabled()
-        if not self._plain(y, gradients) or (gradients and tokens.requires_grad):
+        if gradients and _any_requires_grad(fields):
             return None
-        if ids.data_ptr() % ALIGNMENT or (weights is not None and weights.data_ptr() % ALIGNMENT):
+        y_at, ids_at, weights_at = self._address(y, gradients), ids.data_ptr(), 0
+        if weights is not None:
+            weights_at = weights.data_ptr()
+        if y_at < 0 or ids_at % ALIGNMENT or weights_at % ALIGNMENT:
             return None
-        session, transport = self._session, self._transport
+        session, transport, rank = self._session, self._transport, self._rank
         try:
             session.begin("combine")
+            if rank.has_error():
+                self._raise_error()
+            out = kind.prepare(y, y_at, recv, ids_at, weights_at, received)
             transport.half_done = session.settled = True
-            transport.raise_error()
-            try:
-                call = Combine(self._rank, CombineRequest(y, recv), kind.plan)
-            except Exception:
-                transport.refuse("combine", over=recv)
-                raise
-            transport.launch_quick("combine", self._rank, self._launch(call, kind))
-            return call.out
+            transport.launch_quick("combine", rank, rank.stream_to_go_on(), kind.launch)
+            return out
         except BaseException as error:
-            session.unwind("combine", error, lambda: recv)
+            session.unwind("combine", error, partial(_itself, recv))
             raise
         finally:
             session.guard.leave()
 
-    def _launch(self, call: Dispatch | Combine, kind: _Kind) -> Callable[[], None]:
-        """Return what launches the call."""
-        if kind.direct is None:
-            return partial(self._each, call)
-        return partial(self._rank.launcher.launch_direct, kind.direct, *call.direct())
+    def _raise_error(self) -> None:
+        """Raise the error of an earlier call. This call is made nowhere: the peers raise that error, too."""
+        self._transport.half_done = self._session.settled = True
+        self._transport.raise_error()
 
-    def _each(self, call: Dispatch | Combine) -> None:
-        for launch in call.launches():
-            self._rank.launcher.launch(*launch)
+    def _address(self, tensor: Tensor, gradients: bool) -> int:
+        """Return the address of a tensor that kernels take as it is, or -1 of any other."""
+        at = tensor.data_ptr()
+        if at % ALIGNMENT or tensor.get_device() != self._device or not tensor.is_contiguous():
+            return -1
+        return -1 if gradients and tensor.requires_grad else at
+
+    def _in_range(self, ids: Tensor) -> bool:
+        """Return whether all ids are in range. On a GPU the kernels find out, as the host would have to wait."""
+        return not ids.numel() or (int(ids.min()) >= -1 and int(ids.max()) <= self._most_id)
 
     def learn_dispatch(self, request: DispatchRequest) -> None:
         """Note the kind of an ordinary dispatch without options that was made."""
         x, ids, weights = request.x, request.topk_ids, request.topk_weights
-        key = (x.shape, x.dtype, ids.dtype, weights.dtype if isinstance(weights, Tensor) else None, request.max_tokens)
-        if key in self._kinds or type(x) is not Tensor or type(ids) is not Tensor:
+        key = _kind_of_dispatch(x, ids, weights, request.max_tokens)
+        if key is None or key in self._dispatches or len(self._dispatches) >= MOST_KINDS:
             return
-        if weights is not None and (type(weights) is not Tensor or weights.dtype != self._rank.weight_dtype):
+        given = [x, ids] if weights is None else [x, ids, weights]
+        if given[2:] and given[2].dtype != self._rank.weight_dtype:  # type: ignore[union-attr]
             return
-        if self._fits(x, ids, weights, _Kind(None, None, ids.shape)):
-            plan = Dispatch.plan_of(self._rank, request)
-            self._learn(key, plan, ids.shape, [x, ids, *([] if weights is None else [weights])], plan.layout is None)
+        if any(self._address(tensor, True) < 0 for tensor in given):  # type: ignore[arg-type]
+            return
+        rank, plan, owner = self._rank, Dispatch.plan_of(self._rank, request), self._session.identity
+        kind: DirectDispatch | InterpretedDispatch | None = None
+        if plan.layout is None and self._on_cpu:
+            kind = InterpretedDispatch(rank, owner, request.max_tokens)
+        elif plan.layout is None:
+            nothing = [rank.nothing_at] * len(DISPATCH_ADDRESSES)
+            direct = rank.launcher.direct_form(plan.both, given, nothing, plan.fused)  # type: ignore[arg-type]
+            kind = None if direct is None else DirectDispatch(rank, plan, direct, owner)
+        self._dispatches[key] = kind
 
-    def learn_combine(self, request: CombineRequest) -> None:
-        """Note the kind of an ordinary combine without options that was made."""
-        y, recv = request.y, request.recv
-        key = (y.shape, recv.handle.num_tokens, recv.handle.topk_ids.dtype, recv.handle.topk_weights is None)
-        if key in self._kinds or "_arena" not in recv.__dict__ or type(y) is not Tensor:
+    def learn_combine(self, request: CombineRequest, out: Tensor) -> None:
+        """Note the kind of an ordinary combine without options that was made; ``out`` is its result."""
+        y, received = request.y, request.recv.__dict__.get("_source")
+        if received is None or received.again is not None or type(y) is not Tensor:
             return
-        call = Combine(self._rank, request)
-        if all(self._plain(tensor, True) for tensor in call.given):
-            self._learn(key, call.launch_plan, y.shape, call.given, len(call.passes) == 1)
+        key = _kind_of_combine(y, received)
+        if key in self._combines or len(self._combines) >= MOST_KINDS:
+            return
+        rank, call = self._rank, Combine(self._rank, dataclasses.replace(request, out=out))
+        if any(self._address(tensor, True) < 0 for tensor in call.given):
+            return
+        kind: DirectCombine | InterpretedCombine | None = None
+        if len(call.passes) == 1 and self._on_cpu:
+            kind = InterpretedCombine(rank)
+        elif len(call.passes) == 1:
+            ((both, _, numbers, given),) = call.launches()
+            nothing = [rank.nothing_at] * len(COMBINE_ADDRESSES)
+            direct = rank.launcher.direct_form(both, given, nothing, numbers)
+            kind = None if direct is None else DirectCombine(rank, call.launch_plan, received.plan, direct)
+        self._combines[key] = kind
 
-    def _learn(self, key: Any, plan: Any, shape: torch.Size, given: list[Tensor], one_launch: bool) -> None:
-        """Note a kind, or that calls like it are not for the quick lane."""
-        if len(self._kinds) >= MOST_KINDS:
-            return
-        direct = self._rank.launcher.direct_form(plan.both, given)
-        possible = direct is not None or self._device < 0
-        self._kinds[key] = _Kind(plan, direct, shape) if possible and one_launch else None
+
+def _kind_of_dispatch(x: Any, ids: Any, weights: Any, max_tokens: Any) -> Any:
+    """Return what dispatches of one kind have in common, or None of a call that is of no kind."""
+    if type(x) is not Tensor or type(ids) is not Tensor or not (max_tokens is None or type(max_tokens) is int):
+        return None
+    if weights is None:
+        return x.shape, x.dtype, ids.shape, ids.dtype, max_tokens
+    if type(weights) is not Tensor:
+        return None
+    return x.shape, x.dtype, ids.shape, ids.dtype, max_tokens, weights.shape, weights.dtype
+
+
+def _kind_of_combine(y: Tensor, received: Received) -> Any:
+    """Return what combines of one kind have in common. A plan belongs to one rank of one communicator, so no kind is
+    found for the output of another."""
+    return received.plan, y.shape, y.dtype, received.ids.dtype
+
+
+def _itself(recv: DispatchOutput) -> DispatchOutput:
+    return recv
+
+
+def _any_requires_grad(fields: dict[str, Any]) -> bool:
+    """Return whether a tensor of an output requires grad. Fields that nobody has looked at do not."""
+    return any(isinstance(value, Tensor) and value.requires_grad for value in fields.values())

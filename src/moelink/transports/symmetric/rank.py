@@ -73,6 +73,7 @@ class Rank:
         self.control = workspace.regions["control"].view(memory.local)
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+        self._words = memoryview(self.record.numpy())  # type: ignore[arg-type]
         self.errors = ErrorRecord(
             self.record, self.control, rank=config.rank, me=self.me, world_size=workspace.world_size, detector=detector
         )
@@ -93,6 +94,7 @@ class Rank:
         )  # fmt: skip
         self._plans: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
+        self._latest_handle, self._index = -1, self.device.index
         self._forked = False
 
     def plan(self, plan: type[P], *kind: Any) -> P:
@@ -123,13 +125,20 @@ class Rank:
 
     def goes_on(self, *, apart: bool) -> bool:
         """Return whether :meth:`launching` has nothing to do."""
-        return self.stream is None or not (apart or self._forked or self._moved())
+        return self.stream is None or not (apart or self.stream_to_go_on() < 0)
 
-    def _moved(self) -> bool:
-        """Return whether the caller uses another stream than at the call before, or another device than this rank's."""
-        if self._latest is None or self._latest.cuda_stream != self.launcher.current_stream():
-            return True
-        return torch.cuda.current_device() != self.device.index
+    def stream_to_go_on(self) -> int:
+        """Return the handle of the current stream (on a CPU 0) if launches there continue after all earlier calls, else
+        -1.
+
+        It is -1 where calls are still under way on the own stream, and where the caller uses another stream than at the
+        call before, or another device than this rank's: then :meth:`launching` has something to do.
+        """
+        if self.stream is None:
+            return 0
+        handle = self.launcher.current_stream()
+        moved = handle != self._latest_handle or torch.cuda.current_device() != self._index
+        return -1 if moved or self._forked else handle
 
     @contextmanager
     def _ordered(self, *, apart: bool) -> Iterator[None]:
@@ -139,7 +148,7 @@ class Rank:
             current = torch.cuda.current_stream(self.device)
             if self._latest is not None and self._latest != current and not torch.cuda.is_current_stream_capturing():
                 current.wait_stream(self._latest)
-            self._latest = current
+            self._latest, self._latest_handle = current, current.cuda_stream
             if not apart and not self._forked:
                 yield
                 return
@@ -153,7 +162,7 @@ class Rank:
         if self.stream is not None and self._forked:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self.stream)
-            self._latest, self._forked = current, False
+            self._latest, self._latest_handle, self._forked = current, current.cuda_stream, False
 
     def grant_credits(self) -> None:
         """Grant credits on CPUs, after a receiving half.
@@ -210,12 +219,17 @@ class Rank:
     @property
     def poisoned(self) -> bool:
         """Whether a wait of this communicator has expired, here or at a peer that said so."""
-        return int(self.record[0]) != 0
+        return self._words[0] != 0
 
     @property
     def aborted(self) -> bool:
         """Whether a peer refused a call and this rank has not raised that yet."""
-        return int(self.record[ABORT_RECORD]) != 0
+        return self._words[ABORT_RECORD] != 0
+
+    def has_error(self) -> bool:
+        """Return whether :meth:`error` would return one, in less time."""
+        words = self._words
+        return bool(words[0] or words[ABORT_RECORD] or self.network.failure is not None)
 
     def error(self) -> MoelinkError | None:
         """Return the error to raise, or None.

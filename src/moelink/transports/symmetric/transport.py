@@ -177,19 +177,18 @@ class SymmetricTransport:
         return self._again("combine", rank, call, call.out)
 
     def _again(self, phase: Phase, rank: Rank, call: Dispatch | Combine, result: T) -> Callable[[object], T]:
-        launches = [rank.launcher.bind(*launch) for launch in call.launches()]
+        launches = [rank.launcher.bind(*launch) for launch in call.launches()]  # these keep the call and its tensors
 
-        def start(_: object) -> None:
+        def start(stream: int) -> None:
             for launch in launches:
-                launch()
+                launch(stream)
+
+        launch = launches[0] if len(launches) == 1 else start
 
         def again(_: object) -> T:
-            self.raise_error()
-            self._count_call(phase)
-            self._each([call], start, apart=False)
-            self.half_done = False
-            self._under_way.append(call)
-            self._join()
+            if rank.has_error():
+                self.raise_error()
+            self.launch_quick(phase, rank, rank.stream_to_go_on(), launch)
             return result
 
         return again
@@ -198,17 +197,18 @@ class SymmetricTransport:
         """Return the quick lane of a session with one local rank, or None for one with several."""
         return QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 else None
 
-    def launch_quick(self, phase: Phase, rank: Rank, launch: Callable[[], None]) -> None:
-        """Count a call of the quick lane and launch it."""
-        self._count_call(phase)
-        if rank.goes_on(apart=False):
-            launch()
+    def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:
+        """Count a call of the only local rank and launch it, with ``stream`` of :meth:`Rank.stream_to_go_on`."""
+        if self._detector is not None:
+            self._detector.enter(phase)
+        if stream >= 0:
+            launch(stream)
             self.half_done = False
             if self._on_cpu:
                 self.raise_error()
             return
         with rank.launching(apart=False):
-            launch()
+            launch(rank.launcher.current_stream())
         self.half_done = False
         self._join()
 

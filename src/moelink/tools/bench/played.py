@@ -1,0 +1,96 @@
+"""Play a CUDA device on a CPU: the host does all that it does there in a call, and the driver does nothing.
+
+On a CPU kernels are interpreted, and a call is made otherwise than on a GPU. Here the communicator takes the path of a
+GPU: it looks at the stream and the device, finds the direct form of its kernels, and writes their parameters. Only what
+it reaches then is played: a launch is a C function that returns at once, and a look at the stream or the device is a
+function that returns 0. Tensors are made on the CPU.
+
+What that leaves out: the driver, torch's allocator of device memory, and that caches hold other things on a machine
+where a program runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import moelink
+from moelink.kernels.launch import constants
+from moelink.kernels.launch import launcher as launching
+from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
+from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher, flat_addresses
+from moelink.transports.symmetric import dispatch
+from moelink.transports.symmetric.quick import QuickLane
+
+
+def _nothing() -> Any:
+    """Return a C function that takes what a launch takes and returns 0: to compare as many bytes as the third argument
+    says, which is null."""
+    return ctypes.CDLL(None).memcmp
+
+
+class PlayedDriver:
+    """libcuda, as far as launches need it."""
+
+    def __init__(self) -> None:
+        self.cuLaunchKernelEx = _nothing()
+
+
+def _direct(records: Any, numbers: Any) -> DirectKernel:
+    """Return the direct form of a kernel with these arguments."""
+    codes = "".join("q" if name == "limit" else "i" for name in numbers._fields)
+    layout = ParameterLayout(OWN_ADDRESSES + len(flat_addresses(records(False))), codes)
+    return DirectKernel(SimpleNamespace(packed_metadata=(4, 1, 0), function=7), layout, Driver(PlayedDriver()))
+
+
+def _launch(
+    launcher: Launcher, kernel: CompiledKernel, records: Any, numbers: Any, given: Sequence[Tensor] = ()
+) -> None:
+    """Stand for :meth:`Launcher.launch`: note the kernel as loaded, and gather a call's addresses."""
+    addresses = flat_addresses(records(False))
+    loaded = kernel.loaded.setdefault(launching._key(given), (None, _direct(records, numbers)))
+    loaded[1].pack([*launcher._own_addresses, *addresses], numbers)
+
+
+def _current_device() -> int:
+    """Stand for ``torch.cuda.current_device``, which looks first whether CUDA is initialised."""
+    return 0 if not torch.cuda.is_initialized() else -1
+
+
+@contextmanager
+def played(**options: Any) -> Iterator[moelink.Communicator]:
+    """Return a context with a communicator of one rank, made with ``options``, whose device is played."""
+    spec = constants.dispatch_spec
+
+    def at_once(*args: Any, **kind: Any) -> Any:  # as for few tokens on a GPU, where no second launch lays out scales
+        return dataclasses.replace(spec(*args, **kind), SCALES_LATER=False)
+
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.object(dispatch, "dispatch_spec", at_once),
+            mock.patch.object(Launcher, "launch", _launch),
+            mock.patch.object(Launcher, "preparing", nullcontext),
+            mock.patch.object(torch.cuda, "current_device", _current_device),
+        ):
+            stack.enter_context(patch)
+        ep = stack.enter_context(moelink.init(**options, transport="symmetric", device="cpu"))
+        session: Any = ep._session
+        transport = session.transport
+        (rank,) = transport.ranks
+        rank.stream, rank._latest_handle, rank._index = SimpleNamespace(synchronize=lambda: None), 0, 0
+        rank.launcher._index, rank.launcher._interpreted = 0, False
+        rank.launcher._stream_of = abs  # of the device's index, 0
+        rank.launcher._own_addresses = [rank.table.data_ptr(), rank.record.data_ptr(), rank.control.data_ptr()]
+        transport._on_cpu = False
+        quick: Any = QuickLane(session, transport, rank)
+        quick._on_cpu = False
+        ep._quick = quick
+        yield ep

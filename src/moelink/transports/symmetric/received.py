@@ -1,0 +1,70 @@
+"""Keep what one dispatch made until somebody looks at it: the fields of its output, and what its combine needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moelink.output import DispatchHandle
+from moelink.transports.symmetric.notes import SymmetricNotes
+
+if TYPE_CHECKING:
+    from moelink.transports.symmetric.dispatch import LaunchPlan
+
+_HANDLE = "handle"
+
+
+class Received:
+    """The source of one output's fields (:class:`moelink.output.Source`).
+
+    An eager call makes one such object and one output, whatever fields an output has: each further object costs the
+    host a microsecond in every call.
+
+    Attributes:
+        plan: the launch plan of the dispatch, which calls of its kind share. It is that of one rank of one
+            communicator.
+        owner: identity of the communicator.
+        memory: the arena, [plan.arena.words] int32, and ``at``, its address.
+        ids, weights: [num_tokens, topk] of the home rank; weights are None where none went into dispatch.
+        version: ``ids_version`` of the handle.
+        again: the notes of a call over an earlier routing; None where they are in the arena.
+    """
+
+    __slots__ = ("again", "at", "ids", "memory", "owner", "plan", "version", "weights")
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        owner: str,
+        memory: Tensor,
+        at: int,
+        ids: Tensor,
+        weights: Tensor | None,
+        version: int | None,
+        again: SymmetricNotes | None = None,
+    ) -> None:
+        self.plan, self.owner, self.memory, self.at = plan, owner, memory, at
+        self.ids, self.weights, self.version, self.again = ids, weights, version, again
+
+    def has(self, name: str) -> bool:
+        """Return whether the output has a field of this name, which is to be made."""
+        return name == _HANDLE or name in self.plan.unseen
+
+    def field(self, name: str) -> Any:
+        """Make a field."""
+        plan = self.plan
+        if name != _HANDLE:
+            return None if name in plan.outputs.absent else plan.arena.tensor(self.memory, name)
+        return DispatchHandle(
+            owner=self.owner, rank=plan.rank, num_tokens=plan.fused.num_tokens, topk_ids=self.ids,
+            topk_weights=self.weights, counts=plan.arena.tensor(self.memory, "counts"), plan=self.notes,
+            ids_version=self.version, first_id=plan.first_id,
+        )  # fmt: skip
+
+    @property
+    def notes(self) -> SymmetricNotes:
+        """The notes of the routing."""
+        if self.again is not None:
+            return self.again
+        return SymmetricNotes(self.plan.notes_layout, self.memory, words=self.plan.notes.shape[0])
