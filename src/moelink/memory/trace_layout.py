@@ -42,11 +42,13 @@ class Moment(NamedTuple):
         name: as tables and pictures name it.
         number: its number in a record.
         first: whether the word holds the first of several times (FIRST_FROM - time).
+        awaits: the moment per peer that this one follows once the last awaited peer has come, or "".
     """
 
     name: str
     number: int
     first: bool = False
+    awaits: str = ""
 
 
 class Role(NamedTuple):
@@ -75,7 +77,7 @@ ROLES = (
             Moment("begun", BEGUN),
             Moment("ids read", IDS_READ, first=True),
             Moment("counted", COUNTED, first=True),
-            Moment("credit seen", CREDIT_SEEN),
+            Moment("credit seen", CREDIT_SEEN, awaits="credit from"),
             Moment("first store", FIRST_STORE, first=True),
             Moment("published", PUBLISHED, first=True),
             Moment("last published", LAST_PUBLISHED),
@@ -88,9 +90,9 @@ ROLES = (
         "receive",
         (
             Moment("begun", BEGUN),
-            Moment("counts seen", COUNTS_SEEN, first=True),
+            Moment("counts seen", COUNTS_SEEN, first=True, awaits="counts from"),
             Moment("base known", BASE_KNOWN, first=True),
-            Moment("message seen", MESSAGE_SEEN, first=True),
+            Moment("message seen", MESSAGE_SEEN, first=True, awaits="message from"),
             Moment("row stored", ROW_STORED, first=True),
             Moment("last message seen", LAST_MESSAGE),
             Moment("last row stored", LAST_STORED),
@@ -103,7 +105,7 @@ ROLES = (
         "send",
         (
             Moment("begun", BEGUN),
-            Moment("credit seen", CREDIT_SEEN),
+            Moment("credit seen", CREDIT_SEEN, awaits="credit from"),
             Moment("rows known", IDS_READ, first=True),
             Moment("first store", FIRST_STORE, first=True),
             Moment("published", PUBLISHED, first=True),
@@ -117,8 +119,8 @@ ROLES = (
         "home",
         (
             Moment("begun", BEGUN),
-            Moment("heads seen", COUNTS_SEEN, first=True),
-            Moment("row seen", MESSAGE_SEEN, first=True),
+            Moment("heads seen", COUNTS_SEEN, first=True, awaits="head from"),
+            Moment("row seen", MESSAGE_SEEN, first=True, awaits="row from"),
             Moment("result stored", ROW_STORED, first=True),
             Moment("last row seen", LAST_MESSAGE),
             Moment("last result stored", LAST_STORED),

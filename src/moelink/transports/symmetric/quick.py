@@ -76,6 +76,8 @@ class QuickLane:
         """Make a dispatch of a known kind and return its output, or do nothing and return None."""
         if type(x) is not Tensor or type(ids) is not Tensor or (weights is not None and type(weights) is not Tensor):
             return None
+        if self._rank.trace is not None:  # kinds are those of kernels that do not stamp
+            return None
         if max_tokens is not None and type(max_tokens) is not int:
             return None
         kind = self._kinds.get((x.shape, x.dtype, ids.dtype, None if weights is None else weights.dtype, max_tokens))
@@ -119,7 +121,7 @@ class QuickLane:
 
     def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
         """Make a combine of a known kind and return its result, or do nothing and return None."""
-        if type(recv) is not DispatchOutput or type(y) is not Tensor:
+        if type(recv) is not DispatchOutput or type(y) is not Tensor or self._rank.trace is not None:
             return None
         fields = recv.__dict__
         if "_arena" not in fields:
@@ -190,7 +192,7 @@ class QuickLane:
 
     def _learn(self, key: Any, plan: Any, shape: torch.Size, given: list[Tensor], one_launch: bool) -> None:
         """Note a kind, or that calls like it are not for the quick lane."""
-        if len(self._kinds) >= MOST_KINDS:
+        if len(self._kinds) >= MOST_KINDS or self._rank.trace is not None:
             return
         direct = self._rank.launcher.direct_form(plan.both, given)
         possible = direct is not None or self._device < 0
