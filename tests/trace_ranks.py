@@ -29,7 +29,7 @@ def traced_pairs(rank: int, world_size: int, calls: int, fields: dict[str, Any])
     """The JSON, the summary and the records of ``calls`` pairs, of which the second goes over the first's routing, and
     whether results are those of untraced calls."""
     with moelink.init(**fields, transport="symmetric", device="cpu") as ep:
-        tokens = 3 - rank % 2
+        tokens = ep.config.max_tokens_per_rank - 1 - rank % 2
         _, before = pair(ep, tokens, seed=1)
         with ep.trace() as trace:
             recv, out = pair(ep, tokens, seed=1)

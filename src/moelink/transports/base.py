@@ -234,9 +234,8 @@ class Transport(Protocol):
         """Let calls stamp nothing more; return each local rank's trace buffer (``memory.trace_layout``) on the host."""
 
     def compare_clocks(self) -> list[tuple[int, int]] | None:
-        """Per rank, on rank 0: ticks that its clock is ahead of rank 0's, and by how much that may be wrong. Collective.
-
-        None when a rank did not answer."""
+        """Per rank, on rank 0: ticks that its clock is ahead of rank 0's, and by how much that may be wrong. None when
+        a rank did not answer. Collective."""
 
     def close(self) -> None:
         """Release everything. Waits for nobody once an error has poisoned the communicator."""

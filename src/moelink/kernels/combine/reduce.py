@@ -173,7 +173,8 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     mask = r < S.WORLD_SIZE
     mine = own_block(ctx.control, S)
     words = (mine + S.OFFSET_COMBINE_HEAD).to(I64) + r
-    came, poison = arrivals(ctx, WAITED, r, S), (mine + S.OFFSET_POISON).to(I64)
+    came = arrivals(ctx, WAITED, r, S)
+    poison = (mine + S.OFFSET_POISON).to(I64)
     ok, peer, got = wait_all(words, mask, ctx.call, poison, ctx.limit, S.CLOCK, came, S.TRACE)
     stamp_first(ctx, COUNTS_SEEN, S)
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
