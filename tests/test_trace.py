@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 import moelink
 import trace_ranks
 from interleaving import Scheduler
-from moelink.errors import StateError, UnsupportedError
+from moelink.errors import ArgumentError, StateError, UnsupportedError
 from moelink.kernels.launch import grid
 from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.sync.clocks import ClockNumbers, ep_compare_clocks_kernel
@@ -24,6 +23,7 @@ from moelink.memory.protocol import TRACE_AT
 from moelink.memory.trace_layout import FIRST_FROM, ROLES, TRACE_CALLS, buffer_shape
 from moelink.memory.workspace import Workspace
 from moelink.testing import run_ranks
+from moelink.tools.plots.timeline import draw_trace
 from moelink.tracing.records import CtaRecord, read_rows, rows_of
 from moelink.tracing.summary import summarise
 from moelink.tracing.trace import Trace
@@ -43,35 +43,13 @@ def traced(few: bool) -> list[dict[str, Any]]:
     return run_ranks(trace_ranks.traced_pairs, 2, 2, FEW if few else MANY)  # type: ignore[no-any-return]
 
 
-def check_order(records: list[CtaRecord]) -> None:
-    """Moments of a CTA are in the order of the protocol; what a rank has seen of a peer, that peer stored before."""
-    stored: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for record in records:
-        times = record.times
-        firsts = [time for name, time in times.items() if not name.startswith("last")]
-        assert firsts == sorted(firsts), record
-        assert max(times.values()) == times.get("told", 0), record
-        for name, time in times.items():
-            if name.startswith("last"):
-                assert time >= times[name.removeprefix("last ")], record
-        if record.role.name == "send":
-            stored[record.role.phase, record.call, record.rank].append(times.get("first store", times["begun"]))
-    for record in records:
-        seen = {"dispatch": "message from", "combine": "row from"}[record.role.phase]
-        for peer, time in enumerate(record.peers.get(seen, ())):
-            assert time is None or min(stored[record.role.phase, record.call, peer]) < time, record
-            assert time is None or record.begin < time < record.end, record
-        for peer, time in enumerate(record.peers[record.role.per_peer[0].name]):
-            assert time is None or record.begin < time < record.end, (record, peer)
-
-
 @pytest.mark.parametrize("few", [True, False])
 def test_every_rank_stamps_every_moment(few):
     results = traced(few)
     assert all(result["same"] for result in results), "a traced call has another result"
     assert results[0]["table"] == results[1]["table"]
     records = results[0]["records"]
-    check_order(records)
+    trace_ranks.check_order(records)
     calls = sorted({record.call for record in records})
     for rank, role in itertools.product(range(2), ROLES):
         of_role = [record for record in records if record.rank == rank and record.role == role]
@@ -154,7 +132,7 @@ def test_order_under_schedules(name, seed):
     ]
     play(Scheduler(seed), group, mains)
     records = close(group)
-    check_order(records)
+    trace_ranks.check_order(records)
     assert {(record.rank, record.role) for record in records} == set(itertools.product(range(2), ROLES))
 
 
@@ -166,6 +144,18 @@ def test_a_closed_trace_stamps_nothing():
     case = Small(SETUP, "uniform", seed=1)
     play(Scheduler(0), group, [rank_main(t, rank, [case], {}, fused=True) for rank, t in enumerate(group)])
     assert close(group) == []
+
+
+def test_a_trace_that_is_over_is_not_written():
+    """Closing it takes the address away, so that a kernel that a graph keeps does not store into memory of others."""
+    group = small_transports()
+    assert all(int(t.ranks[0].control[TRACE_AT]) == t.ranks[0].trace.words.data_ptr() for t in group)
+    controls = [transport.ranks[0].control for transport in group]
+    for transport in group:
+        transport.close_trace()
+    assert [int(control[TRACE_AT]) for control in controls] == [0, 0]
+    for transport in group:
+        transport.close()
 
 
 def planted(ctas: int = 2) -> Any:
@@ -270,6 +260,8 @@ def test_one_rank_alone(tmp_path):
                 pass
         trace.save(tmp_path / "trace.json")
         assert {record.role for record in trace.records} == set(ROLES)
+        trace_ranks.check_order(trace.records)
+        assert [sum(record.role is role for record in trace.records) for role in ROLES] == [3, 2, 3, 3]
         with pytest.raises(ZeroDivisionError), ep.trace() as broken:
             trace_ranks.pair(ep, 1 // 0, seed=1)
         with pytest.raises(StateError):
@@ -327,3 +319,25 @@ def test_without_a_trace_kernels_are_those_without_stamps(numbers):
         assert form["same"], form
         assert form["stamps"] > 0, form
         assert form["left"] == 0, form
+
+
+def test_command_line(tmp_path):
+    """The command, on one rank: a table, a file for Perfetto, a picture."""
+    pytest.importorskip("matplotlib", reason="a picture needs the extra moelink[plot]")
+    from typer.testing import CliRunner
+
+    from moelink.tools.cli.app import app
+
+    out, plot = tmp_path / "new" / "trace.json", tmp_path / "trace.png"
+    options = ["--ranks", "1", "--device", "cpu", "--tokens", "3", "--pairs", "2", "--hidden", "64"]
+    done = CliRunner().invoke(app, ["trace", *options, "--out", str(out), "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    assert "times in steps" in done.output
+    slices = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["args"]["call"] for event in slices} == {3, 4}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_empty_trace_is_not_drawn(tmp_path):
+    with pytest.raises(ArgumentError, match="at least one call"):
+        draw_trace({"traceEvents": []}, tmp_path / "trace.png")
