@@ -248,7 +248,7 @@ def test_clocks_are_compared_within_the_stated_error(seed):
 def test_a_trace_is_read_after_its_block():
     trace = Trace("steps", {})
     for read in (trace.summary, trace.to_json, lambda: trace.records):
-        with pytest.raises(StateError, match="read the trace after the block"):
+        with pytest.raises(StateError, match="use the trace after the block"):
             read()
 
 

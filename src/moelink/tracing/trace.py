@@ -45,8 +45,8 @@ class Trace:
         """
         if self._records is None:
             raise StateError(
-                "trace: expected a `with ep.trace()` block that has ended well, got one that goes on or raised; read "
-                "the trace after the block"
+                "trace: expected a block `with ep.trace()` that ended without an exception, got none so far; use the "
+                "trace after the block"
             )
         return self._records
 

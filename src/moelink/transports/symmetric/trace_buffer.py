@@ -28,18 +28,22 @@ ROUNDS = 32
 
 def require_traceable(config: EPConfig, workspace: Workspace, device: torch.device) -> None:
     """Raise UnsupportedError where kernels cannot be traced."""
-    wanted, got, remedy = "", "", ""
     if config.mode != "alltoall":
-        wanted, got, remedy = "mode 'alltoall', in which ranks wait for one another", f"{config.mode!r}", "trace that"
-    elif workspace.inter_node_ranks:
-        wanted, got = "ranks of one node, which have one time", f"{workspace.node_size} ranks a node"
-        remedy = "trace one node's ranks alone"
-    elif workspace.world_size > MOST_RANKS:
-        wanted, got, remedy = f"at most {MOST_RANKS} ranks", str(workspace.world_size), "trace a smaller job"
-    elif device.type == "cuda" and torch.version.hip is not None:
-        wanted, got, remedy = "an NVIDIA GPU or a CPU", "an AMD GPU", "use a profiler of AMD's there"
-    if wanted:
-        raise UnsupportedError(f"trace: expected {wanted}, got {got}; {remedy}")
+        raise UnsupportedError(
+            f"trace: expected mode 'alltoall', in which ranks wait for one another, got {config.mode!r}; use "
+            "mode='alltoall'"
+        )
+    if workspace.inter_node_ranks:
+        raise UnsupportedError(
+            f"trace: expected ranks of one node, which can compare their clocks, got nodes of {workspace.node_size} "
+            f"ranks among {workspace.world_size}; use the ranks of one node"
+        )
+    if workspace.world_size > MOST_RANKS:
+        raise UnsupportedError(
+            f"trace: expected at most {MOST_RANKS} ranks, got {workspace.world_size}; use fewer ranks"
+        )
+    if device.type == "cuda" and torch.version.hip is not None:
+        raise UnsupportedError("trace: expected an NVIDIA GPU or a CPU, got an AMD GPU; use one of these")
 
 
 class TraceBuffer:
