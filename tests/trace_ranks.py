@@ -65,6 +65,11 @@ def check_order(records: Iterable[CtaRecord], slack: int = 0) -> None:
         for peer, time in enumerate(record.peers.get(seen, ())):
             assert time is None or min(stored[record.role.phase, record.call, peer]) <= time + slack, record
             assert time is None or record.begin <= time <= record.end + slack, record
+        for moment in record.role.moments:  # of messages and rows the first one suffices, else all peers must come
+            came = [time for time in record.peers.get(moment.awaits, ()) if time is not None]
+            if came and moment.name in record.times:
+                awaited = min(came) if moment.awaits == seen else max(came)
+                assert awaited <= record.times[moment.name] + slack, (record, moment)
         for peer, time in enumerate(record.peers[record.role.per_peer[0].name]):
             assert time is None or record.begin <= time <= record.end + slack, (record, peer)
 
