@@ -8,7 +8,7 @@ What the stock interpreter cannot show and this can:
 * plain stores may sit in a per-program *store buffer* until that program releases (or ends): a missing release, or one
   that comes before its stores, leaves the reader with old bytes;
 * a store buffer drains at random moments in random order of addresses, so that nothing but a release orders stores. A
-  program sees its own: what it loads drains first, and nothing else does;
+  program sees its own: what it loads or changes atomically drains first, and nothing else does;
 * with ``speed`` (name of a program -> how often it runs) what is slow stays slow: a rank that is a call ahead, a sender
   that has hardly begun when all others have ended. Choosing alike among all programs hardly ever shows such schedules.
 
@@ -137,7 +137,7 @@ class Scheduler:
             self._drain_one(program)
 
     def load(self, pointer: Any, mask: Any, itemsize: int) -> None:
-        """The current program is about to load: it sees its own stores."""
+        """The current program is about to load, or to change atomically: it sees its own stores."""
         program = getcurrent()
         if program.stores:
             words = _words(np.array(pointer), np.array(mask), itemsize)
@@ -226,6 +226,7 @@ def _interleaved(scheduler: Scheduler) -> Iterator[None]:
     def rmw(self: Any, op: Any, pointer: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
         if order in _RELEASES and np.any(mask.data):  # compiled, one without a lane does nothing at all
             scheduler.drain()
+        scheduler.load(pointer.data, mask.data, value.data.dtype.itemsize)
         result = saved["create_atomic_rmw"](self, op, pointer, value, mask, order, scope)
         adds = op == interpreter._ir.ATOMIC_OP.ADD
         scheduler.pause(not adds or bool(np.any(value.data)))
@@ -234,6 +235,7 @@ def _interleaved(scheduler: Scheduler) -> Iterator[None]:
     def cas(self: Any, pointer: Any, compare: Any, value: Any, order: Any, scope: Any) -> Any:
         if order in _RELEASES:
             scheduler.drain()
+        scheduler.load(pointer.data, np.ones(np.shape(pointer.data), dtype=bool), value.data.dtype.itemsize)
         result = saved["create_atomic_cas"](self, pointer, compare, value, order, scope)
         scheduler.pause(bool(np.any(result.data == compare.data)))
         return result

@@ -698,6 +698,26 @@ COMBINE = (
            "test_kernels_examples.py::test_bf16_rounding_equals_torch"),
 )
 
+TRACES = (
+    Mutant("two CTAs share a record of the trace", "kernels/sync/trace.py",
+           "* S.TRACE_CTAS + program\n", "* S.TRACE_CTAS + program // 2\n",
+           "test_trace.py::test_one_rank_alone"),
+    Mutant("a stamp keeps the last of several times as the first", "kernels/sync/trace.py",
+           "_FIRST_FROM - now, mask", "_FIRST_FROM + now, mask",
+           "test_trace.py::test_one_rank_alone"),
+    Mutant("a message is stamped as seen before the wait for it", "kernels/dispatch/receive.py",
+           "            ok, got = wait_any(flags", "            stamp_first(ctx, MESSAGE_SEEN, S)\n            ok, got = wait_any(flags",
+           "test_trace.py::test_order_under_schedules"),
+    Mutant("clocks are compared without the way back", "kernels/sync/clocks.py",
+           "(told >> 1) - before - trip // 2", "(told >> 1) - before - trip * 2",
+           "test_trace.py::test_clocks_are_compared_within_the_stated_error"),
+    Mutant("an open trace is not told to the kernels that a graph keeps", "transports/symmetric/trace_buffer.py",
+           "        self._control[TRACE_AT] = 0\n", "",
+           "test_trace.py::test_a_trace_that_is_over_is_not_written"),
+    Mutant("a record is read on the clock of its own rank", "tracing/records.py",
+           "else word) - ahead", "else word)",
+           "test_trace.py::test_records_are_read_from_their_words"),
+)
 LAUNCH = (
     Mutant("a budget uses one sm_id too many", "kernels/launch/sm_limit.py",
            "< S.NUM_SMS, _USED, _NOT_USED)", "<= S.NUM_SMS, _USED, _NOT_USED)",
@@ -901,6 +921,7 @@ QUANTIZED = (
 # fmt: on
 
 MUTANTS = (
-    *FORMATS, *ROUTING, *CALLS, *CALL_ENDS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *LAUNCH, *CONTRACT,
+    *FORMATS, *ROUTING, *CALLS, *CALL_ENDS, *COLLECTIVE, *CONTROL, *MEMORY, *SYNC, *DISPATCH, *COMBINE, *TRACES, *LAUNCH,
+    *CONTRACT,
     *TRUST, *TRANSFORMERS, *QUANTIZED, *QUICK_CALLS,
 )  # fmt: skip

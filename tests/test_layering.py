@@ -25,6 +25,7 @@ ROOMS = (
     "kernels",
     "transports",
     "contract", "activation", "epilogues", "ops",
+    "tracing",
     "communicator", "initialize", "devices", "moelink", "testing",
     "nn", "integrations",
     "tools", "__main__",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -25,6 +26,7 @@ from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateEr
 from moelink.hooks import Hook
 from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
+from moelink.tracing import Trace, tracing
 from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic, ids_of
 from moelink.transports.bound import BoundDispatch
 
@@ -369,6 +371,15 @@ class Communicator:
     def traffic(self) -> Traffic:
         """Return the bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
         return self._lanes.traffic()
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Return a context that stamps when the CTAs of its calls read, wait, store and publish (docs/trace.md).
+
+        Inside, calls run kernels that stamp; others stay as they are. Leaving it is collective: ranks align clocks and
+        gather. Raises UnsupportedError where no kernels can stamp, PeerTimeoutError where a peer does not leave it.
+        """
+        self._session.require_open("trace")
+        return tracing(self._session, self._context.world)
 
     @property
     def dev_ptrs(self) -> Tensor:

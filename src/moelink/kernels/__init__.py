@@ -26,6 +26,7 @@ sync/ll_words          words that carry their call number, and so need no signal
 sync/lamport_slots     rows that are their own signal: sums of small calls travel home without flags
 sync/credit            when a rank may overwrite a peer's block
 sync/internode         puts to ranks of other nodes, if there are any; quiesce: waiting for puts that nobody will read
+sync/trace             stamps of what a CTA does, where a trace asks for them; clocks: compares those of the ranks
 launch/constants       launch constants: what is fixed when a kernel is compiled
 launch/grid            how many CTAs a launch has, and what each of them does; sm_limit: which SMs they use
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled

@@ -33,6 +33,7 @@ class CallContext(NamedTuple):
         me: this rank's place in ``table``.
         limit: ticks of the clock until a wait has expired.
         call: number of this call, int64, from 1.
+        trace: the :class:`Stamps` of this CTA's record; 0 where nothing is traced.
     """
 
     table: Any
@@ -41,6 +42,19 @@ class CallContext(NamedTuple):
     me: Any
     limit: Any
     call: Any
+    trace: Any = 0
+
+
+class Stamps(NamedTuple):
+    """Where stamps of a trace go (``kernels.sync.trace``).
+
+    Attributes:
+        at: address of a CTA's record, or addresses of words in it; 0 while no trace is open.
+        steps: address of the counter that interpreted kernels stamp.
+    """
+
+    at: Any
+    steps: Any
 
 
 class RoutingNotes(NamedTuple):

@@ -20,6 +20,12 @@ MALFORMED = 14
 MALFORMED_RANKS = 62
 COMBINE_WITH_FLAGS = 15
 """+ parity of the call: one more than the last combine in which a rank refused its arguments or sent rows with flags"""
+TRACE_AT = 17
+"""address of the open trace's buffer, 0 for none (``kernels.sync.trace``)"""
+TRACE_STEPS = 18
+"""of rank 0: what the stamps of interpreted kernels count"""
+CLOCK_ASKED, CLOCK_TOLD = 19, 20
+"""questions and answers of ranks that compare their clocks (``kernels.sync.clocks``)"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons the communicator, then a peer's refusal."""

@@ -127,6 +127,7 @@ class OperatorContext:
         session: makes the communicator's own calls.
         gradients: the communicators that gradients travel over.
         static: what is fixed, as constants for a tracer.
+        world: this rank among its peers.
         name: the name by which operators find it in :data:`REGISTRY`.
         order: the tensor that its operators declare to write (:mod:`moelink.ops.library`).
     """
@@ -137,6 +138,7 @@ class OperatorContext:
             GradientCommunicators(session, world),
             StaticConfig.of(session),
         )
+        self.world = world
         self.order = REGISTRY.order(session.devices[0])
         self.name = REGISTRY.add(self, self.config)
         self._started: dict[Phase, Pending[Any]] = {}

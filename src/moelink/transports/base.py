@@ -227,5 +227,15 @@ class Transport(Protocol):
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
         """Per local rank the on-device counters of both groups."""
 
+    def open_trace(self) -> None:
+        """Let calls of the local ranks stamp what they do; UnsupportedError where they cannot."""
+
+    def close_trace(self) -> list[Tensor]:
+        """Let calls stamp nothing more; return each local rank's trace buffer (``memory.trace_layout``) on the host."""
+
+    def compare_clocks(self) -> list[tuple[int, int]] | None:
+        """Per rank, on rank 0: ticks that its clock is ahead of rank 0's, and by how much that may be wrong. None when
+        a rank did not answer. Collective."""
+
     def close(self) -> None:
         """Release everything. Waits for nobody once an error has poisoned the communicator."""

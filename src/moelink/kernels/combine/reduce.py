@@ -63,6 +63,21 @@ from moelink.kernels.sync.signals import (
     report_failure,
     wait_all,
 )
+from moelink.kernels.sync.trace import (
+    ARRIVED,
+    COUNTS_SEEN,
+    LAST_MESSAGE,
+    LAST_STORED,
+    MESSAGE_SEEN,
+    ROW_STORED,
+    TOLD,
+    WAITED,
+    arrivals,
+    open_record,
+    stamp,
+    stamp_both,
+    stamp_first,
+)
 from moelink.memory.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
@@ -157,9 +172,11 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     mine = own_block(ctx.control, S)
-    ok, peer, got = wait_all(
-        (mine + S.OFFSET_COMBINE_HEAD).to(I64) + r, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
-    )
+    words = (mine + S.OFFSET_COMBINE_HEAD).to(I64) + r
+    came = arrivals(ctx, WAITED, r, S)
+    poison = (mine + S.OFFSET_POISON).to(I64)
+    ok, peer, got = wait_all(words, mask, ctx.call, poison, ctx.limit, S.CLOCK, came, S.TRACE)
+    stamp_first(ctx, COUNTS_SEEN, S)
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
@@ -205,11 +222,13 @@ def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
         r * S.MAX_TOKENS + tl.minimum(tl.maximum(slots, 0), S.MAX_TOKENS - 1)
     ) * S.PARTS_PER_ROW
     begin = tl.where(parts == S.PARTS_PER_ROW, part, 0)
-    ok, peer, got = wait_all(flags + begin, slots >= 0, ctx.call, poison, ctx.limit, S.CLOCK)
+    came = arrivals(ctx, ARRIVED, r, S)
+    ok, peer, got = wait_all(flags + begin, slots >= 0, ctx.call, poison, ctx.limit, S.CLOCK, came, S.TRACE)
     if parts != S.PARTS_PER_ROW:
         for other in range(1, S.PARTS_PER_ROW):
             if ok > 0:
                 ok, peer, got = wait_all(flags + other, slots >= 0, ctx.call, poison, ctx.limit, S.CLOCK)
+    stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     return ok
 
@@ -337,6 +356,7 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, pa
             ok = between_nodes_or(ok, wait_for_inter_node_rows, (ctx, inputs.topk_ids, slots, token, numbers), S)
     if ok > 0:
         reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
+        stamp_both(ctx, ROW_STORED, LAST_STORED, S)
     return ok
 
 
@@ -347,13 +367,16 @@ def sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, pa
     ok = tl.full([], 1, tl.int32)
     for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
         if ok > 0:
-            ok, peer, total = sum_rows(mine, slots, token, c0, ctx.limit, S)
+            came = arrivals(ctx, ARRIVED, tl.arange(0, S.WORLD_SIZE_POW2), S)
+            ok, peer, total = sum_rows(mine, slots, token, c0, ctx.limit, came, S)
+            stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
             report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
             if ok > 0:
                 c = c0 + tl.arange(0, S.BLOCK_SIZE)
                 if S.FUSED_SHARED_EXPERT:
                     total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
                 finish(total, outputs, inputs, token, c, S)
+                stamp_both(ctx, ROW_STORED, LAST_STORED, S)
     return ok
 
 
@@ -393,7 +416,8 @@ def awaited_slots(notes, token, brought, choices, S: tl.constexpr):
 def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the home role."""
     call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    record = open_record(peers, _ROLE, program, call, S)
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
     brought = tl.load(notes.received + 2 * S.WORLD_SIZE) == 0
     if not S.ALLREDUCE:  # in allreduce mode no call is counted
         brought = brought & (is_refused(peers.control, call, numbers.slot_begin) == 0)
@@ -418,3 +442,4 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
         if (ok > 0) & brought:
             sem: tl.constexpr = "release" if S.LAMPORT_TOKENS > 0 else "relaxed"  # a release after zeros were stored
             count_read(ctx, _PHASE, program, num_programs, S, sem)
+            stamp(ctx, TOLD, S)

@@ -40,6 +40,18 @@ from moelink.kernels.sync.internode import (
 from moelink.kernels.sync.lamport_slots import bits_of, follows_refusal, is_small, row_at
 from moelink.kernels.sync.quiesce import beside_status
 from moelink.kernels.sync.signals import I64, U8, calls_made, count_arrival, fence, own_block, publish
+from moelink.kernels.sync.trace import (
+    FIRST_STORE,
+    IDS_READ,
+    LAST_PUBLISHED,
+    PUBLISHED,
+    TOLD,
+    open_record,
+    stamp,
+    stamp_after,
+    stamp_both,
+    stamp_first,
+)
 from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -263,6 +275,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
         for slot in range(lane, tl.load(notes.received + home * 2), lanes):
             at = home * S.MAX_TOKENS + slot
             token = tl.load(notes.message_token + at)
+            stamp_after(ctx, IDS_READ, token + p * 0, S)
             valid = (token >= 0) & (token < S.MAX_TOKENS)
             if valid:
                 rows = notes.rows_of_message + at.to(tl.int64) * S.SLOTS_PER_MESSAGE
@@ -270,6 +283,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                     ctx, block, home, Message(slot, token, valid, rows), Share(0, 1), small, inputs, numbers.y_rows,
                     numbers.slot_begin, S,
                 )  # fmt: skip
+                stamp_first(ctx, FIRST_STORE, S)
             else:
                 between_nodes(put_kept, (ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, True), S)
             if small == 0:
@@ -278,6 +292,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                     intra_node_only(p < 1, home, ctx.me, S),
                     tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call,
                 )
+            stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
     else:
         parts = S.PARTS_PER_ROW // numbers.spread
         item = lane
@@ -290,6 +305,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
             # no branch. So the loads of row numbers wait for nothing.
             count = tl.load(notes.received + home * 2)
             token = tl.load(notes.message_token + at)
+            stamp_after(ctx, IDS_READ, token + p * 0, S)
             rows = notes.rows_of_message + at.to(tl.int64) * S.SLOTS_PER_MESSAGE
             there = slot < count
             valid = there & (token >= 0) & (token < S.MAX_TOKENS)
@@ -297,11 +313,13 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                 ctx, block, home, Message(slot, tl.where(valid, token, 0), valid, rows), Share(begin, parts), small,
                 inputs, tl.where(valid, numbers.y_rows, 0), numbers.slot_begin, S,
             )  # fmt: skip
+            stamp_first(ctx, FIRST_STORE, S)
             if small == 0:
                 shared = only(there, p < parts)
                 publish(
                     flags + (slot * S.PARTS_PER_ROW + begin) + p, shared, tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call
                 )
+            stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
             item += lanes
             more = item < count * numbers.spread
     if (home != ctx.me) & (moved > 0):
@@ -312,7 +330,8 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
 def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the expert role. ``notes.received`` says whether the dispatch brought anything at all."""
     call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    record = open_record(peers, _ROLE, program, call, S)
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
     credits = poll_once(peers.control, _PHASE, call, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
@@ -356,3 +375,4 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
                         S,
                     )
             count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")
+            stamp(ctx, TOLD, S)

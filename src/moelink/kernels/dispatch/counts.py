@@ -21,6 +21,7 @@ from moelink.kernels.sync.credit import wait_for_credits
 from moelink.kernels.sync.internode import between_nodes, is_intra_node, own_word_at, put, staged_at
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import fence, own_block
+from moelink.kernels.sync.trace import COUNTED, LAST_PUBLISHED, PUBLISHED, stamp_after, stamp_both
 from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, INVALID_IDS, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -98,6 +99,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
             tl.atomic_add(ctx.control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
     else:
         ok, pairs, messages = sum_block_counts(ctx, mine, movers, S)
+    stamp_after(ctx, COUNTED, messages, S)
     if ok > 0:
         ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
@@ -125,6 +127,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
             row[:, None] + h, ll_word(ctx.call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
         )
         store_expert_counts(ctx, mine, numbers.first_expert, numbers.num_local_experts, pairs, S)
+        stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
         between_nodes(put_counts, (ctx, mine, alone, movers), S)
         tl.store(sent + r, messages, mask=only(numbers.status == 0, mask))
         tl.store(sent + S.WORLD_SIZE, (ctx.call & 0x7FFFFFFF).to(tl.int32), mask=numbers.status == 0)

@@ -52,6 +52,20 @@ from moelink.kernels.sync.signals import (
     report_failure,
     wait_any,
 )
+from moelink.kernels.sync.trace import (
+    ARRIVED,
+    BASE_KNOWN,
+    LAST_MESSAGE,
+    LAST_STORED,
+    MESSAGE_SEEN,
+    ROW_STORED,
+    TOLD,
+    open_record,
+    stamp,
+    stamp_after,
+    stamp_both,
+    stamp_first,
+)
 from moelink.memory.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
@@ -122,9 +136,12 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
             report_failure(ok, ctx, source.rank, _PHASE, ctx.call, tl.max(got, 0), S)
             ready = there & (got >= ctx.call)
             if ok > 0:
+                stamp_first(ctx, ARRIVED, S, source.rank)
+                stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
                 unpack_group(
                     steps.unpack_headers, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
                 )
+                stamp_both(ctx, ROW_STORED, LAST_STORED, S)
         at += (ready | ((at < last) & (there == 0))).to(tl.int32)
     return ok
 
@@ -189,16 +206,17 @@ def destination_of(control, source, groups, S: tl.constexpr):
 
 
 @triton.jit
-def context_of(peers, numbers):
-    """Return the context of this call of the receiver role."""
+def context_of(peers, program, numbers, S: tl.constexpr):
+    """Return the context of this call of the receiver role, in CTA ``program``."""
     call = calls_made(peers.control, _ROLE) + 1
-    return CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    record = open_record(peers, _ROLE, program, call, S)
+    return CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
 
 
 @triton.jit
 def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the receiver role, which counts what it receives. ``cached`` is not read."""
-    ctx = context_of(peers, numbers)
+    ctx = context_of(peers, program, numbers, S)
     ok = -is_poisoned(peers.record, peers.control, S)
     receive_by(
         ReceiverSteps(wait_for_counts, columns_of, compare, blame, prepare, destination_of, unpack_headers),
@@ -256,6 +274,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
             if S.SCALE_LAYOUT == 2:
                 bases, _ = tile_bases(starts, aligned, shared_rows, numbers.capacity, S)
             groups = Groups(sizes, starts, aligned, bases, shared, shared_rows)
+            stamp_after(ctx, BASE_KNOWN, starts, S)
             ok = steps.prepare(ok, program, ctx, outputs, notes.received, cached, numbers, shared, S)
             pad, pads = who_pads(program, num_programs, tl.max(messages, 0), numbers.num_local_experts, S)
             if pad >= 0:
@@ -275,3 +294,4 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
                     count, programs, most = steps.columns(ctx.control, cached, source, S)
     if ok > 0:
         count_read(ctx, _PHASE, program, num_programs, S, "relaxed")
+        stamp(ctx, TOLD, S)

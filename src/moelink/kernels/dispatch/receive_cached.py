@@ -26,6 +26,7 @@ from moelink.kernels.numeric import only
 from moelink.kernels.records import CachedRouting, Destination, Placed, ReceiverSteps
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.signals import I64, first_stray, is_poisoned, note_malformed, note_refusal, own_block
+from moelink.kernels.sync.trace import WAITED, arrivals
 from moelink.memory.protocol import CODE_OPTIONS, CODE_ROUTING, COUNT_HEADER, PHASE_DISPATCH, ROW_ABSENT
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -67,7 +68,9 @@ def wait_for_headers(ctx, cached, source, numbers, S: tl.constexpr):
     c = tl.arange(0, _HEADER)[None, :]
     words = (mine + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
     mask = only(before > 0, (r < S.WORLD_SIZE) & (c < _HEADER))
-    arrived, missing = wait_ll_words(words, mask, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
+    came = arrivals(ctx, WAITED, tl.arange(0, S.WORLD_SIZE_POW2), S)
+    poison = (mine + S.OFFSET_POISON).to(I64)
+    arrived, missing = wait_ll_words(words, mask, ctx.call, poison, ctx.limit, S.CLOCK, came, S.TRACE)
     arrived = report_missing(before, missing_before, arrived, missing, ctx, S)
     return arrived, sizes, tl.zeros([S.POLL_WIDTH], tl.int32), sizes
 
@@ -218,7 +221,7 @@ def unpack_noted(ctx, source, at, valid, message, destination, outputs, notes, n
 def receive_cached(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the receiver role over ``cached`` routing. ``notes`` are those of the call that made
     it."""
-    ctx = context_of(peers, numbers)
+    ctx = context_of(peers, program, numbers, S)
     column = numbers.rank if S.ALLREDUCE else 0  # of this rank, the only source
     noted = CachedRouting(cached.received, cached.counts + column)
     ok = -is_poisoned(peers.record, peers.control, S)

@@ -21,6 +21,7 @@ from moelink.kernels.numeric import only
 from moelink.kernels.sync.ll_words import value_at
 from moelink.kernels.sync.quiesce import first_failure, wait_for_inter_node
 from moelink.kernels.sync.signals import I64, check_timeout, clock, note_malformed, own_block, report_failure
+from moelink.kernels.sync.trace import COUNTS_SEEN, WAITED, arrivals, note_reached, stamp_first
 from moelink.memory.protocol import COUNT_HEADER, OVERFLOW, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -48,6 +49,7 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
     before = tl.zeros([S.POLL_WIDTH], tl.int32)
     own = tl.zeros([S.POLL_WIDTH], tl.int32)
     missing = tl.full([], 0, tl.int32)
+    came = arrivals(ctx, WAITED, tl.where(i % _HEADER == 0, i // _HEADER, S.WORLD_SIZE), S)
     start = clock(S.CLOCK)
     look = tl.full([], 0, tl.int32)
     state = look + 2
@@ -56,6 +58,7 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
         before = tl.zeros([S.POLL_WIDTH], tl.int32)
         own = tl.zeros([S.POLL_WIDTH], tl.int32)
         word = tl.load(counts + i // _HEADER * S.COUNT_WORDS + i % _HEADER, mask=heads, other=0, volatile=True)
+        note_reached(came, heads & ((word >> 32) == stamp), S.CLOCK, S.TRACE)
         late = tl.where(heads & ((word >> 32) != stamp), S.WORLD_SIZE - i // _HEADER, 0)
         for s0 in range(0, S.WORLD_SIZE, step):
             for j in tl.static_range(step):
@@ -94,6 +97,7 @@ def report_missing(before, missing_before, arrived, missing, ctx, S: tl.constexp
     arrived: 1, or 0 or -1."""
     arrived, missing = first_failure(before, missing_before, arrived, missing, S)
     report_failure(arrived, ctx, missing, _PHASE, ctx.call, ctx.call - 1, S)
+    stamp_first(ctx, COUNTS_SEEN, S)
     return arrived
 
 

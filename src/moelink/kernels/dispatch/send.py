@@ -92,6 +92,19 @@ from moelink.kernels.sync.internode import (
     staged_at,
 )
 from moelink.kernels.sync.signals import I32, I64, U8, calls_made, count_arrival, fence, own_block, publish
+from moelink.kernels.sync.trace import (
+    COUNTED,
+    FIRST_STORE,
+    IDS_READ,
+    LAST_PUBLISHED,
+    PUBLISHED,
+    TOLD,
+    open_record,
+    stamp,
+    stamp_after,
+    stamp_both,
+    stamp_first,
+)
 from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
 
 
@@ -186,6 +199,7 @@ def publish_messages(ctx, base, mine, own, slot, S: tl.constexpr):
     flags = flags_of(base, slot, ctx.me, S)
     mask = intra_node_only(own, tl.arange(0, S.WORLD_SIZE_POW2)[None, :], ctx.me, S)
     publish(flags, mask, tl.zeros(slot.shape, tl.int64) + ctx.call)
+    stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
     between_nodes(put_messages, (ctx, mine, own, slot), S)
 
 
@@ -328,8 +342,10 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
         following = load_piece(inputs.x, t, 1, numbers.num_tokens, S)
     w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
     expert = experts_at(inputs.topk_ids, t * S.TOPK + k, k < S.TOPK, S)
+    stamp_after(ctx, IDS_READ, expert, S)
     owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
     position, sent = count_before(inputs.topk_ids, t, expert, ctx.me, numbers, S)
+    stamp_after(ctx, COUNTED, sent, S)
 
     goes = ranks_of(owner[None, :], token, numbers.num_tokens, ctx.me, numbers.shared_begin, numbers.shared_end, S)
     slot = sent[None, :]
@@ -340,6 +356,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     if ok > 0:
         places = message_addresses(base, own, slot, ctx.me, mine, S)
         store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, numbers.first_expert, 1, S)
+        stamp_first(ctx, FIRST_STORE, S)
         to = tl.sum(places, 0)
         for piece in tl.static_range(S.PIECES_PER_ROW):
             behind = following
@@ -356,6 +373,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
 def share_block_counts(ctx, mine, ids, begin, end, numbers, program, S: tl.constexpr):
     """Publish the block counts of tokens [begin, end) of CTA ``program``, and sum those of the lower CTAs."""
     count_own_block(ctx, mine, ids, begin, end, numbers, program, S)
+    stamp_first(ctx, IDS_READ, S)
     return sum_block_counts(ctx, mine, program, S)
 
 
@@ -379,6 +397,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             ok, pairs, sent = share_block_counts(ctx, mine, inputs.topk_ids, begin, end, numbers, program, S)
     else:
         ok, pairs, sent = share_block_counts(ctx, mine, inputs.topk_ids, begin, end, numbers, program, S)
+    stamp_after(ctx, COUNTED, sent, S)
     if ok > 0:
         ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
@@ -394,6 +413,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             places = message_addresses(base, own, slot, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
             store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
+            stamp_first(ctx, FIRST_STORE, S)
             for t in range(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end)):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
                 for piece in tl.static_range(S.PIECES_PER_ROW):
@@ -416,7 +436,8 @@ _ROLE = tl.constexpr(DISPATCH_SENT)
 def send(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the sender role, which counts what it sends. ``cached`` is not read."""
     call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    record = open_record(peers, _ROLE, program, call, S)
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
     credits = poll_once(peers.control, _PHASE, call, S)
     few = numbers.tokens_per_program <= 1
     # Where each CTA counts alone, the counting CTA is the first one, because it waits for nobody.
@@ -432,3 +453,4 @@ def send(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.con
         ok = send_run(ctx, inputs, notes.slot_of, numbers, program - alone.to(tl.int32), credits, S)
     if ok > 0:
         count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")
+        stamp(ctx, TOLD, S)

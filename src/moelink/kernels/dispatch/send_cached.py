@@ -46,6 +46,16 @@ from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credi
 from moelink.kernels.sync.internode import between_nodes
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import calls_made, count_arrival, own_block
+from moelink.kernels.sync.trace import (
+    FIRST_STORE,
+    LAST_PUBLISHED,
+    PUBLISHED,
+    TOLD,
+    open_record,
+    stamp,
+    stamp_both,
+    stamp_first,
+)
 from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -75,6 +85,7 @@ def send_heads(ctx, sent, numbers, credits, S: tl.constexpr):
         store_expert_counts(
             ctx, mine, numbers.first_expert, numbers.num_local_experts, tl.zeros([S.NUM_EXPERTS_POW2], tl.int32), S
         )
+        stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
         between_nodes(put_counts, (ctx, mine, True, 0), S)
         away = tl.sum(tl.where(r == ctx.me, 0, messages), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
@@ -116,6 +127,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
             places = message_addresses(base, own, slot, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
             store_headers(expert, None, owner, token, places, w, numbers.first_expert, N, S)
+            stamp_first(ctx, FIRST_STORE, S)
             end = tl.minimum(t0 + N, numbers.num_tokens)
             for t in range(t0, end):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
@@ -137,7 +149,8 @@ def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S:
     """Run CTA ``program`` of the sender role over cached routing. ``cached.received`` is that of the call that made the
     routing."""
     call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    record = open_record(peers, _ROLE, program, call, S)
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
     credits = poll_once(peers.control, _PHASE, call, S)
     nothing = tl.load(cached.received + 2 * S.WORLD_SIZE)
     if nothing == 0:
@@ -153,3 +166,4 @@ def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S:
             ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, credits, 1, S)
         if ok > 0:
             count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")
+            stamp(ctx, TOLD, S)

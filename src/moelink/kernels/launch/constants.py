@@ -115,6 +115,7 @@ class CommonSpec(Constants):
             (``kernels.launch.sm_limit``).
         NODE_SIZE: ranks of a node. NETWORK: who carries bytes to other nodes (``kernels.sync.internode``), "" on one
             node.
+        TRACE: CTAs stamp what they do (``kernels.sync.trace``). TRACE_CTAS: most CTAs of a role that have a record.
         OFFSET_*: first byte of a region in a block (``memory.workspace``).
     """
 
@@ -146,6 +147,8 @@ class CommonSpec(Constants):
     OFFSET_SM_LIMIT: int
     NODE_SIZE: int
     NETWORK: str
+    TRACE: bool
+    TRACE_CTAS: int
     OFFSET_IDLE: int
 
 
@@ -167,7 +170,7 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         OFFSET_POISONS=regions["poisons"].offset, OFFSET_CONTROL=regions["control"].offset,
         OFFSET_CREDIT=regions["credit"].offset, OFFSET_SM_LIMIT=regions["sm_limit"].offset,
         NODE_SIZE=workspace.node_size, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
-        else "nvshmem", OFFSET_IDLE=inter_node_offset(workspace, "idle"),
+        else "nvshmem", TRACE=False, TRACE_CTAS=0, OFFSET_IDLE=inter_node_offset(workspace, "idle"),
     )  # fmt: skip
 
 

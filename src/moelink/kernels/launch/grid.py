@@ -108,6 +108,11 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
     return Launch(send, receive, num_warps=4, maxnreg=96, spread=spread, resident=5)
 
 
+def most_ctas(device: torch.device) -> int:
+    """Return a number of CTAs that no role of a launch exceeds."""
+    return 8 if device.type == "cpu" else 5 * sm_count(device)
+
+
 def layout_launch(config: EPConfig, device: torch.device) -> Launch:
     """Choose the CTAs of the scale kernel, which writes the scales of a dispatch in their layout."""
     if device.type == "cpu":

@@ -38,6 +38,7 @@ from moelink.kernels.sync.signals import (
     report_failure,
     wait_all,
 )
+from moelink.kernels.sync.trace import CREDIT_SEEN, WAITED, arrivals, stamp
 from moelink.memory.protocol import CALL_SHIFT, COMBINE_RECEIVED, DISPATCH_RECEIVED, DONE, PHASE_COMBINE, PHASE_DISPATCH
 
 _READ = tl.constexpr(DISPATCH_RECEIVED)
@@ -122,8 +123,10 @@ def wait_for_credits(looked, ctx, phase, S: tl.constexpr):
         mine = own_block(ctx.control, S)
         words = credit_at(mine, phase, r, S)
         ok, peer, got = wait_all(
-            words, r < S.WORLD_SIZE, ctx.call - 1, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK
-        )
+            words, r < S.WORLD_SIZE, ctx.call - 1, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK,
+            arrivals(ctx, WAITED, r, S), S.TRACE,
+        )  # fmt: skip
         # A peer grants credit as it begins the next call: that is the last call in which it was seen.
         report_failure(ok, ctx, peer, phase, ctx.call, got + 1, S)
+    stamp(ctx, CREDIT_SEEN, S)
     return ok

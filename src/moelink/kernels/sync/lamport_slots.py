@@ -36,6 +36,7 @@ import triton.language as tl
 
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.signals import I32, I64, block_uniform, check_timeout, clock
+from moelink.kernels.sync.trace import note_whole
 from moelink.memory.protocol import COMBINE_WITH_FLAGS
 
 _WITH_FLAGS = tl.constexpr(COMBINE_WITH_FLAGS)
@@ -150,13 +151,14 @@ def leave_zeros(mine, slots, token, n, mask, S: tl.constexpr):
 
 
 @triton.jit
-def sum_rows(mine, slots, token, first, limit, S: tl.constexpr):
+def sum_rows(mine, slots, token, first, limit, arrivals, S: tl.constexpr):
     """Wait until columns [first, first + S.BLOCK_SIZE) of a token's rows have arrived, sum them in S.SUM_DTYPE, ranks
     ascending, and store zeros.
 
     ``slots`` [ranks]: the token's message slot at each rank, -1 where it did not go. Returns (arrived, rank that is
     missing, sum), with arrived as in ``signals.wait_all``. All ranks' rows are loaded before any is checked, and they
-    are summed meanwhile: the sum is valid if no row was missing.
+    are summed meanwhile: the sum is valid if no row was missing. ``arrivals`` [ranks]: where to stamp that a rank's row
+    has come (``kernels.sync.trace``).
     """
     looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
     poison = (mine + S.OFFSET_POISON).to(I64)
@@ -171,11 +173,14 @@ def sum_rows(mine, slots, token, first, limit, S: tl.constexpr):
     while state == 2:
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
         missing = tl.zeros(n.shape, tl.int32)
+        late = tl.zeros(n.shape, tl.int64)
         for rank in tl.static_range(S.WORLD_SIZE):
             sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
             words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)
             missing = tl.where(is_missing(words, S), rank + 1, missing)
+            late = late | tl.where(is_missing(words, S), tl.full([], 1, tl.int64) << rank, 0)
             total += columns_of(words, S)
+        note_whole(arrivals, slots >= 0, late, S)
         state = tl.where(block_uniform(1 - tl.minimum(tl.max(missing, 0), 1)) > 0, 1, 2)
         look += 1
         if (state == 2) & (look % looks == 0):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.sync.signals import block_uniform, check_timeout, clock
+from moelink.kernels.sync.trace import note_reached
 
 
 @triton.jit
@@ -30,12 +31,13 @@ def value_at(words, mask):
 
 
 @triton.jit
-def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr):
+def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr, arrivals=0, TRACE: tl.constexpr = False):
     """Wait until all words under ``mask`` (a block [R, N] of int64 pointers) belong to ``call``.
 
     Returns (arrived, row): arrived as in ``signals.wait_all``; row is the first one that misses words, if any does.
     Many CTAs poll the same words, so they poll with loads, which do not hold up a peer that stores there. Callers load
-    the values again in the form in which they need them, because rearranging a block takes longer.
+    the values again in the form in which they need them, because rearranging a block takes longer. ``arrivals`` [R]:
+    where to stamp that a row has come (``kernels.sync.trace``).
     """
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     start = clock(CLOCK)
@@ -45,6 +47,7 @@ def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr):
     while state == 2:
         word = tl.load(words, mask=mask, other=0, volatile=True)
         missing = (mask & ((word >> 32) != (call & 0x7FFFFFFF))).to(tl.int32)
+        note_reached(arrivals, tl.max(missing, 1) == 0, CLOCK, TRACE)
         here = tl.max(tl.reshape(missing, (mask.shape[0] * mask.shape[1],)), 0) == 0
         state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
         look += 1

@@ -38,6 +38,7 @@ import triton.language as tl
 
 from moelink.kernels.records import Peers
 from moelink.kernels.sync.internode import I64, between_nodes, intra_node_only, is_intra_node, put
+from moelink.kernels.sync.trace import note_reached
 from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
@@ -121,15 +122,17 @@ def check_timeout(poison, start, limit, CLOCK: tl.constexpr):
 
 
 @triton.jit
-def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
+def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr, arrivals=0, TRACE: tl.constexpr = False):
     """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
 
     Returns (arrived, index, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; index and got
     say which word is furthest behind, and its value. A GPU polls the words several times between two checks of poison
-    and clock: polls follow one another, and a signal is seen only by the next one.
+    and clock: polls follow one another, and a signal is seen only by the next one. ``arrivals``: where to stamp that a
+    word has been seen to reach it (``kernels.sync.trace``).
     """
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
+    note_reached(arrivals, mask & (got >= target), CLOCK, TRACE)
     low = tl.min(got, 0)
     state = tl.where(low >= target, 1, 2)
     if state == 2:
@@ -137,6 +140,7 @@ def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr):
         look = state
         while state == 2:
             got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
+            note_reached(arrivals, mask & (got >= target), CLOCK, TRACE)
             low = tl.min(got, 0)
             state = tl.where(low >= target, 1, 2)
             look += 1

@@ -23,6 +23,7 @@ from moelink.tools.cli.console import bar, drawing, make_console, progress_on_st
 from moelink.tools.cli.doctor import doctor
 from moelink.tools.cli.environment import env
 from moelink.tools.cli.plan import plan_app
+from moelink.tools.cli.trace import trace
 from moelink.tools.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, bundled_text, run_demo
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")
 app.command()(env)
 app.command()(doctor)
+app.command()(trace)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 

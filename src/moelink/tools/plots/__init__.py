@@ -1,6 +1,7 @@
 """Pictures: JSON in, PNG or SVG out.
 
-``lines`` draws results of ``moelink bench`` and plans, ``maps`` the routing of the demonstration and of trained layers.
+``lines`` draws results of ``moelink bench`` and plans, ``maps`` the routing of the demonstration and of trained layers,
+``timeline`` traces.
 matplotlib (the extra ``moelink[plot]``) is imported when something is drawn, with a backend that needs no display.
 """
 

@@ -123,6 +123,21 @@ class CollectiveTransport:
             "'collective'; use moelink.init(transport='symmetric')"
         )
 
+    def open_trace(self) -> None:
+        """Raise UnsupportedError: this transport has no kernels."""
+        raise UnsupportedError(
+            "trace: the collective transport has no kernels to trace: expected transport='symmetric', got "
+            "'collective'; use moelink.init(transport='symmetric')"
+        )
+
+    def close_trace(self) -> list[Tensor]:
+        """Return nothing: no trace is ever open."""
+        return []
+
+    def compare_clocks(self) -> list[tuple[int, int]] | None:
+        """Return None: there are no clocks of kernels."""
+        return None
+
     def close(self) -> None:
         """Release the wire."""
         self._wire.close()

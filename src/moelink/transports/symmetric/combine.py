@@ -61,6 +61,7 @@ class LaunchPlan:
             workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
             shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums, tells_weighed=True,
         )  # fmt: skip
+        spec = rank.in_form(spec)
         launch = combine_launch(workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
         travels = not spec.ALLREDUCE
         senders = launch.send if travels else 0

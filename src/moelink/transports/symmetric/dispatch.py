@@ -89,6 +89,7 @@ class LaunchPlan:
             workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
             cached=cached,
         )  # fmt: skip
+        spec = rank.in_form(spec)
         launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE), max_tokens=max_tokens)
         later = layout_launch(config, device)
         cut = TokenSplit.of(num_tokens, programs=launch.send, world_size=workspace.world_size)

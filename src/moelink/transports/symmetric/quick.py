@@ -71,7 +71,8 @@ class QuickLane:
         """Make a dispatch of a known kind and return its output, or do nothing and return None."""
         key = _kind_of_dispatch(x, ids, weights, max_tokens)
         kind = None if key is None else self._dispatches.get(key)
-        if kind is None or has_hooks():
+        # Kinds are those of kernels that do not stamp.
+        if kind is None or has_hooks() or self._rank.trace is not None:
             return None
         gradients = torch.is_grad_enabled()
         x_at, ids_at = self._address(x, gradients), self._address(ids, False)
@@ -99,7 +100,7 @@ class QuickLane:
 
     def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
         """Make a combine of a known kind and return its result, or do nothing and return None."""
-        if type(recv) is not DispatchOutput or type(y) is not Tensor:
+        if type(recv) is not DispatchOutput or type(y) is not Tensor or self._rank.trace is not None:
             return None
         fields = recv.__dict__
         received: Received | None = fields.get("_source")
@@ -154,7 +155,7 @@ class QuickLane:
         """Note the kind of an ordinary dispatch without options that was made."""
         x, ids, weights = request.x, request.topk_ids, request.topk_weights
         key = _kind_of_dispatch(x, ids, weights, request.max_tokens)
-        if key is None or key in self._dispatches or len(self._dispatches) >= MOST_KINDS:
+        if key is None or key in self._dispatches or len(self._dispatches) >= MOST_KINDS or self._rank.trace is not None:
             return
         given = [x, ids] if weights is None else [x, ids, weights]
         if given[2:] and given[2].dtype != self._rank.weight_dtype:  # type: ignore[union-attr]
@@ -174,7 +175,7 @@ class QuickLane:
     def learn_combine(self, request: CombineRequest, out: Tensor) -> None:
         """Note the kind of an ordinary combine without options that was made; ``out`` is its result."""
         y, received = request.y, request.recv.__dict__.get("_source")
-        if received is None or received.again is not None or type(y) is not Tensor:
+        if received is None or received.again is not None or type(y) is not Tensor or self._rank.trace is not None:
             return
         key = _kind_of_combine(y, received)
         if key in self._combines or len(self._combines) >= MOST_KINDS:

@@ -9,25 +9,27 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.error_record import ErrorRecord
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.env import DEBUG
-from moelink.errors import MoelinkError
+from moelink.errors import MoelinkError, StateError
 from moelink.kernels.launch.constants import clock_ticks, combine_spec, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import CompiledKernel, Launcher
 from moelink.kernels.records import CreditNumbers, GiveUpNumbers, Peers
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.kernels.sync.signals import ep_give_up_kernel
-from moelink.memory import Network, SymmetricMemory, connect
+from moelink.memory import SymmetricMemory, connect
 from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.notes import NotesLayout
 from moelink.transports.symmetric.sm_budget import SM_BUDGET
+from moelink.transports.symmetric.trace_buffer import TraceBuffer, require_traceable
 
 P = TypeVar("P", bound="_Plan")
 
@@ -40,16 +42,19 @@ class _Plan(Protocol):
         """Make the launch plan of ``kind``."""
 
 
-def _guard(workspace: Workspace, memory: SymmetricMemory, network: Network) -> AbstractContextManager[None]:
-    """Return a context in which, in debug mode, interpreted kernels may touch only the regions of the blocks and their
-    arguments."""
+def _guard(rank: Rank) -> AbstractContextManager[None]:
+    """Return a context in which, in debug mode, interpreted kernels may touch only the regions of the blocks, their
+    arguments, and what their words hold the addresses of."""
     if DEBUG.read() != "1":
         return nullcontext()
     from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
 
-    ranges = region_ranges(workspace.regions, memory)
+    network = rank.network
+    ranges = region_ranges(rank.workspace.regions, rank.memory)
     ranges = [r for r in ranges if r.rank is None or network.table[r.rank] != 0]
     ranges += [AccessRange("network", None, t.data_ptr(), t.nbytes) for t in network.tensors]
+    if rank.trace is not None:
+        ranges.append(AccessRange("trace", None, rank.trace.words.data_ptr(), rank.trace.words.nbytes))
     return guard_accesses(ranges)
 
 
@@ -90,8 +95,9 @@ class Rank:
         self.launcher = Launcher(
             Peers(self.table, self.record, self.control), self.device, network=self.network,
             num_sms=sm_limit_of(config, self.device), available=available,
-            guard=partial(_guard, workspace, memory, self.network),
+            guard=partial(_guard, self),
         )  # fmt: skip
+        self.trace: TraceBuffer | None = None
         self._plans: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
         self._latest_handle, self._index = -1, self.device.index
@@ -99,10 +105,33 @@ class Rank:
 
     def plan(self, plan: type[P], *kind: Any) -> P:
         """Return ``plan.of`` this rank and ``kind``, made at the first call. Each number of tokens has a few kinds."""
-        key = (plan, *kind)
+        key = (plan, self.trace is not None, *kind)
         if key not in self._plans:
             self._plans[key] = plan.of(self, *kind)
         return self._plans[key]  # type: ignore[no-any-return]
+
+    def open_trace(self) -> None:
+        """Let calls stamp what they do, from the next one on.
+
+        Raises:
+            UnsupportedError: kernels cannot be traced here.
+            StateError: a trace is open.
+        """
+        require_traceable(self.config, self.workspace, self.device)
+        if self.trace is not None:
+            raise StateError("trace: expected no open trace, got one; leave its `with` block first")
+        self.trace = TraceBuffer(self.workspace.world_size, self.control)
+
+    def close_trace(self) -> Tensor:
+        """Let calls stamp nothing more, and return the trace buffer on the host. The host waits for calls."""
+        assert self.trace is not None
+        self.synchronize()
+        trace, self.trace = self.trace, None
+        return trace.close()
+
+    def in_form(self, spec: Any) -> Any:
+        """Return the launch constants ``spec`` of this rank's kernels, which stamp while a trace is open."""
+        return spec if self.trace is None else self.trace.in_form(spec)
 
     def within(self, num_sms: int | None) -> tuple[EPConfig, Workspace, Callable[..., CompiledKernel]]:
         """Return what the launch plan of a call is made of: its settings, its workspace, and what prepares its kernels.

@@ -27,6 +27,7 @@ from moelink.transports.symmetric.combine import Combine, refuse_combine
 from moelink.transports.symmetric.dispatch import Dispatch, refuse_dispatch
 from moelink.transports.symmetric.quick import QuickLane
 from moelink.transports.symmetric.rank import Rank
+from moelink.transports.symmetric.trace_buffer import ClockComparison
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class SymmetricTransport:
         self._workspace = Workspace(configs[0])
         self._detector = detector
         self.ranks = [Rank(c, m, self._workspace, detector) for c, m in zip(configs, memories, strict=True)]
+        self._comparisons = 0
         # Tensors of calls under way must stay alive.
         self._under_way: deque[object] = deque(maxlen=2)
         self._on_cpu = self.ranks[0].device.type == "cpu"
@@ -341,6 +343,27 @@ class SymmetricTransport:
     def atomic_counters(self) -> list[tuple[Tensor, Tensor]]:
         """Per local rank the counters of both groups on the device: one block (words: ``moelink.memory.protocol``)."""
         return [(rank.control, rank.control) for rank in self.ranks]
+
+    def open_trace(self) -> None:
+        """Let calls of the local ranks stamp what they do. Raises as :meth:`Rank.open_trace`."""
+        for rank in self.ranks:
+            rank.open_trace()
+
+    def close_trace(self) -> list[Tensor]:
+        """Let calls stamp nothing more; return each local rank's trace buffer on the host. The host waits for calls."""
+        return [rank.close_trace() for rank in self.ranks]
+
+    def compare_clocks(self) -> list[tuple[int, int]] | None:
+        """Compare the ranks' clocks (:class:`ClockComparison`); with rank 0 among the local ranks the result is whole.
+
+        Collective. Interpreted ranks stamp one counter, so there is nothing to compare.
+        """
+        if self._on_cpu:
+            return [(0, 0)] * self._workspace.world_size
+        under_way = [ClockComparison(rank, self._comparisons) for rank in self.ranks]
+        self._comparisons += 1
+        results = [each.result() for each in under_way]
+        return None if None in results else results[0]
 
     def close(self) -> None:
         """Release the blocks, after all calls under way unless the communicator is poisoned. Safe to call twice."""

@@ -1,0 +1,131 @@
+"""Run pairs of dispatch and combine, trace them, and return the trace of all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moelink
+from moelink.control.group import is_launched
+from moelink.output import DispatchOutput
+from moelink.testing import rank_data, run_ranks
+
+WARM_PAIRS = 2
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What is traced.
+
+    Attributes:
+        ranks: how many; a launcher's world size where one started this process.
+        device: "cpu" or "cuda".
+        tokens: of each rank.
+        pairs: pairs of dispatch and combine; the trace keeps the last 16.
+        experts, topk, hidden, format: as in :func:`moelink.init`.
+        graph: on CUDA, replay a CUDA graph of the pair, so that no host holds up a rank.
+        timeout: seconds, as in :func:`moelink.init`.
+    """
+
+    ranks: int
+    device: str
+    tokens: int
+    pairs: int
+    experts: int
+    topk: int
+    hidden: int
+    format: str
+    graph: bool = True
+    timeout: float = 60.0
+
+
+@dataclass(frozen=True)
+class TraceRun:
+    """A trace.
+
+    Attributes:
+        document: in Chrome's trace format.
+        table: its summary, as text.
+    """
+
+    document: dict[str, Any]
+    table: str
+
+
+def run_trace(config: TraceConfig) -> TraceRun | None:
+    """Trace the ranks of a launcher, or ``config.ranks`` processes started here. None on a launcher's ranks but the
+    first.
+
+    Raises:
+        UnsupportedError: this device's kernels cannot be traced.
+    """
+    if not is_launched():
+        return run_ranks(rank_main, config.ranks, config, timeout=2 * config.timeout + 300)[0]  # type: ignore[no-any-return]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        found = rank_main(rank, world_size, config)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return found if rank == 0 else None
+
+
+def rank_main(rank: int, world_size: int, config: TraceConfig) -> TraceRun:
+    """Run one rank, as torchrun's variables number it. Every rank returns the same."""
+    on_gpu = config.device == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    with moelink.init(
+        num_experts=config.experts, topk=config.topk, hidden_size=config.hidden, max_tokens_per_rank=config.tokens,
+        dispatch_format=config.format, transport="symmetric", device=device, timeout=config.timeout,
+    ) as ep:  # fmt: skip
+        pair = _pair_of(ep, config)
+        with ep.trace():  # compiles the kernels that stamp; its records are dropped
+            for _ in range(WARM_PAIRS):
+                pair()
+        with ep.trace() as trace:
+            again = _captured(pair) if on_gpu and config.graph else pair
+            for _ in range(config.pairs):
+                again()
+        return TraceRun(trace.to_json(), str(trace.summary()))
+
+
+def _pair_of(ep: moelink.Communicator, config: TraceConfig) -> Callable[[], object]:
+    """Return a dispatch of random rows and ids and its combine, of the rows' values as far as they are numbers."""
+    wanted = ep.config
+    data = rank_data(
+        seed=1, rank=wanted.rank, num_tokens=config.tokens, hidden_size=config.hidden, num_experts=config.experts,
+        topk=config.topk,
+    )  # fmt: skip
+    x, ids, weights = (tensor.to(ep.device) for tensor in (data.x, data.topk_ids, data.topk_weights))
+    y: list[torch.Tensor] = []
+
+    def pair() -> tuple[DispatchOutput, torch.Tensor]:
+        recv = ep.dispatch(x, ids, weights)
+        if not y:  # what experts return is no part of the trace
+            y.append(torch.zeros(len(recv.tokens), config.hidden, dtype=wanted.combine_dtype, device=ep.device))
+        return recv, ep.combine(y[0], recv)
+
+    return pair
+
+
+def _captured(pair: Callable[[], object]) -> Callable[[], object]:
+    """Return what replays ``pair``, captured in a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = pair()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
