@@ -177,7 +177,7 @@ class Units:
         row = config.format.bytes_per_token(config.hidden_size)
         activation = 2 * config.hidden_size
         quantised = 0 if config.format.scale_dtype is None else activation
-        return cls(message, home, activation, row, config.combine_row_bytes, quantised)
+        return cls(message, home, activation, row, config.result_row_bytes, quantised)
 
 
 def _sums_of_nodes(values: Floats, nodes: int) -> Floats:
