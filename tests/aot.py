@@ -113,14 +113,15 @@ def bare_loads(ttir):
 SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
 """Formats that are received as another one is: only what sends them is compiled."""
 
-PARTS = ("kernels", "variants", "scales")
-"""Each kernel once; other formats, cached routings and reductions; those that lay scales out."""
+PARTS = ("kernels", "variants", "scales", "home")
+"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats."""
 
 
 def kernels(part):
     import torch
 
     import moelink
+    from moelink.config import COMBINE_FORMATS
     from moelink.kernels.combine import kernel as combine
     from moelink.kernels.dispatch import kernel as dispatch
     from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
@@ -129,6 +130,14 @@ def kernels(part):
 
     device = torch.device("cuda")
     shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)
+    if part == "home":
+        for fmt in COMBINE_FORMATS:
+            for pre_reduce in (True, False):
+                workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce, combine_format=fmt))
+                spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
+                yield f"combine_async-{fmt}-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
+                yield f"combine_wait-{fmt}-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+        return
     for fmt in ("fp8_block128",) if part == "kernels" else ("bf16", "fp8_block128", "nvfp4", *SENT_OTHERWISE):
         workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))
         spec = dispatch_spec(

@@ -67,6 +67,21 @@ def test_memory_order_and_width_on_nvidia(target, part, count):
             assert kernel["fma"] == 0, f"{name} fuses products into sums"
 
 
+@pytest.mark.parametrize("prefix, count", [("combine_async-mxfp8-True", 1), ("", 8)], ids=["one", "all"])
+def test_rows_in_a_combine_format(prefix, count):
+    """What a thread encodes it stores in one piece: 8 codes of the 8 columns that it loaded."""
+    kernels = compiled("sm_90", "home", prefix)
+    assert len(kernels) == count
+    for kernel in kernels:
+        name, ops = kernel["name"], kernel["ops"]
+        assert any(".sys.release.exch" in op or ".release.sys.exch" in op for op in ops), name
+        assert any(".sys.acquire" in op or ".acquire.sys" in op for op in ops), name
+        assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
+        assert kernel["local"] == 0, f"{name} spills"
+        wide = "st.global.v2.b32" if "async" in name else "ld.global.v2.b32"
+        assert ops.get(wide, 0) > 0, f"{name}: {ops}"
+
+
 def test_scales_are_laid_out_in_whole_lines():
     """Columns by warps of 32 neighbours, 4 bytes each, as groups begin at any row; words of tiles 16 bytes a thread."""
     widths = {"scale_layout-fp8_block128": "st.global.b32", "scale_layout-nvfp4": "st.global.v4.b32"}

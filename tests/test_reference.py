@@ -29,7 +29,7 @@ def config(**changes):
     fields = {
         "num_experts": 4, "topk": 2, "hidden_size": 2, "max_tokens_per_rank": 3, "world_size": 2, "mode": "alltoall",
         "dispatch_format": "bf16", "combine_dtype": torch.bfloat16, "layout": "expert", "expert_alignment": 1,
-        "capacity": None, "pre_reduce": True, "fused_shared_expert": False, "global_ids": False,
+        "capacity": None, "pre_reduce": True, "fused_shared_expert": False, "global_ids": False, "combine_format": None,
     }  # fmt: skip
     assert set(changes) <= set(fields)
     return SimpleNamespace(**(fields | changes))
@@ -231,6 +231,27 @@ def combine_one(ids, values, *, weights=None, shared=None, in_dispatch=True, **c
 def test_pre_reduction_rounds_twice(pre_reduce, expected):
     # Rank 0: bf16(256 + 1) = 256 (tie to even); then bf16(256 + 1) = 256. In one sum: bf16(258) = 258.
     assert combine_one([0, 1, 2], [256.0, 1.0, 1.0], pre_reduce=pre_reduce) == expected
+
+
+@pytest.mark.parametrize(
+    "ids, changes, expected", [([0, 1], {}, 36.0), ([0, 1], {"pre_reduce": False}, 34.0), ([0, 2], {}, 34.0)]
+)
+def test_combine_format(ids, changes, expected):
+    """Column 0 of the first row is 448, which makes its scale 1; the second row is 18 in column 1 alone.
+
+    The sum 35 becomes 36 of e4m3. Apart 17 becomes 16, and 18 with its scale of 2**-4 stays.
+    """
+    settings = config(hidden_size=32, max_tokens_per_rank=1, combine_format="mxfp8", **changes)
+    topk_ids = [torch.tensor([ids]), torch.full((0, 2), -1)]
+    rows = reference_dispatch(settings, [torch.zeros(1, 32), torch.zeros(0, 32)], topk_ids)
+    values = torch.zeros(2, 32, dtype=torch.bfloat16)
+    values[0, 0], values[0, 1], values[1, 1] = 448, 17, 18
+    ys = [values[r.src_info[:, 2].long().clamp(min=0)] for r in rows]
+    outs = reference_combine(settings, ys, rows, topk_ids)
+    assert outs[0][0].tolist() == [448.0, expected] + [0.0] * 30
+    if "pre_reduce" in changes:
+        outs = reference_combine(settings, ys, rows, topk_ids, reduce=False)
+        assert outs[0][0, :, 1].tolist() == [16.0, 18.0]
 
 
 @pytest.mark.parametrize("pre_reduce, expected", [(True, 2.0**24 + 2), (False, 2.0**24)])

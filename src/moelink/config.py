@@ -12,7 +12,7 @@ import torch
 from moelink.arith import align_up, ceil_div
 from moelink.errors import ConfigError
 from moelink.formats import Format, get_format
-from moelink.memory.layout import ALIGNMENT, DispatchMessage
+from moelink.memory.layout import ALIGNMENT, DispatchMessage, HomeRow
 from moelink.memory.workspace import Workspace
 
 Layout = Literal["expert", "rank", "masked"]
@@ -26,6 +26,9 @@ MAX_INT32 = 2**31 - 1
 """Most rows of an output and most (message, slot) pairs: ``row_offsets``, ``src_info`` and routing notes are int32."""
 
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+COMBINE_FORMATS = ("fp8_block128", "mxfp8")
+"""Formats in which rows may travel home."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class EPConfig:
         max_tokens_per_rank: most tokens one rank passes in a call; 0 is allowed.
         dispatch_format: registered name of the format of dispatched rows.
         combine_dtype: dtype of expert outputs, of rows on the way home and of the result.
+        combine_format: "fp8_block128" or "mxfp8": rows travel home in this format, about half the bytes of bf16, and
+            are summed in fp32; None: in ``combine_dtype``.
         layout: "expert" (rows grouped by local expert), "masked" (the same, but that every group has room for
             ``rows_per_expert`` rows) or "rank" (one row per token and destination rank).
         expert_alignment: group sizes are rounded up to this many rows ("expert" layout).
@@ -103,6 +108,7 @@ class EPConfig:
     max_tokens_per_rank: int
     dispatch_format: str = "bf16"
     combine_dtype: torch.dtype = torch.bfloat16
+    combine_format: str | None = None
     layout: Layout = "expert"
     expert_alignment: int = 1
     capacity: int | None = None
@@ -159,6 +165,7 @@ class EPConfig:
         if not isinstance(self.dispatch_format, str):
             raise ConfigError("dispatch_format", "the name of a format", self.dispatch_format)
         self.format.validate_hidden(self.hidden_size)
+        self._check_combine_format()
         self._check_layout()
         pairs = self.max_recv_tokens * self.topk
         if max(pairs, self.max_rows, self.total_rows) > MAX_INT32:
@@ -168,6 +175,19 @@ class EPConfig:
                 f"sizes with at most {MAX_INT32} (token, slot) pairs and rows on a rank, which int32 can count",
                 f"{pairs} pairs, {max(self.max_rows, self.total_rows)} rows and {bound} {getattr(self, bound)}",
             )
+
+    def _check_combine_format(self) -> None:
+        """Refuse a combine format that does not exist, that nothing travels in, or that takes fp64."""
+        name, choices = self.combine_format, f"one of {', '.join(map(repr, COMBINE_FORMATS))}"
+        if name is None:
+            return
+        if name not in COMBINE_FORMATS:
+            raise ConfigError("combine_format", f"None or {choices}", name)
+        if self.combine_dtype == torch.float64:
+            raise ConfigError("combine_format", "None with combine_dtype=torch.float64 (its sums are fp64)", name)
+        if self.mode == "allreduce":
+            raise ConfigError("combine_format", "None with mode='allreduce' (nothing travels)", name)
+        get_format(name).validate_hidden(self.hidden_size)
 
     def _check_layout(self) -> None:
         """Refuse what a layout does not allow."""
@@ -328,8 +348,19 @@ class EPConfig:
         return DispatchMessage(self.format, self.hidden_size, self.topk, weight_dtype=self.weight_dtype)
 
     @property
+    def home_row(self) -> HomeRow:
+        """One row on its way home."""
+        name = self.combine_format
+        return HomeRow(self.hidden_size, self.combine_dtype, None if name is None else get_format(name))
+
+    @property
     def combine_row_bytes(self) -> int:
         """Bytes of one row on its way home."""
+        return self.home_row.nbytes
+
+    @property
+    def result_row_bytes(self) -> int:
+        """Bytes of one row of expert outputs, and of combine's result."""
         return self.hidden_size * self.combine_dtype.itemsize
 
     @property
@@ -359,7 +390,7 @@ class EPConfig:
         workspace = Workspace(self)
         return MemoryReport(
             wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
-            outputs=self._dispatch_output_bytes(max_tokens) + tokens * results * self.combine_row_bytes,
+            outputs=self._dispatch_output_bytes(max_tokens) + tokens * results * self.result_row_bytes,
             block=workspace.nbytes, notes=(workspace.note_words(tokens) + self.row_capacity) * 4,
             lanes=self.lanes,
         )  # fmt: skip

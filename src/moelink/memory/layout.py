@@ -97,6 +97,34 @@ class RegionTable:
 
 
 @dataclass(frozen=True)
+class HomeRow:
+    """One row on its way home: ``payload`` and, in a combine format, ``scales`` from the next multiple of 16.
+
+    ``format`` None: ``hidden_size`` elements of ``dtype``.
+
+    Example: bf16, hidden 7168: 14336 bytes. fp8_block128: 56 scales of 4 bytes from byte 7168 on, 7392 bytes.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+    format: Format | None = None
+
+    @property
+    def parts(self) -> RegionTable:
+        """The parts of a row as regions."""
+        fmt, hidden = self.format, self.hidden_size
+        if fmt is None:
+            return RegionTable.pack(("payload", self.dtype, (hidden,)))
+        scales = ("scales", torch.uint8, (fmt.scale_bytes(hidden),))
+        return RegionTable.pack(("payload", torch.uint8, (fmt.payload_bytes(hidden),)), scales, alignment=ALIGNMENT)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row, without padding behind it."""
+        return self.parts.regions[-1].end
+
+
+@dataclass(frozen=True)
 class DispatchMessage:
     """One token on the wire; messages to different ranks differ in the expert ids only.
 

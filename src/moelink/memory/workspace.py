@@ -69,7 +69,7 @@ import torch
 
 from moelink.arith import align_up, ceil_div
 from moelink.formats.base import Format
-from moelink.memory.layout import ALIGNMENT, REGION_ALIGNMENT, RegionTable
+from moelink.memory.layout import ALIGNMENT, REGION_ALIGNMENT, HomeRow, RegionTable
 from moelink.memory.protocol import (
     COMBINE_BLOCK,
     CONTROL_WORDS,
@@ -105,6 +105,10 @@ class Sizes(Protocol):
     def combine_dtype(self) -> torch.dtype: ...
     @property
     def weight_dtype(self) -> torch.dtype: ...
+    @property
+    def combine_format(self) -> str | None: ...
+    @property
+    def home_row(self) -> HomeRow: ...
     @property
     def combine_row_bytes(self) -> int: ...
     @property
@@ -221,14 +225,17 @@ class Workspace:
     def lamport_tokens(self) -> int:
         """Most tokens of a call whose sums return through Lamport slots, without flags.
 
-        It is 0 (sums have flags) between nodes, without pre_reduce, above MANY_TOKENS, and when 4-byte words do not
-        divide a row. Between FEW_TOKENS and MANY_TOKENS it is all tokens or 0, because one launch grid serves both.
+        It is 0 (sums have flags) between nodes, without pre_reduce, with a combine format, above MANY_TOKENS, and when
+        4-byte words do not divide a row. Between FEW_TOKENS and MANY_TOKENS it is all tokens or 0, because one launch
+        grid serves both.
 
         Example: for rows of 14336 bytes 2 ranks have room for 1170 tokens each, 4 for 585, and 8 for 292.
         """
         cfg = self.config
         whole = cfg.combine_dtype.itemsize in (2, 4) and cfg.combine_row_bytes % 4 == 0
         if not self.lamport or self.inter_node_ranks or cfg.mode == "allreduce" or not cfg.pre_reduce or not whole:
+            return 0
+        if cfg.combine_format is not None:
             return 0
         tokens, room = cfg.max_tokens_per_rank, LAMPORT_BYTES // (self.world_size * self.row_bytes)
         if tokens <= FEW_TOKENS:

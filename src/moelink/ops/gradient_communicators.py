@@ -4,11 +4,12 @@ Gradients travel in ``combine_dtype``:
 
 * from tokens to rows (the backward of combine) by a dispatch in the plain format that holds ``combine_dtype`` exactly.
   A communicator with another format, a quantised one for example, gets a *row communicator* with that plain format;
-* from rows to tokens (the backward of dispatch) by the communicator's own combine, without weights;
+* from rows to tokens (the backward of dispatch) by the communicator's own combine, without weights. A communicator with
+  a combine format does this over the row communicator, whose rows return in ``combine_dtype``;
 * gradients of router weights, one number per (token, slot), from rows to tokens by a *weight communicator*: it combines
   rows of topk numbers in fp32 (or fp64) that are zero except in the row's own slot, so the sums are exact.
 
-A gradient communicator has the communicator's configuration except for format, dtype and hidden size, so the same
+A gradient communicator has the communicator's configuration except for formats, dtype and hidden size, so the same
 routing gives the same rows. It is made in the first backward that needs it. That is collective: all ranks must run the
 same backwards in the same order.
 """
@@ -58,8 +59,14 @@ class GradientCommunicators:
 
     def rows(self) -> Session:
         """Session that dispatches gradients of combine's result. Collective the first time, unless it is ``own``."""
-        if self._config.dispatch_format == self.row_format:
-            return self._own
+        return self._own if self._config.dispatch_format == self.row_format else self._plain()
+
+    def sums(self) -> Session:
+        """Session that combines gradients of dispatched rows. Collective the first time, unless it is ``own``."""
+        return self._own if self._config.combine_format is None else self._plain()
+
+    def _plain(self) -> Session:
+        """Session whose rows travel both ways in the plain format that holds ``combine_dtype``."""
         if self._rows is None:
             self._rows = self._open(dispatch_format=self.row_format)
         return self._rows
@@ -80,6 +87,7 @@ class GradientCommunicators:
             expert_alignment=self._config.row_alignment,
             num_sms=None,
             lanes=1,
+            combine_format=None,
             **changes,  # type: ignore[arg-type]
         )
         world = meet_again(self._world, config.timeout)

@@ -187,7 +187,7 @@ def _dispatch_backward(
     dx = topk_ids.new_empty(0, dtype=context.static.combine_dtype)
     dweights = topk_ids.new_empty(0, dtype=context.static.weight_dtype)
     if rows is not None:
-        dx = _sum_home(context, context.session, rows, topk_ids, record)
+        dx = _sum_home(context, context.gradients.sums(), rows, topk_ids, record)
     if row_weights is not None:
         dweights = _sum_home(context, context.gradients.weights(), row_weights, topk_ids, record)
     return dx, dweights

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moelink.reference.dispatch import Origin, ReferenceRows, accumulate_dtype, slot_owners
+from moelink.reference.rounding import reference_dequantize, reference_quantize
 
 if TYPE_CHECKING:
     from moelink.config import EPConfig
@@ -38,11 +39,23 @@ class _Combine:
         place = self.places[rank].get(origin)
         return None if place is None else self.ys[rank][place]
 
-    def add(self, total: Tensor, rank: int, origin: Origin, *, weighted: bool) -> Tensor:
-        """``total`` plus the row: the product rounded, then the sum. Unchanged when the row is not there."""
+    def travelled(self, row: Tensor) -> Tensor:
+        """[hidden_size] ``row`` as it arrives: fp32 after a round trip through the combine format, or as it is without
+        one."""
+        name = self.config.combine_format
+        if name is None:
+            return row
+        return reference_dequantize(name, *reference_quantize(name, row.to(torch.float32)[None]))[0]
+
+    def add(self, total: Tensor, rank: int, origin: Origin, *, weighted: bool, travels: bool = False) -> Tensor:
+        """``total`` plus the row: the product rounded, then the sum. Unchanged when the row is not there.
+
+        ``travels``: the row crosses before it is weighted.
+        """
         row = self.row(rank, origin)
         if row is None:
             return total
+        row = self.travelled(row) if travels else row
         term = row.to(device=total.device, dtype=total.dtype)
         if weighted:
             weight = self._weight(rank, origin)
@@ -68,7 +81,7 @@ class _Combine:
         ranks = [home] if config.mode == "allreduce" else list(range(config.world_size))
         if config.layout == "rank":
             for rank in ranks:
-                total = self.add(total, rank, (home, token, -1), weighted=False)
+                total = self.add(total, rank, (home, token, -1), weighted=False, travels=True)
             return total
         if config.pre_reduce and config.mode == "alltoall":
             for rank in ranks:
@@ -76,11 +89,13 @@ class _Combine:
                 for slot, owner in enumerate(owners):
                     if owner == rank:
                         partial = self.add(partial, rank, (home, token, slot), weighted=True)
-                total = total + partial.to(config.combine_dtype).to(total.dtype)
+                if config.combine_format is None:
+                    partial = partial.to(config.combine_dtype).to(total.dtype)
+                total = total + self.travelled(partial)
         else:
             for slot, owner in enumerate(owners):
                 if owner in ranks:
-                    total = self.add(total, owner, (home, token, slot), weighted=True)
+                    total = self.add(total, owner, (home, token, slot), weighted=True, travels=True)
         if config.fused_shared_expert:
             total = self.add(total, home, (home, token, -1), weighted=False)
         return total
@@ -129,6 +144,9 @@ def reference_combine(
     * otherwise (and always in allreduce mode, over this rank's slots only): ``acc += round(w * y)`` over slots.
     * layout "rank": rows, already weighted, summed over ranks, ascending.
 
+    With ``combine_format`` a sum of a rank, or a row that is not pre-reduced, is encoded and decoded instead of rounded
+    to ``combine_dtype``; all of them are, those of the home rank too.
+
     Then the shared row (fused, or of ``shared``) is added in fp32, and the sum is rounded once. A row that did not
     fit ``capacity``, or ``rows_per_expert``, adds nothing. Without weights rows are summed as they are.
 
@@ -168,6 +186,6 @@ def reference_combine(
             for slot, owner in enumerate(owners):
                 row = call.row(owner, (home, token, slot)) if owner >= 0 else None
                 if row is not None:
-                    out[token, slot] = row.to(device=out.device, dtype=out.dtype)
+                    out[token, slot] = call.travelled(row).to(device=out.device, dtype=out.dtype)
         outputs.append(out)
     return outputs

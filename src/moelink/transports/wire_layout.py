@@ -31,7 +31,7 @@ def _layouts(config: EPConfig) -> Iterator[str]:
                 config.format, config.hidden_size, config.topk, with_ids=with_ids, weight_dtype=weight_dtype
             )
             yield f"message of {message.nbytes} bytes: {_regions(message.parts)}"
-    yield f"message home of {config.home_message_bytes} bytes"
+    yield f"message home of {config.home_message_bytes} bytes: {_regions(config.home_row.parts)}"
     workspace = Workspace(config)
     yield f"block of {workspace.nbytes} bytes: {_regions(workspace.regions)}"
     yield f"numbers {sorted((name, value) for name, value in vars(protocol).items() if name.isupper())}"

@@ -29,6 +29,7 @@ stored.
 import triton
 import triton.language as tl
 
+from moelink.kernels.combine.row_format import load_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.numeric import only, round_to
@@ -306,10 +307,13 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
                     sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
                     address = mine + S.OFFSET_ROWS + tl.cast(rank * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
                     source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
-                    row = tl.load(
-                        source + c, mask=only(sent, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first"
-                    )
-                    total += row.to(S.SUM_DTYPE)
+                    if S.DECODE_FN is not None:
+                        total += load_columns(source, c0, sent, S)
+                    else:
+                        row = tl.load(
+                            source + c, mask=only(sent, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first"
+                        )
+                        total += row.to(S.SUM_DTYPE)
         else:
             for j in range(numbers.slot_begin, tl.minimum(numbers.slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
                 kept = tl.sum(tl.where(k == j, here.to(tl.int32), 0), 0) > 0
@@ -326,14 +330,19 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
                         + tl.cast(token * S.ROWS_PER_TOKEN + j - numbers.slot_begin, tl.int64) * S.ROW_BYTES
                     )
                     source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
-                    mask = only(kept, c < S.HIDDEN_SIZE)
-                    part_j = tl.load(source + c, mask=mask, other=0.0, eviction_policy="evict_first")
+                    if S.DECODE_FN is not None:
+                        part_j = load_columns(source, c0, kept, S)
+                    else:
+                        mask = only(kept, c < S.HIDDEN_SIZE)
+                        part_j = tl.load(source + c, mask=mask, other=0.0, eviction_policy="evict_first")
                 if S.REDUCES:
                     product = part_j.to(S.SUM_DTYPE)
                     if S.HAS_HOME_WEIGHTS:
                         product = product * tl.load(inputs.home_weights + token * S.TOPK + j, mask=kept, other=0.0)
                     total += product
                 else:
+                    if S.DECODE_FN is not None:
+                        part_j = round_to(part_j, S.OUT_DTYPE, S.NATIVE_CASTS)
                     tl.store(
                         outputs.out + (tl.cast(token, tl.int64) * S.TOPK + j) * S.HIDDEN_SIZE + c,
                         part_j,

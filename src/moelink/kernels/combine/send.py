@@ -16,8 +16,8 @@ is the only CTA. A rank that refuses the call sends no rows but raises all flags
 over the slots, a refused combine ends with the first pass, because the rank that refuses makes only one call.
 
 Sums: the accumulator starts at +0, slots ascend, each product is rounded before it is added (no fused multiply-add),
-and the sum is rounded once to the row's dtype. A slot of another rank, a row dropped for ``capacity`` and a row number
-out of range contribute nothing.
+and the sum is rounded once to the row's dtype, or encoded in the combine format (``kernels.combine.row_format``). A
+slot of another rank, a row dropped for ``capacity`` and a row number out of range contribute nothing.
 
 Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2: the row sent is .5 y[4] + 2 y[9].
 """
@@ -25,6 +25,7 @@ Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2:
 import triton
 import triton.language as tl
 
+from moelink.kernels.combine.row_format import store_columns
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.records import CallContext, Message, Share
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
@@ -146,23 +147,30 @@ def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.cons
     """
     for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.PARTS_PER_ROW * S.BLOCK_SIZE):
         c = c0 + part * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        row = round_to(weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S), S.ROW_DTYPE, S.NATIVE_CASTS)
-        if S.LAMPORT_TOKENS > 0:
-            bits = bits_of(row, flip, S)
-            tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=only(valid, c < S.HIDDEN_SIZE))
+        total = weighted_sum(y, y_rows, row_weights, row_weights, rows, c, S)
+        if S.ENCODE_FN is not None:
+            store_columns(to, c0 + part * S.BLOCK_SIZE, total, valid, S)
         else:
-            tl.store(to + c, row, mask=only(valid, c < S.HIDDEN_SIZE))
+            row = round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS)
+            if S.LAMPORT_TOKENS > 0:
+                bits = bits_of(row, flip, S)
+                tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=only(valid, c < S.HIDDEN_SIZE))
+            else:
+                tl.store(to + c, row, mask=only(valid, c < S.HIDDEN_SIZE))
 
 
 @triton.jit
 def copy_columns(to, part, y, row, S: tl.constexpr):
-    """Copy part ``part`` of row ``row`` to the row at ``to``."""
+    """Copy part ``part`` of row ``row``, in the combine format if there is one, to the row at ``to``."""
     for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.PARTS_PER_ROW * S.BLOCK_SIZE):
         c = c0 + part * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         column = tl.load(
             y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=c < S.HIDDEN_SIZE, other=0.0, eviction_policy=S.EVICTION
         )
-        tl.store(to + c, column, mask=c < S.HIDDEN_SIZE)
+        if S.ENCODE_FN is not None:
+            store_columns(to, c0 + part * S.BLOCK_SIZE, column.to(S.SUM_DTYPE), row >= 0, S)
+        else:
+            tl.store(to + c, column, mask=c < S.HIDDEN_SIZE)
 
 
 @triton.jit

@@ -376,6 +376,9 @@ class CombineSpec(CommonSpec):
         ROWS_PER_TOKEN: rows that the workspace holds for a token. HAS_SHARED: ``shared=`` is added.
         SLOTS_PER_MESSAGE: rows of a message: topk, or 1 for layout "rank".
         ROW_DTYPE, ROW_POINTER: of rows. SUM_DTYPE: of sums. OUT_DTYPE: of the result.
+        ENCODE_FN, DECODE_FN, GROUP_SIZE, ROW_SCALES, ROW_SCALE_POINTER: of a combine format
+            (``kernels.combine.row_format``): its functions, or None; elements that share a scale; where in a row the
+            scales begin, and their type. ROW_DTYPE is then that of codes.
         EPILOGUE: "", "bias" or "residual". HOOK: a Triton function that stores the result instead, or None.
         LAMPORT_TOKENS: most tokens of a home rank to which sums travel without flags (``kernels.sync.lamport_slots``);
             0: they never do.
@@ -400,6 +403,11 @@ class CombineSpec(CommonSpec):
     SLOTS_PER_MESSAGE: int
     ROW_DTYPE: Any
     ROW_POINTER: Any
+    ENCODE_FN: Any
+    DECODE_FN: Any
+    GROUP_SIZE: int
+    ROW_SCALES: int
+    ROW_SCALE_POINTER: Any
     SUM_DTYPE: Any
     OUT_DTYPE: Any
     EPILOGUE: str
@@ -446,7 +454,9 @@ def combine_spec(
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
     dtype = TRITON_DTYPES[cfg.combine_dtype]
-    most_small = workspace.lamport_tokens
+    most_small, home = workspace.lamport_tokens, cfg.home_row
+    row_dtype = dtype if home.format is None else tl.uint8
+    codec = None if home.format is None else home.format.codec()
     # A block of words has at least one element for each thread (``kernels.sync.signals``).
     least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
     # Rows staged by message: one row for each token.
@@ -457,8 +467,12 @@ def combine_spec(
         BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), COMBINE_BLOCK),
         SENDS_SUMS=sums, OPTIONS=combine_options(sums, by_row and tells_weighed), HAS_ROW_WEIGHTS=by_row,
         HAS_HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
-        ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk, ROW_DTYPE=dtype,
-        ROW_POINTER=tl.pointer_type(dtype), SUM_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype],
+        ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk,
+        ROW_DTYPE=row_dtype, ROW_POINTER=tl.pointer_type(row_dtype), ENCODE_FN=codec.encode if codec else None,
+        DECODE_FN=codec.decode if codec else None, GROUP_SIZE=codec.GROUP if codec else 1,
+        ROW_SCALES=home.parts["scales"].offset if codec else 0,
+        ROW_SCALE_POINTER=tl.pointer_type(tl.float32 if codec and codec.SCALE_BYTES == 4 else tl.uint8),
+        SUM_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype],
         OUT_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
         ROW_BYTES=workspace.row_bytes, OFFSET_COMBINE_HEAD=regions["combine_head"].offset,
         OFFSET_COMBINE_FLAG=regions["combine_flag"].offset, OFFSET_COMBINE_STATUS=regions["combine_status"].offset,

@@ -5,7 +5,8 @@ flag, which takes a round trip between two GPUs. With few tokens that is most of
 rank polls the row itself. A slot holds zeros where nothing has arrived. The data is never zero: its bits travel
 inverted, and no element has all bits set, because :func:`bits_of` replaces a NaN with all bits set by another NaN. Each
 element is stored in one piece, and no order between two elements matters. Combine's sums travel in this way. A
-dispatch's payload cannot, because it may have any bits.
+dispatch's payload cannot, because it may have any bits. Nor do sums in a combine format: the scales of mxfp8 have all
+bits set for a NaN, and codes and scales of one block would have to be polled as words of two kinds.
 
 Who writes and who waits: the expert's rank r stores row (r, token) of ``lamport_slots`` at the home rank, inverted; no
 other peer stores there. The home rank waits until no part of the rows of its token is zero, sums them and stores zeros.

@@ -58,6 +58,9 @@ def plan(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks: 8, or 2,4,24, or 8..2048 (doubling).")] = "8..64",
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share NVLink.")] = 8,
     format: Annotated[str, typer.Option(help="Dispatch format.")] = "fp8_block128",
+    combine_format: Annotated[
+        str | None, typer.Option(help="Format in which rows come home: fp8_block128 or mxfp8. Default: bf16.")
+    ] = None,
     capacity: Annotated[int | None, typer.Option(min=0, help="Rows of dispatch's output. Default: worst case.")] = None,
     transport: Annotated[Transport, typer.Option(help="Whose messages are counted.")] = Transport.symmetric,
     routing: Annotated[str, typer.Option(help="uniform, zipf, or a .npy file of topk_ids [tokens, topk].")] = "uniform",
@@ -84,8 +87,8 @@ def plan(
     if context.invoked_subcommand is not None:
         return
     layer = Layer(
-        num_experts=experts, topk=topk, hidden_size=hidden, tokens=tokens, dispatch_format=format, capacity=capacity,
-        transport=transport.value,
+        num_experts=experts, topk=topk, hidden_size=hidden, tokens=tokens, dispatch_format=format,
+        combine_format=combine_format, capacity=capacity, transport=transport.value,
     )  # fmt: skip
     chosen = read_constants(constants).assume({
         "floor_us": (latency, "--latency"),
@@ -203,9 +206,10 @@ def us(value: float | None) -> str:
 def sizes_table(console: Console, document: dict[str, Any]) -> Table:
     """Render where tokens go and what memory that takes."""
     layer = document["layer"]
+    home = "" if layer["combine_format"] is None else f", {layer['combine_format']} home"
     title = (
         f"Sizes ({layer['tokens']} tokens a rank, top-{layer['topk']} of {layer['num_experts']} experts, hidden size "
-        f"{layer['hidden_size']}, {layer['dispatch_format']}, {document['routing']})"
+        f"{layer['hidden_size']}, {layer['dispatch_format']}{home}, {document['routing']})"
     )
     grid = table(console, title)
     names = ("ranks", "nodes", "experts a rank", "ranks a token", "nodes a token", "symmetric", "collective")

@@ -54,7 +54,8 @@ class Layer:
     Attributes:
         num_experts, topk, hidden_size: sizes of the layer.
         tokens: tokens of every rank in every call, also ``max_tokens_per_rank``.
-        dispatch_format: registered name; rows come home in bf16.
+        dispatch_format: registered name.
+        combine_format: format in which rows come home, or None for bf16.
         capacity: rows of a dispatch output, or None for the worst case.
         transport: whose messages are counted, "symmetric" or "collective" (they differ by padding).
     """
@@ -64,6 +65,7 @@ class Layer:
     hidden_size: int
     tokens: int
     dispatch_format: str = "fp8_block128"
+    combine_format: str | None = None
     capacity: int | None = None
     transport: TransportName = "symmetric"
 
@@ -81,7 +83,8 @@ class Layer:
         several nodes, each of so many ranks."""
         return EPConfig(
             num_experts=self.num_experts, topk=self.topk, hidden_size=self.hidden_size,
-            max_tokens_per_rank=self.tokens, dispatch_format=self.dispatch_format, capacity=self.capacity,
+            max_tokens_per_rank=self.tokens, dispatch_format=self.dispatch_format,
+            combine_format=self.combine_format, capacity=self.capacity,
             transport=self.transport, world_size=world_size, rank=rank, ranks_per_node=ranks_per_node,
         )  # fmt: skip
 
@@ -177,7 +180,7 @@ class Units:
         row = config.format.bytes_per_token(config.hidden_size)
         activation = 2 * config.hidden_size
         quantised = 0 if config.format.scale_dtype is None else activation
-        return cls(message, home, activation, row, config.combine_row_bytes, quantised)
+        return cls(message, home, activation, row, config.result_row_bytes, quantised)
 
 
 def _sums_of_nodes(values: Floats, nodes: int) -> Floats:

@@ -48,7 +48,7 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
     counts = torch.bincount(sources, minlength=config.world_size).tolist()
     options = f"combine pre_reduced weighed={plan.rows is not None and request.row_weights is not None}"
     yield Announce(options, counts, limit=num_tokens, row_bytes=config.home_message_bytes, origin=plan.call)
-    home = _HomeRows(config, scratch, messages, y.device)
+    home = _HomeRows(config, scratch, messages, y.device, sums=True)
     _partial_sums(config, request, plan, home.rows)
     got, keys = yield from home.send(tokens, counts, limit=num_tokens)
     return sum_rows(got, keys, num_tokens=num_tokens, dtype=config.accumulate_dtype)
@@ -77,7 +77,8 @@ def _kept(rows: RowPlan, request: CombineRequest) -> int:
 def _slots(
     config: EPConfig, request: CombineRequest, plan: CollectivePlan, scratch: Scratch
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Return every row to its home rank: [T, topk, hidden] of combine_dtype, and [T, topk] bool: slots with a row."""
+    """Return every row to its home rank: [T, topk, hidden] of combine_dtype, or fp32 with a combine format, and
+    [T, topk] bool: slots with a row."""
     assert plan.rows is not None
     routed = _kept(plan.rows, request)
     row, message, slot = plan.rows.row[:routed], plan.rows.message[:routed], plan.rows.slot[:routed]
@@ -94,7 +95,7 @@ def _slots(
         home = _HomeRows(config, scratch, routed, y.device)
         torch.index_select(y, 0, row[by_source], out=home.rows)
         got, keys = yield from home.send(keys[by_source], counts, limit=limit)
-    slots = torch.zeros(num_tokens * config.topk, config.hidden_size, dtype=config.combine_dtype, device=y.device)
+    slots = torch.zeros(num_tokens * config.topk, config.hidden_size, dtype=got.dtype, device=y.device)
     arrived = torch.zeros(len(slots), dtype=torch.bool, device=y.device)
     slots[keys] = got
     arrived[keys] = True
@@ -121,16 +122,47 @@ def _sum_of_slots(config: EPConfig, request: CombineRequest, slots: Tensor, arri
 
 
 class _HomeRows:
-    """Buffer of rows to return: fill ``rows`` [n, hidden] of combine_dtype, then ``send``."""
+    """Buffer of rows to return: fill ``rows`` [n, hidden], then ``send``.
 
-    def __init__(self, config: EPConfig, scratch: Scratch, count: int, device: torch.device) -> None:
-        self._config, self._scratch = config, scratch
+    Without a combine format ``rows`` is the buffer itself, of combine_dtype. With one, ``rows`` is encoded when it is
+    sent, all of it: what stays on this rank, too, so that the result does not depend on where an expert lives. Sums
+    (``sums``) are then fp32, so that they are rounded once.
+    """
+
+    def __init__(
+        self, config: EPConfig, scratch: Scratch, count: int, device: torch.device, *, sums: bool = False
+    ) -> None:
+        self._config, self._scratch, self._row = config, scratch, config.home_row
         self._row_bytes = config.home_message_bytes - ALIGNMENT
         self._buffer = scratch.take("sent", count, config.home_message_bytes, device)
-        self.rows = self._rows(self._buffer)
+        if self._row.format is None:
+            self.rows = self._part(self._buffer, "payload", config.combine_dtype)
+        else:
+            dtype = config.accumulate_dtype if sums else config.combine_dtype
+            self.rows = torch.empty(count, config.hidden_size, dtype=dtype, device=device)
 
-    def _rows(self, buffer: Tensor) -> Tensor:
-        return buffer[:, : self._config.combine_row_bytes].view(self._config.combine_dtype)
+    def _part(self, buffer: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        region = self._row.parts[name]
+        return buffer[:, region.offset : region.end].view(dtype)
+
+    def _encode(self) -> None:
+        """Encode ``rows`` into the buffer."""
+        fmt = self._row.format
+        if fmt is None:
+            return
+        encoded = fmt.quantize(self.rows)
+        for name, values in (("payload", encoded.payload), ("scales", encoded.scales)):
+            assert values is not None
+            self._part(self._buffer, name, torch.uint8).copy_(values.view(torch.uint8))
+
+    def _decoded(self, buffer: Tensor) -> Tensor:
+        """Return the rows in ``buffer``: of combine_dtype, or decoded, fp32."""
+        fmt = self._row.format
+        if fmt is None:
+            return self._part(buffer, "payload", self._config.combine_dtype)
+        assert fmt.scale_dtype is not None
+        scales = self._part(buffer, "scales", fmt.scale_dtype)
+        return fmt.dequantize(self._part(buffer, "payload", fmt.payload_dtype), scales)
 
     def _keys(self, buffer: Tensor) -> Tensor:
         return buffer[:, self._row_bytes : self._row_bytes + 4].view(torch.int32)[:, 0]
@@ -140,6 +172,7 @@ class _HomeRows:
 
         Returns the rows that arrived, ranks ascending, and their keys.
         """
+        self._encode()
         self._keys(self._buffer).copy_(keys)
         recv_counts = yield Learn()
         assert isinstance(recv_counts, list)
@@ -153,7 +186,7 @@ class _HomeRows:
             raise BadMessageError(
                 int(sources[bad][0]), f"rows for places in [0, {limit})", f"one for {int(got[bad][0])}"
             )
-        return self._rows(received), got
+        return self._decoded(received), got
 
 
 def _finish(config: EPConfig, request: CombineRequest, plan: CollectivePlan, total: Tensor) -> Tensor:

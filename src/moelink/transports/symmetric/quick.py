@@ -155,7 +155,9 @@ class QuickLane:
         """Note the kind of an ordinary dispatch without options that was made."""
         x, ids, weights = request.x, request.topk_ids, request.topk_weights
         key = _kind_of_dispatch(x, ids, weights, request.max_tokens)
-        if key is None or key in self._dispatches or len(self._dispatches) >= MOST_KINDS or self._rank.trace is not None:
+        if key is None or key in self._dispatches or len(self._dispatches) >= MOST_KINDS:
+            return
+        if self._rank.trace is not None:
             return
         given = [x, ids] if weights is None else [x, ids, weights]
         if given[2:] and given[2].dtype != self._rank.weight_dtype:  # type: ignore[union-attr]
