@@ -87,6 +87,11 @@ class PretendedProbeServer:
         """The number in ``progress``."""
         return self.progress[0]
 
+    def enter(self, phase: str) -> int:
+        """As :meth:`moelink.control.probe.ProbeServer.enter`."""
+        self.progress = self.call + 1, phase
+        return self.call
+
     def close(self, after: float = 0.0) -> None:
         """Nothing is open."""
 

@@ -165,9 +165,9 @@ def init_arguments(
         microbatches: that may be in flight at a time; each has a lane. On a CUDA device they share its SMs evenly,
             unless ``settings`` says how many a lane uses.
     """
-    shared: dict[str, Any] = {}
-    if microbatches > 1 and device.type == "cuda":
-        shared = {"num_sms": torch.cuda.get_device_properties(device).multi_processor_count // microbatches}
+    chosen = settings.arguments()
+    if microbatches > 1 and device.type == "cuda" and settings.num_sms is None:
+        chosen["num_sms"] = torch.cuda.get_device_properties(device).multi_processor_count // microbatches
     return {
         "num_experts": config.num_experts,
         "topk": config.experts_per_token,
@@ -179,8 +179,7 @@ def init_arguments(
         "global_ids": True,
         "device": device,
         "lanes": microbatches,
-        **shared,
-        **settings.arguments(),
+        **chosen,
     }
 
 
