@@ -45,7 +45,7 @@ test: $(STAMP)  ## the quick tier: every test that needs no GPU, with its cheape
 test-full: $(STAMP)  ## the full tier: with all parameters
 	$(BIN)/pytest -m "not gpu" --full $(PYTEST_ARGS)
 
-mutants: $(STAMP)  ## plant each fault of tests/mutants_table.py in a copy; the test that it names must fail
+mutants: $(STAMP)  ## plant each fault of tests/mutants_of_*.py in a copy; the test that it names must fail
 	$(BIN)/python tests/mutants.py
 
 lint: $(STAMP)  ## style, formatting, types

@@ -56,7 +56,7 @@ def without_stamps(source: str) -> str:
         (r"\bcame, S\.TRACE\)", "0, False)"),
         (r"ctx\.limit, came, S\)", "ctx.limit, 0, S)"),
         (r" *arrivals\(ctx, WAITED, r, S\), S\.TRACE,\n", ""),
-        (r"open_record\(peers, _ROLE, program, call, S\)", "0"),
+        (r"open_record\(peers, role, program, call, S\)", "0"),
     ):
         source = re.sub(pattern, instead, source)
     return source

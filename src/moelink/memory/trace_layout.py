@@ -68,6 +68,14 @@ class Role(NamedTuple):
 
 
 _CREDIT = Moment("credit from", WAITED, first=True)
+_CREDITED = Moment("credit seen", CREDIT_SEEN, awaits="credit from")
+_STORES = (
+    Moment("first store", FIRST_STORE, first=True),
+    Moment("published", PUBLISHED, first=True),
+    Moment("last published", LAST_PUBLISHED),
+    Moment("told", TOLD),
+)
+"""How every role that sends ends."""
 
 ROLES = (
     Role(
@@ -77,11 +85,8 @@ ROLES = (
             Moment("begun", BEGUN),
             Moment("ids read", IDS_READ, first=True),
             Moment("counted", COUNTED, first=True),
-            Moment("credit seen", CREDIT_SEEN, awaits="credit from"),
-            Moment("first store", FIRST_STORE, first=True),
-            Moment("published", PUBLISHED, first=True),
-            Moment("last published", LAST_PUBLISHED),
-            Moment("told", TOLD),
+            _CREDITED,
+            *_STORES,
         ),
         (_CREDIT,),
     ),
@@ -105,12 +110,9 @@ ROLES = (
         "send",
         (
             Moment("begun", BEGUN),
-            Moment("credit seen", CREDIT_SEEN, awaits="credit from"),
+            _CREDITED,
             Moment("rows known", IDS_READ, first=True),
-            Moment("first store", FIRST_STORE, first=True),
-            Moment("published", PUBLISHED, first=True),
-            Moment("last published", LAST_PUBLISHED),
-            Moment("told", TOLD),
+            *_STORES,
         ),
         (_CREDIT,),
     ),

@@ -15,6 +15,11 @@ from moelink.version import __version__
 SCHEMA_VERSION = 1
 
 
+def write(document: dict[str, Any], path: str | Path) -> None:
+    """Write a trace in Chrome's format to ``path``, without blanks, as it is large."""
+    Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n")
+
+
 class Trace:
     """When the CTAs of all ranks read, waited, stored and published, in the calls of a ``with ep.trace()`` block.
 
@@ -80,4 +85,4 @@ class Trace:
         Raises:
             StateError: as :attr:`records`.
         """
-        Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n")
+        write(self.to_json(), path)

@@ -27,11 +27,10 @@ from moelink.kernels.combine.reduce import (
     wait_for_inter_node_rows,
 )
 from moelink.kernels.launch.sm_limit import run_role
-from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
 from moelink.kernels.sync.quiesce import wait_for_choices
-from moelink.kernels.sync.signals import calls_made, is_poisoned
+from moelink.kernels.sync.signals import context_of, is_poisoned
 from moelink.memory.protocol import COMBINE_RECEIVED, PHASE_COMBINE
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
@@ -41,8 +40,7 @@ _ROLE = tl.constexpr(COMBINE_RECEIVED)
 @triton.jit
 def wait_for_tokens(program, num_programs, peers, inputs, notes, numbers, S: tl.constexpr):
     """Wait for the rows of every ``num_programs``-th token, from ``program``; CTA 0 also for every rank's head."""
-    call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
     brought = tl.load(notes.received + 2 * S.WORLD_SIZE) == 0
     ok = 1 - is_poisoned(peers.record, peers.control, S)
     if (ok > 0) & brought & (program == 0):
@@ -68,8 +66,7 @@ def ep_wait_for_all_arrivals_kernel(peers, inputs, notes, numbers, S: tl.constex
 @triton.jit
 def reduce_tokens(program, num_programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """Store the results of tokens whose rows have all arrived, and count the call as read."""
-    call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
     brought = tl.load(notes.received + 2 * S.WORLD_SIZE) == 0
     ok = 1 - is_poisoned(peers.record, peers.control, S)
     ok, choices = wait_for_choices(ok, (ok > 0) & brought, ctx, S)

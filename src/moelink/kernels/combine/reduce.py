@@ -33,7 +33,6 @@ from moelink.kernels.combine.row_format import load_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or, intra_node_only
 from moelink.kernels.sync.lamport_slots import (
@@ -56,7 +55,7 @@ from moelink.kernels.sync.quiesce import (
 from moelink.kernels.sync.signals import (
     I64,
     U8,
-    calls_made,
+    context_of,
     is_poisoned,
     note_refusal,
     odd_one_out,
@@ -74,7 +73,6 @@ from moelink.kernels.sync.trace import (
     TOLD,
     WAITED,
     arrivals,
-    open_record,
     stamp,
     stamp_both,
     stamp_first,
@@ -424,9 +422,8 @@ def awaited_slots(notes, token, brought, choices, S: tl.constexpr):
 @triton.jit
 def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the home role."""
-    call = calls_made(peers.control, _ROLE) + 1
-    record = open_record(peers, _ROLE, program, call, S)
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
+    call = ctx.call
     brought = tl.load(notes.received + 2 * S.WORLD_SIZE) == 0
     if not S.ALLREDUCE:  # in allreduce mode no call is counted
         brought = brought & (is_refused(peers.control, call, numbers.slot_begin) == 0)

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from moelink.kernels.combine.row_format import store_columns
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.records import CallContext, Message, Share
+from moelink.kernels.records import Message, Share
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import (
     between_nodes,
@@ -40,14 +40,13 @@ from moelink.kernels.sync.internode import (
 )
 from moelink.kernels.sync.lamport_slots import bits_of, follows_refusal, is_small, row_at
 from moelink.kernels.sync.quiesce import beside_status
-from moelink.kernels.sync.signals import I64, U8, calls_made, count_arrival, fence, own_block, publish
+from moelink.kernels.sync.signals import I64, U8, context_of, count_arrival, fence, own_block, publish
 from moelink.kernels.sync.trace import (
     FIRST_STORE,
     IDS_READ,
     LAST_PUBLISHED,
     PUBLISHED,
     TOLD,
-    open_record,
     stamp,
     stamp_after,
     stamp_both,
@@ -337,9 +336,8 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
 @triton.jit
 def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the expert role. ``notes.received`` says whether the dispatch brought anything at all."""
-    call = calls_made(peers.control, _ROLE) + 1
-    record = open_record(peers, _ROLE, program, call, S)
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
+    call = ctx.call
     credits = poll_once(peers.control, _PHASE, call, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE

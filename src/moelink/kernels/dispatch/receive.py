@@ -36,14 +36,14 @@ from moelink.kernels.dispatch.row_offsets import (
     write_nothing,
 )
 from moelink.kernels.dispatch.unpack import fill_unused_ids, pad_rows, pad_tiles, unpack_group, unpack_headers, who_pads
-from moelink.kernels.records import CallContext, Destination, Groups, ReceiverSteps, Source
+from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
 from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
 from moelink.kernels.sync.signals import (
     I32,
     I64,
-    calls_made,
+    context_of,
     first_stray,
     is_poisoned,
     note_malformed,
@@ -60,7 +60,6 @@ from moelink.kernels.sync.trace import (
     MESSAGE_SEEN,
     ROW_STORED,
     TOLD,
-    open_record,
     stamp,
     stamp_after,
     stamp_both,
@@ -206,17 +205,9 @@ def destination_of(control, source, groups, S: tl.constexpr):
 
 
 @triton.jit
-def context_of(peers, program, numbers, S: tl.constexpr):
-    """Return the context of this call of the receiver role, in CTA ``program``."""
-    call = calls_made(peers.control, _ROLE) + 1
-    record = open_record(peers, _ROLE, program, call, S)
-    return CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
-
-
-@triton.jit
 def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the receiver role, which counts what it receives. ``cached`` is not read."""
-    ctx = context_of(peers, program, numbers, S)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
     ok = -is_poisoned(peers.record, peers.control, S)
     receive_by(
         ReceiverSteps(wait_for_counts, columns_of, compare, blame, prepare, destination_of, unpack_headers),

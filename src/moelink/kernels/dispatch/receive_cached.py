@@ -14,7 +14,7 @@ message in that slot goes there too, if it is of token 5.
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.receive import context_of, receive_by
+from moelink.kernels.dispatch.receive import receive_by
 from moelink.kernels.dispatch.row_offsets import (
     header_word,
     report_missing,
@@ -25,11 +25,27 @@ from moelink.kernels.dispatch.unpack import load_headers, store_choices, store_s
 from moelink.kernels.numeric import only
 from moelink.kernels.records import CachedRouting, Destination, Placed, ReceiverSteps
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
-from moelink.kernels.sync.signals import I64, first_stray, is_poisoned, note_malformed, note_refusal, own_block
+from moelink.kernels.sync.signals import (
+    I64,
+    context_of,
+    first_stray,
+    is_poisoned,
+    note_malformed,
+    note_refusal,
+    own_block,
+)
 from moelink.kernels.sync.trace import WAITED, arrivals
-from moelink.memory.protocol import CODE_OPTIONS, CODE_ROUTING, COUNT_HEADER, PHASE_DISPATCH, ROW_ABSENT
+from moelink.memory.protocol import (
+    CODE_OPTIONS,
+    CODE_ROUTING,
+    COUNT_HEADER,
+    DISPATCH_RECEIVED,
+    PHASE_DISPATCH,
+    ROW_ABSENT,
+)
 
 _HEADER = tl.constexpr(COUNT_HEADER)
+_ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
 _ROUTING = tl.constexpr(CODE_ROUTING)
@@ -221,7 +237,7 @@ def unpack_noted(ctx, source, at, valid, message, destination, outputs, notes, n
 def receive_cached(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the receiver role over ``cached`` routing. ``notes`` are those of the call that made
     it."""
-    ctx = context_of(peers, program, numbers, S)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
     column = numbers.rank if S.ALLREDUCE else 0  # of this rank, the only source
     noted = CachedRouting(cached.received, cached.counts + column)
     ok = -is_poisoned(peers.record, peers.control, S)

@@ -81,7 +81,6 @@ from moelink.kernels.dispatch.route import (
     sums_before,
 )
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import (
     between_nodes,
@@ -91,7 +90,7 @@ from moelink.kernels.sync.internode import (
     put,
     staged_at,
 )
-from moelink.kernels.sync.signals import I32, I64, U8, calls_made, count_arrival, fence, own_block, publish
+from moelink.kernels.sync.signals import I32, I64, U8, context_of, count_arrival, fence, own_block, publish
 from moelink.kernels.sync.trace import (
     COUNTED,
     FIRST_STORE,
@@ -99,7 +98,6 @@ from moelink.kernels.sync.trace import (
     LAST_PUBLISHED,
     PUBLISHED,
     TOLD,
-    open_record,
     stamp,
     stamp_after,
     stamp_both,
@@ -435,9 +433,8 @@ _ROLE = tl.constexpr(DISPATCH_SENT)
 @triton.jit
 def send(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the sender role, which counts what it sends. ``cached`` is not read."""
-    call = calls_made(peers.control, _ROLE) + 1
-    record = open_record(peers, _ROLE, program, call, S)
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
+    call = ctx.call
     credits = poll_once(peers.control, _PHASE, call, S)
     few = numbers.tokens_per_program <= 1
     # Where each CTA counts alone, the counting CTA is the first one, because it waits for nobody.

@@ -41,17 +41,15 @@ from moelink.kernels.dispatch.send import (
     store_headers,
     store_piece,
 )
-from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import between_nodes
 from moelink.kernels.sync.ll_words import ll_word
-from moelink.kernels.sync.signals import calls_made, count_arrival, own_block
+from moelink.kernels.sync.signals import context_of, count_arrival, own_block
 from moelink.kernels.sync.trace import (
     FIRST_STORE,
     LAST_PUBLISHED,
     PUBLISHED,
     TOLD,
-    open_record,
     stamp,
     stamp_both,
     stamp_first,
@@ -148,9 +146,8 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
 def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the sender role over cached routing. ``cached.received`` is that of the call that made the
     routing."""
-    call = calls_made(peers.control, _ROLE) + 1
-    record = open_record(peers, _ROLE, program, call, S)
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
+    ctx = context_of(peers, _ROLE, program, numbers, S)
+    call = ctx.call
     credits = poll_once(peers.control, _PHASE, call, S)
     nothing = tl.load(cached.received + 2 * S.WORLD_SIZE)
     if nothing == 0:

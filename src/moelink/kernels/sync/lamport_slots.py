@@ -179,7 +179,8 @@ def sum_rows(mine, slots, token, first, limit, arrivals, S: tl.constexpr):
             sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
             words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)
             missing = tl.where(is_missing(words, S), rank + 1, missing)
-            late = late | tl.where(is_missing(words, S), tl.full([], 1, tl.int64) << rank, 0)
+            if S.TRACE:
+                late = late | tl.where(is_missing(words, S), tl.full([], 1, tl.int64) << rank, 0)
             total += columns_of(words, S)
         note_whole(arrivals, slots >= 0, late, S)
         state = tl.where(block_uniform(1 - tl.minimum(tl.max(missing, 0), 1)) > 0, 1, 2)

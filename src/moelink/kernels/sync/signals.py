@@ -36,9 +36,9 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
-from moelink.kernels.records import Peers
+from moelink.kernels.records import CallContext, Peers
 from moelink.kernels.sync.internode import I64, between_nodes, intra_node_only, is_intra_node, put
-from moelink.kernels.sync.trace import note_reached
+from moelink.kernels.sync.trace import note_reached, open_record
 from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
@@ -354,6 +354,14 @@ def arrive(done, num_programs):
 def calls_made(control, role):
     """Return how many calls of ``role`` this rank has made, int64: those that all CTAs have counted."""
     return tl.load(control + role) >> _SHIFT
+
+
+@triton.jit
+def context_of(peers, role, program, numbers, S: tl.constexpr):
+    """Return the context of this call of ``role``, the one after those made, in CTA ``program``."""
+    call = calls_made(peers.control, role) + 1
+    record = open_record(peers, role, program, call, S)
+    return CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call, record)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 
 class Transport(str, Enum):
     """Choices of --transport."""
@@ -19,3 +21,10 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+    @property
+    def kind(self) -> str:
+        """The kind of device that is meant: of auto, "cuda" where there is a device."""
+        if self is Device.auto:
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return str(self.value)

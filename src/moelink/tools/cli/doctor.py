@@ -48,7 +48,7 @@ def doctor(
     whether ranks reach one another, measures every pair, and sends tokens through every format and back.
     """
     check_writable(out)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
+    kind = device.kind
     count = ranks or (torch.cuda.device_count() if kind == "cuda" else 4)
     with progress_on_stderr() as progress:
         progress(f"examining {os.environ.get('WORLD_SIZE', count)} ranks")

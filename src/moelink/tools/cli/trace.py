@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ import typer
 from moelink.tools.cli.choices import Device
 from moelink.tools.cli.console import check_writable, drawing, progress_on_stderr
 from moelink.tools.trace import TraceConfig, run_trace
+from moelink.tracing.trace import write
 
 
 def trace(
@@ -36,7 +36,7 @@ def trace(
     machine), or with torchrun on one host. On CPUs stamps are steps, not times: the number of a stamp among all.
     """
     check_writable(out, plot)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
+    kind = device.kind
     on_gpu = kind == "cuda"
     count = ranks or int(os.environ.get("WORLD_SIZE", torch.cuda.device_count() if on_gpu else 2))
     config = TraceConfig(
@@ -50,7 +50,7 @@ def trace(
     if found is None:  # another rank of the launcher reports
         return
     if out is not None:
-        out.write_text(json.dumps(found.document, separators=(",", ":")) + "\n")
+        write(found.document, out)
     if plot is not None:
         from moelink.tools.plots.timeline import draw_trace
 

@@ -14,7 +14,7 @@ ordinary objects of a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -58,8 +58,8 @@ def _maker(blank: Blank, device: torch.device) -> Callable[[], Tensor]:
     return partial(like.new_empty_strided, blank.shape, blank.strides)
 
 
-class DirectDispatch:
-    """Dispatches of one kind on CUDA.
+class _Direct:
+    """Calls of one kind on CUDA.
 
     Attributes:
         direct, count: the kernel of both roles, its parameters, and its CTAs.
@@ -67,14 +67,32 @@ class DirectDispatch:
         makers: what makes the tensors of a call.
     """
 
+    makers: tuple[Callable[[], Tensor], ...]
+
+    def __init__(self, direct: DirectKernel, count: int, inside: Iterable[tuple[int, int]]) -> None:
+        """``inside``: places of addresses that lie inside the arena, and their distance from its begin."""
+        self.direct, self.count, self._inside, self._arena_at = direct, count, tuple(inside), -1
+        self.launch: Launch = partial(direct.launch, count)
+
+    def _follow(self, at: int) -> None:
+        """Write the addresses inside the arena, which now begins at ``at``."""
+        addresses = self.direct.addresses
+        self._arena_at = -1  # until all are written: an exception may come between
+        for place, begin in self._inside:
+            addresses[place] = at + begin
+        self._arena_at = at
+
+
+class DirectDispatch(_Direct):
+    """Dispatches of one kind on CUDA."""
+
     def __init__(self, rank: Rank, plan: dispatch.LaunchPlan, direct: DirectKernel, owner: str) -> None:
-        self.direct, self.count, self._plan, self._owner = direct, plan.both.count, plan, owner
-        self.launch: Launch = partial(direct.launch, self.count)
+        inside = [(_SMALL + i, begin) for i, begin in enumerate(plan.in_arena) if begin >= 0]
+        super().__init__(direct, plan.both.count, inside)
+        self._plan, self._owner = plan, owner
         self._arena = _maker(Blank.of(plan.arena.words), rank.device)
         self._large = tuple((name, _PLACES[name], _maker(blank, rank.device)) for name, blank in plan.large)
         self.makers = (self._arena, *[make for *_, make in self._large])
-        self._inside = tuple((_SMALL + i, begin) for i, begin in enumerate(plan.in_arena) if begin >= 0)
-        self._arena_at = -1
 
     def prepare(
         self, x: Tensor, x_at: int, ids: Tensor, ids_at: int, weights: Tensor | None, weights_at: int,
@@ -91,30 +109,20 @@ class DirectDispatch:
         if weights is not None:
             addresses[_WEIGHTS] = weights_at
         if at != self._arena_at:
-            self._arena_at = -1  # until all are written: an exception may come between
-            for place, begin in self._inside:
-                addresses[place] = at + begin
-            self._arena_at = at
+            self._follow(at)
         return made(DispatchOutput, fields)
 
 
-class DirectCombine:
-    """Combines of one kind on CUDA, of rows of one kind of dispatch.
-
-    Attributes:
-        direct, count: the kernel of both roles, its parameters, and its CTAs.
-        launch: launches what was prepared on a stream.
-        makers: what makes the tensors of a call.
-    """
+class DirectCombine(_Direct):
+    """Combines of one kind on CUDA, of rows of one kind of dispatch."""
 
     def __init__(self, rank: Rank, plan: combine.LaunchPlan, rows: dispatch.LaunchPlan, direct: DirectKernel) -> None:
-        self.direct, self.count, self._out = direct, plan.both.count, _maker(plan.out, rank.device)
-        self.launch: Launch = partial(direct.launch, self.count)
-        self.makers = (self._out,)
         inside = {"row_weights": rows.arena.places["weights"][0]} if "weights" in rows.arena.places else {}
         inside.update(zip(RoutingNotes._fields, rows.notes_layout.first_bytes, strict=True))
-        self._inside = tuple((OWN_ADDRESSES + COMBINE_ADDRESSES.index(name), begin) for name, begin in inside.items())
-        self._arena_at = -1
+        places = [(OWN_ADDRESSES + COMBINE_ADDRESSES.index(name), begin) for name, begin in inside.items()]
+        super().__init__(direct, plan.both.count, places)
+        self._out = _maker(plan.out, rank.device)
+        self.makers = (self._out,)
 
     def prepare(
         self, y: Tensor, y_at: int, recv: DispatchOutput, ids_at: int, weights_at: int, received: Received
@@ -126,10 +134,7 @@ class DirectCombine:
             addresses[_HOME_WEIGHTS] = weights_at
         at = received.at
         if at != self._arena_at:
-            self._arena_at = -1  # until all are written: an exception may come between
-            for place, begin in self._inside:
-                addresses[place] = at + begin
-            self._arena_at = at
+            self._follow(at)
         return out
 
 
