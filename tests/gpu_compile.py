@@ -35,8 +35,10 @@ from moelink.transports.symmetric.rank import Rank
 
 MAX_WORKERS = 60
 FUSED = ("dispatch", "combine")
-UNIMPORTANT = ("capacity", "timeout", "transport")
+UNIMPORTANT = ("capacity", "rows_per_expert", "timeout", "transport")
 """Fields of ``moelink.init`` that kernels do not depend on."""
+MASKED_ROWS = 128
+"""Rows of an expert in layout "masked": whole tiles of scales, as kernels are told that they are."""
 HALVES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
 PARTS: Mapping[str, Callable[[Dispatch, Combine], None]] = MappingProxyType({
     "dispatch": lambda dispatch, _: dispatch.send_and_receive(),
@@ -150,7 +152,10 @@ def compile_kernel(kernel: Kernel) -> None:
 
 def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     """A dispatch and a combine of one token on a rank that has no peers."""
-    config = moelink.EPConfig(**dict(kernel.fields), capacity=1, world_size=kernel.world_size)
+    fields = dict(kernel.fields)
+    masked = fields.get("layout") == "masked"
+    fields |= {"rows_per_expert": MASKED_ROWS} if masked else {"capacity": 1}
+    config = moelink.EPConfig(**fields, world_size=kernel.world_size)
     memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), 1 << 20)
     rank = Rank(config, memory[0], Workspace(config))
     rank.network.load = lambda compiled: None  # what carries puts is started with the first communicator
@@ -161,5 +166,6 @@ def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     x = zeros(1, config.hidden_size, dtype=kernel.input_dtype or usual)
     ids = zeros(1, config.topk, dtype=kernel.id_dtype)
     dispatch = Dispatch(rank, DispatchRequest(x, ids, given["dispatch"]), "compile")
-    y = zeros(1, config.hidden_size, dtype=config.combine_dtype)
+    groups = (config.num_groups,) * masked
+    y = zeros(*groups, config.row_capacity, config.hidden_size, dtype=config.combine_dtype)
     return dispatch, Combine(rank, CombineRequest(y, dispatch.output, given["combine"]))

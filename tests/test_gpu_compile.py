@@ -8,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from gpu_compile import Kernel, ahead, kernels_of
+from gpu_compile import Kernel, ahead, calls_of, kernels_of
 
 TESTS = Path(__file__).parent
 NAMED = ("faults", "matrix", "nodes", "processes", "startup", "symmetric")
@@ -61,3 +62,13 @@ def test_gpu_tests_say_what_they_launch():
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=200)
     counted = "".join(line for line in done.stdout.splitlines() if line.startswith("counted"))
     assert all(f"'test_{name}_gpu'" in counted for name in NAMED), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("bound", [{"layout": "masked", "rows_per_expert": 256}, {"layout": "rank"}, {"capacity": 3}])
+def test_calls_to_compile_are_accepted_in_each_layout(bound):
+    """What bounds the rows of a layout differs, and kernels do not depend on it."""
+    fields = {"num_experts": 4, "topk": 1, "hidden_size": 128, "max_tokens_per_rank": 7, **bound}
+    for kernel in kernels_of(fields, 2):
+        assert not {"capacity", "rows_per_expert"} & dict(kernel.fields).keys()
+        dispatch, combine = calls_of(kernel, torch.device("cpu"))
+        assert dispatch.output.tokens.shape == combine.request.y.shape
