@@ -2,7 +2,7 @@
 
 One pair of dispatch and combine with weights that travel and sums that return, by either side, on one device. With one
 rank both use their fused launches, with more the device plays all ranks, first halves before second ones, in one
-stream. What both return is compared bit for bit first. On a CUDA device a figure is of replays of a graph of many
+stream, and each rank grants its credits in a launch of its own, as it must where ranks share a device. What both return is compared bit for bit first. On a CUDA device a figure is of replays of a graph of many
 pairs, the sides in turn, so that the host's time, which differs, takes no part. On a CPU kernels are interpreted and
 figures are functional, not performance.
 
@@ -204,6 +204,8 @@ def _both(calls: Sequence[Any], *slot: int) -> None:
         call.send(*slot)
     for call in calls:
         call.receive(*slot)
+        if call.rank.device.type == "cuda":  # as the launchers do; on a CPU it has
+            call.rank.grant_credits(in_turn=True)
 
 
 def measure(case: Case, ranks: int, device: torch.device, settings: Settings, timeout: float) -> dict[str, Any]:

@@ -193,13 +193,13 @@ class Rank:
             current.wait_stream(self.stream)
             self._latest, self._latest_handle, self._forked = current, current.cuda_stream, False
 
-    def grant_credits(self) -> None:
-        """Grant credits on CPUs, after a receiving half.
+    def grant_credits(self, *, in_turn: bool = False) -> None:
+        """Grant credits after a receiving half on CPUs, and with ``in_turn`` where ranks share a GPU.
 
-        The next call's sending half grants them, too. But ranks of one process may run one after the other, and a
-        sender would wait for a launch that comes after it.
+        The next call's sending half grants them, too. But such ranks may run one after the other, and a sender would
+        wait for a launch that comes after it.
         """
-        if self.device.type != "cpu" or self.config.mode == "allreduce":
+        if not (in_turn or self.device.type == "cpu") or self.config.mode == "allreduce":
             return
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
         kernel = self.launcher.kernel(ep_grant_credits_kernel, 1, S=spec)
