@@ -2,9 +2,10 @@
 
 One pair of dispatch and combine with weights that travel and sums that return, by either side, on one device. With one
 rank both use their fused launches, with more the device plays all ranks, first halves before second ones, in one
-stream, and each rank grants its credits in a launch of its own, as it must where ranks share a device. What both return is compared bit for bit first. On a CUDA device a figure is of replays of a graph of many
-pairs, the sides in turn, so that the host's time, which differs, takes no part. On a CPU kernels are interpreted and
-figures are functional, not performance.
+stream, and each rank grants its credits in a launch of its own, as it must where ranks share a device. What both return
+is compared bit for bit first. On a CUDA device a figure is of replays of a graph of many pairs, the sides in turn, so
+that the host's time, which differs, takes no part. On a CPU kernels are interpreted and figures are functional, not
+performance.
 
     python -m moelink.tools.bench.launchers --device cuda --ranks 1 8 --tokens 1 32 128 1024 4096
 """
