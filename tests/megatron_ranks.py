@@ -158,6 +158,45 @@ def shared_by_layers(rank: int, world_size: int) -> tuple[int, int]:
     return tuple(counts)
 
 
+def recomputed_block(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
+    """Output and gradients of a block of two layers whose MoE layers dispatch with moelink, by name: with nothing
+    recomputed, and with ``recompute_granularity="full"``, where backward runs whole layers again."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    begin(world_size)
+    get_cuda_rng_tracker().set_states({"model-parallel-rng": None})  # which attention asks for, without dropout too
+    found, state = {}, None
+    for name, recomputed in (("kept", {}), ("full", full)):
+        options = config(world_size, num_layers=2, hidden_dropout=0.0, attention_dropout=0.0, **recomputed)
+        spec = with_moelink(get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False), settings())
+        torch.manual_seed(1)
+        block = TransformerBlock(options, spec, post_process=False).train()
+        state = block.state_dict() if state is None else state
+        block.load_state_dict(state)
+        generator = torch.Generator().manual_seed(10 + rank)
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).requires_grad_()
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        dispatches = count_dispatches(block)
+        out = block(x, mask)
+        (out * out.detach().flip(0)).sum().backward()
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in block.parameters()]
+        found[name] = [out.detach(), x.grad, *gradients, torch.tensor(len(dispatches))]
+    end()
+    return found
+
+
+def count_dispatches(block) -> list[int]:
+    """A list that grows by one with each dispatch of the block's MoE layers."""
+    made: list[int] = []
+    for layer in block.layers:
+        used: MoelinkTokenDispatcher = layer.mlp.token_dispatcher
+        dispatch = used.token_dispatch
+        used.token_dispatch = lambda *args, dispatch=dispatch: (made.append(1), dispatch(*args))[1]
+    return made
+
+
 def said_by(fn) -> str:
     try:
         fn()

@@ -112,6 +112,16 @@ def test_every_token_comes_back_as_it_was() -> None:
     assert run_ranks(ranks.dropless, 2) == [True, True]
 
 
+def test_whole_layers_that_backward_runs_again_give_the_same_bits() -> None:
+    for found in run_ranks(ranks.recomputed_block, 2):
+        *kept, dispatches = found["kept"]
+        *full, twice = found["full"]
+        assert (int(dispatches), int(twice)) == (2, 4)
+        assert scale(kept[1]) > 0
+        for number, (made, expected) in enumerate(zip(full, kept, strict=True)):
+            assert_bitwise_equal(made, expected, f"tensor {number}")
+
+
 def test_layers_of_a_size_share_a_communicator() -> None:
     assert run_ranks(ranks.shared_by_layers, 2) == [(2, 0)] * 2
 
