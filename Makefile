@@ -119,7 +119,8 @@ upstream-megatron: build/megatron  ## Megatron-core's own tests of its dispatche
 carried-megatron: build/megatron  ## build/carried-megatron: what upstream-megatron imports, for a GPU machine without network
 	rm -rf build/carried-megatron
 	$(PYTHON) -m pip install --quiet --no-deps --no-compile --target build/carried-megatron --only-binary :all: --python-version 3.12 \
-	  --platform manylinux_2_28_x86_64 megatron-core==0.16.1 six regex packaging pytest==9.2.0 pluggy iniconfig pygments
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 megatron-core==0.16.1 six regex packaging pyyaml tqdm \
+	  pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection pytest==9.2.0 pluggy iniconfig pygments
 
 upstream-sglang: build/sglang  ## SGLang's own tests with moelink's plugin on, on CPUs
 	cd build/sglang && PYTHONPATH=$(CURDIR)/tests $(call PYTHON_OF,.venv-sglang) -P -m $(UPSTREAM_PYTEST) \
