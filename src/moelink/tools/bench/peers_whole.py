@@ -68,7 +68,9 @@ class FlashInferWhole(FlashInferContender):
         """[capacity, hidden_size] bf16: the dequantised rows, times what their experts multiply with."""
         case, fmt, counts = self._case, get_format(self._case.format), self._permutation.counts.long()
         total = int(counts.sum())
-        scales = None if handle.scales is None else handle.scales[:total].view(fmt.scale_dtype)
+        scales = handle.scales
+        if scales is not None and fmt.scale_dtype is not None:
+            scales = scales[:total].view(fmt.scale_dtype)
         rows = fmt.dequantize(handle.rows[:total].view(fmt.payload_dtype), scales)
         expert = self._first + torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         y = torch.zeros(self._workload.capacity, case.hidden_size, dtype=torch.bfloat16, device=rows.device)

@@ -207,6 +207,7 @@ def make_plan(
     peers: Sequence[PeerName] = PEERS,
     timeout: float = 600.0,
     layout: Layout | None = None,
+    num_sms: int | Sequence[int] | None = None,
     **sizes: int | None,
 ) -> Plan:
     """Return a preset with some of its settings replaced.
@@ -217,8 +218,8 @@ def make_plan(
         samples: samples per figure, or None for the preset's.
         peers: of :data:`PEERS`, those that take part.
         layout: replaces the preset's, None leaves it.
-        sizes: fields of :class:`Case` (``hidden_size``, ``num_experts``, ``topk``, ``num_sms``) to replace; None
-            leaves the preset's.
+        num_sms: SM limits that replace the preset's. A preset with several keeps its cases without one.
+        sizes: fields of :class:`Case` (``hidden_size``, ``num_experts``, ``topk``) to replace; None leaves them.
 
     Raises:
         ConfigError: no such preset, or a value that is not acceptable.
@@ -229,6 +230,11 @@ def make_plan(
     fields = {name: value for name, value in sizes.items() if value is not None}
     if fields:
         cases = tuple(dataclasses.replace(case, **fields) for case in cases)  # type: ignore[arg-type]
+    limits = [num_sms] if isinstance(num_sms, int) else list(num_sms or ())
+    if limits:
+        free = [None] if len({case.num_sms for case in cases}) > 1 else []
+        sizes_of = dict.fromkeys(dataclasses.replace(case, num_sms=None) for case in cases)
+        cases = tuple(dataclasses.replace(case, num_sms=limit) for case in sizes_of for limit in (*limits, *free))
     if layout is not None:
         cases = tuple(dataclasses.replace(case, layout=layout) for case in cases)
     if formats:

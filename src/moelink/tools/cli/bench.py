@@ -16,7 +16,7 @@ from rich.text import Text
 
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, make_plan, run_bench
-from moelink.tools.bench.comparisons import gate_line, summary, table_of
+from moelink.tools.bench.comparisons import NEEDED, gate_line, summary, table_of
 from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, command_line, read_result
 from moelink.tools.bench.layer import LAYER_PRESETS, make_layer_plan, run_layer_bench
 from moelink.tools.bench.layer.plan import SHAPES
@@ -80,7 +80,12 @@ def bench(
     topk: Annotated[int | None, typer.Option(min=1, help="Experts per token.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts over all ranks.")] = None,
     layout: Annotated[LayoutName | None, typer.Option(help="Layout of received rows instead of the preset's.")] = None,
-    num_sms: Annotated[int | None, typer.Option(min=1, help="SMs that moelink may use.")] = None,
+    num_sms: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="SMs that moelink may use, instead of the preset's; may be repeated. sms keeps its full speed."
+        ),
+    ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per figure.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of inputs and routing.")] = 0,
     peers: Annotated[bool, typer.Option(help="Measure libraries other than moelink too.")] = True,
@@ -116,7 +121,7 @@ def bench(
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("preset", f"{' or '.join(CPU_PRESETS)} on a machine without a CUDA device", name)
     world, command = ranks or default_ranks(device), command_line("moelink", sys.argv[1:])
-    libraries = [str(one.value) for one in peer or ()]
+    libraries = [one for one in PEERS if one in {str(chosen.value) for chosen in peer or ()}]
     if libraries and not peers:
         raise ConfigError("peer", "nothing with --no-peers", ", ".join(libraries))
     if name not in PRESETS:
@@ -293,10 +298,16 @@ def grid_of(console: Console, title: str, heads: list[str], lines: list[list[str
 
 def comparison_parts(console: Console, document: dict[str, Any]) -> list[RenderableType]:
     """Render the comparisons with FlashInfer, what the speed gate says, published figures, and shares of the speed."""
+    if "speed_gate" not in document:  # older results have no comparisons
+        return []
     heads, lines = table_of(document)
     parts: list[RenderableType] = []
-    if lines:
-        parts += [grid_of(console, "comparisons", heads, lines), ""]
+    count = [index for index, head in enumerate(heads) if head in NEEDED]
+    alone = [index for index in range(1, len(heads)) if index not in count]
+    for title, columns in (("comparisons that count", count), ("phases alone", alone)):
+        if lines and columns:
+            chosen = [[line[index] for index in (0, *columns)] for line in lines]
+            parts += [grid_of(console, title, [heads[index] for index in (0, *columns)], chosen), ""]
     text = Text()
     for comparison in document["speed_gate"]["comparisons"]:
         text.append(f"{summary(comparison)}\n", "bold red" if comparison["passed"] is False else "")
