@@ -160,6 +160,10 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
         assert "| 1 token, fp8_block128 | 9.0 : 9.9 (1.10) | 10.0 : 20.0 (2.00) |" in text
         assert "* like for like: faster in 2 of 2 cases against FlashInfer one-sided." in text
         assert "1 token 14.6 µs / 10.0 µs; 32 tokens 17.3 µs / 16.7 µs" in text.replace("\n  ", " ")
+    assert "(1.10)" in render.comparison_section([document])
+    older = {name: value for name, value in {**document, "ranks": 4}.items() if name != "speed_gate"}
+    assert render.newest_comparisons([older, {**document, "preset": "prefill"}, document])[0]["preset"] == "decode"
+    assert [one["ranks"] for one in render.newest_comparisons([older, document])] == [1], "of those that have them"
     alone = render.comparison_section([document_of(make_plan("decode", ranks=1, device="cuda", tokens=(1,)), {})])
     assert "| 1 token" not in alone, "nobody was measured"
 

@@ -3,6 +3,8 @@
 * README.md, between the markers "speed": the medians of the presets ``decode`` and ``prefill`` of ``moelink bench`` on
   the largest number of GPUs.
 * docs/performance.md, between the markers "benchmark": the comparison on CPUs.
+* docs/performance.md, between the markers "comparisons", and README.md behind the medians: the comparisons of the
+  newest form of these presets, on the largest number of GPUs that has them.
 * docs/performance.md, between the markers "host": host time of calls.
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
 * README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``; README.md
@@ -146,7 +148,7 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
     )
     marked = [f"{IN_PAIRS}: {PAIRS_ARE}"] if IN_PAIRS in table else []
     notes = [wrapped(f"* {note}") for note in (*marked, *leaving_out(chosen))]
-    compared = comparison_section(chosen)
+    compared = comparison_section(newest_comparisons(documents))
     return "\n".join([table, "", wrapped(text), "", *notes, *(["", compared] if compared else [])])
 
 
@@ -156,12 +158,24 @@ def markdown(heads: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def newest_comparisons(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results of decode and prefill that have comparisons, on the most GPUs; decode first."""
+    found = [each for each in documents if each["preset"] in ("decode", "prefill") and "speed_gate" in each]
+    most = max((document["ranks"] for document in found), default=0)
+    return sorted((each for each in found if each["ranks"] == most), key=lambda each: str(each["preset"]))
+
+
 def comparison_section(documents: list[dict[str, Any]]) -> str:
     """Render the comparisons with FlashInfer of results, and what was published of others; "" where there are none."""
     documents = [document for document in documents if "speed_gate" in document]
     tables = [table_of(document) for document in documents]
     lines = [line for heads, rows in tables for line in _padded(heads, rows)]
-    parts = [markdown(COMPARED, lines), wrapped(COMPARISONS_ARE)] if lines else []
+    parts = []
+    if lines:
+        ran = dict.fromkeys(
+            f"{each['ranks']} × {each['devices'][0]}, commit {each['commit'][:7]}, {each['date']}" for each in documents
+        )
+        parts = [markdown(COMPARED, lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
     notes = [summary(one) for document in documents for one in document["speed_gate"]["comparisons"]]
     notes += [line for document in documents for line in published_lines(document["published"])]
     parts.append("\n".join(wrapped(f"* {note}.") for note in dict.fromkeys(notes)))
@@ -265,7 +279,7 @@ def speed_table(document: dict[str, Any]) -> str:
 
 
 LAYER_PICTURE = "![Time of the layer by contender and part](layer.png)"
-NO_LAYER = "No result is in `benchmarks/results/` yet."
+NO_RESULT = "No result is in `benchmarks/results/` yet."
 
 LEGEND = (
     "* A figure is the median over samples of the slowest rank, in microseconds, with the 20th and 80th percentiles in "
@@ -333,6 +347,7 @@ def rendered() -> dict[Path, str]:
     picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
     start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
+    compared = comparison_section(newest_comparisons([document for _, document in results]))
     host = "\n\n".join(
         text if text.startswith("|") else wrapped(text) for text in host_table.host_summary(host_table.results(HOST))
     )
@@ -340,7 +355,11 @@ def rendered() -> dict[Path, str]:
     speed = between(speed, "host", host)
     return {
         readme: between(start, "layer", layer_summary(by_ranks[:1])),
-        performance: between(speed, "layer", (layer_summary(by_ranks) or NO_LAYER) + picture),
+        performance: between(
+            between(speed, "comparisons", compared or NO_RESULT),
+            "layer",
+            (layer_summary(by_ranks) or NO_RESULT) + picture,
+        ),
         guide: between(guide.read_text(), "overhead", costs),
         root / "docs" / "results.md": page(results, layers, gpu_results(ROLES_BENCHMARK)),
     }
