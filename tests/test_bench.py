@@ -53,7 +53,7 @@ def test_smoke_result_has_everything(smoke: Path) -> None:
         "ceiling",
         "cases",
     }
-    last = {"rows", "rule", "verdicts", "faster_everywhere", "at_the_wire_everywhere"}
+    last = {"rows", "rule", "verdicts", "faster_everywhere", "at_the_wire_everywhere", "speed_gate", "published"}
     assert set(document) == head | rest | last
     assert (document["schema_version"], document["benchmark"], document["preset"]) == (1, "moelink bench", "smoke")
     assert (document["ranks"], document["device"], document["devices"]) == (2, "cpu", ["CPU", "CPU"])
@@ -66,6 +66,7 @@ def test_smoke_result_has_everything(smoke: Path) -> None:
     assert len(document["ceiling"]["by_rank"]) == 2
     assert all(case["capacity"] >= 1 and case["dispatch"]["busiest"] > 0 for case in document["cases"])
     assert document["at_the_wire_everywhere"] is None
+    assert document["published"] == [], "of other sizes"
 
 
 def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
@@ -73,9 +74,8 @@ def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for index in range(3):
         rows = [row for row in document["rows"] if row["case"] == index]
-        assert [row["contender"] for row in rows] == [
-            COLLECTIVE, "torch all_to_all_vdev_2d", "FlashInfer one-sided", SYMMETRIC,
-        ]  # fmt: skip
+        library = "FlashInfer one-sided" if index == 2 else "FlashInfer + permute + sum"
+        assert [row["contender"] for row in rows] == [COLLECTIVE, "torch all_to_all_vdev_2d", library, SYMMETRIC]
         for row in rows[1:3]:
             assert row["reason"] == "runs on CUDA devices only"
             assert row["phases"] == {}
@@ -96,6 +96,14 @@ def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:
         assert (duel["contender"], duel["method"]) == (COLLECTIVE, "eager")
         assert duel["ratio"] == pytest.approx(duel["theirs"] / duel["ours"])
         assert verdict["faster"] == (duel["ours"] < duel["theirs"])
+        kind = {0: "whole operation", 1: "whole operation", 2: "like for like"}[verdict["case"]]
+        assert verdict["kind"] == (kind if verdict["phase"] == "both" else "phase")
+        assert verdict["counts"] == (verdict["phase"] == "both")
+    for comparison, cases in zip(document["speed_gate"]["comparisons"], ("2", "01"), strict=True):
+        assert (comparison["won"], comparison["cases"], comparison["passed"] is True) == (0, 0, False)
+        if interpreted:
+            assert comparison["missing"] == [document["cases"][int(index)]["label"] for index in cases]
+            assert comparison["reasons"] == ["runs on CUDA devices only"]
 
 
 def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
@@ -124,7 +132,9 @@ def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest
     console = make_console()
     console.print(bench_view(console, document))
     text = capsys.readouterr().out
-    for words in ("correctness gate passed in 3 cases", COLLECTIVE, "runs on CUDA devices only", "5 tokens, bf16"):
+    gate = "NOT passed" if document["speed_gate"]["passed"] is False else "not judged"
+    said = ("correctness gate passed in 3 cases", COLLECTIVE, "runs on CUDA devices only", f"speed gate: {gate}")
+    for words in (*said, "5 tokens, bf16"):
         assert words in text
     assert {point.tokens for point in points_of(document)} == {5}, "neither skewed routing nor rows by rank"
     other = {**document, "ranks": 4}
@@ -139,7 +149,7 @@ def test_the_readme_gets_a_table_of_gpu_results(smoke: Path) -> None:
     document = json.loads(smoke.read_text())
     table = render.speed_table(document)
     assert "| 5 tokens, bf16 | moelink collective | " in table
-    assert "FlashInfer one-sided did not run with 5 tokens, bf16: runs on CUDA devices only." in table
+    assert "FlashInfer + permute + sum did not run with 5 tokens, bf16: runs on CUDA devices only." in table
     assert table in render.page([("smoke.json", document)])
     assert render.speed_summary([document]) == "", "neither decode nor prefill"
     summary = render.speed_summary([{**document, "preset": "decode"}, {**document, "preset": "prefill", "ranks": 1}])
@@ -267,13 +277,20 @@ def test_presets_for_gpus_are_refused_without_one(
 
 def test_peers_that_cannot_run_say_why() -> None:
     plan = make_plan("decode", ranks=2, device="cuda", num_sms=16)
-    for name in ("torch all_to_all_vdev_2d", "FlashInfer one-sided"):
-        rows = run.run_peer(dataclasses.replace(plan, device="cpu"), name, bench_ranks.broken_combine_main)
-        assert [row.reason for row in rows[1]] == ["runs on CUDA devices only"] * 5
-    rows = run.run_peer(plan, "torch all_to_all_vdev_2d", bench_ranks.broken_combine_main)
-    by_rank = make_plan("decode", ranks=2, device="cuda", layout="rank")
-    assert run.run_peer(by_rank, "torch all_to_all_vdev_2d", bench_ranks.broken_combine_main) == rows
-    assert {row.reason for row in rows[0]} == {"has no SM limit and no rows by rank"}
+    for peer in ("vdev", "flashinfer"):
+        rows = run.run_peer(dataclasses.replace(plan, device="cpu"), peer, bench_ranks.broken_combine_main)
+        assert [row.reason for row in rows[1]] == ["runs on CUDA devices only"] * 10
+    by_expert, by_rank = (
+        run.run_peer(one, "vdev", bench_ranks.broken_combine_main)
+        for one in (
+            dataclasses.replace(plan, cases=plan.cases[::2]),
+            make_plan("decode", ranks=2, device="cuda", layout="rank"),
+        )
+    )
+    assert by_expert == by_rank
+    assert {row.reason for row in by_rank[0]} == {"has no SM limit and no rows by rank"}
+    with pytest.raises(moelink.ConfigError, match="peers: expected some of vdev, flashinfer, got 'nccl'"):
+        make_plan("decode", ranks=2, device="cuda", peers=["nccl"])
     assert run.last_line("Traceback:\n  File x\nRuntimeError: it broke\n\n") == "RuntimeError: it broke"
 
 

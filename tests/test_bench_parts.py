@@ -236,7 +236,7 @@ def test_inputs_rotate_past_the_cache() -> None:
 
 
 def test_presets() -> None:
-    assert [case.tokens for case in PRESETS["decode"]()] == [1, 8, 32, 128, 256]
+    assert list(dict.fromkeys(case.tokens for case in PRESETS["decode"]())) == [1, 8, 32, 128, 256]
     assert {case.tokens for case in PRESETS["prefill"]()} == {512, 1024, 2048, 4096, 8192}
     assert {case.distribution for case in PRESETS["skew"]()} == {"uniform", "zipf", "one-rank"}
     assert {case.num_sms for case in PRESETS["sms"]()} >= {8, 64, None}

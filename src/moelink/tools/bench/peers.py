@@ -12,9 +12,8 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moelink.arith import align_up
-from moelink.config import Layout
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.routing import ExpertMap
@@ -32,13 +30,7 @@ from moelink.tools.bench.workload import Workload, num_copies, output_rows, rank
 from moelink.tools.common import version_of
 
 FLASHINFER = "FlashInfer one-sided"
-_QUANTISED = "quantising (its rows already are)"
-FLASHINFER_LEAVES_OUT: Mapping[Layout, str] = MappingProxyType({
-    "expert": f"packing rows by expert (they stay as they arrive, by source rank), {_QUANTISED}, pre-reduction (one "
-    "row per token and rank is given ready-made, in its workspace)",
-    "rank": f"by rank: bringing rows out of its workspace and home through it, {_QUANTISED}",
-})  # fmt: skip
-"""By moelink's layout of received rows."""
+FLASHINFER_LEAVES_OUT = "bringing rows out of its workspace and home through it, quantising (its rows already are)"
 
 
 FLASHINFER_RELEASE = "0.7.2.post1"
@@ -108,6 +100,7 @@ class FlashInferContender:
     """Dispatch of quantised rows, scales, ids and weights; combine of one bf16 row per (token, rank)."""
 
     name = FLASHINFER
+    leaves_out = FLASHINFER_LEAVES_OUT
     capturable = True
     alternates = True
     kernel_prefix = ""
@@ -115,7 +108,6 @@ class FlashInferContender:
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
         """Set up FlashInfer. Collective. Raises UnsupportedError where :func:`flashinfer_refusal` says why."""
         self._case = case = workload.case
-        self.leaves_out = FLASHINFER_LEAVES_OUT[case.layout]
         self._moe = open_flashinfer(
             rank=rank, world_size=world_size, max_tokens=case.tokens, topk=case.topk, num_experts=case.num_experts,
             hidden_size=case.hidden_size,

@@ -13,6 +13,9 @@ from moelink.errors import ConfigError
 
 Distribution = Literal["uniform", "zipf", "one-rank"]
 DeviceKind = Literal["cuda", "cpu"]
+PeerName = Literal["vdev", "flashinfer"]
+PEERS: tuple[PeerName, ...] = ("vdev", "flashinfer")
+"""Libraries other than moelink: torch's ``all_to_all_vdev_2d``, and FlashInfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ class Plan:
         device: "cuda" (one device a rank) or "cpu".
         ranks: number of ranks.
         settings: how often.
-        peers: contenders outside moelink take part.
+        peers: of :data:`PEERS`, those that take part.
         timeout: seconds after which the ranks are given up.
     """
 
@@ -117,10 +120,13 @@ class Plan:
     device: DeviceKind
     ranks: int
     settings: Settings = Settings()
-    peers: bool = True
+    peers: tuple[PeerName, ...] = PEERS
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        for peer in self.peers:
+            if peer not in PEERS:
+                raise ConfigError("peers", f"some of {', '.join(PEERS)}", peer)
         if self.ranks < 1:
             raise ConfigError("ranks", "at least 1", self.ranks)
         if not self.cases:
@@ -138,12 +144,18 @@ SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rot
 """On CPUs a call of interpreted kernels takes most of a second, and only the harness is of interest."""
 
 
+def _in_layouts(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Each case in every layout: "expert" for the whole operation, "rank" for what FlashInfer does too."""
+    return tuple(dataclasses.replace(case, layout=layout) for case in cases for layout in LAYOUTS)
+
+
 def _decode() -> tuple[Case, ...]:
-    return tuple(Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256))
+    return _in_layouts([Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256)])
 
 
 def _prefill() -> tuple[Case, ...]:
-    return (*(Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)), Case(tokens=4096, format="bf16"))
+    sizes = [Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)]
+    return _in_layouts([*sizes, Case(tokens=4096, format="bf16")])
 
 
 def _formats() -> tuple[Case, ...]:
@@ -159,7 +171,7 @@ def _sms() -> tuple[Case, ...]:
 
 
 def _layouts() -> tuple[Case, ...]:
-    return tuple(Case(tokens=tokens, layout=layout) for tokens in (1, 32, 128, 512, 4096) for layout in LAYOUTS)
+    return _in_layouts([Case(tokens=tokens) for tokens in (1, 32, 128, 512, 4096)])
 
 
 def _smoke() -> tuple[Case, ...]:
@@ -192,9 +204,10 @@ def make_plan(
     formats: Sequence[str] = (),
     samples: int | None = None,
     seed: int = 0,
-    peers: bool = True,
+    peers: Sequence[PeerName] = PEERS,
     timeout: float = 600.0,
     layout: Layout | None = None,
+    num_sms: int | Sequence[int] | None = None,
     **sizes: int | None,
 ) -> Plan:
     """Return a preset with some of its settings replaced.
@@ -203,9 +216,10 @@ def make_plan(
         preset: a key of :data:`PRESETS`.
         tokens, formats: replace the preset's (each of its other variations is kept).
         samples: samples per figure, or None for the preset's.
+        peers: of :data:`PEERS`, those that take part.
         layout: replaces the preset's, None leaves it.
-        sizes: fields of :class:`Case` (``hidden_size``, ``num_experts``, ``topk``, ``num_sms``) to replace; None
-            leaves the preset's.
+        num_sms: SM limits that replace the preset's. A preset with several keeps its cases without one.
+        sizes: fields of :class:`Case` (``hidden_size``, ``num_experts``, ``topk``) to replace; None leaves them.
 
     Raises:
         ConfigError: no such preset, or a value that is not acceptable.
@@ -216,6 +230,11 @@ def make_plan(
     fields = {name: value for name, value in sizes.items() if value is not None}
     if fields:
         cases = tuple(dataclasses.replace(case, **fields) for case in cases)  # type: ignore[arg-type]
+    limits = [num_sms] if isinstance(num_sms, int) else list(num_sms or ())
+    if limits:
+        free = [None] if len({case.num_sms for case in cases}) > 1 else []
+        sizes_of = dict.fromkeys(dataclasses.replace(case, num_sms=None) for case in cases)
+        cases = tuple(dataclasses.replace(case, num_sms=limit) for case in sizes_of for limit in (*limits, *free))
     if layout is not None:
         cases = tuple(dataclasses.replace(case, layout=layout) for case in cases)
     if formats:
@@ -226,6 +245,6 @@ def make_plan(
     if samples is not None:
         settings = dataclasses.replace(settings, samples=samples, host_samples=samples)
     return Plan(
-        preset=preset, cases=tuple(dict.fromkeys(cases)), device=device, ranks=ranks, settings=settings, peers=peers,
-        timeout=timeout,
+        preset=preset, cases=tuple(dict.fromkeys(cases)), device=device, ranks=ranks, settings=settings,
+        peers=tuple(peers), timeout=timeout,
     )  # fmt: skip

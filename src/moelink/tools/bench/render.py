@@ -3,6 +3,8 @@
 * README.md, between the markers "speed": the medians of the presets ``decode`` and ``prefill`` of ``moelink bench`` on
   the largest number of GPUs.
 * docs/performance.md, between the markers "benchmark": the comparison on CPUs.
+* docs/performance.md, between the markers "comparisons", and README.md behind the medians: the comparisons of the
+  newest form of these presets, on the largest number of GPUs that has them.
 * docs/performance.md, between the markers "host": host time of calls.
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
 * README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``; README.md
@@ -22,17 +24,29 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.bench import host_table
+from moelink.tools.bench.comparisons import summary, table_of
 from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, repository, results_folder
 from moelink.tools.bench.host_table import HOST_BENCHMARK as HOST
 from moelink.tools.bench.host_table import OPERATORS_BENCHMARK as OPERATORS
 from moelink.tools.bench.layer import tables
 from moelink.tools.bench.measure import PHASES
+from moelink.tools.bench.published import published_lines
 from moelink.tools.bench.report import METHODS
 from moelink.tools.bench.roles_result import comparison_lines
 from moelink.tools.bench.roles_result import tables as roles_tables
+from moelink.tools.bench.sm_shares import share_lines
 
 COMMAND = "python -m moelink.tools.bench.render"
 IN_PAIRS = "†"
+COMPARED = [
+    "µs, moelink : FlashInfer (times as fast)", "like for like", "whole operation", "dispatch, by rank",
+    "combine, by rank", "dispatch, by expert", "combine, by expert",
+]  # fmt: skip
+COMPARISONS_ARE = (
+    "*Like for like* is a pair of dispatch and combine with rows by rank, against FlashInfer's one-sided all-to-all. "
+    "The *whole operation* is a pair with rows by expert, against the same with a permutation and a sum. These two "
+    "count. The phases alone are parts of such pairs."
+)
 PAIRS_ARE = "the time of this phase inside a replayed CUDA graph of dispatches, each followed by its combine."
 
 
@@ -134,7 +148,44 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
     )
     marked = [f"{IN_PAIRS}: {PAIRS_ARE}"] if IN_PAIRS in table else []
     notes = [wrapped(f"* {note}") for note in (*marked, *leaving_out(chosen))]
-    return "\n".join([table, "", wrapped(text), "", *notes])
+    compared = comparison_section(newest_comparisons(documents))
+    return "\n".join([table, "", wrapped(text), "", *notes, *(["", compared] if compared else [])])
+
+
+def markdown(heads: list[str], lines: list[list[str]]) -> str:
+    """Return a table in Markdown, its first column text."""
+    rows = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def newest_comparisons(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results of decode and prefill that have comparisons, on the most GPUs; decode first."""
+    found = [each for each in documents if each["preset"] in ("decode", "prefill") and "speed_gate" in each]
+    most = max((document["ranks"] for document in found), default=0)
+    return sorted((each for each in found if each["ranks"] == most), key=lambda each: str(each["preset"]))
+
+
+def comparison_section(documents: list[dict[str, Any]]) -> str:
+    """Render the comparisons with FlashInfer of results, and what was published of others; "" where there are none."""
+    documents = [document for document in documents if "speed_gate" in document]
+    tables = [table_of(document) for document in documents]
+    lines = [line for heads, rows in tables for line in _padded(heads, rows)]
+    parts = []
+    if lines:
+        ran = dict.fromkeys(
+            f"{each['ranks']} × {each['devices'][0]}, commit {each['commit'][:7]}, {each['date']}" for each in documents
+        )
+        parts = [markdown(COMPARED, lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
+    notes = [summary(one) for document in documents for one in document["speed_gate"]["comparisons"]]
+    notes += [line for document in documents for line in published_lines(document["published"])]
+    parts.append("\n".join(wrapped(f"* {note}.") for note in dict.fromkeys(notes)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _padded(heads: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """``rows`` with a cell for each of :data:`COMPARED`."""
+    found = [dict(zip(heads[1:], row[1:], strict=True)) for row in rows]
+    return [[row[0], *(cells.get(name, "–") for name in COMPARED[1:])] for row, cells in zip(rows, found, strict=True)]
 
 
 def layer_summary(documents: list[dict[str, Any]]) -> str:
@@ -218,11 +269,17 @@ def speed_table(document: dict[str, Any]) -> str:
         f"{versions['triton']}, commit {document['commit'][:7]}, {document['date']}. All-to-all ceiling of this run: "
         f"{limit}."
     )
-    return "\n".join([*lines, "", wrapped(ran), "", *(wrapped(f"* {note}") for note in leaving_out([document]))])
+    heads, shares = share_lines(document)
+    parts = [
+        "\n".join(lines), wrapped(ran), "\n".join(wrapped(f"* {note}") for note in leaving_out([document])),
+        comparison_section([document]),
+        f"{markdown(heads, shares)}\n\n{wrapped(document['sm_share_rule'])}" if shares else "",
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part)
 
 
 LAYER_PICTURE = "![Time of the layer by contender and part](layer.png)"
-NO_LAYER = "No result is in `benchmarks/results/` yet."
+NO_RESULT = "No result is in `benchmarks/results/` yet."
 
 LEGEND = (
     "* A figure is the median over samples of the slowest rank, in microseconds, with the 20th and 80th percentiles in "
@@ -290,6 +347,7 @@ def rendered() -> dict[Path, str]:
     picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
     start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
+    compared = comparison_section(newest_comparisons([document for _, document in results]))
     host = "\n\n".join(
         text if text.startswith("|") else wrapped(text) for text in host_table.host_summary(host_table.results(HOST))
     )
@@ -297,7 +355,11 @@ def rendered() -> dict[Path, str]:
     speed = between(speed, "host", host)
     return {
         readme: between(start, "layer", layer_summary(by_ranks[:1])),
-        performance: between(speed, "layer", (layer_summary(by_ranks) or NO_LAYER) + picture),
+        performance: between(
+            between(speed, "comparisons", compared or NO_RESULT),
+            "layer",
+            (layer_summary(by_ranks) or NO_RESULT) + picture,
+        ),
         guide: between(guide.read_text(), "overhead", costs),
         root / "docs" / "results.md": page(results, layers, gpu_results(ROLES_BENCHMARK)),
     }

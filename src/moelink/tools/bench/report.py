@@ -253,10 +253,17 @@ WIRE_TOKENS = 4096
 
 WIRE_SHARE, WIRE_SLACK_US = 1.05, 10.0
 
+Kind = Literal["like for like", "whole operation", "phase"]
+KINDS: tuple[Kind, ...] = ("like for like", "whole operation", "phase")
+"""Comparisons: a pair with layout "rank", as FlashInfer does; a pair with layout "expert"; a phase alone."""
+
 RULE = (
-    f"faster: a lower median than every other contender of the case, by the same method (CUDA graph replay where both "
-    f"have it, else pairs inside a graph, else eager calls). At the wire, from {WIRE_TOKENS} tokens on: a median of at "
-    f"most {WIRE_SHARE} x the busiest link's bytes / the ceiling of the same run + {WIRE_SLACK_US:.0f} us"
+    "faster: a lower median than every other contender of the case, by the same method (CUDA graph replay where both "
+    "have it, else pairs inside a graph, else eager calls). Two comparisons count, of a dispatch with its combine: "
+    "like for like (rows by rank, the operation of FlashInfer), and the whole operation (rows by expert, to which "
+    "FlashInfer adds a permutation and a sum). Phases alone do not count, nor do cases with an SM limit. At the wire, "
+    f"from {WIRE_TOKENS} tokens on: a median of at most {WIRE_SHARE} x the busiest link's bytes / the ceiling of the "
+    f"same run + {WIRE_SLACK_US:.0f} us"
 )
 
 
@@ -281,6 +288,8 @@ class Verdict:
 
     Attributes:
         case: its index.
+        kind: which comparison it is.
+        counts: it is one of the two that say whether moelink is faster.
         duels: with everybody else who could be measured.
         faster: in all of them; None without any.
         wire_us, allowed_us: time of the busiest link at the ceiling, and with what is allowed on top; None where the
@@ -291,6 +300,8 @@ class Verdict:
 
     case: int
     phase: Phase
+    kind: Kind
+    counts: bool
     duels: tuple[Duel, ...]
     faster: bool | None
     wire_us: float | None
@@ -308,6 +319,13 @@ def judge(cases: Sequence[CaseResult], rows: Sequence[Row]) -> tuple[Verdict, ..
         if ours is not None:
             verdicts += [judge_phase(case, phase, ours, of_case) for phase in PHASES if phase in ours.phases]
     return tuple(verdicts)
+
+
+def kind_of(case: Case, phase: Phase) -> Kind:
+    """Return which comparison ``phase`` of ``case`` is."""
+    if phase != "both":
+        return "phase"
+    return "like for like" if case.layout == "rank" else "whole operation"
 
 
 def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, Row]) -> Verdict:
@@ -335,8 +353,11 @@ def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, 
     verdict = {True: "faster", False: "NOT faster", None: "alone"}[faster]
     if within is not None:
         verdict += ", at the wire" if within else ", NOT at the wire"
-    text = f"{case.case.label}, {phase}: {verdict}" + (f" ({'; '.join(words)})" if words else "")
-    return Verdict(case.index, phase, tuple(duels), faster, wire_us, allowed, within, text)
+    kind = kind_of(case.case, phase)
+    what = phase if kind == "phase" else kind
+    text = f"{case.case.label}, {what}: {verdict}" + (f" ({'; '.join(words)})" if words else "")
+    counts = kind != "phase" and case.case.num_sms is None
+    return Verdict(case.index, phase, kind, counts, tuple(duels), faster, wire_us, allowed, within, text)
 
 
 def overall(flags: Sequence[bool | None]) -> bool | None:

@@ -6,7 +6,7 @@ A rank measures the ceiling, passes the correctness gate and times its contender
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -20,6 +20,7 @@ from moelink.control.group import is_launched
 from moelink.errors import ConfigError
 from moelink.testing import RankFailedError, RankHungError, run_ranks
 from moelink.tools.bench.ceiling import measure_ceiling
+from moelink.tools.bench.comparisons import comparisons_of, passed
 from moelink.tools.bench.contenders import (
     COLLECTIVE,
     SYMMETRIC,
@@ -31,17 +32,12 @@ from moelink.tools.bench.contenders import (
 )
 from moelink.tools.bench.document import BENCHMARK, SCHEMA_VERSION, provenance, to_document, today
 from moelink.tools.bench.measure import measure_contender
-from moelink.tools.bench.peers import (
-    FLASHINFER,
-    VDEV,
-    FlashInferContender,
-    Pool,
-    Sizes,
-    VdevContender,
-    flashinfer_refusal,
-)
-from moelink.tools.bench.presets import LAYOUTS, Case, DeviceKind, Plan, Settings
+from moelink.tools.bench.peers import VDEV, FlashInferContender, Pool, Sizes, VdevContender, flashinfer_refusal
+from moelink.tools.bench.peers_whole import FlashInferWhole, flashinfer_name
+from moelink.tools.bench.presets import Case, DeviceKind, PeerName, Plan, Settings
+from moelink.tools.bench.published import beside
 from moelink.tools.bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
+from moelink.tools.bench.sm_shares import SHARE_RULE, shares_of
 from moelink.tools.bench.timing import Clock, CudaClock, WallClock, attempt, everyone, first_fault, host_barrier
 from moelink.tools.bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
 from moelink.tools.common import Progress, followed
@@ -211,12 +207,16 @@ def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
 
 
 def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
-    """Measure FlashInfer. The program of ``world_size`` processes."""
+    """Measure FlashInfer: alone with rows by rank, as a whole operation with rows by expert.
+
+    The program of ``world_size`` processes.
+    """
     with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
 
         def make(case: Case) -> Contender:
             workload = make_workload(case, plan.settings, rank=rank, world_size=world_size, device=clock.device)
-            return FlashInferContender(workload, rank=rank, world_size=world_size)
+            contender = FlashInferContender if case.layout == "rank" else FlashInferWhole
+            return contender(workload, rank=rank, world_size=world_size)
 
         return [peer_row(index, case, make, plan, clock) for index, case in enumerate(plan.cases)]
 
@@ -274,7 +274,7 @@ def run_bench(
         if rank:
             return None
         reason = "runs in processes of its own: start the bench without a launcher"
-        peers = [_reason_rows(plan, reason)] * plan.ranks if plan.peers else []
+        peers = [[row for peer in plan.peers for row in _reason_rows(plan, peer, reason)]] * plan.ranks
         return make_document(plan, results_of(plan, reports, peers), commit=commit, command=command)
     progress(f"starting {plan.ranks} ranks")
     with followed(progress) as path:
@@ -288,40 +288,47 @@ def run_bench(
 
 def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
     """Run every peer, and return its rows by rank."""
-    programs = ((VDEV, vdev_main), (FLASHINFER, flashinfer_main))
+    programs = {"vdev": vdev_main, "flashinfer": flashinfer_main}
     rows: list[list[RankRow]] = [[] for _ in range(plan.ranks)]
-    for name, program in programs:
-        progress(name)
-        for mine, found in zip(rows, run_peer(plan, name, program), strict=True):
+    for peer in plan.peers:
+        progress(peer)
+        for mine, found in zip(rows, run_peer(plan, peer, programs[peer]), strict=True):
             mine.extend(found)
     return rows
 
 
-def run_peer(plan: Plan, name: str, program: Callable[..., list[RankRow]]) -> list[list[RankRow]]:
+def run_peer(plan: Plan, peer: PeerName, program: Callable[..., list[RankRow]]) -> list[list[RankRow]]:
     """Run one peer, and return its rows by rank. Whatever goes wrong becomes the reason of its rows.
 
     Cases with an SM limit are left out, as only moelink has one. all_to_all_vdev_2d sends a row to each expert, so its
     cases with one row per rank are left out too.
     """
-    layouts = LAYOUTS if name == FLASHINFER else ("expert",)
-    chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and case.layout in layouts]
+    chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and name_of(peer, case)]
     if plan.device != "cuda":
-        return [_reason_rows(plan, "runs on CUDA devices only", [name])] * plan.ranks
-    refusal = flashinfer_refusal() if name == FLASHINFER else ""
+        return [_reason_rows(plan, peer, "runs on CUDA devices only")] * plan.ranks
+    refusal = flashinfer_refusal() if peer == "flashinfer" else ""
     if refusal:
-        return [_reason_rows(plan, refusal, [name])] * plan.ranks
+        return [_reason_rows(plan, peer, refusal)] * plan.ranks
     if not chosen:
-        lacking = "no SM limit" + " and no rows by rank" * (name != FLASHINFER)
-        return [_reason_rows(plan, f"has {lacking}", [name])] * plan.ranks
-    part = Plan(
-        preset=plan.preset, cases=tuple(plan.cases[index] for index in chosen), device=plan.device, ranks=plan.ranks,
-        settings=plan.settings, timeout=PEER_TIMEOUT,
-    )  # fmt: skip
+        lacking = "no SM limit" + " and no rows by rank" * (peer == "vdev")
+        return [_reason_rows(plan, peer, f"has {lacking}")] * plan.ranks
+    limit = min(PEER_TIMEOUT, plan.timeout)
+    part = replace(plan, cases=tuple(plan.cases[index] for index in chosen), timeout=limit)
     try:
-        found: list[list[RankRow]] = run_ranks(program, plan.ranks, part, timeout=PEER_TIMEOUT)
+        found: list[list[RankRow]] = run_ranks(program, plan.ranks, part, timeout=limit)
     except (RankFailedError, RankHungError) as error:
-        return [_reason_rows(plan, last_line(str(error)), [name])] * plan.ranks
-    return [[RankRow(chosen[row.case], name, row.leaves_out, row.reason, row.phases) for row in rank] for rank in found]
+        return [_reason_rows(plan, peer, last_line(str(error)))] * plan.ranks
+    return [
+        [replace(row, case=chosen[row.case], contender=name_of(peer, part.cases[row.case])) for row in rank]
+        for rank in found
+    ]
+
+
+def name_of(peer: PeerName, case: Case) -> str:
+    """Return the contender that ``peer`` is in ``case``, or "" where it has none."""
+    if peer == "flashinfer":
+        return flashinfer_name(case.layout)
+    return VDEV if case.layout == "expert" else ""
 
 
 def last_line(text: str) -> str:
@@ -330,8 +337,9 @@ def last_line(text: str) -> str:
     return lines[-1][:300] if lines else "no reason given"
 
 
-def _reason_rows(plan: Plan, reason: str, names: Sequence[str] = (VDEV, FLASHINFER)) -> list[RankRow]:
-    return [RankRow(index, name, reason=reason) for index in range(len(plan.cases)) for name in names]
+def _reason_rows(plan: Plan, peer: PeerName, reason: str) -> list[RankRow]:
+    names = [name_of(peer, case) or VDEV for case in plan.cases]
+    return [RankRow(index, name, reason=reason) for index, name in enumerate(names)]
 
 
 def make_document(plan: Plan, results: Results, *, commit: str | None, command: str) -> dict[str, Any]:
@@ -352,6 +360,8 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
     if results.gate:
         return document
     verdicts = judge(results.cases, results.rows)
+    comparisons = comparisons_of(results.cases, results.rows, verdicts)
+    shares = shares_of(results.cases, results.rows)
     cases = []
     for case in results.cases:
         entry = to_document(case)
@@ -371,6 +381,9 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
             {**entry, "duels": [{**duel, "ratio": duel["theirs"] / duel["ours"]} for duel in entry["duels"]]}
             for entry in to_document(verdicts)  # type: ignore[attr-defined]
         ],
-        "faster_everywhere": overall([verdict.faster for verdict in verdicts]),
+        "faster_everywhere": overall([verdict.faster for verdict in verdicts if verdict.counts]),
         "at_the_wire_everywhere": overall([verdict.within_wire for verdict in verdicts]),
+        "speed_gate": {"passed": passed(comparisons), "comparisons": to_document(comparisons)},
+        "published": to_document(beside([case.case for case in results.cases])),
+        **({"sm_shares": to_document(shares), "sm_share_rule": SHARE_RULE} if shares else {}),
     }

@@ -16,11 +16,14 @@ from rich.text import Text
 
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, make_plan, run_bench
+from moelink.tools.bench.comparisons import NEEDED, gate_line, summary, table_of
 from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, command_line, read_result
 from moelink.tools.bench.layer import LAYER_PRESETS, make_layer_plan, run_layer_bench
 from moelink.tools.bench.layer.plan import SHAPES
-from moelink.tools.bench.presets import LAYOUTS, DeviceKind
+from moelink.tools.bench.presets import LAYOUTS, PEERS, DeviceKind
+from moelink.tools.bench.published import published_lines
 from moelink.tools.bench.roles_preset import ROLE_PRESETS, make_roles_plan, run_roles
+from moelink.tools.bench.sm_shares import share_lines
 from moelink.tools.cli.console import (
     check_writable,
     drawing,
@@ -41,6 +44,7 @@ bench_app = typer.Typer(
 Preset = Enum("Preset", {name: name for name in (*PRESETS, *LAYER_PRESETS, *ROLE_PRESETS)}, type=str)  # type: ignore[misc]
 CaseName = Enum("CaseName", {name: name for name in SHAPES}, type=str)  # type: ignore[misc]
 CPU_PRESETS = ("smoke", "layer-smoke", "roles-smoke")
+PeerChoice = Enum("PeerChoice", {name: name for name in PEERS}, type=str)  # type: ignore[misc]
 LayoutName = Enum("LayoutName", {name: name for name in LAYOUTS}, type=str)  # type: ignore[misc]
 
 
@@ -76,10 +80,26 @@ def bench(
     topk: Annotated[int | None, typer.Option(min=1, help="Experts per token.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts over all ranks.")] = None,
     layout: Annotated[LayoutName | None, typer.Option(help="Layout of received rows instead of the preset's.")] = None,
-    num_sms: Annotated[int | None, typer.Option(min=1, help="SMs that moelink may use.")] = None,
+    num_sms: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="SMs that moelink may use, instead of the preset's; may be repeated. sms keeps its full speed."
+        ),
+    ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per figure.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of inputs and routing.")] = 0,
     peers: Annotated[bool, typer.Option(help="Measure libraries other than moelink too.")] = True,
+    peer: Annotated[
+        list[PeerChoice] | None,  # type: ignore[valid-type]
+        typer.Option(help="Only this library besides moelink; may be repeated. Default: all that the preset knows."),
+    ] = None,
+    speed_gate: Annotated[
+        bool,
+        typer.Option(
+            "--speed-gate",
+            help="Exit with status 3 unless moelink is faster in both comparisons that count, at every size.",
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the run is given up.")] = 600.0,
     out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result there (.png or .svg).")] = None,
@@ -90,6 +110,9 @@ def bench(
 
     Nothing of moelink is timed before its results were found right; when they are not, no figure is shown and the exit
     status is 1. Start it as it is (ranks are processes), or with torchrun.
+
+    Two comparisons count for the speed gate: like for like, that is rows by rank against FlashInfer, and the whole
+    operation, that is rows by expert against FlashInfer with a permutation and a sum, and against all others.
     """
     if context.invoked_subcommand is not None:
         return
@@ -98,6 +121,11 @@ def bench(
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("preset", f"{' or '.join(CPU_PRESETS)} on a machine without a CUDA device", name)
     world, command = ranks or default_ranks(device), command_line("moelink", sys.argv[1:])
+    libraries = [one for one in PEERS if one in {str(chosen.value) for chosen in peer or ()}]
+    if libraries and not peers:
+        raise ConfigError("peer", "nothing with --no-peers", ", ".join(libraries))
+    if name not in PRESETS:
+        refuse_options(name, {"peer": libraries, "speed-gate": speed_gate})
     if name in LAYER_PRESETS:
         fixed = {"format": format, "hidden": hidden, "topk": topk, "experts": experts, "layout": layout}
         refuse_options(name, {**fixed, "num-sms": num_sms})
@@ -123,14 +151,17 @@ def bench(
         refuse_options(name, {"case": [str(one.value) for one in case or ()]})
         plan = make_plan(
             name, ranks=world, device=device, tokens=tokens or (), formats=format or (), samples=samples, seed=seed,
-            peers=peers, timeout=timeout, hidden_size=hidden, topk=topk, num_experts=experts, num_sms=num_sms,
-            layout=None if layout is None else layout.value,
+            peers=(libraries or PEERS) if peers else (), timeout=timeout, hidden_size=hidden, topk=topk,
+            num_experts=experts, num_sms=num_sms, layout=None if layout is None else layout.value,
         )  # fmt: skip
         check_writable(out, plot)
         with progress_on_stderr() as progress:
             document = run_bench(plan, commit=commit, command=command, progress=progress)
     if document is not None:
         show(document, out=out, plot=plot, json_output=json_output)
+        if speed_gate and document["speed_gate"]["passed"] is not True:
+            typer.echo(f"moelink: {gate_line(document)}", err=True)
+            raise typer.Exit(3)
 
 
 def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_output: bool) -> None:
@@ -255,6 +286,41 @@ def verdict_lines(document: dict[str, Any]) -> Text:
     return text
 
 
+def grid_of(console: Console, title: str, heads: list[str], lines: list[list[str]]) -> Table:
+    """Render lines as a table whose first column is text."""
+    grid = table(console, title)
+    for index, head in enumerate(heads):
+        grid.add_column(head, justify="right" if index else "left", overflow="fold")
+    for line in lines:
+        grid.add_row(*line)
+    return grid
+
+
+def comparison_parts(console: Console, document: dict[str, Any]) -> list[RenderableType]:
+    """Render the comparisons with FlashInfer, what the speed gate says, published figures, and shares of the speed."""
+    if "speed_gate" not in document:  # older results have no comparisons
+        return []
+    heads, lines = table_of(document)
+    parts: list[RenderableType] = []
+    count = [index for index, head in enumerate(heads) if head in NEEDED]
+    alone = [index for index in range(1, len(heads)) if index not in count]
+    for title, columns in (("comparisons that count", count), ("phases alone", alone)):
+        if lines and columns:
+            chosen = [[line[index] for index in (0, *columns)] for line in lines]
+            parts += [grid_of(console, title, [heads[index] for index in (0, *columns)], chosen), ""]
+    text = Text()
+    for comparison in document["speed_gate"]["comparisons"]:
+        text.append(f"{summary(comparison)}\n", "bold red" if comparison["passed"] is False else "")
+    text.append(gate_line(document), "bold")
+    parts += [text, ""]
+    if document["published"]:
+        parts += [Text("\n".join(published_lines(document["published"])), "dim"), ""]
+    heads, lines = share_lines(document)
+    if lines:
+        parts += [grid_of(console, "share of the full speed", heads, lines), Text(document["sm_share_rule"], "dim"), ""]
+    return parts
+
+
 def head(document: dict[str, Any]) -> str:
     """Render machine, versions, ceiling and gate."""
     versions = document["versions"]
@@ -274,4 +340,4 @@ def bench_view(console: Console, document: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head(document), ""]
     for index in range(len(document["cases"])):
         parts += [case_table(console, document, index), ""]
-    return Group(*parts, notes(document), "", verdict_lines(document))
+    return Group(*parts, *comparison_parts(console, document), notes(document), "", verdict_lines(document))

@@ -1,0 +1,88 @@
+"""FlashInfer's one-sided all-to-all as a whole operation: rows by expert, and a token's rows summed on the way home."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelink.config import Layout
+from moelink.formats import get_format
+from moelink.routing import ExpertMap
+from moelink.tools.bench.contenders import difference_from_truth, expert_factor
+from moelink.tools.bench.peers import FlashInferContender
+from moelink.tools.bench.permute import Permutation, Permuted
+from moelink.tools.bench.workload import Workload
+
+FLASHINFER_WHOLE = "FlashInfer + permute + sum"
+WHOLE_LEAVES_OUT = (
+    "quantising (its rows already are), the layout of scales and the padding that grouped products take, a fixed order "
+    "of an expert's rows; permute and sum are Triton kernels of this benchmark"
+)
+
+
+def flashinfer_name(layout: Layout) -> str:
+    """Return the contender that runs with moelink's ``layout``: FlashInfer alone does what layout "rank" does."""
+    return FlashInferContender.name if layout == "rank" else FLASHINFER_WHOLE
+
+
+class FlashInferWhole(FlashInferContender):
+    """Dispatch and permute; sum and combine. Its handle is what :meth:`Permutation.permute` returned."""
+
+    name = FLASHINFER_WHOLE
+    leaves_out = WHOLE_LEAVES_OUT
+
+    def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
+        """Set up FlashInfer. Collective. Raises UnsupportedError as :class:`FlashInferContender` does."""
+        super().__init__(workload, rank=rank, world_size=world_size)
+        self._workload = workload
+        case, experts = workload.case, ExpertMap(workload.case.num_experts, world_size)
+        self._first, self._slots = experts.first(rank), world_size * case.tokens
+        self._permutation = Permutation(
+            first=self._first, num_local=experts.num_local(rank), capacity=workload.capacity,
+            device=workload.batches[0].x.device,
+        )  # fmt: skip
+
+    def dispatch(self, copy: int) -> Permuted:  # type: ignore[override]
+        """See :class:`~moelink.tools.bench.contenders.Contender`."""
+        sent = self._payloads[copy]
+        arrived = self._moe.dispatch(
+            self._ids[copy], sent, self._case.tokens, invalid_token_expert_id=-1, expert_id_payload_index=len(sent) - 2
+        )
+        flat = [each.reshape(self._slots, -1) for each in arrived]
+        return self._permutation.permute(flat[0], flat[1] if len(flat) > 3 else None, *flat[-2:])
+
+    def combine(self, copy: int, handle: Permuted) -> Tensor:  # type: ignore[override]
+        """See :class:`~moelink.tools.bench.contenders.Contender`."""
+        return self._home(self._workload.y[copy], handle)
+
+    def _home(self, y: Tensor, handle: Permuted) -> Tensor:
+        case = self._case
+        ready: Tensor = self._moe.get_combine_payload_tensor_in_workspace(case.tokens, case.hidden_size, torch.bfloat16)
+        self._permutation.sum(y, handle, ready.view(self._slots, case.hidden_size))
+        combined: Tensor = self._moe.combine(
+            ready.view(-1, case.tokens, case.hidden_size), case.tokens, payload_in_workspace=True
+        )
+        return combined
+
+    def experts(self, handle: Permuted) -> Tensor:
+        """[capacity, hidden_size] bf16: the dequantised rows, times what their experts multiply with."""
+        case, fmt, counts = self._case, get_format(self._case.format), self._permutation.counts.long()
+        total = int(counts.sum())
+        scales = handle.scales
+        if scales is not None and fmt.scale_dtype is not None:
+            scales = scales[:total].view(fmt.scale_dtype)
+        rows = fmt.dequantize(handle.rows[:total].view(fmt.payload_dtype), scales)
+        expert = self._first + torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        y = torch.zeros(self._workload.capacity, case.hidden_size, dtype=torch.bfloat16, device=rows.device)
+        y[:total] = (rows * expert_factor(expert)[:, None]).to(torch.bfloat16)
+        return y
+
+    def check(self) -> str:
+        """Run experts whose result is known, with the first two inputs, and compare what comes home with it."""
+        for copy in range(min(2, self._workload.copies)):
+            handle = self.dispatch(copy)
+            combined = self._home(self.experts(handle), handle)
+            fault = difference_from_truth(combined, self._workload.batches[copy], self._case)
+            if fault:
+                return fault
+        return ""

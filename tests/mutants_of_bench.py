@@ -1,0 +1,35 @@
+# ruff: noqa: E501 - a row is three lines
+"""Faults in comparisons of the benchmarks (``mutants_table``).
+
+Three lines a row: fault and file, text and replacement, test.
+"""
+
+from __future__ import annotations
+
+from mutants import Mutant
+
+# fmt: off
+OF_BENCH = (
+    Mutant("a lost case passes the speed gate", "tools/bench/comparisons.py",
+           "return False if False in results else", "return",
+           "test_comparisons.py::test_one_lost_case_is_a_lost_gate"),
+    Mutant("a comparison without FlashInfer is won", "tools/bench/comparisons.py",
+           "result = False if lost else None if reasons else True", "result = False if lost else True",
+           "test_comparisons.py::test_a_comparison_that_was_not_made_is_not_won"),
+    Mutant("phases count", "tools/bench/report.py",
+           'counts = kind != "phase" and case.case.num_sms is None', "counts = case.case.num_sms is None",
+           "test_comparisons.py::test_a_phase_that_is_slower_loses_nothing"),
+    Mutant("shares compare other cases", "tools/bench/sm_shares.py",
+           "return without / with_limit", "return with_limit / without",
+           "test_comparisons.py::test_shares_of_the_full_speed_are_stated"),
+    Mutant("a row goes to the first of its experts only", "tools/bench/permute.py",
+           "to = tl.sum(tl.where(k == choice, place, 0), 0).to(tl.int64)", "to = tl.sum(tl.where(k == 0, place, 0), 0).to(tl.int64)",
+           "test_permute.py::test_rows_go_to_each_of_their_experts_and_their_sum_comes_back"),
+    Mutant("sums start where the last call ended", "tools/bench/permute.py",
+           "tl.store(taken + g, tl.zeros((S.GROUPS,), tl.int32), mask=g < S.G)", "tl.store(taken + g, tl.zeros((S.GROUPS,), tl.int32), mask=g < 0)",
+           "test_permute.py::test_rows_go_to_each_of_their_experts_and_their_sum_comes_back"),
+    Mutant("FlashInfer's rows are summed as they come", "tools/bench/permute.py",
+           "total += of_row * tl.load(", "total += tl.load(",
+           "test_permute.py::test_the_whole_operation_is_the_layer[fp8_block128]"),
+)
+# fmt: on

@@ -1,0 +1,268 @@
+"""The three comparisons of a result, the speed gate, published figures and shares of the speed with SM limits."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import moelink
+from moelink.tools.bench import Case, make_plan, render, run
+from moelink.tools.bench.ceiling import CeilingSamples
+from moelink.tools.bench.comparisons import gate_line, summary, table_of
+from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.tools.bench.measure import PhaseSamples
+from moelink.tools.bench.peers import FLASHINFER, VDEV
+from moelink.tools.bench.peers_whole import FLASHINFER_WHOLE
+from moelink.tools.bench.presets import PRESETS
+from moelink.tools.bench.published import DEEPEP_V2, beside, published_lines
+from moelink.tools.bench.report import RankReport, RankRow, results_of
+from moelink.tools.bench.sm_shares import share_lines
+from moelink.tools.cli import app
+from moelink.tools.cli import bench as command
+from moelink.tools.cli.bench import bench_view
+from moelink.tools.cli.console import make_console
+
+pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
+
+
+def samples(both: float) -> dict[str, PhaseSamples]:
+    alone = PhaseSamples(pairs=(both / 2,))
+    return {"dispatch": alone, "combine": alone, "both": PhaseSamples(graph=(both,))}
+
+
+def document_of(plan: Any, times: dict[str, list[float | str]]) -> dict[str, Any]:
+    """A result of ``plan`` on one rank. ``times``: of each contender and case, microseconds of a pair or a reason."""
+    rows = [
+        RankRow(index, name, reason=time) if isinstance(time, str) else RankRow(index, name, phases=samples(time))
+        for name, each in times.items()
+        for index, time in enumerate(each)
+        if time != ""
+    ]
+    own = tuple(row for row in rows if row.contender in (COLLECTIVE, SYMMETRIC))
+    size = len(plan.cases)
+    report = RankReport(
+        "Some GPU", "", CeilingSamples(0, (), "none"), ("ok",) * size, (((1,),),) * size, (16,) * size, own
+    )
+    others = [[row for row in rows if row not in own]]
+    document = run.make_document(plan, results_of(plan, [report], others), commit="abc1234", command="moelink bench")
+    loaded: dict[str, Any] = json.loads(json.dumps(document))
+    return loaded
+
+
+def decode(times: dict[str, list[float | str]]) -> dict[str, Any]:
+    """One and 32 tokens, each with rows by expert and by rank."""
+    return document_of(make_plan("decode", ranks=1, device="cuda", tokens=(1, 32)), times)
+
+
+WON: dict[str, list[float | str]] = {
+    SYMMETRIC: [10.0, 9.0, 20.0, 19.0], COLLECTIVE: [99.0] * 4, VDEV: [15.0, "", 30.0, ""],
+    FLASHINFER: ["", 9.9, "", 20.9], FLASHINFER_WHOLE: [20.0, "", 30.0, ""],
+}  # fmt: skip
+
+
+def test_cases_of_both_layouts_stand_beside_each_other() -> None:
+    for preset in ("decode", "prefill", "layouts"):
+        cases = PRESETS[preset]()
+        assert [case.layout for case in cases] == ["expert", "rank"] * (len(cases) // 2)
+        assert [dataclasses.replace(case, layout="expert") for case in cases[1::2]] == list(cases[::2])
+
+
+def test_a_pair_counts_once_by_rank_and_once_by_expert() -> None:
+    document = decode(WON)
+    kinds = [
+        (verdict["case"], verdict["phase"], verdict["kind"], verdict["counts"]) for verdict in document["verdicts"]
+    ]
+    assert [entry for entry in kinds if entry[3]] == [
+        (0, "both", "whole operation", True), (1, "both", "like for like", True),
+        (2, "both", "whole operation", True), (3, "both", "like for like", True),
+    ]  # fmt: skip
+    assert {entry[2] for entry in kinds if entry[1] != "both"} == {"phase"}
+    assert document["speed_gate"]["passed"] is True
+    assert document["faster_everywhere"] is True
+    first, second = document["speed_gate"]["comparisons"]
+    assert summary(first) == "like for like: faster in 2 of 2 cases against FlashInfer one-sided"
+    assert summary(second) == "whole operation: faster in 2 of 2 cases against FlashInfer + permute + sum"
+    assert "1 token, fp8_block128, by rank, like for like: faster (" in document["verdicts"][5]["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "kind"),
+    [(FLASHINFER, 3, "like for like"), (FLASHINFER_WHOLE, 2, "whole operation"), (VDEV, 2, "whole operation")],
+)
+def test_one_lost_case_is_a_lost_gate(name: str, case: int, kind: str) -> None:
+    times = {**WON, name: [*WON[name][:case], 8.0, *WON[name][case + 1 :]]}
+    document = decode(times)
+    assert document["speed_gate"]["passed"] is False
+    assert document["faster_everywhere"] is False
+    found = {entry["kind"]: entry for entry in document["speed_gate"]["comparisons"]}
+    assert found[kind]["lost"] == [document["cases"][case]["label"]]
+    assert (found[kind]["won"], found[kind]["passed"]) == (1, False)
+    assert [entry["passed"] for other, entry in found.items() if other != kind] == [True]
+    assert f"not faster with {document['cases'][case]['label']}" in summary(found[kind])
+    assert gate_line(document) == "speed gate: NOT passed"
+
+
+def test_a_phase_that_is_slower_loses_nothing() -> None:
+    document = decode(WON)
+    row = next(row for row in document["rows"] if row["contender"] == FLASHINFER)
+    assert row["phases"]["dispatch"]["pairs"]["median"] == 4.95
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(1,), layout="rank")
+    fast = {"dispatch": PhaseSamples(pairs=(1.0,)), "combine": PhaseSamples(pairs=(9.0,))}
+    mine = RankRow(0, SYMMETRIC, phases=samples(9.0))
+    theirs = RankRow(0, FLASHINFER, phases={**fast, "both": PhaseSamples(graph=(10.0,))})
+    report = RankReport("Some GPU", "", CeilingSamples(0, (), "none"), ("ok",), (((1,),),), (16,), (mine,))
+    made = run.make_document(plan, results_of(plan, [report], [[theirs]]), commit=None, command="")
+    faster = {verdict["phase"]: verdict["faster"] for verdict in made["verdicts"]}
+    assert faster == {"dispatch": False, "combine": True, "both": True}
+    assert made["speed_gate"]["comparisons"][0]["passed"] is True
+    assert made["faster_everywhere"] is True
+
+
+def test_a_comparison_that_was_not_made_is_not_won() -> None:
+    document = decode({**WON, FLASHINFER: ["", "no such release", "", 20.9]})
+    (alike, _) = document["speed_gate"]["comparisons"]
+    assert (alike["won"], alike["cases"], alike["passed"]) == (1, 1, None)
+    assert (alike["missing"], alike["reasons"]) == (["1 token, fp8_block128, by rank"], ["no such release"])
+    assert summary(alike).endswith("not made in 1 cases (no such release)")
+    assert document["speed_gate"]["passed"] is None
+    assert "not judged" in gate_line(document)
+    without = {name: each for name, each in WON.items() if name != FLASHINFER_WHOLE}
+    (_, whole) = decode(without)["speed_gate"]["comparisons"]
+    assert (whole["passed"], whole["reasons"], len(whole["missing"])) == (None, ["it was left out"], 2)
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(1,), layout="expert")
+    found = document_of(plan, {name: each[:1] for name, each in WON.items()})["speed_gate"]
+    assert found["comparisons"][0]["reasons"] == ["moelink symmetric ran no case of this kind"]
+    assert (found["comparisons"][1]["passed"], found["passed"]) == (True, None)
+
+
+def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]) -> None:
+    document = decode(WON)
+    heads, lines = table_of(document)
+    assert heads[1:] == ["like for like", "whole operation", *render.COMPARED[3:]]
+    assert lines[0][:4] == ["1 token, fp8_block128", "9.0 : 9.9 (1.10)", "10.0 : 20.0 (2.00)", "4.5 : 5.0 (1.10)"]
+    console = make_console()
+    console.print(bench_view(console, document))
+    shown = capsys.readouterr().out
+    for words in (
+        "comparisons that count",
+        "9.0 : 9.9 (1.10)",
+        "phases alone",
+        "4.5 : 5.0 (1.10)",
+        "speed gate: passed",
+        "DeepEP V2 on 8 × H20-3e",
+    ):
+        assert words in shown
+    page = render.page([("decode.json", document)])
+    readme = render.speed_summary([document])
+    for text in (page, readme):
+        assert "| 1 token, fp8_block128 | 9.0 : 9.9 (1.10) | 10.0 : 20.0 (2.00) |" in text
+        assert "* like for like: faster in 2 of 2 cases against FlashInfer one-sided." in text
+        assert "1 token 14.6 µs / 10.0 µs; 32 tokens 17.3 µs / 16.7 µs" in text.replace("\n  ", " ")
+    assert "(1.10)" in render.comparison_section([document])
+    older = {name: value for name, value in {**document, "ranks": 4}.items() if name != "speed_gate"}
+    assert render.newest_comparisons([older, {**document, "preset": "prefill"}, document])[0]["preset"] == "decode"
+    assert [one["ranks"] for one in render.newest_comparisons([older, document])] == [1], "of those that have them"
+    alone = render.comparison_section([document_of(make_plan("decode", ranks=1, device="cuda", tokens=(1,)), {})])
+    assert "| 1 token" not in alone, "nobody was measured"
+
+
+def test_the_speed_gate_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    asked: list[Any] = []
+    arguments = ["bench", "--ranks", "1", "--tokens", "1", "--peer", "flashinfer", "--json"]
+    lost, missing = decode({**WON, VDEV: [8.0, "", 30.0, ""]}), decode({**WON, FLASHINFER: []})
+    for document, gate, status in ((decode(WON), True, 0), (lost, True, 3), (missing, True, 3), (lost, False, 0)):
+        monkeypatch.setattr(command, "run_bench", lambda plan, made=document, **_: asked.append(plan) or made)
+        done = CliRunner().invoke(app.app, [*arguments, *(["--speed-gate"] if gate else [])])
+        assert done.exit_code == status, done.output
+        assert ("moelink: speed gate: " in done.output) == (status == 3)
+        assert asked[-1].peers == ("flashinfer",)
+
+
+def test_options_that_mean_nothing_are_refused() -> None:
+    for arguments, expected in (
+        (["--preset", "roles-smoke", "--speed-gate"], "speed-gate: expected nothing with --preset roles-smoke"),
+        (["--preset", "layer-smoke", "--peer", "vdev"], "peer: expected nothing with --preset layer-smoke"),
+        (["--preset", "smoke", "--peer", "vdev", "--no-peers"], "peer: expected nothing with --no-peers"),
+    ):
+        done = CliRunner().invoke(app.app, ["bench", *arguments])
+        assert isinstance(done.exception, moelink.ConfigError), done.output
+        assert expected in str(done.exception)
+
+
+def test_flashinfer_is_another_contender_by_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = dataclasses.replace(make_plan("decode", ranks=1, device="cuda", tokens=(1,)), timeout=7.0)
+    limits = []
+
+    def found(program: Any, ranks: int, part: Any, *, timeout: float) -> list[list[RankRow]]:
+        limits.append(timeout)
+        return [[RankRow(index, "", leaves_out="something") for index in range(len(part.cases))]] * ranks
+
+    monkeypatch.setattr(run, "flashinfer_refusal", lambda: "")
+    monkeypatch.setattr(run, "run_ranks", found)
+    (rows,) = run.run_peer(plan, "flashinfer", run.flashinfer_main)
+    assert [(row.case, row.contender) for row in rows] == [(0, FLASHINFER_WHOLE), (1, FLASHINFER)]
+    assert {row.leaves_out for row in rows} == {"something"}
+    (rows,) = run.run_peer(plan, "vdev", run.vdev_main)
+    assert [(row.case, row.contender) for row in rows] == [(0, VDEV)]
+    assert limits == [7.0, 7.0], "not longer than the run may take"
+
+
+def test_published_figures_name_their_source_and_machine() -> None:
+    assert [one.tokens for one in DEEPEP_V2] == [1, 8, 32, 128, 256, 8192, 8192]
+    assert all(one.source and one.hardware.startswith("8 × ") and one.ranks == 8 for one in DEEPEP_V2)
+    cases = PRESETS["decode"]()
+    assert [one.tokens for one in beside(cases)] == [1, 8, 32, 128, 256]
+    for other in ({"format": "bf16"}, {"hidden_size": 4096}, {"distribution": "zipf"}, {"num_sms": 8}):
+        assert beside([dataclasses.replace(case, **other) for case in cases]) == ()
+    (times,) = published_lines([dataclasses.asdict(one) for one in DEEPEP_V2[:2]])
+    assert times.startswith(
+        "As published, not measured here: DeepEP V2 on 8 × H20-3e, dispatch / combine of 1 token 14.6 µs / 10.0 µs; "
+        "8 tokens 14.7 µs / 10.5 µs (384 experts, top-8,"
+    )
+    assert times.endswith("DeepEP 723716f)")
+    assert len(published_lines([dataclasses.asdict(one) for one in DEEPEP_V2])) == 3
+
+
+def sms(ranks: int, times: list[float | str]) -> dict[str, Any]:
+    """4096 tokens with 24, 64 and all SMs, and 128 tokens with 24."""
+    plan = make_plan("sms", ranks=1, device="cuda")
+    cases = [Case(tokens=4096, num_sms=limit) for limit in (24, 64, None)] + [Case(tokens=128, num_sms=24)]
+    document = document_of(dataclasses.replace(plan, cases=tuple(cases)), {SYMMETRIC: times})
+    return {**document, "ranks": ranks}
+
+
+def test_shares_of_the_full_speed_are_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    document = sms(4, [200.0, 120.0, 110.0, 50.0])
+    found = [(share["num_sms"], share["both"], share["target"], share["met"]) for share in document["sm_shares"]]
+    assert found == [(24, pytest.approx(0.55), 0.6, False), (64, pytest.approx(110 / 120), 0.9, True)]
+    assert document["sm_shares"][0]["dispatch"] == pytest.approx(0.55), "by pairs inside a graph"
+    assert "60% of the pair's speed with 24 SMs, 90% of the pair's speed with 64 SMs" in document["sm_share_rule"]
+    console = make_console()
+    console.print(bench_view(console, document))
+    shown = capsys.readouterr().out
+    for words in ("share of the full speed", "60%: NOT met", "90%: met"):
+        assert words in shown
+    assert "| 4096 tokens, fp8_block128, 24 SMs | 55% | 55% | 55% | 60%: NOT met |" in render.speed_table(document)
+    _, lines = share_lines(sms(2, [200.0, 120.0, 110.0, 50.0]))
+    assert lines[1][-1] == "90%: met, which is set for 4 GPUs or more"
+
+
+def test_shares_need_the_full_speed() -> None:
+    document = sms(4, [200.0, 120.0, "out of memory", 50.0])
+    assert "sm_shares" not in document
+    assert share_lines(document)[1] == []
+    assert not any(verdict["counts"] for verdict in document["verdicts"]), "cases with an SM limit do not count"
+    (share,) = sms(4, ["it failed", 90.0, 80.0, "it failed"])["sm_shares"]
+    assert (share["num_sms"], share["met"]) == (64, False)
+
+
+def test_the_preset_of_sm_limits_has_what_its_targets_need() -> None:
+    limits = {case.num_sms for case in PRESETS["sms"]() if case.tokens == 4096}
+    assert {24, 64, None} <= limits
+    plan = make_plan("sms", ranks=1, device="cuda", tokens=(4096,), num_sms=(24, 64))
+    assert [(case.tokens, case.num_sms) for case in plan.cases] == [(4096, 24), (4096, 64), (4096, None)]
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(8,), num_sms=16, layout="rank")
+    assert [(case.tokens, case.num_sms) for case in plan.cases] == [(8, 16)]
