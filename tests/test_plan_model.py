@@ -64,7 +64,9 @@ def test_the_sum_by_hand() -> None:
     assert (time.nvlink_us, time.network_us, time.memory_us) == (10, 20, 1)
     assert time.total_us == 20.5 + 20 + 1
     assert (time.busiest_link, time.limit) == ("network", "latency")
-    assert predict(links(4e6, 1e6), constants, Shape(16, 2), "node").latency_us == 10 + 0.5 * 8 + 3
+    forwarded = predict(links(4e6, 1e6), constants, Shape(16, 2), "node", 6.0)
+    assert forwarded.latency_us == 10 + 0.5 * 15 + 3 + 6
+    assert predict(links(4e6), constants, Shape(16, 1), "node", 6.0).latency_us == 10 + 0.5 * 15, "nothing to forward"
     assert microseconds(1e6, 100) == 10
 
 

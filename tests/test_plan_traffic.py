@@ -111,17 +111,19 @@ def walked(ids: np.ndarray, experts: ExpertMap, nodes: int, copies: str) -> dict
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize(("ranks", "nodes", "experts"), [(4, 2, 10), (6, 2, 5), (6, 3, 13), (4, 4, 9), (3, 1, 7)])
 def test_bytes_by_link_against_walking_every_token(copies: str, ranks: int, nodes: int, experts: int) -> None:
-    layer = Layer(num_experts=experts, topk=3, hidden_size=128, tokens=11)
+    layer = Layer(num_experts=experts, topk=5, hidden_size=128, tokens=11, combine_format="fp8_block128")
     ids = ids_of(layer, seed=ranks)
     statistics = Statistics.of(Trace(ids), num_experts=experts, ranks=ranks, nodes=nodes)
     units = Units.of(layer, layer.ep_config(ranks))
+    assert units.relay > units.message
     counts = walked(ids, ExpertMap(experts, ranks), nodes, copies)
     for phase, each in (("dispatch", units.message), ("combine", units.home)):
         links = link_bytes(phase, copies, units, statistics, layer.tokens)
         assert links.nvlink == pytest.approx(each * max(counts["nvlink out"].max(), counts["nvlink in"].max()))
-        assert links.network == pytest.approx(each * max(counts["network out"].max(), counts["network in"].max()))
+        far = units.relay if phase == "dispatch" and copies == "node" else each
+        assert links.network == pytest.approx(far * max(counts["network out"].max(), counts["network in"].max()))
         assert links.total_nvlink == pytest.approx(each * counts["nvlink out"].sum())
-        assert links.total_network == pytest.approx(each * counts["network out"].sum())
+        assert links.total_network == pytest.approx(far * counts["network out"].sum())
 
 
 def test_memory_traffic_by_hand() -> None:
@@ -223,3 +225,22 @@ def test_experts_that_do_not_divide_and_ranks_without_any() -> None:
     sizes = make_plan(layer, [8, 32], ranks_per_node=8, routing=Uniform(20, 2)).sizes
     assert [(size.experts, size.idle_ranks) for size in sizes] == [(3, 0), (1, 12)]
     assert sizes[1].statistics.ranks_per_token == pytest.approx(2)
+
+
+def test_quantised_bytes_of_both_phases() -> None:
+    """A sender brings its tokens into the format once; an expert's rank every row that goes home."""
+    layer = Layer(num_experts=8, topk=2, hidden_size=256, tokens=10, combine_format="mxfp8")
+    statistics = Statistics.of(Uniform(8, 2), num_experts=8, ranks=4, nodes=1)
+    units = Units.of(layer, layer.ep_config(4))
+    dispatch, combine = (link_bytes(phase, "rank", units, statistics, 10) for phase in PHASES)
+    assert dispatch.quantised == 10 * 512
+    assert combine.quantised == pytest.approx(10 * 4 * statistics.rank_hits[0] * 512)
+    plain = Layer(num_experts=8, topk=2, hidden_size=256, tokens=10, dispatch_format="bf16")
+    assert Units.of(plain, plain.ep_config(4)).quantised == Units.of(plain, plain.ep_config(4)).quantised_home == 0
+
+
+def test_the_collective_transport_has_one_level() -> None:
+    layer = Layer(num_experts=16, topk=2, hidden_size=128, tokens=4, transport="collective")
+    (size,) = make_plan(layer, [8], ranks_per_node=4, routing=Uniform(16, 2)).sizes
+    assert list(size.schemes) == ["rank"]
+    assert size.auto == "rank"

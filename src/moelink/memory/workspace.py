@@ -191,6 +191,19 @@ class Workspace:
         return align_up(self.message.regions[-1].end, REGION_ALIGNMENT)
 
     @property
+    def relay(self) -> RegionTable:
+        """Parts of one relay: those of a message, then ``experts``, the token's ids over all ranks, and ``slots``, its
+        message slot at every rank, -1 where it does not go."""
+        parts = [(part.name, part.dtype, part.shape) for part in self.message]
+        experts, slots = ("experts", torch.int32, (self.config.topk,)), ("slots", torch.int32, (self.world_size,))
+        return RegionTable.pack(*parts, experts, slots, alignment=ALIGNMENT)
+
+    @property
+    def relay_bytes(self) -> int:
+        """Bytes from one relay to the next."""
+        return align_up(self.relay.regions[-1].end, REGION_ALIGNMENT)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes from one row of a combine to the next."""
         return align_up(self.config.combine_row_bytes, REGION_ALIGNMENT)

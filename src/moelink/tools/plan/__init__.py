@@ -1,8 +1,8 @@
 """``moelink plan``: memory, bytes and time of dispatch and combine at sizes that one does not have yet.
 
 From bottom to top: ``routing`` (how many ranks and nodes a token reaches), ``traffic`` (bytes by link), ``model``
-(bytes to microseconds), ``report`` (all sizes in one document); ``fit`` makes constants of results of ``moelink bench``
-and compares the model with them.
+(bytes to microseconds), ``experts`` (the grouped products), ``report`` (all sizes in one document); ``fit`` and
+``experts_fit`` make constants of results of ``moelink bench``, and ``check`` compares the model with them.
 
 Example:
     >>> from moelink.tools.plan import Layer, make_plan, parse_ranks, Uniform
@@ -12,6 +12,7 @@ Example:
     [5.29, 6.52]
 """
 
+from moelink.tools.plan.experts import MachineExperts, load_expert_constants, packaged_expert_constants
 from moelink.tools.plan.model import Constants, load_constants, packaged_constants
 from moelink.tools.plan.report import Plan, make_plan, to_document
 from moelink.tools.plan.routing import Routing, Trace, Uniform, Zipf, make_routing
@@ -20,15 +21,18 @@ from moelink.tools.plan.traffic import Layer, parse_ranks
 __all__ = [
     "Constants",
     "Layer",
+    "MachineExperts",
     "Plan",
     "Routing",
     "Trace",
     "Uniform",
     "Zipf",
     "load_constants",
+    "load_expert_constants",
     "make_plan",
     "make_routing",
     "packaged_constants",
+    "packaged_expert_constants",
     "parse_ranks",
     "to_document",
 ]

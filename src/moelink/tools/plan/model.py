@@ -1,6 +1,7 @@
 """The time model, from bytes to microseconds, and its constants.
 
     time = floor + per_peer x peers + hop (on several nodes)          what a call costs that moves nothing
+         + forward (on several nodes, with one copy per node)
          + max(NVLink bytes / NVLink rate, network bytes / network rate)
          + memory bytes / memory rate + quantised bytes / quantising rate
 
@@ -12,8 +13,9 @@ Where each part comes from:
   one copy per node this supposes that forwarding runs while later tokens arrive). Neither is shared: ``network rate``
   is that of the part of a node's adapters that falls to one rank.
 * Before the first row arrives and after the last one there is work that no amount of bytes hides: launch, counting,
-  exchange of counts, signals. ``floor`` is that for one rank, and each peer that signals are exchanged with costs
-  ``per_peer``: W - 1 ranks, or with one copy per node P - 1 of the node and N - 1 beyond.
+  exchange of counts, signals. ``floor`` is that for one rank, and each of the W - 1 peers costs ``per_peer``: also with
+  one copy per node every rank exchanges counts with every other. What forwarding adds is ``forward``; it has not been
+  measured, and by default it is what ``two_level="auto"`` assumes (:data:`moelink.levels.ASSUMED`).
 * Links and memory are not overlapped: a rank places rows when they have arrived. That makes the prediction linear in
   the reciprocals of all rates, on which :mod:`~moelink.tools.plan.fit` relies; where kernels do overlap them, the
   fitted rates come out higher than the hardware's.
@@ -48,6 +50,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moelink.errors import ConfigError
+from moelink.levels import ASSUMED
 from moelink.tools.plan.traffic import PHASES, Copies, LinkBytes
 from moelink.transports.base import Phase
 
@@ -104,12 +107,20 @@ class Constants:
         sources: by field of :class:`PhaseConstants`, "measured: ..." or "assumed: ..."; absent where there is no value.
         ranks: numbers of ranks that measured values were fitted to; empty without any.
         description: what was measured, in a line, or "".
+        forward_us: microseconds more per phase of a message or row that is forwarded: assumed, as ``forward_source``
+            says.
     """
 
     phases: Mapping[Phase, PhaseConstants] = field(default_factory=lambda: dict.fromkeys(PHASES, PhaseConstants()))
     sources: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
     description: str = ""
+    forward_us: float = ASSUMED.forward_us
+    forward_source: str = "assumed: moelink.levels"
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.forward_us) and 0 <= self.forward_us < math.inf):
+            raise ConfigError("forward_us", "microseconds, at least 0", self.forward_us)
 
     def assume(self, given: Mapping[str, tuple[float | None, str]]) -> Constants:
         """Replace fields in both phases. ``given``: field to (value or None, option's name).
@@ -125,10 +136,23 @@ class Constants:
         phases = {phase: dataclasses.replace(self.phases[phase], **values) for phase in PHASES}
         return dataclasses.replace(self, phases=phases, sources=merged)
 
+    def forwarding(self, us: float, option: str) -> Constants:
+        """Replace ``forward_us``; ``option``: the name of what it was given by."""
+        return dataclasses.replace(self, forward_us=us, forward_source=f"assumed: {option} {us:g}")
+
+    def for_combine_format(self) -> Constants:
+        """Let rows on their way home be quantised as fast as those of dispatch, where no rate was measured for them."""
+        known, combine = self.phases["dispatch"].quantising_gb_per_s, self.phases["combine"]
+        if combine.quantising_gb_per_s is not None or known is None:
+            return self
+        phases = {**self.phases, "combine": dataclasses.replace(combine, quantising_gb_per_s=known)}
+        source = f"{self.sources['quantising_gb_per_s']}; assumed to be that of combine too"
+        return dataclasses.replace(self, phases=phases, sources={**self.sources, "quantising_gb_per_s": source})
+
     @property
     def are_measured(self) -> bool:
         """Every constant that has a source was measured, and there is one."""
-        return bool(self.sources) and all(source.startswith("measured") for source in self.sources.values())
+        return bool(self.sources) and not any("assumed" in source for source in self.sources.values())
 
 
 def read_constants(document: object, name: str) -> Constants:
@@ -195,11 +219,10 @@ class Shape:
     ranks: int
     nodes: int
 
-    def peers(self, copies: Copies) -> int:
-        """Count the ranks one rank exchanges signals with. 16 ranks on 2 nodes: 15, or 7 + 1 with one copy per node."""
-        if copies == "rank":
-            return self.ranks - 1
-        return self.ranks // self.nodes - 1 + self.nodes - 1
+    @property
+    def peers(self) -> int:
+        """The ranks that one rank exchanges counts and signals with."""
+        return self.ranks - 1
 
 
 @dataclass(frozen=True)
@@ -233,7 +256,9 @@ def microseconds(nbytes: float, gb_per_s: float | None) -> float | None:
     return None if gb_per_s is None else nbytes / gb_per_s / 1e3
 
 
-def predict(links: LinkBytes, constants: PhaseConstants, shape: Shape, copies: Copies) -> Time:
+def predict(
+    links: LinkBytes, constants: PhaseConstants, shape: Shape, copies: Copies, forward_us: float = ASSUMED.forward_us
+) -> Time:
     """Predict the time of one phase.
 
     Example: floor 10 us, 400 GB/s of NVLink and 50 of network, 4e6 and 1e6 bytes: 10 + max(10, 20) = 30 us, limited by
@@ -247,7 +272,8 @@ def predict(links: LinkBytes, constants: PhaseConstants, shape: Shape, copies: C
     latency = None
     if constants.floor_us is not None:
         hop = constants.hop_us if shape.nodes > 1 else 0.0
-        latency = constants.floor_us + constants.per_peer_us * shape.peers(copies) + hop
+        latency = constants.floor_us + constants.per_peer_us * shape.peers + hop
+        latency += forward_us if copies == "node" and shape.nodes > 1 else 0.0
     values = {"floor_us": latency, "nvlink_gb_per_s": nvlink, "network_gb_per_s": network}
     missing = tuple(name for name, value in values.items() if value is None)
     if nvlink is None or network is None:

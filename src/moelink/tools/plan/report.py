@@ -9,7 +9,10 @@ from typing import Any
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
+from moelink.levels import Routes, prefers_two_levels
+from moelink.memory.workspace import Workspace
 from moelink.nn.placement import Placement, place_experts
+from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertTime, Load, MachineExperts, slowest
 from moelink.tools.plan.model import Constants, Shape, Time, predict
 from moelink.tools.plan.routing import Routing, Statistics
 from moelink.tools.plan.traffic import COPIES, PHASES, Copies, Layer, LinkBytes, Units, link_bytes, nodes_of
@@ -17,10 +20,12 @@ from moelink.transports.base import Phase
 
 SCHEMA_VERSION = 1
 
-BUILT = {
-    "rank": "what moelink does",
-    "node": "a two-level transport; not built, for comparison",
-}
+BUILT: Mapping[Copies, str] = {"rank": "one level", "node": "two_level=True, which has not run over a network yet"}
+
+
+def schemes_of(layer: Layer) -> tuple[Copies, ...]:
+    """Return the copies that the layer's transport can send: the collective one has one level."""
+    return COPIES if layer.transport == "symmetric" else ("rank",)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,25 @@ class PhasePlan:
 
 
 @dataclass(frozen=True)
+class LayerTime:
+    """The experts of the rank whose take longest, and with them the layer.
+
+    Attributes:
+        rows: of that rank, over all its experts.
+        experts: time of its products and activation; None without constants of the format.
+    """
+
+    rows: float
+    experts: ExpertTime | None
+
+    def total_us(self, phases: Mapping[Phase, PhasePlan]) -> float | None:
+        """Dispatch, experts and combine, one after the other; routing is left out. None where a time is missing."""
+        times = [phase.time.total_us for phase in phases.values()]
+        known = [time for time in times if time is not None]
+        return None if self.experts is None or len(known) < len(times) else self.experts.total_us + sum(known)
+
+
+@dataclass(frozen=True)
 class SizePlan:
     """One number of ranks.
 
@@ -75,7 +99,9 @@ class SizePlan:
             placed by load with the plan's redundant experts (:func:`moelink.nn.place_experts`), None where the
             physical experts are fewer than the ranks.
         memory: of one rank.
-        schemes: by copies ("rank", "node") and phase.
+        schemes: by copies ("rank", and "node" with the symmetric transport) and phase.
+        auto: what ``two_level="auto"`` chooses, whatever the plan's routing and constants; "rank" on one node.
+        layer: the experts' time; None where the layer has no ``intermediate_size``.
         extrapolated: outside the numbers of ranks that measured constants were fitted to.
     """
 
@@ -87,6 +113,8 @@ class SizePlan:
     imbalance: tuple[float, float | None]
     memory: Memory
     schemes: Mapping[Copies, Mapping[Phase, PhasePlan]]
+    auto: Copies
+    layer: LayerTime | None
     extrapolated: bool
 
 
@@ -99,6 +127,7 @@ class Plan:
     routing: str
     redundant: int
     constants: Constants
+    experts: MachineExperts
     sizes: tuple[SizePlan, ...]
 
 
@@ -115,26 +144,70 @@ def imbalances(routing: Routing, num_experts: int, ranks: int, redundant: int) -
     return before, place_experts(load, num_physical=physical, world_size=ranks).imbalance(load, ranks)
 
 
-def plan_size(
-    layer: Layer, ranks: int, *, ranks_per_node: int, routing: Routing, constants: Constants, redundant: int = 0
-) -> SizePlan:
+def chosen_copies(layer: Layer, config: EPConfig) -> Copies:
+    """Return what ``EPConfig(two_level="auto")`` chooses for this configuration: it estimates uniform routing."""
+    nodes, space = config.world_size // config.node_size, Workspace(config)
+    if layer.transport != "symmetric" or nodes == 1 or config.node_size == 1:
+        return "rank"
+    routes = Routes.uniform(
+        num_experts=layer.num_experts, topk=layer.topk, tokens=layer.tokens, ranks=config.world_size,
+        per_node=config.node_size,
+    )  # fmt: skip
+    two = prefers_two_levels(routes, message=space.message_bytes, relay=space.relay_bytes, row=space.row_bytes)
+    return "node" if two else "rank"
+
+
+def layer_time(layer: Layer, ranks: int, routing: Routing, experts: MachineExperts) -> LayerTime | None:
+    """Return the time of the slowest rank's experts; None where the layer does not say how large they are.
+
+    Without constants of the format, the rank is the one with most rows.
+    """
+    if layer.intermediate_size is None:
+        return None
+    loads = Load.of_ranks(routing, num_experts=layer.num_experts, ranks=ranks, tokens=layer.tokens)
+    constants = experts.formats.get(layer.expert_format)
+    if constants is None:
+        return LayerTime(max(float(load.rows.sum()) for load in loads), None)
+    load, time = slowest(
+        loads, constants, hidden_size=layer.hidden_size, intermediate_size=layer.intermediate_size,
+        weight_bytes=WEIGHT_BYTES[layer.expert_format],
+    )  # fmt: skip
+    return LayerTime(float(load.rows.sum()), time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is the same for all sizes of a plan; :func:`make_plan` says what each is."""
+
+    layer: Layer
+    ranks_per_node: int
+    routing: Routing
+    constants: Constants
+    experts: MachineExperts
+    redundant: int
+
+
+def plan_size(setting: Setting, ranks: int) -> SizePlan:
     """Plan one number of ranks; :func:`make_plan` says what is refused."""
-    nodes = nodes_of(ranks, ranks_per_node)
-    config = layer.ep_config(ranks, ranks_per_node=ranks_per_node if nodes > 1 else None)
+    layer, routing, per_node = setting.layer, setting.routing, setting.ranks_per_node
+    nodes = nodes_of(ranks, per_node)
+    config = layer.ep_config(ranks, ranks_per_node=per_node if nodes > 1 else None)
     statistics = Statistics.of(routing, num_experts=layer.num_experts, ranks=ranks, nodes=nodes)
-    units, shape = Units.of(layer, config), Shape(ranks, nodes)
+    units, shape, constants = Units.of(layer, config), Shape(ranks, nodes), setting.constants
     schemes: dict[Copies, dict[Phase, PhasePlan]] = {}
-    for copies in COPIES:
+    for copies in schemes_of(layer):
         schemes[copies] = {}
         for phase in PHASES:
             links = link_bytes(phase, copies, units, statistics, layer.tokens)
-            schemes[copies][phase] = PhasePlan(links, predict(links, constants.phases[phase], shape, copies))
+            time = predict(links, constants.phases[phase], shape, copies, constants.forward_us)
+            schemes[copies][phase] = PhasePlan(links, time)
     fitted = constants.ranks
     return SizePlan(
         ranks=ranks, nodes=nodes, experts=ceil_div(layer.num_experts, ranks),
         idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(config),
-        imbalance=imbalances(routing, layer.num_experts, ranks, redundant),
-        schemes=schemes, extrapolated=bool(fitted) and not min(fitted) <= ranks <= max(fitted),
+        imbalance=imbalances(routing, layer.num_experts, ranks, setting.redundant), schemes=schemes,
+        auto=chosen_copies(layer, config), layer=layer_time(layer, ranks, routing, setting.experts),
+        extrapolated=bool(fitted) and not min(fitted) <= ranks <= max(fitted),
     )  # fmt: skip
 
 
@@ -145,24 +218,28 @@ def make_plan(
     ranks_per_node: int,
     routing: Routing,
     constants: Constants | None = None,
+    experts: MachineExperts | None = None,
     redundant: int = 0,
 ) -> Plan:
     """Plan every number of ranks. Without ``constants`` there are bytes and memory, and no time.
 
-    ``redundant``: physical experts beyond the layer's, for :attr:`SizePlan.imbalance`. Bytes and times are
-    without them.
+    ``experts``: constants of the experts' products. ``redundant``: physical experts beyond the layer's, for
+    :attr:`SizePlan.imbalance`. Bytes and times are without them.
 
     Raises:
         ConfigError: a number of ranks that neither fits into a node nor fills whole nodes.
     """
-    chosen = constants or Constants()
+    chosen, machine = constants or Constants(), experts or MachineExperts()
+    if layer.combine_format is not None:
+        chosen = chosen.for_combine_format()
     for count in ranks:
         nodes_of(count, ranks_per_node)
-    sizes = tuple(
-        plan_size(layer, count, ranks_per_node=ranks_per_node, routing=routing, constants=chosen, redundant=redundant)
-        for count in ranks
-    )
-    return Plan(layer, ranks_per_node, routing.name, redundant, chosen, sizes)
+    setting = Setting(
+        layer=layer, ranks_per_node=ranks_per_node, routing=routing, constants=chosen, experts=machine,
+        redundant=redundant,
+    )  # fmt: skip
+    sizes = tuple(plan_size(setting, count) for count in ranks)
+    return Plan(layer, ranks_per_node, routing.name, redundant, chosen, machine, sizes)
 
 
 def to_document(plan: Plan) -> dict[str, Any]:
@@ -180,8 +257,15 @@ def to_document(plan: Plan) -> dict[str, Any]:
             "measured": plan.constants.are_measured,
             "fitted_ranks": list(plan.constants.ranks),
             "description": plan.constants.description,
+            "forward_us": plan.constants.forward_us,
+            "forward_source": plan.constants.forward_source,
         },
-        "copies": BUILT,
+        "experts": {
+            "constants": {fmt: dataclasses.asdict(found) for fmt, found in plan.experts.formats.items()},
+            "source": plan.experts.source,
+            "description": plan.experts.description,
+        },
+        "copies": {copies: BUILT[copies] for copies in schemes_of(plan.layer)},
         "sizes": [_size_document(size) for size in plan.sizes],
     }
 
@@ -202,5 +286,14 @@ def _size_document(size: SizePlan) -> dict[str, Any]:
             copies: {phase: dataclasses.asdict(entry) for phase, entry in phases.items()}
             for copies, phases in size.schemes.items()
         },
+        "auto": size.auto,
+        "layer": None if size.layer is None else _layer_document(size.layer, size.schemes),
         "extrapolated": size.extrapolated,
     }
+
+
+def _layer_document(layer: LayerTime, schemes: Mapping[Copies, Mapping[Phase, PhasePlan]]) -> dict[str, Any]:
+    time = layer.experts
+    parts = None if time is None else {**dataclasses.asdict(time), "total_us": time.total_us, "limit": time.limit}
+    totals = {copies: layer.total_us(phases) for copies, phases in schemes.items()}
+    return {"rows": layer.rows, "experts": parts, "total_us": totals}

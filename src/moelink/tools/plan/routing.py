@@ -8,7 +8,6 @@ which may be empty. Sums over blocks give what a token reaches: with each rank's
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moelink.errors import ConfigError
+from moelink.levels import hit_probability
 from moelink.routing import ExpertMap
 
 Floats = NDArray[np.float64]
@@ -63,10 +63,8 @@ class Uniform:
 
     def hits(self, bounds: Bounds) -> Floats:
         """See :class:`Routing`."""
-        every = math.comb(self.num_experts, self.topk)
-        by_size = {
-            size: 1 - math.comb(self.num_experts - size, self.topk) / every for size in {*np.diff(bounds).tolist()}
-        }
+        sizes = {*np.diff(bounds).tolist()}
+        by_size = {size: hit_probability(self.num_experts, self.topk, size) for size in sizes}
         return np.array([by_size[size] for size in np.diff(bounds).tolist()], dtype=np.float64)
 
     def slots(self, bounds: Bounds) -> Floats:

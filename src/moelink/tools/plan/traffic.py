@@ -1,35 +1,26 @@
 """Layers, and the expected bytes of one call by link, on the busiest rank.
 
 Legend: ``T`` tokens of every rank, ``W`` ranks on ``N`` nodes of ``P``; ``h[r]`` and ``H[n]`` probabilities that a
-token hits a rank or node (:mod:`~moelink.tools.plan.routing`), ``k[r]`` its slots there. What is said of messages of
-dispatch holds for the rows of combine with directions exchanged: every message brings one row back over the same links.
+token hits a rank or node (:mod:`~moelink.tools.plan.routing`), ``k[r]`` its slots there.
 
-**One copy per (token, rank)**, what moelink does: a token travels from its rank straight to every other rank it hits.
-From rank s on node n there leave, and at rank d there arrive, messages
+**One copy per (token, rank)**, one level: a token travels from its rank straight to every other rank it hits, and one
+row comes home from each.
 
-====================  ============================================  ============================
-link                  out of s                                      into d
-====================  ============================================  ============================
-NVLink                T x sum of h[r] over other r on node n        T (P - 1) h[d]
-network               T x sum of h[r] over all other nodes          T (W - P) h[d]
-====================  ============================================  ============================
+**One copy per (token, node)**, ``two_level=True``: a token crosses the network once per node it hits, to the rank there
+that has its sender's place on the node; that one forwards it over NVLink to the ranks that the token hits. On the way
+home the rows of a node are summed there, and one crosses the network. A message that is to be forwarded is longer, by
+what the forwarding rank has to know (``Workspace.relay``).
 
-**One copy per (token, node)**, a two-level transport (not built here): a token crosses the network once per node it
-hits, to the rank there that has its sender's place on the node; that one forwards it over NVLink to the ranks that
-the token hits. With its own tokens each rank so distributes those of N ranks on its node
-
-====================  ============================================  ============================
-NVLink                T N x sum of h[r] over other r on node n      T N (P - 1) h[d]
-network               T x sum of H over other nodes                 T (N - 1) H[n]
-====================  ============================================  ============================
-
-A link carries both directions at once, so the larger one counts, and of all ranks the largest. That is the largest of
-expectations; the expectation of the largest is higher by how much counts fluctuate, which tests/test_plan_traffic.py
+How many copies that is over each link, :func:`moelink.levels.crossing` says. Of all ranks the largest expectation
+counts; the expectation of the largest is higher by how much counts fluctuate, which tests/test_plan_traffic.py
 measures: some 4 % for 8 ranks with 128 tokens of top-8, less with more tokens.
 
 **Memory**: what a rank reads and writes in its own memory besides. Dispatch reads T activations in bf16 and all
 messages that reached it, and writes T W k[d] rows; combine reads as many expert outputs and T x (sum of h) rows that
 came home, and writes T results. Forwarding reads T (N - 1) H[n] messages more, in each phase.
+
+**Quantising**: a sender of dispatch brings T rows into a format with scales; with a ``combine_format`` an expert's rank
+does so with T W h[d] rows.
 """
 
 from __future__ import annotations
@@ -40,8 +31,10 @@ from typing import Literal, get_args
 
 from moelink.config import EPConfig, TransportName
 from moelink.errors import ConfigError
+from moelink.levels import crossing
 from moelink.memory.workspace import Workspace
-from moelink.tools.plan.routing import Floats, Statistics
+from moelink.tools.plan.experts import EXPERT_FORMATS
+from moelink.tools.plan.routing import Statistics
 from moelink.transports.base import Phase
 
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
@@ -58,6 +51,8 @@ class Layer:
         combine_format: format in which rows come home, or None for bf16.
         capacity: rows of a dispatch output, or None for the worst case.
         transport: whose messages are counted, "symmetric" or "collective" (they differ by padding).
+        intermediate_size: columns of gate and of up, or None to leave the experts' time out.
+        expert_format: of the experts' weights and products, "bf16" or "fp8_block128".
     """
 
     num_experts: int
@@ -68,12 +63,18 @@ class Layer:
     combine_format: str | None = None
     capacity: int | None = None
     transport: TransportName = "symmetric"
+    intermediate_size: int | None = None
+    expert_format: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ConfigError("tokens", "at least 1", self.tokens)
         if self.transport not in ("symmetric", "collective"):
             raise ConfigError("transport", "'symmetric' or 'collective'", self.transport)
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ConfigError("intermediate_size", "at least 1", self.intermediate_size)
+        if self.expert_format not in EXPERT_FORMATS:
+            raise ConfigError("expert_format", f"one of {', '.join(EXPERT_FORMATS)}", self.expert_format)
         self.ep_config(1)
         if self.topk > self.num_experts:
             raise ConfigError("topk", f"at most num_experts = {self.num_experts}", self.topk)
@@ -160,6 +161,8 @@ class Units:
         message, home: one dispatched message; one row on its way home, with what goes with it.
         activation, row, output: a token before dispatch (bf16), a dispatched row, an expert's output for it.
         quantised: a token before dispatch if the format has scales, else 0.
+        relay: a message that another rank forwards; as ``message`` for the collective transport, which has no such.
+        quantised_home: a row before it travels home if there is a format for it, else 0.
     """
 
     message: int
@@ -167,27 +170,24 @@ class Units:
     activation: int
     row: int
     output: int
-    quantised: int = 0
+    quantised: int
+    relay: int
+    quantised_home: int
 
     @classmethod
     def of(cls, layer: Layer, config: EPConfig) -> Units:
         """Compute the units as the layer's transport moves them."""
         if layer.transport == "symmetric":
             workspace = Workspace(config)
-            message, home = workspace.message_bytes, workspace.row_bytes
+            message, home, relay = workspace.message_bytes, workspace.row_bytes, workspace.relay_bytes
         else:
             message, home = config.dispatch_message.nbytes, config.home_message_bytes
+            relay = message
         row = config.format.bytes_per_token(config.hidden_size)
         activation = 2 * config.hidden_size
         quantised = 0 if config.format.scale_dtype is None else activation
-        return cls(message, home, activation, row, config.result_row_bytes, quantised)
-
-
-def _sums_of_nodes(values: Floats, nodes: int) -> Floats:
-    """Return [W]: the sum of ``values`` [W] over each rank's node."""
-    per_node = len(values) // nodes
-    sums: Floats = values.reshape(nodes, per_node).sum(1).repeat(per_node)
-    return sums
+        back = 0 if config.combine_format is None else activation
+        return cls(message, home, activation, row, config.result_row_bytes, quantised, relay, back)
 
 
 def link_bytes(phase: Phase, copies: Copies, units: Units, statistics: Statistics, tokens: int) -> LinkBytes:
@@ -198,28 +198,23 @@ def link_bytes(phase: Phase, copies: Copies, units: Units, statistics: Statistic
     """
     hits, node_hits = statistics.rank_hits, statistics.node_hits
     ranks, nodes = len(hits), len(node_hits)
-    per_node = ranks // nodes
-    node = _sums_of_nodes(hits, nodes)
-    of_node = node_hits.repeat(per_node)
-    distributed = nodes if copies == "node" else 1  # ranks whose tokens one rank spreads over its node
-    nvlink_out, nvlink_in = distributed * (node - hits), distributed * (per_node - 1) * hits
-    if copies == "node":
-        network_out, network_in = node_hits.sum() - of_node, (nodes - 1) * of_node
-    else:
-        network_out, network_in = hits.sum() - node, (ranks - per_node) * hits
-    each = units.message if phase == "dispatch" else units.home
+    load = crossing(hits.tolist(), node_hits.tolist(), two_level=copies == "node")
+    near = units.message if phase == "dispatch" else units.home
+    far = units.relay if phase == "dispatch" and copies == "node" else near
     received = ranks * statistics.rank_slots
     if phase == "dispatch":
         memory = units.activation + ranks * hits * units.message + received * units.row
+        quantised = float(units.quantised)
     else:
         memory = received * units.output + hits.sum() * units.home + units.output
+        quantised = units.quantised_home * ranks * float(hits.max())
     if copies == "node":
-        memory = memory + (nodes - 1) * of_node * each
+        memory = memory + (nodes - 1) * node_hits.repeat(ranks // nodes) * far
     return LinkBytes(
-        nvlink=tokens * each * float(max(nvlink_out.max(), nvlink_in.max())),
-        network=tokens * each * float(max(network_out.max(), network_in.max())),
+        nvlink=tokens * near * load.nvlink,
+        network=tokens * far * load.network,
         memory=tokens * float(memory.max()),
-        total_nvlink=tokens * each * float(nvlink_out.sum()),
-        total_network=tokens * each * float(network_out.sum()),
-        quantised=float(tokens * units.quantised) if phase == "dispatch" else 0.0,
+        total_nvlink=tokens * near * load.total_nvlink,
+        total_network=tokens * far * load.total_network,
+        quantised=tokens * quantised,
     )

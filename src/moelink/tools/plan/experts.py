@@ -1,0 +1,263 @@
+"""The time of the experts of a rank: two grouped products and the activation between them.
+
+    product = floor + sum over experts of max(P(has rows) x weights / weight rate, operations / arithmetic rate)
+            + rows read and written / row rate
+    experts = product (gate and up) + activation + product (down),   activation = floor + bytes / rate
+
+* An expert's weights are read once however many rows it has, so with few rows the weights are the time: ``n k b`` bytes
+  of a product with n columns, k columns of its rows, and b bytes a number. ``P(has rows)`` is expected over routing.
+* With many rows arithmetic is the time: ``2 r n k`` operations for r rows. Both overlap, so the larger one counts, for
+  each expert alone: beside an expert of many rows others may have few.
+* All experts of a rank are one launch, so there is one floor a product.
+
+Constants were fitted to ``moelink bench --preset layer`` and ``moelink.tools.bench.experts`` (``experts_fit``). They
+hold for the products that these time: in bf16 by torch, in fp8_block128 by moelink's kernel. Where weights and
+arithmetic take equally long, products are up to 45 % slower than this says (docs/plan.md).
+
+The file ``experts.json`` beside this module, or one of ``moelink plan fit-experts``::
+
+    {"schema_version": 1, "kind": "moelink plan expert constants", "machine": "...",
+     "fitted_to": [{"file": ..., "commit": ..., "date": ..., "ranks": ...}, ...], "largest_error": ...,
+     "formats": {"bf16": {...}, "fp8_block128": {...}}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from moelink.errors import ConfigError
+from moelink.routing import ExpertMap
+from moelink.tools.plan.routing import Floats, Routing
+
+KIND = "moelink plan expert constants"
+SCHEMA_VERSION = 1
+PACKAGED = "experts.json"
+
+ExpertFormat = Literal["bf16", "fp8_block128"]
+EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
+WEIGHT_BYTES = {"bf16": 2.0, "fp8_block128": 1.0}
+"""Of a number of the weights, and of a row of the first product. (Scales are 4 bytes a block of 128 x 128.)"""
+
+Limit = Literal["latency", "weights", "arithmetic", "rows", "activation"]
+
+
+@dataclass(frozen=True)
+class ExpertConstants:
+    """Of experts in one format.
+
+    Attributes:
+        product_floor_us, activation_floor_us: microseconds of a product, and of the activation, without rows.
+        weights_gb_per_s: 10**9 bytes of weights read a second.
+        tflop_per_s: 10**12 operations a second.
+        rows_gb_per_s: 10**9 bytes of rows read and written a second by products; None leaves this out.
+        activation_gb_per_s: the same by the activation.
+    """
+
+    product_floor_us: float
+    weights_gb_per_s: float
+    tflop_per_s: float
+    rows_gb_per_s: float | None
+    activation_floor_us: float
+    activation_gb_per_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            absent = value is None and name == "rows_gb_per_s"
+            if not absent and not (number and (value >= 0 if name.endswith("floor_us") else value > 0)):
+                raise ConfigError(name, "a positive number", value)
+
+    @property
+    def crossover(self) -> float:
+        """Rows of an expert at which its arithmetic takes as long as its weights, for weights of one byte."""
+        return self.tflop_per_s * 1e3 / (2 * self.weights_gb_per_s)
+
+
+FIELDS = tuple(entry.name for entry in dataclasses.fields(ExpertConstants))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows of the experts of a rank.
+
+    Attributes:
+        active: [experts] how probable it is that an expert has rows.
+        rows: [experts] how many it is expected to have.
+    """
+
+    active: Floats
+    rows: Floats
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[float]) -> Load:
+        """The load of experts with exactly these rows."""
+        counts = np.array(rows, dtype=np.float64)
+        return cls((counts > 0).astype(np.float64), counts)
+
+    @classmethod
+    def of_ranks(cls, routing: Routing, *, num_experts: int, ranks: int, tokens: int) -> list[Load]:
+        """The loads of all ranks that own experts, when ``ranks`` ranks have ``tokens`` tokens each.
+
+        Example: 2 experts, top-1, uniform, 2 ranks of 1 token: each expert has 1 row on average, and any with
+        probability 1 - 1/2 * 1/2 = 0.75.
+        """
+        share: Floats = np.asarray(routing.slots(range(num_experts + 1)), dtype=np.float64)
+        active = 1.0 - (1.0 - np.minimum(share, 1.0)) ** (ranks * tokens)
+        experts = ExpertMap(num_experts, ranks)
+        bounds = [experts.first(rank) for rank in range(ranks + 1)]
+        return [
+            cls(active[begin:end], ranks * tokens * share[begin:end])
+            for begin, end in zip(bounds, bounds[1:], strict=False)
+            if end > begin
+        ]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a product has to do: bytes of weights of the experts whose time these are, operations of the others', and
+    bytes of all rows."""
+
+    weights: float
+    operations: float
+    rows: float
+
+
+def work_of(load: Load, *, columns: int, inner: int, weight_bytes: float, crossover: float) -> Work:
+    """Return the work of a product of rows of ``inner`` columns that makes ``columns``.
+
+    ``crossover``: rows at which arithmetic takes as long as weights, for weights of one byte.
+
+    Example: experts of 1 and of 500 rows, 1000 x 1000, one byte, crossover 100: 1e6 bytes of weights, 1e9 operations.
+    """
+    many = load.rows >= crossover * weight_bytes * load.active
+    weights = float(load.active[~many].sum()) * columns * inner * weight_bytes
+    operations = 2.0 * float(load.rows[many].sum()) * columns * inner
+    return Work(weights, operations, float(load.rows.sum()) * (inner * weight_bytes + 2 * columns))
+
+
+@dataclass(frozen=True)
+class ExpertTime:
+    """The predicted time of the experts of a rank, microseconds, and its parts."""
+
+    latency_us: float
+    weights_us: float
+    arithmetic_us: float
+    rows_us: float
+    activation_us: float
+
+    @property
+    def total_us(self) -> float:
+        """The sum of the parts."""
+        return self.latency_us + self.weights_us + self.arithmetic_us + self.rows_us + self.activation_us
+
+    @property
+    def limit(self) -> Limit:
+        """The largest part."""
+        parts: dict[Limit, float] = {
+            "latency": self.latency_us, "weights": self.weights_us, "arithmetic": self.arithmetic_us,
+            "rows": self.rows_us, "activation": self.activation_us,
+        }  # fmt: skip
+        return max(parts, key=parts.__getitem__)
+
+
+def product_time(
+    load: Load, constants: ExpertConstants, *, columns: int, inner: int, weight_bytes: float
+) -> ExpertTime:
+    """Predict one product."""
+    crossover = constants.crossover
+    work = work_of(load, columns=columns, inner=inner, weight_bytes=weight_bytes, crossover=crossover)
+    rate = constants.rows_gb_per_s
+    return ExpertTime(
+        constants.product_floor_us, work.weights / constants.weights_gb_per_s / 1e3,
+        work.operations / constants.tflop_per_s / 1e6, 0.0 if rate is None else work.rows / rate / 1e3, 0.0,
+    )  # fmt: skip
+
+
+def activation_bytes(load: Load, intermediate_size: int) -> float:
+    """Bytes of gate and up, read, and of their product, written, both counted in bf16."""
+    return float(load.rows.sum()) * 6 * intermediate_size
+
+
+def experts_time(
+    load: Load, constants: ExpertConstants, *, hidden_size: int, intermediate_size: int, weight_bytes: float
+) -> ExpertTime:
+    """Predict the experts of a rank: gate and up, activation, down."""
+    both = [
+        product_time(load, constants, columns=columns, inner=inner, weight_bytes=weight_bytes)
+        for columns, inner in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
+    ]
+    moved = activation_bytes(load, intermediate_size) / constants.activation_gb_per_s / 1e3
+    return ExpertTime(
+        sum(time.latency_us for time in both) + constants.activation_floor_us,
+        sum(time.weights_us for time in both), sum(time.arithmetic_us for time in both),
+        sum(time.rows_us for time in both), moved,
+    )  # fmt: skip
+
+
+def slowest(loads: Sequence[Load], constants: ExpertConstants, **shape: Any) -> tuple[Load, ExpertTime]:
+    """Return the load of the rank whose experts take longest, and their time; ``shape`` as of :func:`experts_time`."""
+    times = [(load, experts_time(load, constants, **shape)) for load in loads]
+    return max(times, key=lambda pair: pair[1].total_us)
+
+
+@dataclass(frozen=True)
+class MachineExperts:
+    """Constants of a machine by format, and where they come from ("" without any)."""
+
+    formats: Mapping[str, ExpertConstants] = field(default_factory=dict)
+    source: str = ""
+    description: str = ""
+
+
+def read_expert_constants(document: object, name: str) -> MachineExperts:
+    """Read constants from a file's content; messages call the file ``name``.
+
+    Raises:
+        ConfigError: it is no file of expert constants of this version, or a value is not acceptable.
+    """
+    expected = f"a file of kind {KIND!r}, schema_version {SCHEMA_VERSION}"
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise ConfigError("expert constants", expected, name)
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError("expert constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
+    formats: dict[str, ExpertConstants] = {}
+    for fmt, entry in document.get("formats", {}).items():
+        if fmt not in EXPERT_FORMATS or not isinstance(entry, dict) or set(entry) != set(FIELDS):
+            raise ConfigError("expert constants", f"fields {', '.join(FIELDS)}", f"{entry!r} for {fmt} in {name}")
+        formats[fmt] = ExpertConstants(**entry)
+    try:
+        runs = ", ".join(f"{run['file']} ({run['date']}, {run['ranks']} ranks)" for run in document["fitted_to"])
+        description = f"{document['machine']}, fitted to {runs}"
+    except (KeyError, TypeError) as error:
+        raise ConfigError("expert constants", "its provenance (machine, fitted_to)", name) from error
+    return MachineExperts(formats, f"measured: {name}", description)
+
+
+def load_expert_constants(path: Path) -> MachineExperts:
+    """Read a file of expert constants.
+
+    Raises:
+        ConfigError: it cannot be read, or :func:`read_expert_constants` refuses it.
+    """
+    try:
+        document: Any = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError("expert constants", "a JSON file of moelink plan fit-experts", f"{path} ({error})") from error
+    return read_expert_constants(document, path.name)
+
+
+def packaged_expert_constants() -> MachineExperts:
+    """Return the measured constants that come with the package; none when it holds no file of them."""
+    resource = files("moelink.tools.plan").joinpath(PACKAGED)
+    if not resource.is_file():
+        return MachineExperts()
+    return read_expert_constants(json.loads(resource.read_text()), f"moelink/tools/plan/{PACKAGED}")

@@ -1,0 +1,223 @@
+"""Fit the constants of experts to results, and compare predictions of experts and of layers with them.
+
+Results are those of ``moelink.tools.bench.experts`` (products with given rows an expert) and of ``moelink bench
+--preset layer`` (parts of layers with routed rows). A layer's parts are measured with events between them, which take
+time, so that their sum is more than the layer: parts are scaled to the whole, as in its picture. On several ranks they
+are not, because waiting for the slowest rank is in the part of combine.
+
+Which experts are limited by weights depends on the constants (:mod:`~moelink.tools.plan.experts`). Given that, time is
+linear in what is unknown: the fit repeats least squares of relative errors, none below 0, until it no longer changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moelink.errors import ConfigError
+from moelink.tools.bench.document import LAYER_BENCHMARK
+from moelink.tools.bench.experts import sizes_of
+from moelink.tools.plan.experts import (
+    KIND,
+    SCHEMA_VERSION,
+    WEIGHT_BYTES,
+    ExpertConstants,
+    Load,
+    activation_bytes,
+    product_time,
+    work_of,
+)
+from moelink.tools.plan.fit import Run, nonnegative_least_squares
+from moelink.tools.plan.routing import Uniform
+
+EXPERTS = "experts"
+CONTENDERS = {"moelink bf16": "bf16", "moelink fp8_block128": "fp8_block128"}
+ROUNDS = 60
+
+
+@dataclass(frozen=True)
+class ExpertPoint:
+    """One measured product, or an activation.
+
+    Attributes:
+        run, what: where, and which.
+        format: of the experts.
+        load: rows of the rank.
+        columns, inner: of the product; of an activation 0, and the intermediate size.
+        measured_us: microseconds a call.
+    """
+
+    run: Run
+    what: str
+    format: str
+    load: Load
+    columns: int
+    inner: int
+    measured_us: float
+
+    @property
+    def is_product(self) -> bool:
+        """A product, not an activation."""
+        return self.columns > 0
+
+
+def expert_points(document: Mapping[str, Any], file: str) -> list[ExpertPoint]:
+    """Return what a result says about products and activations.
+
+    Raises:
+        ConfigError: another kind of result, not of GPUs, or its correctness gate failed.
+    """
+    kind, device = document.get("benchmark"), document.get("device")
+    if kind not in (LAYER_BENCHMARK, EXPERTS) or device != "cuda":
+        what = f"{file} of {kind!r} on {device!r}"
+        raise ConfigError("results", "files of the benchmarks of layers and experts, on GPUs", what)
+    if document.get("gate") != "passed" and not (kind == LAYER_BENCHMARK and document["gate"]["passed"]):
+        raise ConfigError("results", "a run whose correctness gate passed", file)
+    devices = ", ".join(sorted(set(document["devices"])))
+    run = Run(file, document.get("commit"), document["date"], devices, document.get("ranks", 1))
+    return _points_of_layer(document, run) if kind == LAYER_BENCHMARK else _points_of_experts(document, run)
+
+
+def _points_of_experts(document: Mapping[str, Any], run: Run) -> list[ExpertPoint]:
+    shape, points = document["shape"], []
+    hidden, inner = shape["hidden"], shape["intermediate"]
+    sizes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    for row in document["rows"]:
+        if row["product"] not in sizes or "tiles" in row:  # a sweep of launch settings; "experts": the sum of others
+            continue
+        load = Load.of_rows(sizes_of(row["load"], shape["experts"], document["most_rows"]))
+        for fmt, key in (("bf16", "bf16"), ("fp8_block128", "fp8")):
+            what = f"{row['product']}, {row['load']} rows an expert"
+            points.append(ExpertPoint(run, what, fmt, load, *sizes[row["product"]], row[key]["us"]))
+    return points
+
+
+def _points_of_layer(document: Mapping[str, Any], run: Run) -> list[ExpertPoint]:
+    points = []
+    for row in document["rows"]:
+        fmt = CONTENDERS.get(row["contender"])
+        if fmt is None or not row["parts"]:
+            continue
+        case = document["cases"][row["case"]]
+        shape = case["shape"]
+        load = load_of_case(case, run.ranks)
+        parts = scaled_parts(row, run.ranks)
+        hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+        sizes = {"product 1": (2 * inner, hidden), "product 2": (hidden, inner), "activation": (0, inner)}
+        for part, (columns, width) in sizes.items():
+            points.append(ExpertPoint(run, f"{case['label']}, {part}", fmt, load, columns, width, parts[part]))
+    return points
+
+
+def load_of_case(case: Mapping[str, Any], ranks: int) -> Load:
+    """Return the expected rows of rank 0 in a case of the benchmark of layers."""
+    shape = case["shape"]
+    routing = Uniform(shape["num_experts"], shape["topk"])
+    return Load.of_ranks(routing, num_experts=shape["num_experts"], ranks=ranks, tokens=case["tokens"])[0]
+
+
+def scaled_parts(row: Mapping[str, Any], ranks: int) -> dict[str, float]:
+    """Return the microseconds of a layer's parts, on one rank so that they sum up to the whole layer."""
+    parts = {name: float(part["median"]) for name, part in row["parts"].items()}
+    scale = row["graph"]["median"] / sum(parts.values()) if ranks == 1 and row["graph"] else 1.0
+    return {name: us * scale for name, us in parts.items()}
+
+
+def load_expert_points(paths: Iterable[Path]) -> list[ExpertPoint]:
+    """Read the points of several files.
+
+    Raises:
+        ConfigError: a file is no JSON, or :func:`expert_points` refuses it.
+    """
+    points = []
+    for path in paths:
+        try:
+            document = json.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError("results", "JSON files of benchmarks", f"{path} ({error})") from error
+        points += expert_points(document if isinstance(document, dict) else {}, path.name)
+    return points
+
+
+def fit_format(points: Sequence[ExpertPoint], fmt: str) -> ExpertConstants:
+    """Return the constants of one format.
+
+    Raises:
+        ConfigError: too few points, or times from which no rate follows.
+    """
+    products = [point for point in points if point.format == fmt and point.is_product]
+    activations = [point for point in points if point.format == fmt and not point.is_product]
+    if len(products) < 4 or len(activations) < 2:
+        got = f"{len(products)} and {len(activations)} of {fmt}"
+        raise ConfigError("results", "at least four products and two activations of each format", got)
+    measured = np.array([point.measured_us for point in products])
+    crossover, found = 100.0, np.zeros(4)
+    for _ in range(ROUNDS):
+        works = [
+            work_of(p.load, columns=p.columns, inner=p.inner, weight_bytes=WEIGHT_BYTES[fmt], crossover=crossover)
+            for p in products
+        ]
+        columns = [[1.0, work.weights / 1e3, work.operations / 1e6, work.rows / 1e3] for work in works]
+        found = _solve(np.array(columns), measured)
+        if found[1] == 0 or found[2] == 0:
+            raise ConfigError(
+                "results", "times that grow with weights and with arithmetic", f"times of {fmt} that don't"
+            )
+        crossover = 0.5 * (crossover + found[1] / (2 * found[2]) * 1e3)
+    moved = np.array([[1.0, activation_bytes(point.load, point.inner) / 1e3] for point in activations])
+    floor, slope = _solve(moved, np.array([point.measured_us for point in activations]))
+    if slope == 0:
+        raise ConfigError("results", "activations that grow with rows", f"times of {fmt} that don't")
+    return ExpertConstants(
+        product_floor_us=_six(found[0]), weights_gb_per_s=_six(1 / found[1]), tflop_per_s=_six(1 / found[2]),
+        rows_gb_per_s=_six(1 / found[3]) if found[3] else None, activation_floor_us=_six(floor),
+        activation_gb_per_s=_six(1 / slope),
+    )  # fmt: skip
+
+
+def _solve(columns: Any, measured: Any) -> Any:
+    matrix = columns / measured[:, None]
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
+    return nonnegative_least_squares(matrix / scale, np.ones(len(measured))) / scale
+
+
+def _six(value: float) -> float:
+    """Round to six digits: more would claim more than was measured."""
+    return float(f"{value:.6g}")
+
+
+def predicted(point: ExpertPoint, constants: ExpertConstants) -> float:
+    """Predict a point, microseconds."""
+    if point.is_product:
+        weight_bytes = WEIGHT_BYTES[point.format]
+        time = product_time(point.load, constants, columns=point.columns, inner=point.inner, weight_bytes=weight_bytes)
+        return time.total_us
+    moved = activation_bytes(point.load, point.inner) / constants.activation_gb_per_s / 1e3
+    return constants.activation_floor_us + moved
+
+
+def fit_experts(points: Sequence[ExpertPoint]) -> dict[str, Any]:
+    """Return the file of constants (:mod:`~moelink.tools.plan.experts`) that describes ``points`` best.
+
+    Raises:
+        ConfigError: points of different devices, or :func:`fit_format` refuses those of a format.
+    """
+    devices = {point.run.device for point in points}
+    if len(devices) != 1:
+        raise ConfigError("results", "devices that are all the same", ", ".join(sorted(devices)) or "no result")
+    formats = {fmt: fit_format(points, fmt) for fmt in dict.fromkeys(point.format for point in points)}
+    runs = sorted({point.run for point in points}, key=lambda run: (run.ranks, run.file))
+    errors = [abs(predicted(p, formats[p.format]) / p.measured_us - 1) for p in points if p.is_product]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": KIND,
+        "machine": devices.pop(),
+        "fitted_to": [{"file": run.file, "commit": run.commit, "date": run.date, "ranks": run.ranks} for run in runs],
+        "largest_error": max(errors),
+        "formats": {fmt: dict(vars(constants)) for fmt, constants in formats.items()},
+    }
