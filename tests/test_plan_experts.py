@@ -28,7 +28,7 @@ from moelink.tools.plan.experts import (
 from moelink.tools.plan.routing import Trace, Uniform
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-TRUTH = ExpertConstants(5.0, 4000.0, 800.0, 3000.0, 6.0, 2500.0)  # crossover: 100 rows of one byte
+TRUTH = ExpertConstants(5.0, 2000.0, 800.0, 3000.0, 6.0, 2500.0)  # crossover: 200 rows of one byte
 
 
 def points(fmt: str = "fp8_block128", device: str = "Some GPU") -> list[fitting.ExpertPoint]:
@@ -44,16 +44,16 @@ def points(fmt: str = "fp8_block128", device: str = "Some GPU") -> list[fitting.
 
 
 def test_a_product_by_hand() -> None:
-    """Two experts, 1000 x 1000, one byte: one of 1 row by its weights, one of 500 by arithmetic."""
+    """Two experts, 1000 x 1000, one byte: one of 1 row by its weights, one of 500, four tiles, by arithmetic."""
     load = Load.of_rows([1, 500, 0])
-    work = work_of(load, columns=1000, inner=1000, weight_bytes=1, crossover=100)
-    assert (work.weights, work.operations, work.rows) == (1e6, 1e9, 501 * 3000)
+    work = work_of(load, columns=1000, inner=1000, weight_bytes=1, crossover=200)
+    assert (work.weights, work.operations, work.rows) == (1e6, 2 * 512e6, 501 * 3000)
     time = product_time(load, TRUTH, columns=1000, inner=1000, weight_bytes=1)
-    assert (time.latency_us, time.weights_us, time.arithmetic_us) == (5, pytest.approx(0.25), pytest.approx(1.25))
+    assert (time.latency_us, time.weights_us, time.arithmetic_us) == (5, pytest.approx(0.5), pytest.approx(1.28))
     assert time.rows_us == pytest.approx(501 * 3000 / 3000 / 1e3)
     assert time.limit == "latency"
-    wider = work_of(load, columns=1000, inner=1000, weight_bytes=8, crossover=100)
-    assert (wider.weights, wider.operations) == (16e6, 0), "500 rows are few for weights of 8 bytes"
+    wider = work_of(load, columns=1000, inner=1000, weight_bytes=8, crossover=200)
+    assert (wider.weights, wider.operations) == (16e6, 0), "512 rows are few for weights of 8 bytes"
 
 
 def test_experts_are_two_products_and_an_activation() -> None:
@@ -71,6 +71,7 @@ def test_expected_rows_are_counted() -> None:
     loads = Load.of_ranks(Uniform(12, 3), num_experts=12, ranks=2, tokens=2)
     assert [load.rows.size for load in loads] == [6, 6]
     assert loads[0].rows.tolist() == pytest.approx([1.0] * 6)
+    assert loads[0].tiled.tolist() == pytest.approx((loads[0].rows + 64 * loads[0].active).tolist())
     assert float(loads[0].active[0]) == pytest.approx((counts > 0).mean(), abs=0.02)
     assert len(Load.of_ranks(Uniform(2, 1), num_experts=2, ranks=4, tokens=1)) == 2, "ranks without experts"
 

@@ -6,13 +6,14 @@
 
 * An expert's weights are read once however many rows it has, so with few rows the weights are the time: ``n k b`` bytes
   of a product with n columns, k columns of its rows, and b bytes a number. ``P(has rows)`` is expected over routing.
-* With many rows arithmetic is the time: ``2 r n k`` operations for r rows. Both overlap, so the larger one counts, for
-  each expert alone: beside an expert of many rows others may have few.
+* With many rows arithmetic is the time: ``2 r n k`` operations for r rows, in whole tiles of 128 rows, of which an
+  expert's last one is half full on average. Both overlap, so the larger one counts, for each expert alone: beside an
+  expert of many rows others may have few.
 * All experts of a rank are one launch, so there is one floor a product.
 
 Constants were fitted to ``moelink bench --preset layer`` and ``moelink.tools.bench.experts`` (``experts_fit``). They
-hold for the products that these time: in bf16 by torch, in fp8_block128 by moelink's kernel. Where weights and
-arithmetic take equally long, products are up to 45 % slower than this says (docs/plan.md).
+hold for the products that these time: in bf16 by torch, in fp8_block128 by moelink's kernel. docs/plan.md says how far
+off they are.
 
 The file ``experts.json`` beside this module, or one of ``moelink plan fit-experts``::
 
@@ -46,6 +47,9 @@ ExpertFormat = Literal["bf16", "fp8_block128"]
 EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
 WEIGHT_BYTES = {"bf16": 2.0, "fp8_block128": 1.0}
 """Of a number of the weights, and of a row of the first product. (Scales are 4 bytes a block of 128 x 128.)"""
+
+TILE = 128
+"""Rows that the kernels of both formats compute at a time."""
 
 Limit = Literal["latency", "weights", "arithmetic", "rows", "activation"]
 
@@ -92,16 +96,18 @@ class Load:
     Attributes:
         active: [experts] how probable it is that an expert has rows.
         rows: [experts] how many it is expected to have.
+        tiled: [experts] the same with the last tile filled.
     """
 
     active: Floats
     rows: Floats
+    tiled: Floats
 
     @classmethod
     def of_rows(cls, rows: Sequence[float]) -> Load:
         """The load of experts with exactly these rows."""
         counts = np.array(rows, dtype=np.float64)
-        return cls((counts > 0).astype(np.float64), counts)
+        return cls((counts > 0).astype(np.float64), counts, np.ceil(counts / TILE) * TILE)
 
     @classmethod
     def of_ranks(cls, routing: Routing, *, num_experts: int, ranks: int, tokens: int) -> list[Load]:
@@ -112,10 +118,12 @@ class Load:
         """
         share: Floats = np.asarray(routing.slots(range(num_experts + 1)), dtype=np.float64)
         active = 1.0 - (1.0 - np.minimum(share, 1.0)) ** (ranks * tokens)
+        rows = ranks * tokens * share
+        tiled = rows + active * TILE / 2
         experts = ExpertMap(num_experts, ranks)
         bounds = [experts.first(rank) for rank in range(ranks + 1)]
         return [
-            cls(active[begin:end], ranks * tokens * share[begin:end])
+            cls(active[begin:end], rows[begin:end], tiled[begin:end])
             for begin, end in zip(bounds, bounds[1:], strict=False)
             if end > begin
         ]
@@ -136,11 +144,12 @@ def work_of(load: Load, *, columns: int, inner: int, weight_bytes: float, crosso
 
     ``crossover``: rows at which arithmetic takes as long as weights, for weights of one byte.
 
-    Example: experts of 1 and of 500 rows, 1000 x 1000, one byte, crossover 100: 1e6 bytes of weights, 1e9 operations.
+    Example: experts of 1 and of 500 rows, 1000 x 1000, one byte, crossover 200: 1e6 bytes of weights, 2 x 512 x 1e6
+    operations, because 500 rows fill four tiles.
     """
-    many = load.rows >= crossover * weight_bytes * load.active
+    many = load.tiled >= crossover * weight_bytes * np.maximum(load.active, 1e-300)
     weights = float(load.active[~many].sum()) * columns * inner * weight_bytes
-    operations = 2.0 * float(load.rows[many].sum()) * columns * inner
+    operations = 2.0 * float(load.tiled[many].sum()) * columns * inner
     return Work(weights, operations, float(load.rows.sum()) * (inner * weight_bytes + 2 * columns))
 
 

@@ -2,8 +2,7 @@
 
 Results are those of ``moelink.tools.bench.experts`` (products with given rows an expert) and of ``moelink bench
 --preset layer`` (parts of layers with routed rows). A layer's parts are measured with events between them, which take
-time, so that their sum is more than the layer: parts are scaled to the whole, as in its picture. On several ranks they
-are not, because waiting for the slowest rank is in the part of combine.
+time, so that their sum is more than the layer: parts are scaled to the whole, as in its picture.
 
 Which experts are limited by weights depends on the constants (:mod:`~moelink.tools.plan.experts`). Given that, time is
 linear in what is unknown: the fit repeats least squares of relative errors, none below 0, until it no longer changes.
@@ -37,7 +36,9 @@ from moelink.tools.plan.routing import Uniform
 
 EXPERTS = "experts"
 CONTENDERS = {"moelink bf16": "bf16", "moelink fp8_block128": "fp8_block128"}
-ROUNDS = 60
+STARTS = (50.0, 100.0, 200.0, 400.0)
+"""Crossovers to begin with; the fit that describes the points best is taken."""
+ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class ExpertPoint:
         return self.columns > 0
 
 
-def expert_points(document: Mapping[str, Any], file: str) -> list[ExpertPoint]:
-    """Return what a result says about products and activations.
+def run_of(document: Mapping[str, Any], file: str) -> Run:
+    """Return where a result of layers or experts was measured.
 
     Raises:
         ConfigError: another kind of result, not of GPUs, or its correctness gate failed.
@@ -76,11 +77,21 @@ def expert_points(document: Mapping[str, Any], file: str) -> list[ExpertPoint]:
     if kind not in (LAYER_BENCHMARK, EXPERTS) or device != "cuda":
         what = f"{file} of {kind!r} on {device!r}"
         raise ConfigError("results", "files of the benchmarks of layers and experts, on GPUs", what)
-    if document.get("gate") != "passed" and not (kind == LAYER_BENCHMARK and document["gate"]["passed"]):
+    if document["gate"] != "passed" and not (kind == LAYER_BENCHMARK and document["gate"]["passed"]):
         raise ConfigError("results", "a run whose correctness gate passed", file)
     devices = ", ".join(sorted(set(document["devices"])))
-    run = Run(file, document.get("commit"), document["date"], devices, document.get("ranks", 1))
-    return _points_of_layer(document, run) if kind == LAYER_BENCHMARK else _points_of_experts(document, run)
+    return Run(file, document.get("commit"), document["date"], devices, document.get("ranks", 1))
+
+
+def expert_points(document: Mapping[str, Any], file: str) -> list[ExpertPoint]:
+    """Return what a result says about products and activations.
+
+    Raises:
+        ConfigError: :func:`run_of` refuses it.
+    """
+    run = run_of(document, file)
+    is_layer = document["benchmark"] == LAYER_BENCHMARK
+    return _points_of_layer(document, run) if is_layer else _points_of_experts(document, run)
 
 
 def _points_of_experts(document: Mapping[str, Any], run: Run) -> list[ExpertPoint]:
@@ -101,12 +112,12 @@ def _points_of_layer(document: Mapping[str, Any], run: Run) -> list[ExpertPoint]
     points = []
     for row in document["rows"]:
         fmt = CONTENDERS.get(row["contender"])
-        if fmt is None or not row["parts"]:
+        if fmt is None or not row["parts"] or not row["graph"]:
             continue
         case = document["cases"][row["case"]]
         shape = case["shape"]
         load = load_of_case(case, run.ranks)
-        parts = scaled_parts(row, run.ranks)
+        parts = scaled_parts(row)
         hidden, inner = shape["hidden_size"], shape["intermediate_size"]
         sizes = {"product 1": (2 * inner, hidden), "product 2": (hidden, inner), "activation": (0, inner)}
         for part, (columns, width) in sizes.items():
@@ -121,10 +132,10 @@ def load_of_case(case: Mapping[str, Any], ranks: int) -> Load:
     return Load.of_ranks(routing, num_experts=shape["num_experts"], ranks=ranks, tokens=case["tokens"])[0]
 
 
-def scaled_parts(row: Mapping[str, Any], ranks: int) -> dict[str, float]:
-    """Return the microseconds of a layer's parts, on one rank so that they sum up to the whole layer."""
+def scaled_parts(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the microseconds of a layer's parts, so that they sum up to the whole layer."""
     parts = {name: float(part["median"]) for name, part in row["parts"].items()}
-    scale = row["graph"]["median"] / sum(parts.values()) if ranks == 1 and row["graph"] else 1.0
+    scale = row["graph"]["median"] / sum(parts.values())
     return {name: us * scale for name, us in parts.items()}
 
 
@@ -155,29 +166,41 @@ def fit_format(points: Sequence[ExpertPoint], fmt: str) -> ExpertConstants:
     if len(products) < 4 or len(activations) < 2:
         got = f"{len(products)} and {len(activations)} of {fmt}"
         raise ConfigError("results", "at least four products and two activations of each format", got)
-    measured = np.array([point.measured_us for point in products])
-    crossover, found = 100.0, np.zeros(4)
-    for _ in range(ROUNDS):
-        works = [
-            work_of(p.load, columns=p.columns, inner=p.inner, weight_bytes=WEIGHT_BYTES[fmt], crossover=crossover)
-            for p in products
-        ]
-        columns = [[1.0, work.weights / 1e3, work.operations / 1e6, work.rows / 1e3] for work in works]
-        found = _solve(np.array(columns), measured)
-        if found[1] == 0 or found[2] == 0:
-            raise ConfigError(
-                "results", "times that grow with weights and with arithmetic", f"times of {fmt} that don't"
-            )
-        crossover = 0.5 * (crossover + found[1] / (2 * found[2]) * 1e3)
+    found = min(
+        (solution for start in STARTS if (solution := _fit_products(products, start)) is not None),
+        key=lambda pair: pair[0], default=None,
+    )  # fmt: skip
+    if found is None:
+        raise ConfigError("results", "times that grow with weights and with arithmetic", f"times of {fmt} that don't")
+    floor_us, weights, operations, rows = found[1]
     moved = np.array([[1.0, activation_bytes(point.load, point.inner) / 1e3] for point in activations])
     floor, slope = _solve(moved, np.array([point.measured_us for point in activations]))
     if slope == 0:
         raise ConfigError("results", "activations that grow with rows", f"times of {fmt} that don't")
     return ExpertConstants(
-        product_floor_us=_six(found[0]), weights_gb_per_s=_six(1 / found[1]), tflop_per_s=_six(1 / found[2]),
-        rows_gb_per_s=_six(1 / found[3]) if found[3] else None, activation_floor_us=_six(floor),
+        product_floor_us=_six(floor_us), weights_gb_per_s=_six(1 / weights), tflop_per_s=_six(1 / operations),
+        rows_gb_per_s=_six(1 / rows) if rows else None, activation_floor_us=_six(floor),
         activation_gb_per_s=_six(1 / slope),
     )  # fmt: skip
+
+
+def _fit_products(points: Sequence[ExpertPoint], start: float) -> tuple[float, list[float]] | None:
+    """Return the distance and the solution (floor, and reciprocals of the rates of weights, arithmetic and rows) that
+    the fit comes to from this crossover; None where a rate cannot be told."""
+    weight_bytes = WEIGHT_BYTES[points[0].format]
+    measured = np.array([point.measured_us for point in points])
+    crossover, solution = start, np.zeros(4)
+    for _ in range(ROUNDS):
+        works = [
+            work_of(p.load, columns=p.columns, inner=p.inner, weight_bytes=weight_bytes, crossover=crossover)
+            for p in points
+        ]
+        columns = np.array([[1.0, work.weights / 1e3, work.operations / 1e6, work.rows / 1e3] for work in works])
+        solution = _solve(columns, measured)
+        if solution[1] == 0 or solution[2] == 0:
+            return None
+        crossover = 0.5 * (crossover + solution[1] / (2 * solution[2]) * 1e3)
+    return float(np.linalg.norm(columns @ solution / measured - 1.0)), solution.tolist()
 
 
 def _solve(columns: Any, measured: Any) -> Any:

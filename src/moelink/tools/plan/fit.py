@@ -87,6 +87,17 @@ class Comparison:
         return None if self.predicted_us is None else self.predicted_us / self.point.measured_us - 1
 
 
+def left_out(case: Mapping[str, Any]) -> str:
+    """Return why the plan cannot describe a case of the bench, or "" where it can."""
+    if case["distribution"] not in ROUTINGS:
+        return f"routing {case['distribution']!r} is none that one would plan for"
+    if case["num_sms"] is not None:
+        return "a limit of SMs, which the model does not know"
+    if case.get("layout", "expert") != "expert":  # older results do not say
+        return "layout 'rank', whose rows are not packed by expert"
+    return ""
+
+
 def load_result(path: Path) -> dict[str, Any]:
     """Read a document of ``moelink bench`` on GPUs.
 
@@ -102,7 +113,7 @@ def load_result(path: Path) -> dict[str, Any]:
 def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list[Point]:
     """Return what a result says about ``contender``: every phase of every case the plan can describe.
 
-    Left out: other distributions than :data:`ROUTINGS`, cases with an SM limit, and layout "rank".
+    Left out are those of which :func:`left_out` gives a reason.
     """
     run = Run(
         file, document.get("commit"), document["date"], ", ".join(sorted(set(document["devices"]))), document["ranks"]
@@ -110,9 +121,7 @@ def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list
     points = []
     for row in document["rows"]:
         case = document["cases"][row["case"]]["case"]
-        if row["contender"] != contender or case["distribution"] not in ROUTINGS or case["num_sms"] is not None:
-            continue
-        if case.get("layout", "expert") != "expert":  # older results do not say
+        if row["contender"] != contender or left_out(case):
             continue
         layer = Layer(
             num_experts=case["num_experts"], topk=case["topk"], hidden_size=case["hidden_size"],
