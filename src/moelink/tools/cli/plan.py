@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from moelink.tools.cli.plan_view import check_view, plan_view
 from moelink.tools.plan import (
     Constants,
     Layer,
+    MachineExperts,
     load_constants,
     load_expert_constants,
     make_plan,
@@ -25,6 +27,7 @@ from moelink.tools.plan import (
     to_document,
 )
 from moelink.tools.plan import fit as fitting
+from moelink.tools.plan.check_layer import compare_layer, is_layer_result
 from moelink.tools.plan.experts_fit import fit_experts, load_expert_points
 
 plan_app = typer.Typer(
@@ -126,13 +129,10 @@ def plan(
     })  # fmt: skip
     if forward is not None:
         chosen = chosen.forwarding(forward, "--forward")
-    experts_of_machine = (
-        packaged_expert_constants() if expert_constants is None else load_expert_constants(expert_constants)
-    )
     result = make_plan(
         layer, parse_ranks(ranks), ranks_per_node=ranks_per_node,
         routing=make_routing(routing, num_experts=experts, topk=topk), constants=chosen,
-        experts=experts_of_machine, redundant=redundant,
+        experts=read_expert_constants(expert_constants), redundant=redundant,
     )  # fmt: skip
     document = to_document(result)
     write_json(document, out)
@@ -149,6 +149,7 @@ def plan(
 def check(
     results: ResultsArgument,
     constants: ConstantsOption = None,
+    expert_constants: ExpertsOption = None,
     contender: ContenderOption = SYMMETRIC,
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Only cases of so many tokens; may be repeated.")
@@ -157,11 +158,22 @@ def check(
     out: OutOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Hold predictions against measured times; exit status 1 when one is further off than --within."""
-    points = fitting.load_points(results, contender=contender)
+    """Hold predictions against measured times; exit status 1 when one is further off than --within.
+
+    Results of the layer's benchmark are compared too: the experts, and all of the layer but its routing.
+    """
+    of_layers = [path for path in results if is_layer_result(path)]
+    others = [path for path in results if path not in of_layers]
+    points = fitting.load_points(others, contender=contender) if others else []
     wanted = [point for point in points if not tokens or point.layer.tokens in tokens]
-    comparisons = fitting.compare(wanted, read_constants(constants))
-    document = fitting.to_document(comparisons)
+    known, experts = read_constants(constants), read_expert_constants(expert_constants).formats
+    layers = [
+        compared.row
+        for path in of_layers
+        for compared in compare_layer(json.loads(path.read_text()), path.name, constants=known, experts=experts)
+        if not tokens or compared.tokens in tokens
+    ]
+    document = fitting.to_document(fitting.compare(wanted, known), layers)
     write_json(document, out)
     if json_output:
         typer.echo(to_json(document))
@@ -170,7 +182,11 @@ def check(
         console.print(check_view(console, document))
     error = document["largest_error"]
     if error is None or any(row["error"] is None for row in document["rows"]):
-        reason = "no such case in these results" if not wanted else "constants are missing; give --constants"
+        reason = (
+            "no such case in these results"
+            if not document["rows"]
+            else "constants are missing; give --constants or --expert-constants"
+        )
         typer.echo(f"moelink: not everything could be compared: {reason}", err=True)
         raise typer.Exit(1)
     if 100 * error > within:
@@ -215,6 +231,11 @@ def fit_experts_command(
 def read_constants(path: Path | None) -> Constants:
     """Return the constants of ``path``, or those of the package."""
     return packaged_constants() if path is None else load_constants(path)
+
+
+def read_expert_constants(path: Path | None) -> MachineExperts:
+    """Return the constants of experts of ``path``, or those of the package."""
+    return packaged_expert_constants() if path is None else load_expert_constants(path)
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

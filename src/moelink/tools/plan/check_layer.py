@@ -7,10 +7,14 @@ several the part of combine has the wait for the rank whose experts took longest
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from moelink.tools.bench.document import LAYER_BENCHMARK
 from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertConstants, experts_time
 from moelink.tools.plan.experts_fit import CONTENDERS, load_of_case, run_of, scaled_parts
 from moelink.tools.plan.fit import Point, Run, compare
@@ -18,6 +22,15 @@ from moelink.tools.plan.model import Constants
 from moelink.tools.plan.traffic import PHASES, Layer
 
 EXPERT_PARTS = ("convert", "product 1", "activation", "product 2")
+
+
+def is_layer_result(path: Path) -> bool:
+    """Return whether a file is a result of the benchmark of layers; False for what is no JSON."""
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return False
+    return isinstance(document, dict) and document.get("benchmark") == LAYER_BENCHMARK
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,15 @@ class LayerComparison:
     def error(self) -> float | None:
         """predicted / measured - 1: 0.1 is 10 % too slow."""
         return None if self.predicted_us is None else self.predicted_us / self.measured_us - 1
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The JSON form, as of :func:`moelink.tools.plan.fit.to_document`."""
+        return {
+            **dataclasses.asdict(self.run), "tokens": self.tokens, "format": self.format, "routing": "uniform",
+            "phase": f"{self.part} ({self.label.split(',')[0]})", "method": "graph", "measured_us": self.measured_us,
+            "predicted_us": self.predicted_us, "error": self.error,
+        }  # fmt: skip
 
 
 def compare_layer(

@@ -165,14 +165,19 @@ def largest_error(comparisons: Iterable[Comparison]) -> float | None:
     return max(errors, default=None)
 
 
-def to_document(comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """Return the JSON form: a row per point."""
-    rows = list(comparisons)
+def to_document(comparisons: Iterable[Comparison], more: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return the JSON form: a row per point, and ``more`` rows of the same keys."""
+    rows = [
+        {**_row(compared.point), "predicted_us": compared.predicted_us, "error": compared.error}
+        for compared in comparisons
+    ]
+    rows += more
+    errors = [abs(row["error"]) for row in rows if row["error"] is not None]
     return {
         "schema_version": 1,
         "report": "moelink plan check",
-        "largest_error": largest_error(rows),
-        "rows": [{**_row(row.point), "predicted_us": row.predicted_us, "error": row.error} for row in rows],
+        "largest_error": max(errors, default=None),
+        "rows": rows,
     }
 
 
