@@ -139,7 +139,7 @@ picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration
 	$(BIN)/moelink demo --ranks 4 --json > docs/demo.json
 	$(BIN)/python docs/picture.py
 
-.PHONY: docs docs-serve reference wheel wheel-check
+.PHONY: docs docs-serve reference scale wheel wheel-check
 
 docs: $(DOCS_STAMP)  ## the site, in build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
@@ -149,6 +149,9 @@ docs-serve: $(DOCS_STAMP)  ## the site at http://127.0.0.1:8000, built again whe
 
 reference: $(STAMP)  ## the reference pages that are made from the command line and from moelink.env
 	$(BIN)/python docs/support/reference.py
+
+scale: $(STAMP)  ## the tables and the picture of docs/scale.md, from the plan
+	$(BIN)/python docs/support/scale.py
 
 wheel:  ## dist/moelink-*.whl
 	rm -rf dist
