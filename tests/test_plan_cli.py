@@ -83,7 +83,7 @@ def test_the_plan_of_the_issue(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert entry["time"]["limit"] == ("NVLink" if size["nodes"] == 1 else "network")
         across, within = size["schemes"]["rank"]["dispatch"], size["schemes"]["node"]["dispatch"]
         fewer = within["links"]["total_network"] < across["links"]["total_network"]
-        assert fewer == (1 < size["nodes"] < 64), "a relay has 4 bytes for every rank"
+        assert fewer == (1 < size["nodes"] < 32), "a relay has 4 bytes for every rank"
         assert within["links"]["total_nvlink"] >= across["links"]["total_nvlink"]
     assert not document["constants"]["measured"]
     assert document["constants"]["sources"] == {

@@ -64,8 +64,8 @@ def draw_scale(plans: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     fitted = " and ".join(map(str, constants["fitted_ranks"]))
     figure.text(
         0.07, 1 - 0.87 / height,
-        f"Constants of NVLink were measured on {fitted} H200, other sizes are extrapolated; {network:g} GB/s of network a "
-        f"GPU and {constants['forward_us']:g} us of forwarding are assumed.",
+        f"Constants of NVLink were measured on {fitted} H200, other sizes are extrapolated; {network:g} GB/s of "
+        f"network and {constants['forward_us']:g} us of forwarding are assumed.",
         size=9, color=MUTED,
     )  # fmt: skip
     _legend(figure, height)
