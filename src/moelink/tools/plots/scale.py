@@ -106,7 +106,7 @@ def _legend(figure: Any, height: float) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    entries = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    entries: list[Patch | Line2D] = [Patch(color=color, label=name) for name, color in COLORS.items()]
     entries.append(Line2D([], [], color="#c4622d", linewidth=1.6, label="the same with one level between nodes"))
     figure.legend(
         handles=entries, loc="upper left", bbox_to_anchor=(0.063, 1 - 0.92 / height), ncols=4, frameon=False,
