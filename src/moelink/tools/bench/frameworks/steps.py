@@ -1,0 +1,134 @@
+"""What is compared and timed of a layer: forward, and forward with backward, on all ranks of a torchrun job."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Parts = dict[str, Tensor]
+Figure = dict[str, float]
+"""Median, 20th and 80th percentile."""
+PASSES = ("forward", "forward and backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the layer.
+
+    Attributes:
+        tokens: of each rank.
+        hidden_size, intermediate_size, num_experts, topk: of the layer.
+        device: "cuda" or "cpu".
+        room: rows that moelink's outputs have, over the expected ones; None for the worst case.
+    """
+
+    tokens: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    topk: int
+    device: str
+    room: float | None
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows of moelink's outputs, in all experts of a rank; uniform routing expects tokens x topk of them."""
+        return None if self.room is None else int(self.room * self.tokens * self.topk)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dispatcher in the layer.
+
+    Attributes:
+        name: whose it is.
+        forward: runs the layer without gradients, and returns its output.
+        both: runs it forward and backward, and returns the output and all gradients, by name.
+        check: raises where a call since the last check lost rows or failed.
+    """
+
+    name: str
+    forward: Callable[[], Tensor]
+    both: Callable[[], Parts]
+    check: Callable[[], None] = lambda: None
+
+
+def differences(theirs: Parts, ours: Parts) -> dict[str, float]:
+    """Return |ours - theirs| / |theirs| of each part; infinite where one is missing or not finite.
+
+    >>> differences({"out": torch.tensor([3.0, 4.0])}, {"out": torch.tensor([3.0, 4.5])})
+    {'out': 0.1}
+    """
+    found = {}
+    for name, expected in theirs.items():
+        made = ours.get(name)
+        if made is None or made.shape != expected.shape:
+            found[name] = float("inf")
+            continue
+        length = float(expected.double().norm())
+        off = float((made.double() - expected.double()).norm())
+        ratio = off / length if length else off
+        found[name] = ratio if ratio < float("inf") else float("inf")
+    return found
+
+
+def largest_over_ranks(found: Mapping[str, float]) -> dict[str, float]:
+    """Return the largest of all ranks for each name, which all ranks have. Collective."""
+    gathered: list[Mapping[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, dict(found))
+    return {name: max(each[name] for each in gathered) for name in found}
+
+
+def microseconds(action: Callable[[], object], device: str, calls: int) -> float:
+    """Return what a call takes on the slowest rank, by events on CUDA, else by the clock. Collective."""
+    dist.barrier()
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(calls):
+            action()
+        end.record()
+        torch.cuda.synchronize()
+        took = begin.elapsed_time(end) * 1e3 / calls
+    else:
+        start = time.perf_counter()
+        for _ in range(calls):
+            action()
+        took = (time.perf_counter() - start) * 1e6 / calls
+    return largest_over_ranks({"us": took})["us"]
+
+
+def time_steps(
+    steps: Sequence[Step], device: str, *, samples: int, calls: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return median, 20th and 80th percentile of both passes of every step, microseconds. Collective.
+
+    Samples of the steps alternate, so that a clock that falls meets all of them.
+    """
+    taken: dict[str, dict[str, list[float]]] = {step.name: {name: [] for name in PASSES} for step in steps}
+    for name in PASSES:
+        for sample in range(samples + 1):
+            for step in steps:
+                us = microseconds(step.forward if name == PASSES[0] else step.both, device, calls)
+                if sample:  # the first one warms up
+                    taken[step.name][name].append(us)
+    return {who: {name: figure(values) for name, values in passes.items()} for who, passes in taken.items()}
+
+
+def figure(values: Sequence[float]) -> Figure:
+    """Return the median and the 20th and 80th percentile.
+
+    >>> figure([3.0, 1.0, 2.0])["median"]
+    2.0
+    """
+    if len(values) == 1:
+        return {"median": values[0], "p20": values[0], "p80": values[0]}
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return {"median": statistics.median(values), "p20": fifths[0], "p80": fifths[3]}
