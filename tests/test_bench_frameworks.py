@@ -41,7 +41,7 @@ def test_what_is_not_installed_is_refused_with_its_command(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("moelink.integrations.versions.version", absent)
-    assert command.main(["--framework", framework, "--device", "cpu"]) == 1
+    assert command.main(["--framework", framework]) == 1
     assert f"pip install 'moelink[{extra}]'" in capsys.readouterr().err
 
 

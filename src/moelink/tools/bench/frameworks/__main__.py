@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moelink.errors import MoelinkError
+from moelink.errors import MoelinkError, UnsupportedError
 from moelink.integrations.versions import require
 from moelink.tools.bench.document import head, results_folder, script_parser, write
 from moelink.tools.bench.frameworks.steps import PASSES, Case, differences, largest_over_ranks, time_steps
@@ -59,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on the ranks of torchrun; rank 0 writes."""
     parser = script_parser(__doc__, out="benchmarks/results/frameworks_FRAMEWORK.json")
     parser.add_argument("--framework", choices=PACKAGES, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     for name, value in (("tokens", 4096), ("hidden", 2048), ("intermediate", 768), ("experts", 64), ("topk", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--room", type=float, default=1.25, help="rows of outputs over those expected; 0: worst case")
@@ -68,27 +68,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         require(PACKAGES[args.framework])
+        if not torch.cuda.is_available():
+            raise UnsupportedError("device: expected a CUDA device for each rank, got none; run this on a GPU machine")
     except MoelinkError as error:
         print(f"moelink: {error}", file=sys.stderr)
         return 1
     case = Case(
         tokens=args.tokens, hidden_size=args.hidden, intermediate_size=args.intermediate, num_experts=args.experts,
-        topk=args.topk, device=args.device, room=args.room or None,
+        topk=args.topk, device="cuda", room=args.room or None,
     )  # fmt: skip
-    on_gpus = args.device == "cuda"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
-    if on_gpus:
-        torch.cuda.set_device(dist.get_node_local_rank())
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     try:
         fields = measure(args.framework, case, samples=args.samples, calls=args.calls)
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        devices = [torch.cuda.get_device_name() if on_gpus else "CPU"] * ranks
         document = {
             **head("frameworks", script="frameworks", program=f"torchrun --nproc-per-node {ranks}", commit=args.commit),
-            "device": args.device, "devices": devices, "ranks": ranks,
+            "device": "cuda", "devices": [torch.cuda.get_device_name()] * ranks, "ranks": ranks,
             "method": f"eager calls, {args.calls} a sample, samples of both in turns; the slowest rank, microseconds a "
             "call: median, 20th and 80th percentile",
             **fields,

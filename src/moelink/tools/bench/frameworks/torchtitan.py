@@ -10,8 +10,8 @@ from torch import Tensor
 from moelink.tools.bench.frameworks.steps import Case, Parts, Step
 
 NOTE = (
-    "torch before 2.13 has no gradient of all_to_all_single; torchtitan's dispatcher had all_to_all_single_autograd in "
-    "its place"
+    "torchtitan's dispatcher was made for torch 2.13; with this one it had all_to_all_single_autograd in place of "
+    "all_to_all_single, which has no gradient here, and was told that nothing is traced"
 )
 
 
@@ -31,7 +31,7 @@ def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
     set_spmd_backend("default")
-    note = _make_differentiable()
+    note = _suit_older_torch()
     mesh = init_device_mesh(case.device, (ranks,), mesh_dim_names=("ep",))
     config = AllToAllTokenDispatcher.Config(num_experts=case.num_experts, top_k=case.topk)
     given: dict[str, Any] = {"hidden_dim": case.hidden_size, "num_max_tokens_per_rank": case.tokens}
@@ -79,14 +79,16 @@ def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
     return steps, note
 
 
-def _make_differentiable() -> str:
-    """Give torchtitan's dispatcher gradients, with a torch whose all_to_all_single has none; return a note, or ""."""
+def _suit_older_torch() -> str:
+    """Let torchtitan's dispatcher run with a torch before 2.13; return a note, or "" where that one is installed."""
     from torch.distributed import _functional_collectives as collectives
     from torchtitan.models.common import token_dispatcher
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13):
         return ""
     token_dispatcher.all_to_all_single = collectives.all_to_all_single_autograd
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):
+        torch.compiler._is_non_strict_tracing = lambda: False
     return NOTE
 
 
