@@ -65,7 +65,10 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> Buil
     with setting_up(world):
         address, identity = world.probe_server.address, secrets.token_hex(8)
         agreement = agree(world, config, address, identity, layout=layout_digest(config))
-        detector = FailureDetector(rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses)
+        detector = FailureDetector(
+            rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses,
+            ranks_per_node=config.node_size if config.node_size < config.world_size else None,
+        )  # fmt: skip
         transport = _transport(config, device, world, agreement, detector)
     return Built(transport, agreement.identity, detector)
 

@@ -80,8 +80,9 @@ class Rank:
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self._words = memoryview(self.record.numpy())  # type: ignore[arg-type]
         self.errors = ErrorRecord(
-            self.record, self.control, rank=config.rank, me=self.me, world_size=workspace.world_size, detector=detector
-        )
+            self.record, self.control, rank=config.rank, me=self.me, world_size=workspace.world_size, detector=detector,
+            ranks_per_node=workspace.node_size if workspace.inter_node_ranks else None,
+        )  # fmt: skip
         # For the latest dispatch only: the scale kernel reads it before the next dispatch begins
         # (``kernels.dispatch.scales``).
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
