@@ -66,13 +66,18 @@ class TimedScheduler(Scheduler):
             raise AssertionError(f"waits have not ended, {idle} switches after the last thing that happened")
         super().pause(progress)
 
+    @property
+    def moved(self) -> bool:
+        """Whether somebody has made progress lately."""
+        return self._idle < 2 * len(self._live)
+
 
 class Detector(FailureDetector):
     """A failure detector whose rank lets others run where it would sleep."""
 
     scheduler: TimedScheduler
 
-    def _await_report(self, seconds: float) -> None:
+    def _await_report(self) -> None:
         for _ in range(200):
             if self.reported is None:
                 self.scheduler.pause(False)
@@ -89,6 +94,7 @@ class Plan:
             whether a call is one launch.
         kind: what goes wrong.
         spiteful: whether puts are held back until later ones to the same word have arrived.
+        rounds: how often ranks dispatch and combine.
         options: more options of the setup.
     """
 
@@ -101,24 +107,36 @@ class Plan:
     fused: bool
     kind: str
     spiteful: bool
+    rounds: int
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def draw(cls, seed: int, options: tuple[tuple[str, Any], ...] = ()) -> Plan:
-        """Draw the schedule of ``seed``. Consecutive seeds have every kind of fault, shape and way home in turn."""
+    def draw(cls, seed: int, options: tuple[tuple[str, Any], ...] = (), *, cheap: bool = False) -> Plan:
+        """Draw the schedule of ``seed``. Consecutive seeds have every kind of fault, shape and way home in turn.
+
+        ``cheap``: few tokens, which are sent once.
+        """
         draw = random.Random(f"network {seed}")
         world, node = SHAPES[seed // len(KINDS) % len(SHAPES)]
         way = list(WAYS)[seed // len(KINDS) // len(SHAPES) % len(WAYS)]
-        many, cached, fused, spiteful = (draw.random() < share for share in (0.3, 0.3, 0.7, 0.3))
-        return cls(seed, world, node, way, many, cached, fused, KINDS[seed % len(KINDS)], spiteful, options)
+        many, cached, fused, spiteful, twice = (draw.random() < share for share in (0.3, 0.3, 0.7, 0.3, 0.5))
+        if cheap:
+            many, fused, twice, cached = False, True, False, seed % 4 == 1
+        kind = KINDS[seed % len(KINDS)]
+        return cls(seed, world, node, way, many, cached, fused, kind, spiteful, 1 + twice, options)
 
     @property
     def loses(self) -> bool:
         """Whether puts may never arrive."""
         return self.kind in ("lost", "cut for good")
 
+    @property
+    def calls(self) -> int:
+        """Calls that all ranks make in a round."""
+        return (3 if self.cached else 2) * self.world
+
     def cases(self) -> list[Case]:
-        """Calls in order, after which the last ones are made over a new communicator."""
+        """Two rounds, of which the second one is that of the new communicator, too."""
         of_setup, of_case = WAYS[self.way]
         fields = {"max_tokens_per_rank": 10, "hidden_size": 8, "ranks_per_node": self.node, **of_setup}
         setup = Setup("bf16", (*fields.items(), *self.options), num_experts=self.world + 1, topk=2)
@@ -244,7 +262,7 @@ def run_plan(plan: Plan, clocks: list[TimedScheduler]) -> Outcome:
     scheduler = TimedScheduler(plan.seed)
     clocks[:] = [scheduler]
     old, new = Group.make(plan, scheduler, faulty=True), []
-    first, *more = plan.cases()
+    first, last = plan.cases()
     errors: dict[int, moelink.PeerTimeoutError] = {}
     done: set[int] = set()
     left: list[int] = list(range(plan.world))
@@ -254,13 +272,14 @@ def run_plan(plan: Plan, clocks: list[TimedScheduler]) -> Outcome:
         try:
             old.call(rank, case)
         except moelink.PeerTimeoutError:
-            calls = 3 if plan.cached else 2
-            assert scheduler.now - begin < 1.2 * TICKS * calls, f"rank {rank} waited for {scheduler.now - begin} ticks"
+            waited = (scheduler.now - begin) / TICKS
+            # A wait may begin after others have expired, and another rank may be asked what it knows.
+            assert waited < 2.5 if plan.world > 2 else 2.1, f"rank {rank} has waited for {waited} timeouts"
             raise
 
     def main(rank: int) -> None:
         try:
-            for case in (first, *more):
+            for case in (first, last)[: plan.rounds]:
                 call(rank, case)
             done.add(rank)
             while not errors and len(done) < plan.world:
@@ -275,7 +294,7 @@ def run_plan(plan: Plan, clocks: list[TimedScheduler]) -> Outcome:
             scheduler.pause(False)
         if not new:  # recover: new memory and a new network; what is still under way reaches the old memory
             new.append(Group.make(plan, scheduler, faulty=False))
-        new[0].call(rank, more[0])
+        new[0].call(rank, last)
 
     def ended(rank: int) -> None:
         main(rank)
@@ -284,7 +303,9 @@ def run_plan(plan: Plan, clocks: list[TimedScheduler]) -> Outcome:
     def carry() -> None:
         while left:
             proxies = [proxy for group in (old, *new) for proxy in group.proxies]
-            moved = [proxy.step() for proxy in proxies]
+            # Nothing but the network moves where all others wait: then its time passes faster, which saves switches.
+            hurry = 1 if scheduler.moved else 10
+            moved = [any(proxy.step() for _ in range(hurry)) for proxy in proxies]
             scheduler.pause(any(moved) or not all(proxy.idle for proxy in proxies))
 
     scheduler.run([*(functools.partial(ended, rank) for rank in range(plan.world)), carry])

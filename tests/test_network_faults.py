@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,9 +12,13 @@ import fault_schedules
 import moelink
 from moelink.control import failure_detector
 from moelink.kernels.launch import constants
+from moelink.memory.network_faults import Cut, NetworkFaults
+from moelink.testing import run_ranks
+from network_ranks import over_a_network
 from network_schedules import KINDS, Plan, TimedScheduler, run_plan
+from starving import Starved
 
-QUICK, ALL, CHUNK = 15, 300, 15
+ALL, CHUNK = 300, 15
 
 
 @pytest.fixture
@@ -30,31 +35,82 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TimedScheduler]]:
         specs.cache_clear()
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + CHUNK) for first in range(0, ALL, CHUNK)], ids=lambda s: f"{s[0]}")
-def test_schedules_over_a_network_that_fails(seeds: range, clocks: list[TimedScheduler]) -> None:
+def play(plan: Plan, clocks: list[TimedScheduler], seen: Counter[str]) -> None:
+    """Play ``plan`` and check what it came to."""
+    print(plan)  # of a failure pytest shows it
+    outcome = run_plan(plan, clocks)
+    seen[plan.kind] += 1
+    if not outcome.errors:
+        assert outcome.calls == [plan.rounds * plan.calls], "calls are missing, and nobody was told"
+        return
+    seen["failed"] += 1
+    assert plan.loses, f"nothing was lost, but {outcome.errors}"
+    assert outcome.calls[1] == plan.calls, "calls of the new communicator are missing"
+    ends = {rank for link in outcome.links for rank in link}
+    (peer,) = {error.peer for error in outcome.errors.values()}
+    assert peer in ends, f"{peer} is at neither end of a link that lost something, {outcome.links}"
+    seen["source"] += peer in {source for source, _ in outcome.links}
+    for error in outcome.errors.values():
+        assert error.node == peer // plan.node
+        assert f"rank {peer} of node {peer // plan.node}" in str(error)
+        seen["undelivered"] += isinstance(error, moelink.UndeliveredError)
+
+
+@pytest.mark.quick("each has other nodes")
+@pytest.mark.parametrize("seeds", [range(5), range(5, 10), range(10, 15)], ids=["2x1", "3x1", "2x2"])
+def test_cheap_schedules(seeds: range, clocks: list[TimedScheduler]) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
-        plan = Plan.draw(seed)
-        print(plan)  # of a failure pytest shows it
-        outcome = run_plan(plan, clocks)
-        calls = (3 if plan.cached else 2) * plan.world
-        seen[plan.kind] += 1
-        if not outcome.errors:
-            assert outcome.calls == [2 * calls], "calls are missing, and nobody was told"
-            continue
-        seen["failed"] += 1
-        assert plan.loses, f"nothing was lost, but {outcome.errors}"
-        assert outcome.links
-        assert outcome.calls[1] == calls, "calls of the new communicator are missing"
-        ends = {rank for link in outcome.links for rank in link}
-        sources = {source for source, _ in outcome.links}
-        (peer,) = {error.peer for error in outcome.errors.values()}
-        assert peer in ends, f"{peer} is at neither end of a link that lost something, {outcome.links}"
-        seen["source"] += peer in sources
-        for error in outcome.errors.values():
-            assert error.node == peer // plan.node
-            assert f"rank {peer} of node {peer // plan.node}" in str(error)
-            seen["undelivered"] += isinstance(error, moelink.UndeliveredError)
+        play(Plan.draw(seed, cheap=True), clocks, seen)
     print(seen)
     assert all(seen[kind] for kind in KINDS)
-    assert seen["failed"] >= CHUNK // len(KINDS)
+    assert seen["failed"]
+
+
+FIRST = [range(2, 3), *(range(first, first + CHUNK) for first in range(0, ALL, CHUNK))]
+
+
+@pytest.mark.parametrize("seeds", FIRST, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_schedules(seeds: range, clocks: list[TimedScheduler]) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        play(Plan.draw(seed), clocks, seen)
+    print(seen)
+    if len(seeds) == CHUNK:
+        assert all(seen[kind] for kind in KINDS)
+        assert seen["failed"] >= CHUNK // len(KINDS)
+
+
+def only(rank: int, peer: int, **cut: float) -> dict[int, NetworkFaults]:
+    """Faults of one link that is cut after a round."""
+    return {rank: NetworkFaults(cuts=(Cut(peer, 9, **cut),))}
+
+
+@pytest.mark.parametrize(
+    "world_size, faults",
+    [(2, only(0, 1)), (2, only(1, 0)), (3, only(2, 1)), (4, only(1, 2)), (2, {0: NetworkFaults(lose=0.2)}),
+     (4, {3: NetworkFaults(lose=0.2, peers=frozenset({1}))})],
+    ids=["2x1", "2x1 back", "3x1", "2x2", "2x1 lossy", "2x2 lossy"],
+)  # fmt: skip
+@pytest.mark.parametrize("pre_reduce", [True, False], ids=["sums", "rows"])
+def test_a_link_that_is_cut_is_named_in_time_and_ranks_recover(
+    world_size: int, faults: dict[int, NetworkFaults], pre_reduce: bool, starved: Starved
+) -> None:
+    node = max(1, world_size // 2) if world_size != 3 else 1
+    fields = {"ranks_per_node": node, "timeout": 1.0, "pre_reduce": pre_reduce}
+    results = run_ranks(over_a_network, world_size, fields, faults, 50, timeout=100)
+    (source,) = faults
+    for result in results:
+        assert result is not None, "nobody was told"
+        name, peer, at, took = result
+        assert name in ("UndeliveredError", "PeerTimeoutError")
+        assert at == peer // node
+        assert took < 4 * 2.0 + starved()  # four calls, of which one fails
+    assert {peer for _, peer, _, _ in results if peer == source} or world_size > 2
+    assert len({peer for _, peer, _, _ in results}) == 1
+
+
+def test_links_that_are_cut_for_a_time_and_everything_late_and_twice() -> None:
+    bad = NetworkFaults(late=0.3, latest=0.02, repeat=0.3, cuts=(Cut(0, 20, 0.2), Cut(1, 35, 0.2)))
+    faults = {0: dataclasses.replace(bad, cuts=(Cut(1, 15, 0.3),)), 1: bad}
+    assert run_ranks(over_a_network, 2, {"ranks_per_node": 1, "timeout": 30.0}, faults, 4, timeout=100) == [None] * 2

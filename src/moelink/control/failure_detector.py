@@ -73,11 +73,12 @@ class FailureDetector:
         left out a call, or made one too many: the failure names it, even if it is this rank.
 
         Where the suspect is of another node and has entered this call, too, the network is at fault, or its kernels do
-        not run: the failure says UNDELIVERED. A rank that learns from its peers that it is itself the suspect cannot
-        tell, so it waits a moment for what they report.
+        not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because they know
+        less: one that learns that it is itself the suspect, and one that would blame a living rank in an earlier call,
+        which may itself wait for what was lost.
         """
-        if self.ranks_per_node is not None and suspicion.peer == self.rank:
-            self._await_report(_REPORT_SECONDS)
+        if suspicion.peer == self.rank:
+            self._await_report()
         if self.reported is not None:
             return self.reported
         results = self._probe()
@@ -85,6 +86,10 @@ class FailureDetector:
             return self.reported
         here = self.probe_server.call
         peer, result = furthest_behind(results, here)
+        if 0 <= result.reached < here:
+            self._await_report()
+            if self.reported is not None:
+                return self.reported
         odd = _odd_rank({**results, self.rank: ProbeResult(*self.probe_server.progress)}, here)
         if result.reached >= here and odd is not None:
             return self._report(Failure(odd, suspicion.phase, here, expected=here, got=here - 1), results)
@@ -103,9 +108,9 @@ class FailureDetector:
         size = self.ranks_per_node
         return size is not None and peer // size != self.rank // size
 
-    def _await_report(self, seconds: float) -> None:
-        """Wait until a peer has reported a failure, at most ``seconds``."""
-        end = time.monotonic() + seconds
+    def _await_report(self) -> None:
+        """Wait between nodes until a peer has reported a failure, a moment at most."""
+        end = time.monotonic() + (0 if self.ranks_per_node is None else _REPORT_SECONDS)
         while self.reported is None and time.monotonic() < end:
             time.sleep(_PAUSE_SECONDS)
 

@@ -109,8 +109,9 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
         group = world.group if world.group is not None else Members(world.rank, world.world_size, world.store, name)
         if config.node_size < config.world_size:
             return NvshmemMemory.create(
-                nbytes, device=device, group=group, ranks_per_node=config.node_size, exchange=exchange
-            )
+                nbytes, device=device, group=group, ranks_per_node=config.node_size, exchange=exchange,
+                timeout=config.timeout,
+            )  # fmt: skip
         return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
     return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
 
