@@ -137,6 +137,11 @@ class NetworkProxy:
         self._take()
         return all(self._links.is_gone(put.peer) for put in self._under_way)
 
+    @property
+    def stuck(self) -> list[int]:
+        """The peers of puts that are under way and will never move."""
+        return [put.peer for put in self._under_way if self._links.is_gone(put.peer)]
+
     def _advance(self, put: _Put) -> None:
         """Deliver the next piece of ``put``, or its signal after the last piece; or lose the rest of it."""
         if put.lost_at is not None and len(put.pieces) <= put.lost_at:
