@@ -20,8 +20,8 @@ from moelink.testing import rank_data
 FIELDS: dict[str, Any] = {"num_experts": 8, "topk": 3, "hidden_size": 32, "max_tokens_per_rank": 4}
 
 
-def locked_start(rank: int, world_size: int, errors: str, handles: bool) -> None:
-    """A start that ends in time; then one that blocks and holds the interpreter's lock."""
+def locked_start(rank: int, world_size: int, errors: str, handles: bool) -> bool:
+    """A start that ends in time; then one that blocks and holds the interpreter's lock, for longer than any test."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     if handles:
         faulthandler.enable(2)
@@ -30,7 +30,8 @@ def locked_start(rank: int, world_size: int, errors: str, handles: bool) -> None
     watchdog.within(0.2, "a start", lambda: locked.usleep(1000), rank=3, node=1)
     time.sleep(0.6)
     os.write(2, b"it lives\n")
-    watchdog.within(0.2, "a start", lambda: locked.sleep(600), rank=3, node=1)
+    watchdog.within(0.2, "a start", lambda: locked.sleep(30), rank=3, node=1)
+    return True
 
 
 def inputs(rank: int, seed: int) -> Any:

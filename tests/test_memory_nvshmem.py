@@ -84,7 +84,7 @@ class Job:
         if self.full:
             raise RuntimeError("nvshmem_malloc failed")
         if self.here.rank in self.stuck:
-            self.over.wait()
+            self.over.wait(SECONDS / 2)
         block = torch.full(shape, 7, dtype=dtype)
         self.allocated[self.here.rank] = block
         return block
@@ -332,7 +332,7 @@ def test_no_address_of_a_block_of_the_own_node(job):
 def test_a_start_that_never_ends(job, stuck):
     job.stuck = set(stuck)
     if len(stuck) < WORLD:  # NVSHMEM keeps the others until all are there
-        job.met = SimpleNamespace(wait=lambda seconds: job.over.wait())
+        job.met = SimpleNamespace(wait=lambda seconds: job.over.wait(SECONDS / 2))
     begin = time.monotonic()
     results = create(job, timeout=0.3)
     took = time.monotonic() - begin

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import fault_schedules
 import moelink
+from cases import Setup
+from interleaving import Deadlock, Scheduler
 from moelink.control import failure_detector
 from moelink.kernels.launch import constants
 from moelink.memory.network_faults import Cut, NetworkFaults
 from moelink.testing import run_ranks
 from network_ranks import over_a_network
-from network_schedules import KINDS, Plan, TimedScheduler, run_plan
+from network_schedules import KINDS, WAYS, Plan, TimedScheduler, run_plan
+from protocol_runs import ScheduledProxy, Small, check, rank_main, transports
+from protocol_runs import play as play_schedule
 from starving import Starved
 
 ALL, CHUNK = 300, 15
@@ -57,7 +63,7 @@ def play(plan: Plan, clocks: list[TimedScheduler], seen: Counter[str]) -> None:
 
 
 @pytest.mark.quick("each has other nodes")
-@pytest.mark.parametrize("seeds", [(0, 1, 2, 3, 4), (6, 7, 9), (11, 12, 14)], ids=["2x1", "3x1", "2x2"])
+@pytest.mark.parametrize("seeds", [(0, 1, 2, 3, 4), (6, 39), (10, 12, 13)], ids=["2x1", "3x1", "2x2"])
 def test_cheap_schedules(seeds: tuple[int, ...], clocks: list[TimedScheduler]) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -78,6 +84,59 @@ def test_schedules(seeds: range, clocks: list[TimedScheduler]) -> None:
     if len(seeds) == CHUNK:
         assert all(seen[kind] for kind in KINDS)
         assert seen["failed"] >= CHUNK // len(KINDS)
+
+
+class RepeatingProxy(ScheduledProxy):
+    """Does what no network may: what has arrived arrives again after its signal, when something later has come.
+
+    ``before`` is shared by all ranks. Of ``signals`` it has the last one for each word, else the last data for each
+    place, and which rank sent it; both come again half of the times that a later one, or another rank's, arrives.
+    """
+
+    def __init__(self, memory: Any, *, signals: bool, before: dict[Any, Any], **options: Any) -> None:
+        super().__init__(memory, **options)
+        self._signals, self._before = signals, before
+
+    def _advance(self, put: Any) -> None:
+        arrives = not put.pieces
+        super()._advance(put)
+        if not arrives:
+            return
+        block, again = self._blocks[put.peer], self._random.random() < 0.5
+        if self._signals:
+            if again and (put.peer, put.word) in self._before:
+                block[: self._nbytes // 8 * 8].view("int64")[put.word] = self._before[put.peer, put.word]
+            self._before[put.peer, put.word] = put.value
+            return
+        rank, data = self._before.get((put.peer, put.target), (self._rank, None))
+        self._before[put.peer, put.target] = self._rank, block[put.target : put.target + 16].copy()
+        if again and rank != self._rank:
+            block[put.target : put.target + 16] = data
+
+
+@pytest.mark.quick("a network that the protocol is not for must be told from one that it is for")
+@pytest.mark.parametrize(
+    "signals, way, world", [(True, "sums", 2), (False, "rows", 3)], ids=["a signal", "a row of another rank"]
+)
+def test_what_arrives_again_after_its_signal_does_harm(signals: bool, way: str, world: int) -> None:
+    """So the network must not do it: ``memory.network_faults`` says why none does that NVSHMEM supports."""
+    of_setup, of_case = WAYS[way]
+    fields = {"max_tokens_per_rank": 4, "hidden_size": 8, "ranks_per_node": 1, **of_setup}
+    setup = Setup("bf16", tuple(fields.items()), num_experts=world, topk=2)
+    cases = [Small(setup, "uniform", seed=seed, tokens=(2, 2, 2), **of_case) for seed in range(3)]
+
+    def harm(seed: int) -> bool:
+        proxies = functools.partial(RepeatingProxy, signals=signals, before={})
+        group, results = transports(setup, world, seed=seed, proxies=proxies), {}
+        mains = [rank_main(transport, rank, cases, results, fused=True) for rank, transport in enumerate(group)]
+        try:
+            play_schedule(Scheduler(seed, patience=60), group, mains)
+            check(cases, results, world=world)
+        except (Deadlock, moelink.MoelinkError, AssertionError):
+            return True
+        return False
+
+    assert any(harm(seed) for seed in range(20))
 
 
 def only(rank: int, peer: int, **cut: float) -> dict[int, NetworkFaults]:

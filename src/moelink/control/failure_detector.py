@@ -72,8 +72,8 @@ class FailureDetector:
         rank's. Where all have entered a call of this number, but one a dispatch and the others a combine, that one has
         left out a call, or made one too many: the failure names it, even if it is this rank.
 
-        Where the suspect is of another node and has entered this call, too, the network is at fault, or its kernels do
-        not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because they know
+        Where the suspect is of another node, and all ranks have entered this call, the network is at fault, or its
+        kernels do not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because they know
         less: one that learns that it is itself the suspect, and one that would blame a living rank in an earlier call,
         which may itself wait for what was lost.
         """
@@ -94,7 +94,7 @@ class FailureDetector:
         if result.reached >= here and odd is not None:
             return self._report(Failure(odd, suspicion.phase, here, expected=here, got=here - 1), results)
         suspect = results.get(suspicion.peer)
-        if suspect is not None and suspect.reached >= here and self._is_far(suspicion.peer) and suspicion.got >= 0:
+        if result.reached >= here and self._is_far(suspicion.peer) and suspicion.got >= 0:
             return self._report(dataclasses.replace(suspicion, got=UNDELIVERED), results)
         if result.reached >= 0 or (suspect is not None and 0 <= suspect.reached < here and not result.known):
             return self._report(suspicion, results)
