@@ -81,10 +81,12 @@ def test_a_rank_of_another_node_that_is_in_the_call_is_undelivered(monkeypatch: 
         ([5, 5, 5, 5], 1, NODE, missing(1)),
         ([5, 5, 5, 5], 2, None, missing(2)),
         ([5, 5, 4, 5], 2, NODE, missing(2)),
-        ([5, 5, 5, 4], 2, NODE, missing(2)),
+        ([5, 5, 5, 4], 2, NODE, missing(3)),
+        ([5, 5, 5, 4], 2, None, missing(2)),
+        ([5, 5, 3, 4], 3, NODE, missing(3)),
         ([5, 5, 5, -1], 2, NODE, missing(3, -1)),
     ],
-    ids=["own node", "one node", "a late rank", "another is late", "another is stopped"],
+    ids=["own node", "one node", "a late rank", "another is late", "another is late on one node", "both are late", "another is stopped"],
 )
 @pytest.mark.quick("each has another cause")
 def test_what_else_a_signal_that_is_missing_may_mean(

@@ -87,6 +87,8 @@ class ErrorRecord:
             suspicion = self._detector.confirm(suspicion)
             if suspicion.peer == self.rank:
                 detail = "this rank itself: it came late, or makes another call than its peers"
+                if self.ranks_per_node is not None:
+                    detail += ", or the network has lost what it waits for"
         return self.of(suspicion, detail)
 
     def of(self, failure: Failure, detail: str = "") -> PeerTimeoutError:

@@ -74,8 +74,8 @@ class FailureDetector:
 
         Where the suspect is of another node, and all ranks have entered this call, the network is at fault, or its
         kernels do not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because they know
-        less: one that learns that it is itself the suspect, and one that would blame a living rank in an earlier call,
-        which may itself wait for what was lost.
+        less: one that learns that it is itself the suspect, and one of whose peers a living one is in an earlier call,
+        which may itself wait for what was lost. If it reports nothing, it is blamed before a suspect that is not late.
         """
         if suspicion.peer == self.rank:
             self._await_report()
@@ -90,6 +90,9 @@ class FailureDetector:
             self._await_report()
             if self.reported is not None:
                 return self.reported
+            if self.ranks_per_node is not None and here <= self._reached(results, suspicion.peer):
+                behind = Failure(peer, suspicion.phase, here, expected=here, got=result.reached)
+                return self._report(behind, results)
         odd = _odd_rank({**results, self.rank: ProbeResult(*self.probe_server.progress)}, here)
         if result.reached >= here and odd is not None:
             return self._report(Failure(odd, suspicion.phase, here, expected=here, got=here - 1), results)
@@ -102,6 +105,10 @@ class FailureDetector:
             peer, result = suspicion.peer, suspect
         call, expected = suspicion.call, suspicion.expected
         return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=result.reached), results)
+
+    def _reached(self, results: Mapping[int, ProbeResult], rank: int) -> int:
+        """Return the call that ``rank`` has reached; for this rank itself -1."""
+        return results[rank].reached if rank in results else -1
 
     def _is_far(self, peer: int) -> bool:
         """Return whether ``peer`` is of another node."""
