@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 import moelink
@@ -353,9 +354,6 @@ def stays_poisoned(transport: SymmetricTransport, case: Case, rank: int, error: 
         transport.check,
     )
     for use in uses:
-        try:
+        with pytest.raises(moelink.PeerTimeoutError) as again:
             use()
-        except moelink.PeerTimeoutError as again:
-            assert str(again) == str(error)
-        else:
-            raise AssertionError(f"rank {rank}: expected the error of the failed call again, got none")
+        assert str(again.value) == str(error)

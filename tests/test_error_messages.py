@@ -207,9 +207,7 @@ EXAMPLES = {
         errors.PeerTimeoutError, phase="recover", call=0, expected=0, got=None, detail="it has not called recover"
     ),
     "PeerLostError": lambda: timeout(errors.PeerLostError, got=None, detail="its process is gone", node=1),
-    "UndeliveredError": lambda: errors.UndeliveredError(
-        rank=0, peer=1, phase="dispatch", call=5, expected=5, node=1
-    ),
+    "UndeliveredError": lambda: errors.UndeliveredError(rank=0, peer=1, phase="dispatch", call=5, expected=5, node=1),
     "NetworkTimeoutError": lambda: errors.NetworkTimeoutError("NVSHMEM's start", rank=0, node=0, seconds=60.0),
 }
 

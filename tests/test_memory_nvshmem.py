@@ -360,7 +360,9 @@ def test_a_close_that_waits_for_kernels_that_never_end(job, monkeypatch):
     monkeypatch.setattr(nvshmem, "_CLOSE_SECONDS", 0.2)
     memory = create(job, timeout=0.1)[2][0]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: job.over.wait())
-    with pytest.raises(moelink.NetworkTimeoutError, match="rank 2 of node 1: work of this rank's device, .* within 0.2 s"):
+    with pytest.raises(
+        moelink.NetworkTimeoutError, match="rank 2 of node 1: work of this rank's device, .* within 0.2 s"
+    ):
         memory.close()
     job.over.set()
     memory.close()

@@ -41,9 +41,9 @@ def test_what_does_not_arrive_of_a_rank_that_is_in_the_call() -> None:
     assert isinstance(error, moelink.UndeliveredError)
     assert (error.rank, error.phase, error.call, error.expected, error.got) == (1, "dispatch", 7, 7, None)
     assert str(error) == (
-        "rank 1: what rank 2 of node 1 sent in dispatch (call 7) did not arrive over the network: expected its signal of "
-        "call 7, got none although it has entered that call; check the network of its node and whether its kernels run "
-        "(moelink doctor), then close and init again, or recover without rank 2"
+        "rank 1: what rank 2 of node 1 sent in dispatch (call 7) did not arrive over the network: expected its signal "
+        "of call 7, got none although it has entered that call; check the network of its node and whether its kernels "
+        "run (moelink doctor), then close and init again, or recover without rank 2"
     )
 
 
@@ -86,7 +86,15 @@ def test_a_rank_of_another_node_that_is_in_the_call_is_undelivered(monkeypatch: 
         ([5, 5, 3, 4], 3, NODE, missing(3)),
         ([5, 5, 5, -1], 2, NODE, missing(3, -1)),
     ],
-    ids=["own node", "one node", "a late rank", "another is late", "another is late on one node", "both are late", "another is stopped"],
+    ids=[
+        "own node",
+        "one node",
+        "a late rank",
+        "another is late",
+        "another is late on one node",
+        "both are late",
+        "another is stopped",
+    ],
 )
 @pytest.mark.quick("each has another cause")
 def test_what_else_a_signal_that_is_missing_may_mean(

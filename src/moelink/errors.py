@@ -120,7 +120,7 @@ class UnsupportedError(MoelinkError, RuntimeError):
 
 
 class NetworkTimeoutError(MoelinkError, RuntimeError):
-    """A wait inside NVSHMEM, which knows no time limit, did not end: its start, or kernels whose puts wait in its queues.
+    """A wait inside NVSHMEM, which has no time limit, did not end: its start, or kernels whose puts wait in its queues.
 
     ``rank`` and ``node`` are those of the process that waited, ``what`` is what did not end, ``seconds`` the limit.
     Recover: NVSHMEM cannot be started again in this process, so end it and start the job again.

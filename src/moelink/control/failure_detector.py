@@ -73,9 +73,10 @@ class FailureDetector:
         left out a call, or made one too many: the failure names it, even if it is this rank.
 
         Where the suspect is of another node, and all ranks have entered this call, the network is at fault, or its
-        kernels do not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because they know
-        less: one that learns that it is itself the suspect, and one of whose peers a living one is in an earlier call,
-        which may itself wait for what was lost. If it reports nothing, it is blamed before a suspect that is not late.
+        kernels do not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because
+        they know less: one that learns that it is itself the suspect, and one of whose peers a living one is in an
+        earlier call, which may itself wait for what was lost. If that one reports nothing, it is blamed before a
+        suspect that is not late.
         """
         if suspicion.peer == self.rank:
             self._await_report()

@@ -4,8 +4,8 @@ A :class:`~moelink.memory.network_proxy.NetworkProxy` with :class:`NetworkFaults
 switches do that are not in order. What can happen there, by the transports that NVSHMEM has:
 
 ==========  ============================================================================================================
-late        A packet is lost and sent again, a path is busy, a link trains anew. Everything still arrives, and each put's
-            signal after its data.
+late        A packet is lost and sent again, a path is busy, a link trains anew. Everything still arrives, and the
+            signal of a put after its data.
 twice       A card that places packets out of order may write bytes of a put again that a first packet has written, as
             long as the put is not complete: **before its signal**. The bytes are the same, because a rank stages bytes
             anew only after every receiver has granted credit, for which it needs the signal.
@@ -17,11 +17,12 @@ cut         Nothing moves from one rank to another for a time, in one direction;
 **What cannot happen: that a put arrives again after its signal.** A reliable connection of InfiniBand or RoCE numbers
 its packets, and a receiver acknowledges a write that it has executed already without executing it again; libfabric's
 reliable datagrams (EFA) arrive once. NVSHMEM itself posts no put a second time: an error of a connection ends the job.
-The protocol relies on it, for two reasons. A signal is set, not raised to a maximum, so one that arrives again after the
-next call's would go backwards, and the receiver would wait for ever. And where rows come home one by one, in the next
-call *another* rank may store at the same place, which a late row would overwrite; so it would not help if a rank waited
-for its own puts before it makes the next call. Nothing that is cheaper than one more round trip per call repairs
-that. A network that repeats finished puts cannot carry moelink; ``tests/test_network_faults.py`` shows both harms.
+The protocol relies on it, for two reasons. A signal is set, not raised to a maximum, so one that arrives again after
+that of the next call would go backwards, and the receiver would wait for ever. And where rows come home one by one, in
+the next call *another* rank may store at the same place, which a late row would overwrite; so it would not help if a
+rank waited for its own puts before it makes the next call. Nothing that is cheaper than one more round trip per call
+repairs that. A network that repeats finished puts cannot carry moelink; ``tests/test_network_faults.py`` shows both
+harms.
 
 Example: ``NetworkFaults(lose=0.01, cuts=(Cut(peer=2, after=5, lasts=0.5),))`` loses one put in a hundred; and when five
 puts have gone to rank 2, nothing moves there for half a second.

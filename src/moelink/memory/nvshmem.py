@@ -186,8 +186,8 @@ class NvshmemMemory(Blocks):
         Puts that are still under way to this rank do no harm.
 
         Raises:
-            NetworkTimeoutError: kernels are still under way after a minute, or after the timeout if that is longer. What
-                they use is kept for as long as the process lives.
+            NetworkTimeoutError: kernels are still under way after a minute, or after the timeout if that is longer.
+                What they use is kept for as long as the process lives.
         """
         handle, self._handle = self._handle, None
         if handle is not None:

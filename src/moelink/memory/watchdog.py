@@ -111,7 +111,7 @@ class _Watchdog:
             os.close(reading)
 
     def call_off(self) -> None:
-        """Say that the wait is over. A child that this process has forked may hold the pipe, so it is not only closed."""
+        """Say that the wait is over, in a byte: a child that this process has forked may hold the pipe open."""
         os.write(self._writing, b"\0")
         os.close(self._writing)
         self._process.wait()
