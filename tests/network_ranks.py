@@ -39,19 +39,26 @@ def inputs(rank: int, seed: int) -> Any:
     return rank_data(seed=seed, rank=rank, num_tokens=3, **fields)
 
 
-def round_trip(ep: moelink.Communicator, rank: int, seed: int) -> None:
-    """A dispatch, one over its routing, and their combines; every token comes home from each of its experts."""
+def round_trip(ep: moelink.Communicator, rank: int, seed: int, begins: list[float]) -> None:
+    """A dispatch, one over its routing, and their combines; every token comes home from each of its experts.
+
+    ``begins`` gets the time at which each call begins.
+    """
     data = inputs(rank, seed)
+    begins.append(time.monotonic())
     recv = ep.dispatch(data.x, data.topk_ids)
+    begins.append(time.monotonic())
     again = ep.dispatch(data.x, data.topk_ids, routing=recv)
     for each in (recv, again):
+        begins.append(time.monotonic())
         assert torch.equal(ep.combine(each.tokens, each), data.x * FIELDS["topk"])
 
 
 def over_a_network(
     rank: int, world_size: int, fields: dict[str, Any], faults: dict[int, NetworkFaults], rounds: int
 ) -> tuple[str, int, int | None, float] | None:
-    """Calls until one fails: (class, peer, node, seconds) of its error, after which ranks recover; None if none does.
+    """Calls until one fails: (class, peer, node, seconds of the call) of its error, after which ranks recover; None if
+    none does.
 
     ``faults``: what goes wrong with the puts of a rank.
     """
@@ -59,13 +66,12 @@ def over_a_network(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "NetworkProxy", make)
         ep = moelink.init(**{**FIELDS, **fields}, transport="symmetric")
-    begin = time.monotonic()
+    begins: list[float] = []
     try:
         for seed in range(rounds):
-            begin = time.monotonic()
-            round_trip(ep, rank, seed)
+            round_trip(ep, rank, seed, begins)
     except moelink.PeerTimeoutError as error:
-        took, told = time.monotonic() - begin, []
+        took, told = time.monotonic() - begins[-1], []
         for use in (ep.check, lambda: ep.dispatch(inputs(rank, 0).x, inputs(rank, 0).topk_ids)):
             with pytest.raises(type(error)) as again:
                 use()
@@ -73,7 +79,7 @@ def over_a_network(
         if told != [str(error)] * 2:
             raise AssertionError(f"expected the same error each time, got {told}") from error
         new = ep.recover(range(world_size))
-        round_trip(new, rank, 0)
+        round_trip(new, rank, 0, begins)
         new.close()
         return type(error).__name__, error.peer, error.node, took
     ep.check()

@@ -63,7 +63,7 @@ def play(plan: Plan, clocks: list[TimedScheduler], seen: Counter[str]) -> None:
 
 
 @pytest.mark.quick("each has other nodes")
-@pytest.mark.parametrize("seeds", [(0, 1, 2, 3, 4), (6, 39), (10, 12, 13)], ids=["2x1", "3x1", "2x2"])
+@pytest.mark.parametrize("seeds", [(0, 1, 2, 3, 4), (6, 39), (12, 13)], ids=["2x1", "3x1", "2x2"])
 def test_cheap_schedules(seeds: tuple[int, ...], clocks: list[TimedScheduler]) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -123,7 +123,7 @@ def test_what_arrives_again_after_its_signal_does_harm(signals: bool, way: str, 
     of_setup, of_case = WAYS[way]
     fields = {"max_tokens_per_rank": 4, "hidden_size": 8, "ranks_per_node": 1, **of_setup}
     setup = Setup("bf16", tuple(fields.items()), num_experts=world, topk=2)
-    cases = [Small(setup, "uniform", seed=seed, tokens=(2, 2, 2), **of_case) for seed in range(3)]
+    cases = [Small(setup, "uniform", seed=seed, tokens=(2, 2, 2), **of_case) for seed in range(2)]
 
     def harm(seed: int) -> bool:
         proxies = functools.partial(RepeatingProxy, signals=signals, before={})
@@ -155,20 +155,21 @@ def test_a_link_that_is_cut_is_named_in_time_and_ranks_recover(
     world_size: int, faults: dict[int, NetworkFaults], pre_reduce: bool, starved: Starved
 ) -> None:
     node = max(1, world_size // 2) if world_size != 3 else 1
-    fields = {"ranks_per_node": node, "timeout": 1.0, "pre_reduce": pre_reduce}
+    fields = {"ranks_per_node": node, "timeout": 3.0, "pre_reduce": pre_reduce}
     results = run_ranks(over_a_network, world_size, fields, faults, 50, timeout=100)
-    (source,) = faults
+    ((source, fault),) = faults.items()
+    ends = {source, *(cut.peer for cut in fault.cuts), *(fault.peers or range(2 if fault.lose else 0))}
     for result in results:
         assert result is not None, "nobody was told"
         name, peer, at, took = result
         assert name in ("UndeliveredError", "PeerTimeoutError")
         assert at == peer // node
-        assert took < 4 * 2.0 + starved()  # four calls, of which one fails
-    assert {peer for _, peer, _, _ in results if peer == source} or world_size > 2
+        assert took < 3.0 + 1.0 + starved(), "the timeout, and a second to find the cause"
+        assert peer in ends
     assert len({peer for _, peer, _, _ in results}) == 1
 
 
 def test_links_that_are_cut_for_a_time_and_everything_late_and_twice() -> None:
     bad = NetworkFaults(late=0.3, latest=0.02, repeat=0.3, cuts=(Cut(0, 20, 0.2), Cut(1, 35, 0.2)))
     faults = {0: dataclasses.replace(bad, cuts=(Cut(1, 15, 0.3),)), 1: bad}
-    assert run_ranks(over_a_network, 2, {"ranks_per_node": 1, "timeout": 30.0}, faults, 4, timeout=100) == [None] * 2
+    assert run_ranks(over_a_network, 2, {"ranks_per_node": 1, "timeout": 30.0}, faults, 3, timeout=100) == [None] * 2
