@@ -67,12 +67,6 @@ class ScheduledProxy(NetworkProxy):
         self._steps += 1
         return super().step()
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is under way."""
-        self._take()
-        return not self._under_way
-
 
 class SpitefulProxy(ScheduledProxy):
     """Holds some puts back until the next one to the same word has arrived, and lets them arrive right then; or, when
@@ -98,12 +92,14 @@ def transports(
     *,
     calls: int = 0,
     seed: int = 0,
-    proxies: type[ScheduledProxy] = ScheduledProxy,
+    proxies: Callable[..., ScheduledProxy] = ScheduledProxy,
+    detectors: Sequence[Any] = (),
+    timeout: float = 600.0,
 ) -> list[SymmetricTransport]:
     """One transport per rank, all in this process, over memory that is garbage where nobody promised zeros, as if after
-    ``calls`` calls of each phase."""
+    ``calls`` calls of each phase. ``detectors``: a failure detector for each, if they have any."""
     # Schedules take as long as they take; a wait that nobody satisfies is a Deadlock, long before a time-out.
-    configs = [dataclasses.replace(setup.config(world, rank), timeout=600.0) for rank in range(world)]
+    configs = [dataclasses.replace(setup.config(world, rank), timeout=timeout) for rank in range(world)]
     workspace = Workspace(configs[0])
     memories = create_all(["cpu"] * world, workspace.nbytes)
     for memory in memories:
@@ -120,7 +116,8 @@ def transports(
         return proxies(memory, max_puts=max_puts, seed=1000 * salt + seed)
 
     with mock.patch.object(network, "NetworkProxy", proxy):
-        return [SymmetricTransport([c], [m], "test") for c, m in zip(configs, memories, strict=True)]
+        parts = zip(configs, memories, detectors or [None] * world, strict=True)
+        return [SymmetricTransport([c], [m], "test", detector) for c, m, detector in parts]
 
 
 def rank_main(

@@ -29,7 +29,8 @@ CLASSES = {
 NAMED = ("ArgumentError", "ConfigError")
 """Called with (name, expected, got)."""
 BUILT = ("ConfigMismatchError", "ClosedError", "CapacityError", "RoutingError", "PeerAbortedError", "PeerTimeoutError",
-         "PeerLostError", "PeerLeftError", "ConcurrencyError", "ForkedError")  # fmt: skip
+         "PeerLostError", "PeerLeftError", "ConcurrencyError", "ForkedError", "UndeliveredError",
+         "NetworkTimeoutError")  # fmt: skip
 """Their classes build the message."""
 
 ACTIONS = (
@@ -205,7 +206,9 @@ EXAMPLES = {
     "PeerTimeoutError, recover": lambda: timeout(
         errors.PeerTimeoutError, phase="recover", call=0, expected=0, got=None, detail="it has not called recover"
     ),
-    "PeerLostError": lambda: timeout(errors.PeerLostError, got=None, detail="its process is gone"),
+    "PeerLostError": lambda: timeout(errors.PeerLostError, got=None, detail="its process is gone", node=1),
+    "UndeliveredError": lambda: errors.UndeliveredError(rank=0, peer=1, phase="dispatch", call=5, expected=5, node=1),
+    "NetworkTimeoutError": lambda: errors.NetworkTimeoutError("NVSHMEM's start", rank=0, node=0, seconds=60.0),
 }
 
 

@@ -5,8 +5,10 @@ Ranks are threads; torch's module, which a CPU build has only half of, is played
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -28,17 +30,27 @@ WORLD, NODE, NBYTES = 4, 2, 1000
 SECONDS = 20.0
 
 
+class Here:
+    """Which rank the running thread is, or the thread that started it on its behalf."""
+
+    def __init__(self) -> None:
+        self._rank: contextvars.ContextVar[int] = contextvars.ContextVar("rank")
+
+    rank = property(lambda self: self._rank.get(), lambda self, rank: self._rank.set(rank))
+
+
 class Job:
     """NVSHMEM's processes, the machines they are on, and torch's module, as far as one is asked.
 
     Attributes:
         machines, devices, orderings, free: of each rank: machine, device's id, CUDA's writes ordering, free bytes.
         apart: pairs of devices without peer access. hidden: ranks whose blocks no other rank can address.
-        allocated: blocks made so far, by rank. full: allocation fails.
+        allocated: blocks made so far, by rank. full: allocation fails. stuck: ranks whose allocation does not end
+            before ``over`` is set.
     """
 
     def __init__(self) -> None:
-        self.here = threading.local()
+        self.here = Here()
         self.machines = [f"{rank // NODE:036x}" for rank in range(WORLD)]
         self.devices = [f"gpu-{rank}" for rank in range(WORLD)]
         self.orderings, self.free = [100] * WORLD, [10 * NBYTES] * WORLD
@@ -49,6 +61,8 @@ class Job:
         self.allocated: dict[int, torch.Tensor] = {}
         self.groups = SimpleNamespace(ranks=list(range(WORLD)), size=WORLD)
         self.met = threading.Barrier(WORLD)
+        self.stuck: set[int] = set()
+        self.over = threading.Event()
         self._SymmetricMemory = SimpleNamespace(empty_strided_p2p=self.allocate)
 
     # -- what torch.distributed._symmetric_memory has ---------------------------------------------------------------
@@ -69,6 +83,8 @@ class Job:
         assert self.backend == "NVSHMEM"
         if self.full:
             raise RuntimeError("nvshmem_malloc failed")
+        if self.here.rank in self.stuck:
+            self.over.wait(SECONDS / 2)
         block = torch.full(shape, 7, dtype=dtype)
         self.allocated[self.here.rank] = block
         return block
@@ -105,7 +121,7 @@ def job(monkeypatch):
     return job
 
 
-def create(job, *, nbytes=NBYTES, group=None, device="cuda", ranks_per_node=NODE):
+def create(job, *, nbytes=NBYTES, group=None, device="cuda", ranks_per_node=NODE, timeout=SECONDS):
     """What ``NvshmemMemory.create`` returns or raises on every rank, and how often each called its exchange."""
     meeting, records = threading.Barrier(WORLD), [b""] * WORLD
     sizes = nbytes if isinstance(nbytes, list) else [nbytes] * WORLD
@@ -127,7 +143,7 @@ def create(job, *, nbytes=NBYTES, group=None, device="cuda", ranks_per_node=NODE
         try:
             memory = NvshmemMemory.create(
                 sizes[rank], device=torch.device(device, rank) if device == "cuda" else torch.device(device),
-                group=mine, ranks_per_node=ranks_per_node, exchange=exchange,
+                group=mine, ranks_per_node=ranks_per_node, exchange=exchange, timeout=timeout,
             )  # fmt: skip
         except moelink.MoelinkError as error:
             return error, len(calls)
@@ -310,6 +326,48 @@ def test_no_address_of_a_block_of_the_own_node(job):
     assert all(isinstance(error, UnsupportedError) for error in results)
     assert "expected an address of rank 3's block on rank 2" in str(results[2])
     assert str(results[0]) == f"rank 2 could not set up its memory: {results[2]}"
+
+
+@pytest.mark.parametrize("stuck", [range(WORLD), range(2)], ids=["all ranks", "two of them"])
+def test_a_start_that_never_ends(job, stuck):
+    job.stuck = set(stuck)
+    if len(stuck) < WORLD:  # NVSHMEM keeps the others until all are there
+        job.met = SimpleNamespace(wait=lambda seconds: job.over.wait(SECONDS / 2))
+    begin = time.monotonic()
+    results = create(job, timeout=0.3)
+    took = time.monotonic() - begin
+    job.over.set()
+    for rank, (error, calls) in enumerate(results):
+        assert isinstance(error, moelink.NetworkTimeoutError)
+        assert (error.rank, error.node, error.seconds) == (rank, rank // NODE, 0.3)
+        assert f"rank {rank} of node {rank // NODE}: NVSHMEM's start (initialisation, " in str(error)
+        assert "did not end: expected its end within 0.3 s, got none; start the job again" in str(error)
+        assert calls == 4, "the exchanges are made to the end, so that no rank waits for another in them"
+    assert took < SECONDS
+
+
+def test_a_start_that_one_rank_does_not_end(job):
+    """The others have started, and learn it from that rank."""
+    job.stuck, job.met = {1}, threading.Barrier(WORLD - 1)
+    job.allocated[1] = torch.zeros(NBYTES, dtype=torch.uint8)
+    results = [error for error, _ in create(job, timeout=0.3)]
+    job.over.set()
+    assert isinstance(results[1], moelink.NetworkTimeoutError)
+    assert "rank 1 could not set up its memory: rank 1 of node 0: NVSHMEM's start" in str(results[3])
+
+
+def test_a_close_that_waits_for_kernels_that_never_end(job, monkeypatch):
+    monkeypatch.setattr(nvshmem, "_CLOSE_SECONDS", 0.2)
+    memory = create(job, timeout=0.1)[2][0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: job.over.wait())
+    with pytest.raises(
+        moelink.NetworkTimeoutError, match="rank 2 of node 1: work of this rank's device, .* within 0.2 s"
+    ):
+        memory.close()
+    job.over.set()
+    memory.close()
+    with pytest.raises(ClosedError):
+        memory.peer(2)
 
 
 # -- the network ----------------------------------------------------------------------------------------------------

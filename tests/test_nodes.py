@@ -245,7 +245,7 @@ def failing_proxy(rank: int, world_size: int) -> tuple[str, float]:
 def test_a_network_proxy_that_fails_is_an_error_of_its_rank(starved: Starved) -> None:
     (mine, _), (other, took) = run_ranks(failing_proxy, 2, timeout=60)
     assert mine.startswith("the network proxy of rank 0 stopped: expected a put of bytes in a block of ")
-    assert "rank 0 did not arrive" in other
+    assert "rank 0 of node 0 did not arrive" in other
     assert took < 6.0 + starved()
 
 

@@ -17,6 +17,7 @@ from moelink.errors import (
     ForeignHandleError,
     ForkedError,
     MoelinkError,
+    NetworkTimeoutError,
     PeerAbortedError,
     PeerError,
     PeerLeftError,
@@ -26,6 +27,7 @@ from moelink.errors import (
     ProtocolError,
     RoutingError,
     StateError,
+    UndeliveredError,
     UnsupportedError,
 )
 from moelink.formats import Format, Quantized, format_names, get_format, register_format
@@ -53,6 +55,7 @@ __all__ = [
     "Hook",
     "MemoryReport",
     "MoelinkError",
+    "NetworkTimeoutError",
     "PeerAbortedError",
     "PeerError",
     "PeerLeftError",
@@ -64,6 +67,7 @@ __all__ = [
     "RoutingError",
     "StateError",
     "Traffic",
+    "UndeliveredError",
     "UnsupportedError",
     "format_names",
     "get_format",

@@ -13,6 +13,7 @@
     |   +-- ForeignHandleError                 a DispatchOutput of another communicator or rank
     |   +-- PendingError                       a second operation while one of its kind is pending
     +-- UnsupportedError       (RuntimeError)  this transport, device or installation cannot do it
+    +-- NetworkTimeoutError    (RuntimeError)  a wait inside the network's library did not end
     +-- CapacityError          (RuntimeError)  rows did not fit ``capacity`` (they were counted and dropped)
     +-- RoutingError           (RuntimeError)  ids outside [-1, num_experts) were met on a device
     +-- PeerError              (RuntimeError)  another rank is the cause
@@ -21,6 +22,7 @@
         +-- PeerTimeoutError                   a peer did not arrive in time; the communicator is poisoned
             +-- PeerLeftError                  ... because an exception ended its part
             +-- PeerLostError                  ... because its process is gone
+            +-- UndeliveredError               ... because what it sent over the network did not arrive
 
 Each class says when it is raised and how to recover. Every message says what was expected, what moelink got, and what
 to do: ``<where>: expected <what>, got <what>; <what to do>``. For a refused argument or field, "expected" says what to
@@ -117,6 +119,22 @@ class UnsupportedError(MoelinkError, RuntimeError):
     """This transport, device or installation cannot do what was asked. Recover: as the message says."""
 
 
+class NetworkTimeoutError(MoelinkError, RuntimeError):
+    """A wait inside NVSHMEM, which has no time limit, did not end: its start, or kernels whose puts wait in its queues.
+
+    ``rank`` and ``node`` are those of the process that waited, ``what`` is what did not end, ``seconds`` the limit.
+    Recover: NVSHMEM cannot be started again in this process, so end it and start the job again.
+    """
+
+    def __init__(self, what: str, *, rank: int, node: int, seconds: float) -> None:
+        super().__init__(
+            f"rank {rank} of node {node}: {what} did not end: expected its end within {seconds:g} s, got none; start "
+            "the job again after a look at the network and at the rank that failed first (moelink doctor, "
+            "NVSHMEM_DEBUG=INFO), or pass a larger timeout if it only takes longer"
+        )
+        self.what, self.rank, self.node, self.seconds = what, rank, node, seconds
+
+
 _ROOM = "raise {bound} (None never drops rows), or max_tokens of a dispatch where another rank sent more,"
 
 
@@ -190,14 +208,16 @@ class PeerTimeoutError(PeerError):
     """A peer did not arrive within ``timeout``. The communicator is poisoned: every later call raises this error.
 
     ``peer`` is -1 when it is not known which one. ``expected`` and ``got`` are its progress: the call number it had to
-    reach and the one it had reached (None when it did not answer). Recover: ``close()`` and ``init`` again, or
-    ``recover(ranks)`` over the survivors.
+    reach and the one it had reached (None when it did not answer). ``node`` is the node of ``peer`` (ranks ``node *
+    ranks_per_node`` and those that follow), None where there is one node or it is not known. Recover: ``close()`` and
+    ``init`` again, or ``recover(ranks)`` over the survivors.
     """
 
     def __init__(
-        self, *, rank: int, peer: int, phase: str, call: int, expected: int, got: int | None, detail: str = ""
-    ) -> None:
-        who = f"rank {peer}" if peer >= 0 else "a rank"
+        self, *, rank: int, peer: int, phase: str, call: int, expected: int, got: int | None, detail: str = "",
+        node: int | None = None,
+    ) -> None:  # fmt: skip
+        who = _named(peer, node)
         where = f"{phase} (call {call})" if call > 0 else phase
         wanted = f"call {expected}" if call > 0 else "it within the timeout"
         reached = f"call {got}" if got is not None else "no answer" if call > 0 else "nothing"
@@ -210,7 +230,7 @@ class PeerTimeoutError(PeerError):
             phase=phase,
             call=call,
         )
-        self.expected, self.got = expected, got
+        self.expected, self.got, self.node = expected, got, node
 
     @staticmethod
     def _advice(rank: int, peer: int, phase: str) -> str:
@@ -224,6 +244,13 @@ class PeerTimeoutError(PeerError):
         return f"close and init again, or recover without rank {peer}"
 
 
+def _named(peer: int, node: int | None) -> str:
+    """Return how a message calls ``peer``."""
+    if peer < 0:
+        return "a rank"
+    return f"rank {peer}" if node is None else f"rank {peer} of node {node}"
+
+
 class PeerLeftError(PeerTimeoutError):
     """An exception has ended a rank's part: it left the ``with`` block, or entered a call that had begun.
 
@@ -231,7 +258,9 @@ class PeerLeftError(PeerTimeoutError):
     that was only interrupted may take part in ``recover``.
     """
 
-    def __init__(self, *, rank: int, peer: int, phase: str, call: int, interrupted: bool) -> None:
+    def __init__(
+        self, *, rank: int, peer: int, phase: str, call: int, interrupted: bool, node: int | None = None
+    ) -> None:
         got = f"an exception that entered its {phase} (call {call})" if interrupted else "an exception there"
         where = (
             f"has left the communicator: its {phase} (call {call}) was interrupted"
@@ -240,15 +269,36 @@ class PeerLeftError(PeerTimeoutError):
         )
         PeerError.__init__(
             self,
-            f"rank {rank}: rank {peer} {where}: expected it to end each call, and its `with` block without an "
+            f"rank {rank}: {_named(peer, node)} {where}: expected it to end each call, and its `with` block without an "
             f"exception, got {got}; {self._advice(rank, peer, phase)}",
             rank=rank,
             peer=peer,
             phase=phase,
             call=call,
         )
-        self.expected, self.got, self.interrupted = call, None, interrupted
+        self.expected, self.got, self.node, self.interrupted = call, None, node, interrupted
 
 
 class PeerLostError(PeerTimeoutError):
     """A peer's process is gone: it refuses connections to its probe server. Recover as from PeerTimeoutError."""
+
+
+class UndeliveredError(PeerTimeoutError):
+    """A peer of another node lives and has entered the call, but what it sent over the network did not arrive.
+
+    A link is cut, a network card or switch lost what it carried, or the peer's kernels do not run. Recover as from
+    PeerTimeoutError, once the network between the two nodes is in order.
+    """
+
+    def __init__(self, *, rank: int, peer: int, phase: str, call: int, expected: int, node: int | None = None) -> None:
+        PeerError.__init__(
+            self,
+            f"rank {rank}: what {_named(peer, node)} sent in {phase} (call {call}) did not arrive over the network: "
+            f"expected its signal of call {expected}, got none although it has entered that call; check the network of "
+            f"its node and whether its kernels run (moelink doctor), then {self._advice(rank, peer, phase)}",
+            rank=rank,
+            peer=peer,
+            phase=phase,
+            call=call,
+        )
+        self.expected, self.got, self.node = expected, None, node

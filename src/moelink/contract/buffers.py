@@ -255,7 +255,12 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         atomic_counters=(control, control),
         record=record,
         errors=ErrorRecord(
-            record, control, rank=rank, me=0 if params.skip_a2a else rank, world_size=workspace.world_size
+            record,
+            control,
+            rank=rank,
+            me=0 if params.skip_a2a else rank,
+            world_size=workspace.world_size,
+            ranks_per_node=workspace.node_size if workspace.inter_node_ranks else None,
         ),
         memory=memory,
         n_sms=n_sms,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.probe import INTERRUPTED, LEFT, Failure
+from moelink.control.probe import INTERRUPTED, LEFT, UNDELIVERED, Failure
 from moelink.errors import CapacityError, MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError, RoutingError
 from moelink.memory.protocol import (
     ABORT_RECORD,
@@ -37,6 +37,7 @@ class ErrorRecord:
         rank: its number, which errors name.
         me: its place among those that exchange.
         world_size: how many these are.
+        ranks_per_node: how many of them a node has, where there are several nodes; else None.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class ErrorRecord:
         me: int,
         world_size: int,
         detector: FailureDetector | None = None,
+        ranks_per_node: int | None = None,
     ) -> None:
         """``detector`` is asked which ranks live, where there is one."""
         self.words, self.control, self.rank, self.me, self.world_size = words, control, rank, me, world_size
-        self._detector = detector
+        self._detector, self.ranks_per_node = detector, ranks_per_node
         self._array = memoryview(words.numpy())  # type: ignore[arg-type]
         self._failure: PeerTimeoutError | None = None
 
@@ -75,7 +77,7 @@ class ErrorRecord:
         """Return the error of an expired wait. A peer may have written its words, so none of them is trusted."""
         told_by, peer, phase, call, expected, got = words
         ranks = range(self.world_size)
-        got = got if got in (LEFT, INTERRUPTED) else max(got, 0)
+        got = got if got in (LEFT, INTERRUPTED, UNDELIVERED) else max(got, 0)
         suspicion = Failure(
             peer if peer in ranks else told_by if told_by in ranks else self.me,
             PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), got,
@@ -85,7 +87,22 @@ class ErrorRecord:
             suspicion = self._detector.confirm(suspicion)
             if suspicion.peer == self.rank:
                 detail = "this rank itself: it came late, or makes another call than its peers"
-        return suspicion.error(self.rank, detail)
+                if self.ranks_per_node is not None:
+                    detail += ", or the network has lost what it waits for"
+        return self.of(suspicion, detail)
+
+    def of(self, failure: Failure, detail: str = "") -> PeerTimeoutError:
+        """Return the error that this rank raises for ``failure``."""
+        return failure.error(self.rank, detail, ranks_per_node=self.ranks_per_node)
+
+    @property
+    def reported(self) -> PeerTimeoutError | None:
+        """The error of a failure that a peer has reported, which the kernels of this rank may not know of; or None."""
+        failure = None if self._detector is None else self._detector.reported
+        if failure is None:
+            return None
+        self._failure = self._failure or self.of(failure)
+        return self._failure
 
     def _refusal(self, code: int, _me: int, peer: int, phase: int, call: int) -> PeerAbortedError | ProtocolError:
         """Return the error about a peer that refused a call, or makes it otherwise."""

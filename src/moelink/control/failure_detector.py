@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from moelink.control.probe import INTERRUPTED, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe_all
+from moelink.control.probe import (
+    INTERRUPTED,
+    UNDELIVERED,
+    Address,
+    Failure,
+    ProbeResult,
+    ProbeServer,
+    furthest_behind,
+    probe_all,
+)
 from moelink.errors import PeerTimeoutError
 
 _REPORT_SECONDS = 0.3
+_PAUSE_SECONDS = 0.005
 
 
 class FailureDetector:
@@ -19,12 +31,16 @@ class FailureDetector:
         rank: this rank.
         probe_server: this rank's own.
         addresses: the address of every rank's probe server, this rank's included.
+        ranks_per_node: where there are several nodes; None on one.
         closed: :meth:`close` was called. Peers' probes of this rank are refused from then on.
         left_out: the error of a recovery in which the others had gone on without this rank, or None.
     """
 
-    def __init__(self, *, rank: int, probe_server: ProbeServer, addresses: Sequence[Address]) -> None:
+    def __init__(
+        self, *, rank: int, probe_server: ProbeServer, addresses: Sequence[Address], ranks_per_node: int | None = None
+    ) -> None:
         self.rank, self.probe_server, self.addresses = rank, probe_server, tuple(addresses)
+        self.ranks_per_node = ranks_per_node
         self.closed = False
         self.left_out: PeerTimeoutError | None = None
 
@@ -55,7 +71,15 @@ class FailureDetector:
         one's process is gone or stopped, or where it does not answer and the suspect does, from a call as late as this
         rank's. Where all have entered a call of this number, but one a dispatch and the others a combine, that one has
         left out a call, or made one too many: the failure names it, even if it is this rank.
+
+        Where the suspect is of another node, and all ranks have entered this call, the network is at fault, or its
+        kernels do not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because
+        they know less: one that learns that it is itself the suspect, and one of whose peers a living one is in an
+        earlier call, which may itself wait for what was lost. If that one reports nothing, it is blamed before a
+        suspect that is not late.
         """
+        if suspicion.peer == self.rank:
+            self._await_report()
         if self.reported is not None:
             return self.reported
         results = self._probe()
@@ -63,16 +87,40 @@ class FailureDetector:
             return self.reported
         here = self.probe_server.call
         peer, result = furthest_behind(results, here)
+        if 0 <= result.reached < here:
+            self._await_report()
+            if self.reported is not None:
+                return self.reported
+            if self.ranks_per_node is not None and here <= self._reached(results, suspicion.peer):
+                behind = Failure(peer, suspicion.phase, here, expected=here, got=result.reached)
+                return self._report(behind, results)
         odd = _odd_rank({**results, self.rank: ProbeResult(*self.probe_server.progress)}, here)
         if result.reached >= here and odd is not None:
             return self._report(Failure(odd, suspicion.phase, here, expected=here, got=here - 1), results)
         suspect = results.get(suspicion.peer)
+        if result.reached >= here and self._is_far(suspicion.peer) and suspicion.got >= 0:
+            return self._report(dataclasses.replace(suspicion, got=UNDELIVERED), results)
         if result.reached >= 0 or (suspect is not None and 0 <= suspect.reached < here and not result.known):
             return self._report(suspicion, results)
         if suspect is not None and suspect.call is None and suspect.known >= result.known and not result.lost:
             peer, result = suspicion.peer, suspect
         call, expected = suspicion.call, suspicion.expected
         return self._report(Failure(peer, suspicion.phase, call, expected=expected, got=result.reached), results)
+
+    def _reached(self, results: Mapping[int, ProbeResult], rank: int) -> int:
+        """Return the call that ``rank`` has reached; for this rank itself -1."""
+        return results[rank].reached if rank in results else -1
+
+    def _is_far(self, peer: int) -> bool:
+        """Return whether ``peer`` is of another node."""
+        size = self.ranks_per_node
+        return size is not None and peer // size != self.rank // size
+
+    def _await_report(self) -> None:
+        """Wait between nodes until a peer has reported a failure, a moment at most."""
+        end = time.monotonic() + (0 if self.ranks_per_node is None else _REPORT_SECONDS)
+        while self.reported is None and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)
 
     def admit(self, phase: str, call: int) -> Failure:
         """Report this rank itself: it cannot finish call ``call``, in which its peers wait for it."""

@@ -28,7 +28,7 @@ from moelink import env
 from moelink.control import responder
 from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, NUM_PHASES, PROGRESS, READ, TELL, TOKEN_BYTES
 from moelink.control.stores import listen
-from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UnsupportedError
+from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UndeliveredError, UnsupportedError
 
 _PHASES = ("dispatch", "combine", "init")
 _PROBE_SECONDS = 0.4
@@ -39,6 +39,9 @@ NO_ANSWER, GONE = -1, -2
 
 LEFT, INTERRUPTED = -3, -4
 """In place of a call number: an exception left the rank's ``with`` block, or entered a call that had begun."""
+
+UNDELIVERED = -5
+"""In place of a call number: the rank is in the call, but what it sent over the network did not arrive."""
 
 GONE_IN_WORDS = "its process is gone: nothing listens at the address of its probe server"
 
@@ -69,7 +72,7 @@ class Failure:
     """The first error of a communicator, as ranks report it to peers.
 
     ``peer`` is the rank at fault, ``expected`` the call that it had to reach, ``got`` the one that it had reached,
-    NO_ANSWER, GONE, LEFT or INTERRUPTED.
+    NO_ANSWER, GONE, LEFT, INTERRUPTED or UNDELIVERED.
     """
 
     peer: int
@@ -86,19 +89,25 @@ class Failure:
             got = INTERRUPTED if error.interrupted else LEFT
         elif isinstance(error, PeerLostError):
             got = GONE
+        elif isinstance(error, UndeliveredError):
+            got = UNDELIVERED
         return cls(max(error.peer, 0), error.phase, error.call, expected=error.expected, got=got)
 
-    def error(self, rank: int, detail: str = "") -> PeerTimeoutError:
-        """The exception that ``rank`` raises for this failure."""
+    def error(self, rank: int, detail: str = "", *, ranks_per_node: int | None = None) -> PeerTimeoutError:
+        """The exception that ``rank`` raises for this failure.
+
+        ``ranks_per_node``: where there are several nodes, so that the exception names that of the peer; else None.
+        """
+        node = None if ranks_per_node is None else self.peer // ranks_per_node
+        where = {"rank": rank, "peer": self.peer, "phase": self.phase, "call": self.call, "node": node}
         if self.got in (LEFT, INTERRUPTED):
-            interrupted = self.got == INTERRUPTED
-            return PeerLeftError(rank=rank, peer=self.peer, phase=self.phase, call=self.call, interrupted=interrupted)
+            return PeerLeftError(**where, interrupted=self.got == INTERRUPTED)  # type: ignore[arg-type]
+        if self.got == UNDELIVERED:
+            return UndeliveredError(**where, expected=self.expected)  # type: ignore[arg-type]
         kind = PeerLostError if self.got == GONE else PeerTimeoutError
         detail = GONE_IN_WORDS if self.got == GONE else detail
         got = None if self.got < 0 else self.got
-        return kind(
-            rank=rank, peer=self.peer, phase=self.phase, call=self.call, expected=self.expected, got=got, detail=detail
-        )
+        return kind(**where, expected=self.expected, got=got, detail=detail)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the bytes to the peer's block and then stores the signal. It guarantees what a n
 put's signal arrives after the put's own data**. Everything else arrives late and in any order. The proxy splits data
 into pieces that arrive in any order; puts overtake one another, those to one peer and to one word included; and data is
 read when it is carried, not when the kernel asked for the put. A protocol that relies on more than the guarantee fails
-here.
+here. With faults (``memory.network_faults``) it also loses puts, repeats parts of them, and has links that are cut.
 
 A work entry is int64 words (``protocol.RING_*``): destination, source, bytes, the signal's address and value, peer,
 unused, and ticket + 1 once the entry is complete. Addresses point into the sender's own block; the destination is the
@@ -27,6 +27,7 @@ import torch
 
 from moelink.errors import MoelinkError
 from moelink.memory.base import SymmetricMemory
+from moelink.memory.network_faults import FaultyLinks, NetworkFaults
 from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 
 _IDLE_SECONDS = 2e-4
@@ -36,7 +37,7 @@ _IDLE_SECONDS = 2e-4
 class _Put:
     """A put under way: ``pieces`` (offset, bytes) of its data that have not arrived, the next one last. ``target`` and
     ``source`` are byte offsets in the blocks of ``peer`` and of this rank, ``word`` the index of the signal's int64
-    word in the block of ``peer``."""
+    word in the block of ``peer``. The put is lost once ``lost_at`` pieces or fewer are left; None: it arrives."""
 
     peer: int
     target: int
@@ -45,6 +46,7 @@ class _Put:
     word: int
     value: int
     due: float
+    lost_at: int | None = None
 
 
 class NetworkProxy:
@@ -55,15 +57,25 @@ class NetworkProxy:
         max_puts: most puts that may be under way at a time; the ring has that many entries.
         seed: seed of the random order in which data arrives.
         delay: most seconds by which a put is delayed, at random.
+        faults: what goes wrong; nothing by default.
 
     Attributes:
         ring: [words] int64, in which kernels store work entries.
         failure: the error that stopped the proxy, or None. A stopped proxy carries nothing.
+        lost: the peers of all puts that are lost, one each.
     """
 
     failure: MoelinkError | None = None
 
-    def __init__(self, memory: SymmetricMemory, *, max_puts: int, seed: int = 0, delay: float = 2e-3) -> None:
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        *,
+        max_puts: int,
+        seed: int = 0,
+        delay: float = 2e-3,
+        faults: NetworkFaults | None = None,
+    ) -> None:
         self._rank, self._nbytes = memory.rank, memory.nbytes
         self._begin = int(memory.pointers[memory.rank])
         # Copies by numpy keep the GIL. Copies by torch release it, and then wait for it behind a kernel that spins.
@@ -76,6 +88,8 @@ class NetworkProxy:
         self._under_way: list[_Put] = []
         self._random = random.Random(seed)
         self._delay = delay
+        self._links = FaultyLinks(faults or NetworkFaults(), seed)
+        self.lost = self._links.lost
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -85,7 +99,7 @@ class NetworkProxy:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the puts under way, and stop. Safe to call twice.
+        """Finish the puts under way, and stop. Safe to call twice. What is under way on a link that is cut is lost.
 
         Raises:
             MoelinkError: a put could not be finished; raised once.
@@ -106,18 +120,38 @@ class NetworkProxy:
         """Deliver one piece of a put's data, or one signal. False when nothing is due."""
         self._take()
         now = self._now()
-        due = [put for put in self._under_way if put.due <= now or self._stop.is_set()]
+        stops = self._stop.is_set()
+        cut = [put for put in self._under_way if self._links.is_cut(put.peer, now)]
+        if stops and cut:
+            self.lost += [put.peer for put in cut]
+            self._under_way = [put for put in self._under_way if put not in cut]
+        due = [put for put in self._under_way if (put.due <= now or stops) and put not in cut]
         if not due:
             return False
         self._advance(self._random.choice(due))
         return True
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way that will ever move."""
+        self._take()
+        return all(self._links.is_gone(put.peer) for put in self._under_way)
+
+    @property
+    def stuck(self) -> list[int]:
+        """The peers of puts that are under way and will never move."""
+        return [put.peer for put in self._under_way if self._links.is_gone(put.peer)]
+
     def _advance(self, put: _Put) -> None:
-        """Deliver the next piece of ``put``, or its signal after the last piece."""
-        if put.pieces:
+        """Deliver the next piece of ``put``, or its signal after the last piece; or lose the rest of it."""
+        if put.lost_at is not None and len(put.pieces) <= put.lost_at:
+            self._under_way.remove(put)
+        elif put.pieces:
             at, nbytes = put.pieces.pop()
             data = self._blocks[self._rank][put.source + at : put.source + at + nbytes]
             self._blocks[put.peer][put.target + at : put.target + at + nbytes] = data
+            if self._links.repeats(put.peer):
+                put.pieces.insert(self._links.place(len(put.pieces) + 1), (at, nbytes))
         else:
             self._blocks[put.peer][: self._nbytes // 8 * 8].view("int64")[put.word] = put.value
             self._under_way.remove(put)
@@ -162,10 +196,13 @@ class NetworkProxy:
             self._taken += 1
             if not 0 <= peer < len(self._blocks):
                 raise ValueError(f"expected a put to a peer in [0, {len(self._blocks)}), got {peer}")
-            due = self._now() + self._hold()
+            now = self._now()
+            due = now + self._hold()
             target, signal = self._offset(to, nbytes), self._offset(word, 8)
             pieces = self._cut(nbytes)
-            self._under_way.append(_Put(peer, target, self._offset(source, nbytes), pieces, signal // 8, value, due))
+            late, lost_at = self._links.take(peer, len(pieces), now)
+            put = _Put(peer, target, self._offset(source, nbytes), pieces, signal // 8, value, due + late, lost_at)
+            self._under_way.append(put)
 
     def _cut(self, nbytes: int) -> list[tuple[int, int]]:
         """Split ``nbytes`` bytes into up to three pieces, in random order."""

@@ -11,6 +11,8 @@ Ranks of a node address one another's blocks; to the others NVSHMEM's device fun
   leaked on purpose, and its memory returns when the process ends. ``close`` waits for no peer, as everywhere.
 * One backend a process: "NVSHMEM" is set before the block is made, and communicators of one node (``torch_symm``)
   cannot be made in that process afterwards.
+* Nothing of that has a time limit. So the start (initialisation, allocation, the barrier of the rendezvous) runs under
+  a watchdog (:mod:`moelink.memory.watchdog`), and so does the wait of ``close`` for this device's kernels.
 * NVSHMEM's own use of NVLink multicast is off while it starts, unless its variable says something already.
 
 NVSHMEM promises that data put before a signal is *visible* to who waits by its own functions, which on some platforms
@@ -25,6 +27,7 @@ import importlib
 import os
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moelink.errors import ArgumentError, UnsupportedError
+from moelink.errors import ArgumentError, NetworkTimeoutError, UnsupportedError
 from moelink.memory.blocks import Blocks
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_sizes, set_up
 from moelink.memory.torch_symm import (
@@ -43,8 +46,12 @@ from moelink.memory.torch_symm import (
     symmetric_memory_module,
     without_multicast,
 )
+from moelink.memory.watchdog import within
 
 BACKEND = "NVSHMEM"
+_START = "NVSHMEM's start (initialisation, allocation and barrier of all ranks)"
+_KERNELS = "work of this rank's device, in which puts may wait for room in NVSHMEM's queues,"
+_CLOSE_SECONDS = 60.0
 _MULTICAST_OFF = "NVSHMEM_DISABLE_NVLS"
 _WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 _ORDERED_FOR_OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
@@ -69,12 +76,13 @@ class NvshmemMemory(Blocks):
         group: ProcessGroup | Members,
         ranks_per_node: int,
         exchange: Exchange,
+        timeout: float,
     ) -> NvshmemMemory:
         """Make this rank's block on ``device`` and map those of its node. Collective over ``group``.
 
         What can fail is settled in two exchanges before anything is allocated, on all ranks alike; two more come after
         it, so that no rank uses a block that another has not zeroed or could not map. In between NVSHMEM is initialised
-        and allocates, collectively and without a time limit of ours: a rank that dies just there keeps the others.
+        and allocates, collectively. If a rank dies just there, the others' watchdogs end their waits.
 
         Args:
             nbytes: bytes of each block, at least 1, the same on every rank.
@@ -82,6 +90,7 @@ class NvshmemMemory(Blocks):
             group: the whole default world of ``torch.distributed``, in rank order.
             ranks_per_node: so many consecutive ranks are on one machine, and address each other's blocks.
             exchange: bounded all-gather of byte strings over the same ranks, called two or four times.
+            timeout: seconds within which NVSHMEM has to start.
 
         Raises:
             ArgumentError: ``nbytes`` is not positive, or ``device`` is no CUDA device.
@@ -89,6 +98,8 @@ class NvshmemMemory(Blocks):
             UnsupportedError: no NVSHMEM here, another backend is in use, other ranks than the whole world, too little
                 memory, ranks of a node on different machines or out of each other's reach; on all ranks, naming them.
             ProtocolError: a peer's record is malformed.
+            NetworkTimeoutError: NVSHMEM did not start in time. Where it holds the interpreter's lock, the watchdog
+                writes this error to standard error and ends the process.
         """
         if isinstance(group, Members):
             rank, world_size = group.rank, group.world_size
@@ -125,13 +136,16 @@ class NvshmemMemory(Blocks):
                 symmetric_memory_module().set_backend(before[0])
             raise
         made: list[tuple[Tensor, Any]] = []
-        failure = ""
+        failure: RuntimeError | None = None
         try:
-            made.append(_allocate(nbytes, device, group))
+            start = partial(_allocate, nbytes, device, group)
+            made.append(within(timeout, _START, start, rank=rank, node=rank // ranks_per_node))
         except RuntimeError as error:
-            failure = str(error)
+            failure = error
 
         def view() -> dict[str, str]:
+            if isinstance(failure, NetworkTimeoutError):
+                raise failure
             if not made:
                 raise UnsupportedError(
                     f"NVSHMEM could not make a block of {nbytes} bytes on {device}: expected memory, got this error: "
@@ -151,9 +165,9 @@ class NvshmemMemory(Blocks):
             exchange, kind="nvshmem-block", rank=rank, world_size=world_size, schema={}, prepare=view,
             accept=lambda peers: None,
         )  # fmt: skip
-        return cls(*made[0], rank=rank, ranks_per_node=ranks_per_node)
+        return cls(*made[0], rank=rank, ranks_per_node=ranks_per_node, timeout=timeout)
 
-    def __init__(self, local: Tensor, handle: Any, *, rank: int, ranks_per_node: int) -> None:
+    def __init__(self, local: Tensor, handle: Any, *, rank: int, ranks_per_node: int, timeout: float) -> None:
         """Wrap a block and its rendezvous handle; :meth:`create` is what makes them."""
         node = rank // ranks_per_node
         blocks: list[Tensor | None] = [
@@ -163,17 +177,29 @@ class NvshmemMemory(Blocks):
         blocks[rank] = local
         super().__init__(rank, blocks)
         self._handle: Any = handle
+        self._node, self._seconds = node, max(timeout, _CLOSE_SECONDS)
 
     def close(self) -> None:
         """Let go of all blocks; waits for this device's kernels, for no peer. Safe to call twice.
 
         The memory stays allocated until the process ends: its release would be collective (see the top of this file).
         Puts that are still under way to this rank do no harm.
+
+        Raises:
+            NetworkTimeoutError: kernels are still under way after a minute, or after the timeout if that is longer.
+                What they use is kept for as long as the process lives.
         """
-        if self._handle is not None:
-            torch.cuda.synchronize(self.local.device)
-        super().close()
-        self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            wait = partial(torch.cuda.synchronize, self.local.device)
+            try:
+                within(self._seconds, _KERNELS, wait, rank=self.rank, node=self._node, kills=False)
+            except NetworkTimeoutError:
+                for used in (handle, self.pointers):
+                    _keep(used)
+                raise
+            finally:
+                super().close()
 
 
 def device_library() -> str:
@@ -293,6 +319,7 @@ def _allocate(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, An
     module = symmetric_memory_module()
     quiet = nullcontext() if _MULTICAST_OFF in os.environ else without_multicast(_MULTICAST_OFF)
     with torch.cuda.device(device), quiet:
+        torch.cuda.synchronize(device)  # gives this thread the device's context, which NVSHMEM asks for
         block: Tensor = module._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         _keep(block)
         block.zero_()
@@ -300,6 +327,6 @@ def _allocate(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, An
         return block, module.rendezvous(block, group)
 
 
-def _keep(block: Tensor) -> None:
-    """Never release ``block``, not even when the interpreter ends."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
+def _keep(used: object) -> None:
+    """Never release ``used``, a block for example, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(used))

@@ -65,7 +65,10 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> Buil
     with setting_up(world):
         address, identity = world.probe_server.address, secrets.token_hex(8)
         agreement = agree(world, config, address, identity, layout=layout_digest(config))
-        detector = FailureDetector(rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses)
+        detector = FailureDetector(
+            rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses,
+            ranks_per_node=config.node_size if config.node_size < config.world_size else None,
+        )  # fmt: skip
         transport = _transport(config, device, world, agreement, detector)
     return Built(transport, agreement.identity, detector)
 
@@ -106,8 +109,9 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
         group = world.group if world.group is not None else Members(world.rank, world.world_size, world.store, name)
         if config.node_size < config.world_size:
             return NvshmemMemory.create(
-                nbytes, device=device, group=group, ranks_per_node=config.node_size, exchange=exchange
-            )
+                nbytes, device=device, group=group, ranks_per_node=config.node_size, exchange=exchange,
+                timeout=config.timeout,
+            )  # fmt: skip
         return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
     return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
 

@@ -152,7 +152,7 @@ class GroupWire:
 
     def abandon(self, failure: Failure) -> PeerTimeoutError:
         """Report ``failure`` to the peers, which look at reports while they wait, and poison this rank."""
-        error = (self._detector.declare(failure) if self.shared else failure).error(self._world.rank)
+        error = self._named(self._detector.declare(failure) if self.shared else failure)
         self._poison(error)
         return error
 
@@ -178,7 +178,7 @@ class GroupWire:
 
     def _raise_poison(self) -> None:
         if self._error is None and self._detector.reported is not None:
-            self._error = self._detector.reported.error(self._world.rank)
+            self._error = self._named(self._detector.reported)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -221,7 +221,7 @@ class GroupWire:
             raise
         except BaseException:
             if not self._settled:
-                self._poison(self._detector.admit(phase, call).error(self._world.rank))
+                self._poison(self._named(self._detector.admit(phase, call)))
             raise
 
     def _drive(self, call: int, phase: Phase, steps: Steps[R] | None, deadline: float) -> list[R]:
@@ -372,7 +372,11 @@ class GroupWire:
 
     def _blame(self, call: int, phase: Phase) -> PeerError:
         """Find the rank at fault, report it to the peers and poison this communicator."""
-        return self._poison(self._detector.blame(phase, call).error(self._world.rank))
+        return self._poison(self._named(self._detector.blame(phase, call)))
+
+    def _named(self, failure: Failure) -> PeerTimeoutError:
+        """Return the error that this rank raises for ``failure``."""
+        return failure.error(self._world.rank, ranks_per_node=self._detector.ranks_per_node)
 
     def _poison(self, error: PeerError) -> PeerError:
         self._error = self._error or error

@@ -326,6 +326,8 @@ class Dispatch:
         if not self.request.host_counts:
             return self.output
         out, config = self.output, self.rank.config
+        if config.node_size < config.world_size:
+            self.rank.synchronize()  # which ends, whatever the network does
         *counted, rows = torch.cat((out.num_recv_per_expert, out.row_offsets[-1:])).tolist()
         if config.layout == "masked":  # its groups have one size, and combine finds rows by it
             return dataclasses.replace(out, host_counts=counted)

@@ -25,6 +25,7 @@ from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.kernels.sync.signals import ep_give_up_kernel
 from moelink.memory import SymmetricMemory, connect
 from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
+from moelink.memory.watchdog import wait_for_device
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 from moelink.transports.symmetric.notes import NotesLayout
@@ -80,8 +81,9 @@ class Rank:
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self._words = memoryview(self.record.numpy())  # type: ignore[arg-type]
         self.errors = ErrorRecord(
-            self.record, self.control, rank=config.rank, me=self.me, world_size=workspace.world_size, detector=detector
-        )
+            self.record, self.control, rank=config.rank, me=self.me, world_size=workspace.world_size, detector=detector,
+            ranks_per_node=workspace.node_size if workspace.inter_node_ranks else None,
+        )  # fmt: skip
         # For the latest dispatch only: the scale kernel reads it before the next dispatch begins
         # (``kernels.dispatch.scales``).
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
@@ -221,11 +223,14 @@ class Rank:
         beside = torch.cuda.Stream(self.device)  # launches of the call may wait on the others
         with torch.cuda.device(self.device), torch.cuda.stream(beside):
             self.launcher.launch(kernel, lambda _: (), numbers)
-        beside.synchronize()
+        if self.workspace.inter_node_ranks:  # the error record of this rank is written before the puts to other nodes
+            wait_for_device(beside.query, lambda: True, self.config.timeout)
+        else:
+            beside.synchronize()
 
     def close(self) -> None:
         """Release the block, after all calls under way unless the communicator is poisoned."""
-        if not self.poisoned:
+        if not self.poisoned and not self.workspace.inter_node_ranks:  # between nodes the memory waits, with a limit
             self.synchronize()
         SM_BUDGET.release(self)
         try:
@@ -239,11 +244,26 @@ class Rank:
             self._plans = {}
 
     def synchronize(self) -> None:
-        """Make the host wait for this rank's kernels."""
-        if self.stream is not None:
-            self.stream.synchronize()
-            if self._latest is not None:
-                self._latest.synchronize()
+        """Make the host wait for this rank's kernels.
+
+        Between nodes, where a put may wait inside NVSHMEM for ever, it waits only for the timeout once a failure is
+        known.
+
+        Raises:
+            PeerTimeoutError: a peer has reported a failure, and this rank's kernels did not end after that.
+        """
+        streams = [stream for stream in (self.stream, self._latest) if stream is not None]
+        for stream in streams:
+            if not self.workspace.inter_node_ranks:
+                stream.synchronize()
+            elif not wait_for_device(stream.query, self._has_failed, self.config.timeout) and not self.poisoned:
+                reported = self.errors.reported
+                assert reported is not None
+                raise reported.with_traceback(None)
+
+    def _has_failed(self) -> bool:
+        """Return whether a failure is known, here or at a peer that reported it."""
+        return self.poisoned or self.errors.reported is not None
 
     @property
     def poisoned(self) -> bool:

@@ -273,7 +273,7 @@ class SymmetricTransport:
         """
         if self._detector is not None and self.ranks[0].config.mode == "alltoall":
             failure = self._detector.declare(failure)
-        error = failure.error(self.ranks[0].config.rank)
+        error = self.ranks[0].errors.of(failure)
         for rank in self.ranks:
             rank.errors.keep(error)
             rank.give_up(failure)
