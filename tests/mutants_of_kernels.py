@@ -257,7 +257,7 @@ DISPATCH = (
            "self.request.y.shape[:-1].numel()", "self.request.y.shape[-2]",
            "test_masked.py::test_rows_that_do_not_fit_their_expert_are_dropped_and_counted[symmetric]"),
     Mutant("masked: exact rows are cut", "transports/symmetric/dispatch.py",
-           'if config.layout == "masked":  # its', "if False:  # its",
+           "if config.rows_by_group:  # combine", "if False:  # combine",
            "test_masked.py::test_every_form_of_a_call_equals_the_expert_layout[symmetric]"),
     Mutant("masked: quick calls take rows of another call's size", "transports/symmetric/quick.py",
            "return received.plan, y.shape, y.dtype, received", "return received.plan.fused.num_tokens, y.shape, y.dtype, received",
