@@ -116,8 +116,8 @@ SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
 """Formats that are received as another one is: only what sends them is compiled."""
 
 PARTS = ("kernels", "variants", "scales", "home", "in_place")
-"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats; layout
-"rank", copied and with ``zero_copy``."""
+"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats; and
+layout "rank", copied and with ``zero_copy``."""
 
 
 def kernels(part):
