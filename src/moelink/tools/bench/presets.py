@@ -28,6 +28,7 @@ class Case:
         num_sms: SMs that moelink may use, or None for all.
         layout: of received rows: "expert", or "rank", one per (token, rank), whose slots the experts' side has
             summed before combine.
+        zero_copy: rows of layout "rank" stay in the workspace, as FlashInfer's do; dispatch and combine then alternate.
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class Case:
     distribution: Distribution = "uniform"
     num_sms: int | None = None
     layout: Layout = "expert"
+    zero_copy: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -46,6 +48,8 @@ class Case:
             raise ConfigError("topk", f"at most num_experts = {self.num_experts}", self.topk)
         if self.layout not in LAYOUTS:
             raise ConfigError("layout", f"{' or '.join(LAYOUTS)} in a benchmark", self.layout)
+        if self.zero_copy and self.layout != "rank":
+            raise ConfigError("zero_copy", f"False with layout={self.layout!r}", self.zero_copy)
         if self.distribution not in get_args(Distribution):
             raise ConfigError("distribution", " or ".join(get_args(Distribution)), self.distribution)
 
@@ -58,7 +62,7 @@ class Case:
         if self.num_sms is not None:
             words.append(f"{self.num_sms} SMs")
         if self.layout != "expert":
-            words.append(f"by {self.layout}")
+            words.append(f"by {self.layout}" + ", views" * self.zero_copy)
         return ", ".join(words)
 
     def ep_config(self, rank: int, world_size: int) -> EPConfig:
@@ -66,7 +70,7 @@ class Case:
         return EPConfig(
             num_experts=self.num_experts, topk=self.topk, hidden_size=self.hidden_size,
             max_tokens_per_rank=self.tokens, dispatch_format=self.format, num_sms=self.num_sms,
-            layout=self.layout, world_size=world_size, rank=rank,
+            layout=self.layout, zero_copy=self.zero_copy, world_size=world_size, rank=rank,
         )  # fmt: skip
 
 
@@ -159,7 +163,9 @@ def _sms() -> tuple[Case, ...]:
 
 
 def _layouts() -> tuple[Case, ...]:
-    return tuple(Case(tokens=tokens, layout=layout) for tokens in (1, 32, 128, 512, 4096) for layout in LAYOUTS)
+    sizes = (1, 32, 128, 512, 4096)
+    copied = (Case(tokens=tokens, layout=layout) for tokens in sizes for layout in LAYOUTS)
+    return (*copied, *(Case(tokens=tokens, layout="rank", zero_copy=True) for tokens in sizes))
 
 
 def _smoke() -> tuple[Case, ...]:
@@ -217,7 +223,7 @@ def make_plan(
     if fields:
         cases = tuple(dataclasses.replace(case, **fields) for case in cases)  # type: ignore[arg-type]
     if layout is not None:
-        cases = tuple(dataclasses.replace(case, layout=layout) for case in cases)
+        cases = tuple(dataclasses.replace(c, layout=layout, zero_copy=c.zero_copy and layout == "rank") for c in cases)
     if formats:
         cases = tuple(dataclasses.replace(case, format=name) for name in formats for case in cases)
     if tokens:
