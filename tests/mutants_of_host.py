@@ -66,7 +66,7 @@ CALLS = (
            "            first_id=static.first_id,\n", "",
            "test_counts.py::test_operators_count_global_ids"),
     Mutant("rows in the workspace may be read one call too long", "lease.py",
-           "if self._call != self._count.calls or", "if self._call < self._count.calls - 1 or",
+           "return self._call != self._count.calls or", "return self._call < self._count.calls - 1 or",
            "test_zero_copy.py::test_rows_end_with_the_next_call[collective]"),
     Mutant("rows of an earlier dispatch are combined", "lease.py",
            "return self._dispatch == self._count.dispatches and", "return self._dispatch <= self._count.dispatches and",

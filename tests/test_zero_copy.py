@@ -163,6 +163,8 @@ def test_rows_end_with_the_next_call(name):
             moelink.ExpiredRowsError, match="recv.tokens: expected rows to be read before the next call"
         ):
             first.tokens  # noqa: B018 - to look at it is what is refused
+        assert "tokens=" not in repr(first)
+        assert "tokens=" in repr(second)
         with pytest.raises(moelink.ExpiredRowsError, match="the lane's latest dispatch, got those of an earlier one"):
             ep.combine(y, first)
         with pytest.raises(moelink.ExpiredRowsError):
@@ -192,6 +194,8 @@ def test_a_closed_communicator_unmaps_its_block():
 
 def test_autograd_notices_rows_that_have_ended():
     with moelink.init(**SMALL, transport="symmetric", device="cpu") as ep:
+        with torch.inference_mode():  # views that are made here are those of later calls, too
+            ep.dispatch(X, IDS)
         weight = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
         for ends in (False, True):
             loss = (ep.dispatch(X, IDS).tokens[0, :3] * weight).sum()

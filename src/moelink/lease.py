@@ -102,13 +102,18 @@ class RowsInPlace:
         """Whether no later dispatch has begun."""
         return self._dispatch == self._count.dispatches and not self._count.closed
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether another call has begun, or the communicator is closed."""
+        return self._call != self._count.calls or self._count.closed
+
     def field(self, name: str) -> Tensor | None:
         """Return tokens or scales.
 
         Raises:
-            ExpiredRowsError: another call has begun, or the communicator is closed.
+            ExpiredRowsError: their time has ended.
         """
-        if self._call != self._count.calls or self._count.closed:
+        if self.has_ended:
             got = "a closed communicator" if self._count.closed else "a look at them after it"
             raise ExpiredRowsError(f"recv.{name}", "rows to be read before the next call of their lane", got)
         return self.views.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -242,6 +242,13 @@ class DispatchOutput:
         value = self.__dict__[name] = source.field(name)
         return value
 
+    def __repr__(self) -> str:
+        """All fields but the handle, and but rows that have ended."""
+        rows = self.rows_in_place
+        ended = IN_PLACE if rows is not None and rows.has_ended else ()
+        shown = (each.name for each in fields(self) if each.repr and each.name not in ended)
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
     @property
     def rows_in_place(self) -> RowsInPlace | None:
         """With ``zero_copy``, what holds tokens and scales until the next call; else None."""
@@ -367,29 +374,29 @@ class OutputShape:
 
         ``rows``: tokens and scales that are there already, and stay where they are.
         """
-        fields: dict[str, Any] = {"handle": handle, **self.absent}
+        made_of: dict[str, Any] = {"handle": handle, **self.absent}
         if rows is not None:
-            fields["_rows"] = rows
-            fields.pop("scales", None)
+            made_of["_rows"] = rows
+            made_of.pop("scales", None)
         left = () if rows is None else IN_PLACE
-        fields.update((name, blank.on(device)) for name, blank in self.present if name not in left)
-        return made(DispatchOutput, fields)
+        made_of.update((name, blank.on(device)) for name, blank in self.present if name not in left)
+        return made(DispatchOutput, made_of)
 
 
 _LARGE = frozenset({"tokens", "scales", "topk_ids", "topk_weights"})
 
 
-def replace_fields(output: DispatchOutput, **fields: Any) -> DispatchOutput:
-    """Return ``output`` with other values in ``fields``. Rows that stay where they arrived do so, and are not read."""
-    return made(DispatchOutput, {**output.__dict__, **fields})
+def replace_fields(output: DispatchOutput, **values: Any) -> DispatchOutput:
+    """Return ``output`` with other ``values`` of fields. Rows that stay where they arrived do so, and are not read."""
+    return made(DispatchOutput, {**output.__dict__, **values})
 
 
 def leave_in_place(output: DispatchOutput, count: CallCount) -> DispatchOutput:
     """Return ``output`` with tokens and scales that may be read until the next call that ``count`` counts."""
-    fields = dict(output.__dict__)
-    views = {name: fields.pop(name) for name in IN_PLACE}
+    others = dict(output.__dict__)
+    views = {name: others.pop(name) for name in IN_PLACE}
     rows = RowsInPlace(count, {name: view for name, view in views.items() if view is not None})
-    return made(DispatchOutput, {**fields, "_rows": rows})
+    return made(DispatchOutput, {**others, "_rows": rows})
 
 
 @lru_cache(maxsize=64)

@@ -179,21 +179,27 @@ def expert_factor(expert: Tensor) -> Tensor:
     return torch.exp2((expert % 3 - 1).float()) * (1 - 2 * (expert % 2)).float()
 
 
+def _used(recv: DispatchOutput) -> Tensor:
+    """[world_size, tokens] bool: the rows that hold a token."""
+    assert recv.topk_ids is not None
+    return (recv.topk_ids >= 0).any(2)
+
+
 def compacted(recv: DispatchOutput) -> DispatchOutput:
     """Copy the rows of an output with ``zero_copy`` that hold a token, as layout "rank" has them without it."""
-    used = (recv.topk_ids >= 0).any(2)  # type: ignore[operator]
+    used = _used(recv)
     counts = torch.nn.functional.pad(used.sum(1), (1, 0))
 
     def rows(field: Tensor | None) -> Tensor | None:
         return None if field is None else field.view(torch.uint8)[used].view(field.dtype)
 
-    fields = {name: rows(getattr(recv, name)) for name in (*ROW_FIELDS, "scales")}
+    fields: dict[str, Any] = {name: rows(getattr(recv, name)) for name in (*ROW_FIELDS, "scales")}
     return dataclasses.replace(recv, row_offsets=counts.cumsum(0).int(), **fields)
 
 
 def spread(y: Tensor, recv: DispatchOutput) -> Tensor:
     """Return [world_size, tokens, hidden_size] with ``y`` where :func:`compacted` took rows from, and NaN elsewhere."""
-    used = (recv.topk_ids >= 0).any(2)  # type: ignore[operator]
+    used = _used(recv)
     out = torch.full((*used.shape, y.shape[1]), torch.nan, dtype=y.dtype, device=y.device)
     out[used] = y
     return out

@@ -217,13 +217,13 @@ class Rank:
 
     def rows_in_place(self, rows: int) -> dict[str, Tensor]:
         """Return views of the tokens and scales of up to ``rows`` messages of each source, by field of an output."""
-        config, message = self.config, self.workspace.message
-        messages = self.workspace.regions["messages"].view(self.memory.local)[:, :rows]
-        fmt, views = config.format, {}
-        for field, part, dtype in (("tokens", "payload", fmt.payload_dtype), ("scales", "scales", fmt.scale_dtype)):
-            if dtype is not None:
-                region = message[part]
-                views[field] = messages[:, :, region.offset : region.end].view(dtype)
+        fmt, message, views = self.config.format, self.workspace.message, {}
+        with torch.inference_mode(False):  # later calls, in any mode, return the same views
+            messages = self.workspace.regions["messages"].view(self.memory.local)[:, :rows]
+            for field, part, dtype in (("tokens", "payload", fmt.payload_dtype), ("scales", "scales", fmt.scale_dtype)):
+                if dtype is not None:
+                    region = message[part]
+                    views[field] = messages[:, :, region.offset : region.end].view(dtype)
         assert self.calls is not None
         return self.calls.keep(views)
 

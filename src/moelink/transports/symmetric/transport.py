@@ -330,7 +330,7 @@ class SymmetricTransport:
             rows = dispatch.output.tokens.shape[:-1]
             y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
             combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
-            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive):
+            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive, rank.spoil_rows):
                 call()
             for pass_ in (combine.send_and_receive, combine.send, combine.receive):
                 pass_(combine.passes[0])
