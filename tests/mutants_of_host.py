@@ -80,7 +80,7 @@ CALLS = (
     Mutant("rows of a bound dispatch have ended when it returns", "transports/symmetric/transport.py",
            "            rows.renew()\n", "",
            "test_zero_copy.py::test_every_form_of_a_call_equals_the_copying_one[symmetric]"),
-    Mutant("zero_copy: a message that does not fit is another source's", "transports/collective/plan.py",
+    Mutant("zero_copy: of messages that do not fit one is kept", "transports/collective/plan.py",
            "torch.where(slot < capacity, starts", "torch.where(slot <= capacity, starts",
            "test_zero_copy.py::test_rows_that_do_not_fit_max_tokens_are_dropped_and_counted[collective]"),
     Mutant("weights that are left to the experts count twice", "transports/base.py",
