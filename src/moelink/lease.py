@@ -29,7 +29,8 @@ that is not the latest: most likely its experts read rows of the later one. A co
 as it reads nothing but the caller's ``y``. Autograd notices too: a tensor that it saved is an older version of the
 block's memory (:func:`torch.autograd.graph.increment_version`).
 
-What the host cannot see: tensors that were taken from an output before, and replays of a CUDA graph. With
+What the host cannot see: tensors that were taken from an output before, and replays of a CUDA graph, which neither end
+rows nor bring new ones as far as the host knows. Whoever reads rows beside a graph takes the views at capture. With
 MOELINK_DEBUG=1 the begin of the next call fills the rows with ones (NaN in bf16, fp32 and fp8), on the device, so in
 replays, too (:mod:`moelink.kernels.dispatch.spoil`).
 """
