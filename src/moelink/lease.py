@@ -37,6 +37,8 @@ replays, too (:mod:`moelink.kernels.dispatch.spoil`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ class CallCount:
         self.calls = self.dispatches = 0
         self.closed = False
         self._memory = memory
-        self._views: list[dict[str, Tensor]] = []
+        self._views: dict[int, dict[str, Tensor]] = {}
 
     def begin(self, phase: str) -> None:
         """Begin a call of ``phase``, which ends the rows of the dispatch before."""
@@ -69,15 +71,17 @@ class CallCount:
         if self._memory is not None:
             torch.autograd.graph.increment_version(self._memory)
 
-    def keep(self, views: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``views``, which :meth:`close` empties: a view keeps a closed communicator's block mapped."""
-        self._views.append(views)
-        return views
+    def views(self, rows: int, make: Callable[[int], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the views of up to ``rows`` rows of each source, made once. :meth:`close` empties them, because a view
+        keeps a closed communicator's block mapped."""
+        if rows not in self._views:
+            self._views[rows] = make(rows)
+        return self._views[rows]
 
     def close(self) -> None:
         """Let go of the block."""
         self.closed, self._memory = True, None
-        for views in self._views:
+        for views in self._views.values():
             views.clear()
 
 

@@ -11,8 +11,8 @@ what both do (:func:`receive_by`).
 Once all CTAs have read what they need the call is counted as received. The next launch grants credit to every source,
 which may then overwrite its messages (``kernels.sync.credit``). Where rows stay in the messages (S.IN_PLACE) only
 headers are read here, and the caller reads the rows until that launch (``moelink.lease``). A source that is a call
-ahead waits for that credit. A
-source that is behind has not sent its counts yet, so this rank waits for it. So no call overtakes another.
+ahead waits for that credit. A source that is behind has not sent its counts yet, so this rank waits for it. So no call
+overtakes another.
 
 The row of a pair is the start of its group (sizes rounded up to S.ROW_ALIGNMENT, or with S.MASKED all the same) + the
 rows that lower source ranks send to that expert + the pair's position, which came with the message. Hence source ranks

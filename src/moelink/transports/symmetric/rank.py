@@ -217,6 +217,11 @@ class Rank:
 
     def rows_in_place(self, rows: int) -> dict[str, Tensor]:
         """Return views of the tokens and scales of up to ``rows`` messages of each source, by field of an output."""
+        assert self.calls is not None
+        return self.calls.views(rows, self._views_of)
+
+    def _views_of(self, rows: int) -> dict[str, Tensor]:
+        """Make these views."""
         fmt, message, views = self.config.format, self.workspace.message, {}
         with torch.inference_mode(False):  # later calls, in any mode, return the same views
             messages = self.workspace.regions["messages"].view(self.memory.local)[:, :rows]
@@ -224,8 +229,7 @@ class Rank:
                 if dtype is not None:
                     region = message[part]
                     views[field] = messages[:, :, region.offset : region.end].view(dtype)
-        assert self.calls is not None
-        return self.calls.keep(views)
+        return views
 
     def spoiling(self) -> tuple[Any, ...]:
         """Return the arguments of the launch that overwrites rows which the launch after it ends."""
