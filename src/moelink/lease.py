@@ -2,8 +2,8 @@
 
 With ``zero_copy`` the receiver of a dispatch copies no row. ``tokens`` and ``scales`` of the output are views of the
 region ``messages`` of this rank's own block (:mod:`moelink.memory.workspace`): group s, row i is message slot i of
-source rank s. Rows of a message follow one another at ``message_bytes``, a multiple of 128, so views are strided, and
-every row begins on a cache line. A kernel that reads rows by index, such as a gather GEMM, reads them where they are.
+source rank s. Rows follow one another at ``message_bytes``, a multiple of 128, so views are strided, and every row
+begins on a cache line of a device. A kernel that reads rows by index, such as a gather GEMM, reads them where they are.
 
 Who writes, who waits, and why no peer overwrites rows that are still in use:
 
