@@ -48,6 +48,8 @@ def records_of(kernel):
         "peers": records.Peers, "notes": records.RoutingNotes, "cached": records.CachedRouting,
         **{name: getattr(records, phase + name.title()) for name in ("inputs", "outputs", "numbers")},
     }  # fmt: skip
+    if "spoil" in kernel.__name__:
+        known["numbers"] = records.CreditNumbers
     return {
         name: known.get(name, "*u8" if name == "scales_out" else "*i32") for name in kernel.arg_names if name != "S"
     }
@@ -113,8 +115,9 @@ def bare_loads(ttir):
 SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
 """Formats that are received as another one is: only what sends them is compiled."""
 
-PARTS = ("kernels", "variants", "scales", "home")
-"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats."""
+PARTS = ("kernels", "variants", "scales", "home", "in_place")
+"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats; and
+layout "rank", copied and with ``zero_copy``."""
 
 
 def kernels(part):
@@ -125,6 +128,7 @@ def kernels(part):
     from moelink.kernels.combine import kernel as combine
     from moelink.kernels.dispatch import kernel as dispatch
     from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
+    from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
     from moelink.kernels.launch.constants import combine_spec, dispatch_spec
     from moelink.memory.workspace import Workspace
 
@@ -137,6 +141,16 @@ def kernels(part):
                 spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
                 yield f"combine_async-{fmt}-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
                 yield f"combine_wait-{fmt}-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+        return
+    if part == "in_place":
+        for name, more in (("copied", {}), ("in_place", {"zero_copy": True})):
+            fields = {**shape, "dispatch_format": "fp8_block128", "layout": "rank", **more}
+            workspace = Workspace(moelink.EPConfig(**fields))
+            spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
+            yield f"dispatch_wait-{name}", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
+            cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
+            yield f"dispatch_wait_cached-{name}", dispatch.ep_dispatch_wait_kernel, cached, "*bf16"
+        yield "spoil_rows", ep_spoil_rows_kernel, spec, "*bf16"
         return
     for fmt in ("fp8_block128",) if part == "kernels" else ("bf16", "fp8_block128", "nvfp4", *SENT_OTHERWISE):
         workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))
@@ -196,6 +210,7 @@ def main(target, part, prefix=""):
                 line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line
             ),
             "bare_loads": bare_loads(binary.asm["ttir"]),
+            "instructions": len(re.findall(r"^\s+(?:@!?%?\w+ )?[a-z][\w.:]*.*;", text, re.M)),
             "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
         }), flush=True)  # fmt: skip
 

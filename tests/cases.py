@@ -7,7 +7,7 @@ oracle over all ranks and compares what the ranks returned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,13 @@ class Result:
         """Of what dispatch and combine returned."""
         return cls({name: Packed.of(getattr(recv, name)) for name in (*FIELDS, PER_EXPERT)}, Packed.of(out))
 
+    @classmethod
+    def around(cls, recv: moelink.DispatchOutput, combine: Callable[[], torch.Tensor]) -> Result:
+        """Of what dispatch returned and ``combine`` returns. Rows are read after it, unless they end with it."""
+        if recv.rows_in_place is None:
+            return cls.of(recv, combine())
+        return dataclasses.replace(cls.of(recv, torch.empty(0)), combined=Packed.of(combine()))
+
 
 def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
     """One dispatch and one combine of ``case`` on this rank."""
@@ -185,15 +192,19 @@ def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
     x, ids, weights = (t.to(ep.device) for t in (data.x, data.topk_ids, data.topk_weights))
     recv = ep.dispatch(x, ids, weights if case.travel else None)
     shared = case.shared_rows(rank)
-    out = ep.combine(
-        case.expert_rows(rank, *recv.tokens.shape[:-1]).to(ep.device),
-        recv,
-        weights if case.weights == "combine" else None,
-        reduce=case.reduce,
-        shared=None if shared is None else shared.to(ep.device),
-        weigh=case.weights != "left",
-    )
-    return Result.of(recv, out)
+    y = case.expert_rows(rank, *recv.tokens.shape[:-1]).to(ep.device)
+
+    def combine() -> torch.Tensor:
+        return ep.combine(
+            y,
+            recv,
+            weights if case.weights == "combine" else None,
+            reduce=case.reduce,
+            shared=None if shared is None else shared.to(ep.device),
+            weigh=case.weights != "left",
+        )
+
+    return Result.around(recv, combine)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case], options: dict[str, Any] | None = None) -> list[Result]:
@@ -260,8 +271,7 @@ def defined_rows(expected: reference.ReferenceRows, rows: torch.Tensor) -> torch
     """The rows of a field that the layout defines."""
     if expected.src_info.dim() == 2:
         return rows[: expected.num_rows]
-    used = used_rows(expected.num_recv_per_expert, expected.src_info.shape[1])
-    return bits_of(rows)[used].view(rows.dtype)
+    return bits_of(rows)[expected.src_info[:, :, 0] >= 0].view(rows.dtype)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,8 +291,8 @@ def rows_of_scales(scales: torch.Tensor, size: int) -> torch.Tensor:
 def defined_scales(expected: reference.ReferenceRows, scales: torch.Tensor) -> torch.Tensor:
     """The part of a scale tensor that the layout defines, in a comparable form."""
     if expected.src_info.dim() == 3:
-        used = used_rows(expected.num_recv_per_expert, expected.src_info.shape[1])
-        return rows_of_scales(scales, used.shape[1])[used]
+        used = expected.src_info[:, :, 0] >= 0
+        return (rows_of_scales(scales, used.shape[1]) if expected.topk_ids is None else bits_of(scales))[used]
     raw = scales.contiguous().view(torch.uint8)
     if scales.dim() == 5:
         offsets, block_offsets = expected.row_offsets.tolist(), expected.scales_offsets.tolist()

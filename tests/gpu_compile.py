@@ -153,10 +153,11 @@ def compile_kernel(kernel: Kernel) -> None:
 def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     """A dispatch and a combine of one token on a rank that has no peers."""
     fields = dict(kernel.fields)
-    masked = fields.get("layout") == "masked"
-    fields |= {"rows_per_expert": MASKED_ROWS} if masked else {"capacity": 1}
+    masked, stay = fields.get("layout") == "masked", fields.get("zero_copy", False)
+    fields |= {"rows_per_expert": MASKED_ROWS} if masked else {} if stay else {"capacity": 1}
     config = moelink.EPConfig(**fields, world_size=kernel.world_size)
-    memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), 1 << 20)
+    nbytes = Workspace(config).nbytes if stay else 1 << 20  # rows that stay are views of the whole block
+    memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), nbytes)
     rank = Rank(config, memory[0], Workspace(config))
     rank.network.load = lambda compiled: None  # what carries puts is started with the first communicator
     usual = {"fp32": torch.float32, "fp64": torch.float64}.get(config.dispatch_format, torch.bfloat16)
@@ -166,6 +167,6 @@ def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     x = zeros(1, config.hidden_size, dtype=kernel.input_dtype or usual)
     ids = zeros(1, config.topk, dtype=kernel.id_dtype)
     dispatch = Dispatch(rank, DispatchRequest(x, ids, given["dispatch"]), "compile")
-    groups = (config.num_groups,) * masked
+    groups = (config.num_groups,) * config.rows_by_group
     y = zeros(*groups, config.row_capacity, config.hidden_size, dtype=config.combine_dtype)
     return dispatch, Combine(rank, CombineRequest(y, dispatch.output, given["combine"]))

@@ -41,8 +41,8 @@ class Small(Case):
     tokens: tuple[int, ...] = (3, 2)
     salt: int = 0
 
-    def expert_rows(self, rank: int, rows: int) -> torch.Tensor:
-        return super().expert_rows(rank + 7 * self.salt, rows)
+    def expert_rows(self, rank: int, *rows: int) -> torch.Tensor:
+        return super().expert_rows(rank + 7 * self.salt, *rows)
 
     def data(self, rank: int) -> Any:
         data = super().data(rank)

@@ -225,8 +225,8 @@ def test_a_red_document_has_no_figure() -> None:
     assert not {"rows", "cases", "ceiling", "verdicts"} & set(document)
 
 
-def one_rank_case(fmt: str, layout: str) -> tuple[Case, Batch]:
-    case = dataclasses.replace(SMALL, format=fmt, hidden_size=256, layout=layout)
+def one_rank_case(fmt: str, layout: str, zero_copy: bool = False) -> tuple[Case, Batch]:
+    case = dataclasses.replace(SMALL, format=fmt, hidden_size=256, layout=layout, zero_copy=zero_copy)
     return case, rank_batch(case, seed=3, rank=0, copy=0, world_size=1, device=CPU)
 
 
@@ -239,7 +239,7 @@ class Spoiled:
     def dispatch(self, *args: object) -> moelink.DispatchOutput:
         recv = self._ep.dispatch(*args)
         if self._phase == "dispatch":
-            recv.src_info[0, 1] += 1
+            recv.src_info.view(-1)[1] += 1
         return recv
 
     def combine(self, *args: object) -> torch.Tensor:
@@ -250,12 +250,14 @@ class Spoiled:
         self._ep.check()
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("layout", ["expert", "rank", pytest.param("views", marks=pytest.mark.quick("other rows"))])
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block128", "nvfp4"])
 def test_the_gate_accepts_what_is_right_and_names_what_is_not(fmt: str, layout: str) -> None:
-    case, batch = one_rank_case(fmt, layout)
+    views = layout == "views"
+    layout = "rank" if views else layout
+    case, batch = one_rank_case(fmt, layout, views)
     sizes = {"num_experts": 6, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 4, "dispatch_format": fmt}
-    sizes["layout"] = layout
+    sizes |= {"layout": layout, "zero_copy": views}
     with moelink.init(**sizes, transport="collective") as ep:
         check = {"batch": batch, "case": case, "rank": 0, "world_size": 1}
         assert check_transports({"one": ep, "two": ep}, **check) == ""

@@ -241,9 +241,11 @@ def test_presets() -> None:
     assert {case.distribution for case in PRESETS["skew"]()} == {"uniform", "zipf", "one-rank"}
     assert {case.num_sms for case in PRESETS["sms"]()} >= {8, 64, None}
     by_layout = [
-        [case.tokens for case in PRESETS["layouts"]() if case.layout == layout] for layout in ("expert", "rank")
+        [case.tokens for case in PRESETS["layouts"]() if (case.layout, case.zero_copy) == (layout, views)]
+        for layout, views in (("expert", False), ("rank", False), ("rank", True))
     ]
-    assert by_layout[0] == by_layout[1]
+    assert by_layout[0] == by_layout[1] == by_layout[2]
+    assert Case(tokens=3, layout="rank", zero_copy=True).label == "3 tokens, fp8_block128, by rank, views"
     assert Case(tokens=3, layout="rank", num_sms=8).label == "3 tokens, fp8_block128, 8 SMs, by rank"
     assert {case.layout for case in make_plan("decode", ranks=2, device="cuda", layout="rank").cases} == {"rank"}
     for name in PRESETS:

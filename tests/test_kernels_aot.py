@@ -82,6 +82,23 @@ def test_rows_in_a_combine_format(prefix, count):
         assert ops.get(wide, 0) > 0, f"{name}: {ops}"
 
 
+@pytest.mark.parametrize("prefix, count", [("dispatch_wait-", 2), ("", 5)], ids=["one", "all"])
+def test_rows_in_place_are_neither_read_nor_stored(prefix, count):
+    """The receiver with ``zero_copy`` has fewer instructions than the one that copies, and none of 16 bytes that
+    loads."""
+    kernels = {kernel["name"]: kernel for kernel in compiled("sm_90", "in_place", prefix)}
+    assert len(kernels) == count
+    for name, kernel in kernels.items():
+        assert kernel["local"] == 0, f"{name} spills"
+        assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
+        assert name == "spoil_rows" or any(".acquire" in op for op in kernel["ops"]), name
+        assert ("ld.global.v4.b32" in kernel["ops"]) == name.endswith("-copied"), f"{name}: {kernel['ops']}"
+        if name.endswith("-in_place"):
+            copied = kernels[name.replace("-in_place", "-copied")]
+            assert kernel["instructions"] < copied["instructions"], name
+            assert kernel["bare_loads"] == 0 < copied["bare_loads"], f"{name} loads rows"
+
+
 def test_scales_are_laid_out_in_whole_lines():
     """Columns by warps of 32 neighbours, 4 bytes each, as groups begin at any row; words of tiles 16 bytes a thread."""
     widths = {"scale_layout-fp8_block128": "st.global.b32", "scale_layout-nvfp4": "st.global.v4.b32"}

@@ -20,7 +20,7 @@ ROOMS = (
     "errors", "env", "arith", "version",
     "formats",
     "memory",
-    "routing", "hooks", "levels", "config", "output",
+    "routing", "hooks", "levels", "config", "lease", "output",
     "control",
     "kernels",
     "transports",

@@ -30,6 +30,7 @@ def config(**changes):
         "num_experts": 4, "topk": 2, "hidden_size": 2, "max_tokens_per_rank": 3, "world_size": 2, "mode": "alltoall",
         "dispatch_format": "bf16", "combine_dtype": torch.bfloat16, "layout": "expert", "expert_alignment": 1,
         "capacity": None, "pre_reduce": True, "fused_shared_expert": False, "global_ids": False, "combine_format": None,
+        "zero_copy": False,
     }  # fmt: skip
     assert set(changes) <= set(fields)
     return SimpleNamespace(**(fields | changes))
@@ -297,6 +298,26 @@ def test_layout_rank_sums_weighted_rows_over_ranks():
     outs = reference_combine(settings, [y.bfloat16() for y in ys], rows, IDS)
     assert outs[0].tolist() == [[260], [2], [20]]  # 259 lies between 258 and 260
     assert outs[1].tolist() == [[33], [4]]
+
+
+def test_rows_in_place_are_in_groups_of_one_size():
+    """Of 3 rows; and with room for one row of a source's on rank 1."""
+    xs = [x[:, :1].contiguous() for x in XS]
+    first, second = reference_dispatch(config(layout="rank", hidden_size=1, zero_copy=True), xs, IDS, WEIGHTS)
+    assert first.row_offsets.tolist() == second.row_offsets.tolist() == [0, 3, 6]
+    assert first.tokens[:, :, 0].tolist() == [[1, 2, 0], [11, 12, 0]]
+    assert first.topk_ids.tolist() == [[[0, -1], [1, 0], [-1, -1]], [[-1, 0], [0, 0], [-1, -1]]]
+    assert second.src_info.tolist() == [[[0, 0, -1], [0, 2, -1], [-1, -1, -1]], [[1, 0, -1], [-1] * 3, [-1] * 3]]
+    assert second.topk_weights[1].tolist() == [[0.125, 0], [0, 0], [0, 0]]
+    assert (int(first.num_recv_tokens), int(second.num_recv_tokens), int(second.overflow)) == (4, 3, 0)
+
+    settings = config(layout="rank", hidden_size=1, zero_copy=True)
+    rows = reference_dispatch(settings, xs, IDS, WEIGHTS, max_tokens=[3, 1])
+    assert rows[1].src_info.tolist() == [[[0, 0, -1]], [[1, 0, -1]]]
+    assert (int(rows[1].num_recv_tokens), int(rows[1].overflow)) == (2, 1)
+    ys = [torch.arange(1.0, 7).bfloat16().view(2, 3, 1), torch.tensor([[[10.0]], [[20]]]).bfloat16()]
+    outs = reference_combine(settings, ys, rows, IDS)
+    assert [out[:, 0].tolist() for out in outs] == [[11, 2, 0], [24, 5]]
 
 
 def test_unreduced_rows_by_slot_and_dropped_rows_are_zero():

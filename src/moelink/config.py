@@ -40,6 +40,8 @@ class MemoryReport:
             from which they are copied (staging of the collective transport, which keeps it between calls).
         wire_recv: the same for what they receive.
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
+        in_place: with ``zero_copy``, bytes of the rows and scales of an output. On the symmetric transport they are a
+            part of ``block`` (no second buffer is needed); the collective transport copies them into tensors.
         block: the symmetric transport's block, in place of ``wire_send`` and ``wire_recv``
             (:class:`moelink.memory.workspace.Workspace`).
         notes: on the symmetric transport, the routing notes of one dispatch, beside ``outputs``, and the number of the
@@ -52,12 +54,13 @@ class MemoryReport:
     outputs: int
     block: int
     notes: int
+    in_place: int = 0
     lanes: int = 1
 
     @property
     def total(self) -> int:
         """Bytes that the collective transport holds."""
-        return self.lanes * (self.wire_send + self.wire_recv + self.outputs)
+        return self.lanes * (self.wire_send + self.wire_recv + self.outputs + self.in_place)
 
     @property
     def symmetric_total(self) -> int:
@@ -93,6 +96,8 @@ class EPConfig:
         pre_reduce: sum a token's rows on the expert's rank before they travel home.
         fused_shared_expert: group 0 is the rank's own tokens.
         global_ids: layout "rank": the ids of an output count over all ranks, not from this rank's first expert.
+        zero_copy: layout "rank": rows and scales of an output stay where they arrived, in the workspace, until the next
+            call (:mod:`moelink.lease`); outputs are [world_size, max_tokens_per_rank, ...].
         mode: "alltoall", or "allreduce" (replicated activations, nothing travels).
         transport: "auto", "collective" or "symmetric".
         ranks_per_node: ranks that can address each other's memory, or None for all of them.
@@ -116,6 +121,7 @@ class EPConfig:
     pre_reduce: bool = True
     fused_shared_expert: bool = False
     global_ids: bool = False
+    zero_copy: bool = False
     mode: Mode = "alltoall"
     transport: TransportName = "auto"
     ranks_per_node: int | None = None
@@ -140,7 +146,7 @@ class EPConfig:
         for name, minimum in (("capacity", 0), ("rows_per_expert", 0), ("ranks_per_node", 1), ("num_sms", 1)):
             if getattr(self, name) is not None:
                 self._integer(name, minimum)
-        for name in ("pre_reduce", "fused_shared_expert", "global_ids"):
+        for name in ("pre_reduce", "fused_shared_expert", "global_ids", "zero_copy"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, "True or False", getattr(self, name))
         for name, choices in (
@@ -192,18 +198,26 @@ class EPConfig:
     def _check_layout(self) -> None:
         """Refuse what a layout does not allow."""
         single = (("fused_shared_expert", False), ("pre_reduce", True), ("expert_alignment", 1))
+        own = (("zero_copy", False),)  # only rows that need no place of their own can stay where they arrived
         allowed: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
-            "expert": ("its output has no ids", (("global_ids", False),)),
+            "expert": ("its rows are grouped by expert, and its output has no ids", (("global_ids", False), *own)),
             "rank": ("its rows are one per token and rank", single),
             "masked": (
                 "its groups have rows_per_expert rows each",
-                (("fused_shared_expert", False), ("expert_alignment", 1), ("capacity", None), ("global_ids", False)),
+                (
+                    ("fused_shared_expert", False),
+                    ("expert_alignment", 1),
+                    ("capacity", None),
+                    ("global_ids", False),
+                    *own,
+                ),  # fmt: skip
             ),
         }
         why, values = allowed[self.layout]
         for name, value in values:
             if getattr(self, name) != value:
                 raise ConfigError(name, f"{value} with layout={self.layout!r} ({why})", getattr(self, name))
+        self._check_zero_copy()
         if self.rows_per_expert is None:
             return
         if self.layout != "masked":
@@ -213,6 +227,19 @@ class EPConfig:
         if self.rows_per_expert % self._rows_multiple:
             expected = f"a multiple of {self._rows_multiple}, as the scales of {self.dispatch_format!r} are laid out"
             raise ConfigError("rows_per_expert", expected, self.rows_per_expert)
+
+    def _check_zero_copy(self) -> None:
+        """Refuse settings in which rows do not stay where they arrived."""
+        if not self.zero_copy:
+            return
+        if self.capacity is not None:
+            expected = "None with zero_copy=True, whose rows stay where they arrived (bound them with max_tokens)"
+            raise ConfigError("capacity", expected, self.capacity)
+        if self.mode != "alltoall":
+            raise ConfigError("mode", "'alltoall' with zero_copy=True (otherwise nothing arrives)", self.mode)
+        if self.node_size < self.world_size:
+            expected = f"None or {self.world_size} with zero_copy=True: a network is told at once that rows were read"
+            raise ConfigError("ranks_per_node", expected, self.ranks_per_node)
 
     def _integer(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
@@ -250,6 +277,11 @@ class EPConfig:
         return self.world_size if self.layout == "rank" else self.num_local_experts + self.fused_shared_expert
 
     @property
+    def rows_by_group(self) -> bool:
+        """Whether the groups of an output have one size, [num_groups, rows, ...]: layout "masked", and zero_copy."""
+        return self.layout == "masked" or self.zero_copy
+
+    @property
     def row_alignment(self) -> int:
         """Rows that group sizes are a multiple of: the least common multiple of ``expert_alignment`` and the format's
         own row multiple (for powers of two, the larger one). 1 where groups are not padded."""
@@ -276,12 +308,13 @@ class EPConfig:
     @property
     def max_rows(self) -> int:
         """Most output rows of a dispatch without ``capacity``: routed, shared and padding rows. Layout "masked": most
-        rows of an expert, as a multiple of what its scales demand."""
+        rows of an expert, as a multiple of what its scales demand. With ``zero_copy``: of a source rank."""
         return self._worst_rows(self.max_tokens_per_rank)
 
     @property
     def row_capacity(self) -> int:
-        """Rows of the dispatch output: ``capacity``, or the worst case. Layout "masked": rows of each expert."""
+        """Rows of the dispatch output: ``capacity``, or the worst case. Layout "masked": rows of each expert; with
+        ``zero_copy`` of each source rank."""
         return self.output_rows()
 
     def output_rows(self, max_tokens: int | None = None) -> int:
@@ -308,6 +341,8 @@ class EPConfig:
     def _worst_rows(self, tokens: int) -> int:
         """Return the most output rows when ranks pass up to ``tokens`` tokens, which under a tracer may be a symbol."""
         received = self._recv_tokens(tokens)
+        if self.zero_copy:
+            return tokens
         if self.layout == "rank":
             return received
         if self.layout == "masked":
@@ -325,8 +360,8 @@ class EPConfig:
 
     @property
     def total_rows(self) -> int:
-        """Rows of an output in all: :attr:`row_capacity`, layout "masked": for each expert."""
-        return self.row_capacity * (self.num_groups if self.layout == "masked" else 1)
+        """Rows of an output in all: :attr:`row_capacity`, for each group where these have one size."""
+        return self.row_capacity * (self.num_groups if self.rows_by_group else 1)
 
     @property
     def most_total_rows(self) -> int:
@@ -334,8 +369,10 @@ class EPConfig:
         return dataclasses.replace(self, rank=0).total_rows
 
     def scale_shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of an output's scales, of ``rows`` rows; layout "masked": of each expert."""
+        """Return the shape of an output's scales, of ``rows`` rows; of each group where these have one size."""
         layout, width = self.format.scale_layout, self.format.scale_width(self.hidden_size)
+        if self.zero_copy:
+            return (self.num_groups, rows, width)
         if self.layout == "rank" or layout is None:
             return (rows, width)
         if self.layout == "masked":
@@ -388,12 +425,18 @@ class EPConfig:
         home = self.max_tokens_per_rank * rows_home * self.home_message_bytes
         back = self.max_recv_tokens * (1 if self.pre_reduce else self.topk) * self.home_message_bytes
         workspace = Workspace(self)
+        in_place = self._bytes_in_place(max_tokens) if self.zero_copy else 0
         return MemoryReport(
             wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
-            outputs=self._dispatch_output_bytes(max_tokens) + tokens * results * self.result_row_bytes,
+            outputs=self._dispatch_output_bytes(max_tokens) - in_place + tokens * results * self.result_row_bytes,
             block=workspace.nbytes, notes=(workspace.note_words(tokens) + self.row_capacity) * 4,
-            lanes=self.lanes,
+            in_place=in_place, lanes=self.lanes,
         )  # fmt: skip
+
+    def _bytes_in_place(self, max_tokens: int | None) -> int:
+        """Return the bytes of the rows and scales of an output that stay where they arrived."""
+        rows, fmt = self.num_groups * self.output_rows(max_tokens), self.format
+        return rows * (fmt.payload_bytes(self.hidden_size) + fmt.scale_bytes(self.hidden_size))
 
     def _dispatch_output_bytes(self, max_tokens: int | None) -> int:
         """Return a lower bound of the bytes that a dispatch with router weights returns
@@ -402,7 +445,7 @@ class EPConfig:
         scales, ranked = 0, self.layout == "rank"
         if fmt.scale_dtype is not None:
             scales = math.prod(self.scale_shape(rows)) * fmt.scale_dtype.itemsize
-        rows *= groups if self.layout == "masked" else 1
+        rows *= groups if self.rows_by_group else 1
         per_row = fmt.payload_bytes(self.hidden_size) + 3 * 4
         per_row += self.topk * (4 + self.weight_dtype.itemsize) if ranked else self.weight_dtype.itemsize
         return rows * per_row + scales + (3 * groups + 3) * 4  # offsets, ids and scales' offsets of groups, two counts

@@ -24,7 +24,10 @@ class Variable:
         return environ.get(self.name, self.default)
 
 
-DEBUG = Variable("MOELINK_DEBUG", "0", "1 checks every access to a workspace region against its bounds")
+DEBUG = Variable(
+    "MOELINK_DEBUG", "0",
+    "1 checks every access to a workspace region against its bounds, and overwrites rows in place that have ended",
+)  # fmt: skip
 PROBE_HOST = Variable(
     "MOELINK_PROBE_HOST", "", "address peers probe this rank at; default: the one that reaches MASTER_ADDR"
 )

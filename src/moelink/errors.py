@@ -8,6 +8,7 @@
     +-- ArgumentError          (ValueError)    an argument of a call is not acceptable
     +-- StateError             (RuntimeError)  the call does not fit the communicator's state
     |   +-- ClosedError                        the communicator is closed
+    |   +-- ExpiredRowsError                   rows in the workspace (zero_copy) are used after the next call
     |   +-- ConcurrencyError                   two threads call one communicator at the same time
     |   +-- ForkedError                        a child process uses its parent's communicator
     |   +-- ForeignHandleError                 a DispatchOutput of another communicator or rank
@@ -80,6 +81,20 @@ class ClosedError(StateError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: the communicator is closed; make another one with moelink.init")
+
+
+class ExpiredRowsError(StateError):
+    """Rows of a dispatch with ``zero_copy`` are used after their time, which the next call of the lane ends.
+
+    Recover: use ``recv.tokens`` and ``recv.scales`` before the next dispatch or combine of the same lane, and combine
+    before the next dispatch; clone what is needed for longer, or use a lane for each batch under way.
+    """
+
+    def __init__(self, what: str, expected: str, got: str) -> None:
+        super().__init__(
+            f"{what}: expected {expected}, got {got}, and rows with zero_copy=True stay in the workspace only until "
+            "then; use them earlier, clone them, or use a lane for each batch (init(lanes=))"
+        )
 
 
 class ConcurrencyError(StateError):

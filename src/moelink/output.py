@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from moelink.arith import align_up
 from moelink.config import EPConfig
+from moelink.errors import UnsupportedError
 from moelink.formats.base import ScaleLayout
+from moelink.lease import IN_PLACE, CallCount, RowsInPlace
 from moelink.memory.layout import ALIGNMENT
 
 T = TypeVar("T")
@@ -181,6 +183,12 @@ class DispatchOutput:
     ``host_counts=True``. The rows of expert e come first in group e; there are ``num_recv_per_expert[e]`` of them. The
     group's other rows are undefined in every field.
 
+    With ``zero_copy`` (layout "rank"), ``[rows, ...]`` is ``[world_size, max_tokens, ...]``: the call's bound
+    ``max_tokens``, or ``max_tokens_per_rank``. Group s holds the rows of source rank s, in the order of its tokens, of
+    which there are ``num_recv_per_rank[s]``; other rows have ids -1 and are undefined in every other field. ``tokens``
+    and ``scales`` are strided views of the workspace. Reading these two fields after the next call of the lane has
+    begun raises ExpiredRowsError (:mod:`moelink.lease`).
+
     Attributes:
         tokens: [rows, width] of the format's payload dtype. Layout "expert": grouped by local expert, inside a group by
             source rank, source token, slot. Layout "rank": by source rank, then source token. Padding rows inside a
@@ -189,7 +197,7 @@ class DispatchOutput:
             "masked": that layout for each group, [num_groups, rows_per_expert, n], transposed [num_groups, n,
             rows_per_expert], or in tiles [num_groups, rows_per_expert / 128, ceil(n / 4), 32, 4, 4].
         row_offsets: [num_groups + 1] int32, exclusive starts; the last entry counts all rows including padding. Layout
-            "masked": multiples of ``rows_per_expert``.
+            "masked": multiples of ``rows_per_expert``; with ``zero_copy`` multiples of the rows of a source rank.
         expert_ids: [num_groups] int32, 0 .. num_groups - 1; None for layout "rank".
         src_info: [rows, 3] int32: source rank, source token, top-k slot (-1 for shared rows and layout "rank"); -1
             throughout on padding rows.
@@ -223,12 +231,73 @@ class DispatchOutput:
         """Make a field that nobody has looked at from the output's source, and keep it.
 
         To make a tensor or a handle takes longer than all else in a call, and most programs look at few of them.
+        Fields that stay where they arrived are not kept: each look asks whether they are still there.
         """
+        rows: RowsInPlace | None = self.__dict__.get("_rows")
+        if rows is not None and name in IN_PLACE:
+            return rows.field(name)
         source: Source | None = self.__dict__.get("_source")
         if source is None or not source.has(name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         value = self.__dict__[name] = source.field(name)
         return value
+
+    def __repr__(self) -> str:
+        """All fields but the handle, and but rows that have ended."""
+        rows = self.rows_in_place
+        ended = IN_PLACE if rows is not None and rows.has_ended else ()
+        shown = (each.name for each in fields(self) if each.repr and each.name not in ended)
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    @property
+    def rows_in_place(self) -> RowsInPlace | None:
+        """With ``zero_copy``, what holds tokens and scales until the next call; else None."""
+        return self.__dict__.get("_rows")
+
+    @property
+    def num_recv_per_rank(self) -> Tensor:
+        """[world_size] int32, layout "rank" only: rows present from each source rank.
+
+        Computed on the device at each access, without host synchronisation, so a CUDA graph may capture it.
+
+        Raises:
+            UnsupportedError: another layout, whose ``src_info`` names the source of each row.
+        """
+        ids = self.topk_ids
+        if ids is None:
+            raise UnsupportedError(
+                "num_recv_per_rank: expected an output of layout 'rank', got one of another layout; count src_info"
+            )
+        if ids.dim() == 2:
+            return self.row_offsets[1:] - self.row_offsets[:-1]
+        return (ids >= 0).any(2).sum(1, dtype=torch.int32)
+
+    def rows_by_expert(self) -> tuple[Tensor, Tensor]:
+        """Return the index by which a gather GEMM reads rows grouped by expert; layout "rank" only.
+
+        Computed on the device without host synchronisation, so a CUDA graph may capture it.
+
+        Returns:
+            ``pairs`` [rows * topk] int32 and ``offsets`` [num_local_experts + 1] int32. The rows of local expert e are
+            ``pairs[offsets[e]:offsets[e + 1]] // topk``, numbered over all groups (with ``zero_copy`` row i of source
+            rank s is ``s * rows_of_a_group + i``), and ``pairs % topk`` are their top-k slots. They are in the order of
+            layout "expert". Pairs past the last offset name no local expert.
+
+        Raises:
+            UnsupportedError: another layout, whose rows are grouped already.
+
+        Example: topk 2, ids [[0, -1], [1, 0]]: pairs begin with [0, 3, 2], offsets are [0, 2, 3]. Expert 0 reads rows 0
+        and 1, expert 1 reads row 1.
+        """
+        ids, experts = self.topk_ids, self.handle.counts.shape[0]
+        if ids is None:
+            raise UnsupportedError(
+                "rows_by_expert: expected an output of layout 'rank', got one of another layout; its rows are grouped"
+            )
+        local = torch.where(ids >= 0, ids - self.handle.first_id, experts).flatten()
+        ordered, pairs = local.sort(stable=True)
+        every = torch.arange(experts + 1, dtype=ordered.dtype, device=ids.device)
+        return pairs.int(), torch.searchsorted(ordered, every).int()
 
     @property
     def num_recv_per_expert(self) -> Tensor:
@@ -268,7 +337,7 @@ class OutputShape:
         travelled."""
         fmt, ranked = config.format, config.layout == "rank"
         groups, topk, weight = config.num_groups, config.topk, config.weight_dtype
-        by_row = (groups, rows) if config.layout == "masked" else (rows,)
+        by_row = (groups, rows) if config.rows_by_group else (rows,)
         scales = scales_offsets = None
         if fmt.scale_dtype is not None and fmt.scale_layout is not None:
             scales = Blank.of(*config.scale_shape(rows), dtype=fmt.scale_dtype)
@@ -284,8 +353,8 @@ class OutputShape:
             "weights": Blank.of(*by_row, dtype=weight) if weighted and not ranked else None,
             "num_recv_tokens": Blank.of(),
             "overflow": Blank.of(),
-            "topk_ids": Blank.of(rows, topk) if ranked else None,
-            "topk_weights": Blank.of(rows, topk, dtype=weight) if weighted and ranked else None,
+            "topk_ids": Blank.of(*by_row, topk) if ranked else None,
+            "topk_weights": Blank.of(*by_row, topk, dtype=weight) if weighted and ranked else None,
         }
         present = tuple((name, blank) for name, blank in blanks.items() if blank is not None)
         return cls(present, MappingProxyType({name: None for name, blank in blanks.items() if blank is None}))
@@ -300,13 +369,34 @@ class OutputShape:
         """The tensors that an arena may hold."""
         return tuple((name, blank) for name, blank in self.present if name not in _LARGE)
 
-    def allocate(self, handle: DispatchHandle, device: torch.device) -> DispatchOutput:
-        """Make uninitialised tensors, and return them in an output with ``handle``. Each has memory of its own."""
-        tensors = {name: blank.on(device) for name, blank in self.present}
-        return made(DispatchOutput, {**tensors, **self.absent, "handle": handle})
+    def allocate(self, handle: DispatchHandle, device: torch.device, rows: RowsInPlace | None = None) -> DispatchOutput:
+        """Make uninitialised tensors, and return them in an output with ``handle``. Each has memory of its own.
+
+        ``rows``: tokens and scales that are there already, and stay where they are.
+        """
+        made_of: dict[str, Any] = {"handle": handle, **self.absent}
+        if rows is not None:
+            made_of["_rows"] = rows
+            made_of.pop("scales", None)
+        left = () if rows is None else IN_PLACE
+        made_of.update((name, blank.on(device)) for name, blank in self.present if name not in left)
+        return made(DispatchOutput, made_of)
 
 
 _LARGE = frozenset({"tokens", "scales", "topk_ids", "topk_weights"})
+
+
+def replace_fields(output: DispatchOutput, **values: Any) -> DispatchOutput:
+    """Return ``output`` with other ``values`` of fields. Rows that stay where they arrived do so, and are not read."""
+    return made(DispatchOutput, {**output.__dict__, **values})
+
+
+def leave_in_place(output: DispatchOutput, count: CallCount) -> DispatchOutput:
+    """Return ``output`` with tokens and scales that may be read until the next call that ``count`` counts."""
+    others = dict(output.__dict__)
+    views = {name: others.pop(name) for name in IN_PLACE}
+    rows = RowsInPlace(count, {name: view for name, view in views.items() if view is not None})
+    return made(DispatchOutput, {**others, "_rows": rows})
 
 
 @lru_cache(maxsize=64)

@@ -139,7 +139,7 @@ class DispatchNumbers(NamedTuple):
         num_tokens: own tokens.
         tokens_per_program, split: how senders share them (``kernels.launch.grid``).
         shared_begin, shared_end: own tokens of the fused shared expert's group, [begin, end).
-        capacity: rows of the output; layout "masked": of each group.
+        capacity: rows of the output; layout "masked", and where rows stay in the messages: of each group.
         scale_rows: rows of a column of scales, where they are in columns.
         counts_stride: columns of ``counts``.
         status: STATUS_OK, or STATUS_ABORT of a rank that refused its arguments.

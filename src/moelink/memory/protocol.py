@@ -75,6 +75,10 @@ FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput, and
 others for a compromise."""
 
+FEW_MESSAGES_IN_PLACE, MESSAGES_IN_PLACE = 4, 16
+"""Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): in a communicator
+of up to MANY_TOKENS tokens per rank, and in another one."""
+
 LAMPORT_BYTES = 1 << 25
 """Most bytes of ``lamport_slots``, a region for sums that return without flags. Communicators of up to FEW_TOKENS
 tokens per rank have it, and of up to MANY_TOKENS where it has room for all sums of a call."""

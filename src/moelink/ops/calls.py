@@ -44,7 +44,8 @@ def _differentiable(request: DispatchRequest | CombineRequest) -> tuple[Tensor |
     given = (request.y, request.topk_weights, request.shared, request.epilogue)
     if not isinstance(recv, DispatchOutput):
         return given
-    return (*given, recv.weights, recv.tokens, recv.topk_weights, recv.handle.carrier)
+    tokens = None if recv.rows_in_place is not None else recv.tokens  # rows in the workspace have no gradient
+    return (*given, recv.weights, tokens, recv.topk_weights, recv.handle.carrier)
 
 
 def dispatch(context: OperatorContext, request: DispatchRequest) -> DispatchOutput:
@@ -137,7 +138,7 @@ def _finish_combine(context: OperatorContext, request: CombineRequest, operation
 def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> DispatchRequest:
     """Evaluate the hooks of ``request``, and refuse what an operator cannot do; peers learn of a refusal."""
     with _refusing(context, "dispatch", request):
-        _no_masked(context)
+        _refuse_layouts(context)
         _check_types(request, ("x", "topk_ids"), ("topk_weights", "scales", "input_scale"))
         if request.routing is not None:
             check_recv(request.routing, identity=context.static.owner, config=context.config)
@@ -167,7 +168,7 @@ def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> Dis
 
 def _checked_combine(context: OperatorContext, request: CombineRequest) -> CombineRequest:
     with _refusing(context, "combine", request):
-        _no_masked(context)
+        _refuse_layouts(context)
         _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
         check_recv(request.recv, identity=context.static.owner, config=context.config)
         check_weigh(request)
@@ -207,7 +208,12 @@ def _weights(
     return evaluate_weights(weights, num_tokens=num_tokens, topk=static.topk, device=device, dtype=static.weight_dtype)
 
 
-def _no_masked(context: OperatorContext) -> None:
+def _refuse_layouts(context: OperatorContext) -> None:
+    if context.config.zero_copy:
+        raise UnsupportedError(
+            "zero_copy: expected False for a call with gradients or under a tracer, whose results are tensors of their "
+            "own, got True; call under torch.no_grad() and outside compiled code, or leave zero_copy out"
+        )
     if context.config.layout == "masked":
         raise UnsupportedError(
             "layout: expected 'expert' or 'rank' for a call with gradients or under a tracer, got 'masked', which is "

@@ -69,7 +69,7 @@ def dequantized(
     """Dequantise as :func:`dequantize`, from the configuration alone. Does not synchronise with the host.
 
     Raises:
-        UnsupportedError: the layout is "masked".
+        UnsupportedError: the layout is "masked", or rows stay in the workspace (``zero_copy``).
 
     Rows that already have ``dtype`` in a format that carries numbers as they are (bf16, fp32, fp64) are not copied. Of
     others only those that exist are read and written; a kernel asks the device how many.
@@ -78,6 +78,11 @@ def dequantized(
         raise UnsupportedError(
             "dequantize: expected an output of layout 'expert' or 'rank', got one of 'masked', whose scales are for "
             "masked grouped matmuls; use one of these for the experts, or init(dispatch_format='bf16')"
+        )
+    if config.zero_copy:
+        raise UnsupportedError(
+            "dequantize: expected rows in tensors of their own, got rows in the workspace (zero_copy=True), which "
+            "grouped matmuls read by recv.rows_by_expert(); leave zero_copy out"
         )
     fmt, scales = config.format, recv.scales
     dtype = dtype or config.combine_dtype

@@ -26,6 +26,9 @@ class ReferenceRows:
     ``rows`` is the capacity, or the worst case. For layout "masked" ``[rows, ...]`` is ``[num_groups, rows_per_expert,
     ...]``. There ``num_rows`` counts all of these rows; the first ``num_recv_per_expert[e]`` of group e are defined.
 
+    With ``zero_copy`` it is ``[world_size, max_tokens, ...]``, and the first rows of group s are those of source rank
+    s; the others have src_info -1.
+
     Attributes:
         tokens: [rows, width] of the payload dtype.
         scales: in the format's layout (row-major for layout "rank"), or None. Layout "masked": in that layout for each
@@ -130,6 +133,11 @@ def _groups(config: EPConfig, topk_ids: Sequence[Tensor], rank: int) -> list[lis
     return groups + [experts[e] for e in sorted(experts)]
 
 
+def _apart(config: EPConfig) -> bool:
+    """Whether every group has the same number of rows, however many are in it."""
+    return config.layout == "masked" or config.zero_copy
+
+
 def _row_alignment(config: EPConfig) -> int:
     """Group sizes are multiples of this."""
     if config.layout != "expert":
@@ -140,7 +148,10 @@ def _row_alignment(config: EPConfig) -> int:
 def _row_capacity(config: EPConfig, rank: int, max_tokens: int | None) -> int:
     """Rows of the output: when every token that can arrive, ``max_tokens`` of each source, names only experts of
     ``rank``; ``capacity`` where there is one, which a smaller such number limits further. Layout "masked": rows of each
-    expert, when every slot that can arrive names the same one, up to a whole number of what its scales need."""
+    expert, when every slot that can arrive names the same one, up to a whole number of what its scales need. With
+    ``zero_copy`` rows of each source, when it sends all its tokens here."""
+    if config.zero_copy:
+        return config.max_tokens_per_rank if max_tokens is None else max_tokens
     if config.layout == "masked":
         facts = format_facts(config.dispatch_format)
         tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
@@ -222,7 +233,7 @@ def _lay_out_scales(
     elif layout == "tiles":
         num_groups = len(offsets) - 1
         shape = (math.ceil((capacity + 128 * num_groups) / 128), math.ceil(width / 4), 32, 4, 4)
-    masked = config.layout == "masked"
+    masked = _apart(config)
     if masked:  # one such tensor for each group; each has whole tiles
         blocks = [0] * len(offsets)
         shape = (len(offsets) - 1, *((capacity // 128, *shape[1:]) if layout == "tiles" else shape))
@@ -293,7 +304,7 @@ def reference_dispatch(
     for rank in world:
         device = xs[rank].device
         capacity = _row_capacity(config, rank, None if max_tokens is None else max_tokens[rank])
-        groups, masked = _groups(config, topk_ids, rank), config.layout == "masked"
+        groups, masked = _groups(config, topk_ids, rank), _apart(config)
         if masked:
             every_row, offsets = _place_apart(groups, capacity)
             rows = [row for row in every_row if row.inner < capacity]
@@ -327,8 +338,8 @@ def reference_dispatch(
                 weights=None if weights is None else weights.reshape(by_row).to(device),
                 num_recv_tokens=_int32(routed, device),
                 overflow=_int32(len(every_row) - len(rows), device),
-                topk_ids=None if local_ids is None else local_ids.to(device),
-                topk_weights=None if local_weights is None else local_weights.to(device),
+                topk_ids=None if local_ids is None else local_ids.reshape(*by_row, config.topk).to(device),
+                topk_weights=None if local_weights is None else local_weights.reshape(*by_row, config.topk).to(device),
                 num_rows=offsets[-1],
                 input_scales=used_scales.to(device),
                 num_recv_per_expert=_int32(_count_rows(config, rows, rank, topk_ids), device),
@@ -388,8 +399,8 @@ def _routing_columns(
 
 def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
     """[num_rows, hidden_size] fp32 (fp64 for format fp64): the values of the defined rows; padding rows are 0, and so
-    are all others of layout "masked"."""
-    masked = config.layout == "masked"
+    are all others of groups of one size."""
+    masked = _apart(config)
     payload = rows.tokens.reshape(-1, rows.tokens.shape[-1])[: rows.num_rows]
     if rows.scales is None:
         return reference_dequantize(config.dispatch_format, payload, None)

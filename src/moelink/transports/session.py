@@ -49,7 +49,14 @@ from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Quick, Traffic, Transport
 from moelink.transports.guard import Guard
-from moelink.transports.validation import check_combine, check_dispatch, check_ids, check_num_sms, kind_of
+from moelink.transports.validation import (
+    check_combine,
+    check_dispatch,
+    check_ids,
+    check_num_sms,
+    check_rows_are_there,
+    kind_of,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -261,6 +268,7 @@ class Session:
         """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands ``request`` over and waits."""
         try:
             self.begin(phase)
+            check_rows_are_there(over)
             self.transport.half_done = self.settled = True
             return call(request)
         except BaseException as error:

@@ -64,6 +64,13 @@ def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutp
     return recv
 
 
+def check_rows_are_there(recv: object) -> None:
+    """Refuse to combine rows in the workspace (``zero_copy``) that a later dispatch may have overwritten."""
+    rows = recv.rows_in_place if isinstance(recv, DispatchOutput) else None
+    if rows is not None:
+        rows.require_latest()
+
+
 def kind_of(request: DispatchRequest) -> Hashable | None:
     """Return what decides whether ``request`` passes :func:`check_dispatch`, without the values of ids
     (:func:`check_ids`).
@@ -195,6 +202,8 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
     out = request.out
     if not isinstance(out, DispatchOutput):
         raise ArgumentError("out", "an earlier DispatchOutput", type(out).__name__)
+    if config.zero_copy:
+        raise ArgumentError("out", "None with zero_copy=True (rows stay in the workspace)", "a DispatchOutput")
     if request.host_counts:
         raise ArgumentError("out", "None with host_counts=True (its size is not known beforehand)", "a DispatchOutput")
     carried = out.topk_weights if config.layout == "rank" else out.weights
@@ -222,7 +231,8 @@ def _check_out(config: EPConfig, request: DispatchRequest, device: torch.device)
 def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, device: torch.device) -> CombineRequest:
     """Check one rank's combine arguments."""
     recv = check_recv(request.recv, identity=identity, config=config)
-    rows = recv.tokens.shape[:-1]
+    check_rows_are_there(recv)
+    rows = recv.src_info.shape[:-1]
     check_tensor("y", request.y, shape=(*rows, config.hidden_size), dtypes=(config.combine_dtype,), device=device)
     num_tokens = recv.handle.num_tokens
     if recv.weights is not None and recv.weights.shape != rows:

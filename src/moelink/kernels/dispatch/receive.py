@@ -9,8 +9,10 @@ Over cached routing some of these steps differ (``kernels.dispatch.receive_cache
 what both do (:func:`receive_by`).
 
 Once all CTAs have read what they need the call is counted as received. The next launch grants credit to every source,
-which may then overwrite its messages (``kernels.sync.credit``). A source that is a call ahead waits for that credit. A
-source that is behind has not sent its counts yet, so this rank waits for it. So no call overtakes another.
+which may then overwrite its messages (``kernels.sync.credit``). Where rows stay in the messages (S.IN_PLACE) only
+headers are read here, and the caller reads the rows until that launch (``moelink.lease``). A source that is a call
+ahead waits for that credit. A source that is behind has not sent its counts yet, so this rank waits for it. So no call
+overtakes another.
 
 The row of a pair is the start of its group (sizes rounded up to S.ROW_ALIGNMENT, or with S.MASKED all the same) + the
 rows that lower source ranks send to that expert + the pair's position, which came with the message. Hence source ranks
@@ -35,7 +37,15 @@ from moelink.kernels.dispatch.row_offsets import (
     write_counted_offsets,
     write_nothing,
 )
-from moelink.kernels.dispatch.unpack import fill_unused_ids, pad_rows, pad_tiles, unpack_group, unpack_headers, who_pads
+from moelink.kernels.dispatch.unpack import (
+    fill_ids_of_no_rows,
+    note_group,
+    pad_rows,
+    pad_tiles,
+    unpack_group,
+    unpack_headers,
+    who_pads,
+)
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
@@ -137,9 +147,14 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
             if ok > 0:
                 stamp_first(ctx, ARRIVED, S, source.rank)
                 stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
-                unpack_group(
-                    steps.unpack_headers, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
-                )
+                if S.IN_PLACE:
+                    note_group(
+                        steps.unpack_headers, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
+                    )
+                else:
+                    unpack_group(
+                        steps.unpack_headers, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
+                    )
                 stamp_both(ctx, ROW_STORED, LAST_STORED, S)
         at += (ready | ((at < last) & (there == 0))).to(tl.int32)
     return ok
@@ -240,7 +255,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
         if program == 0:
             write_nothing(outputs, notes.received, numbers, S)
             if S.RANK_LAYOUT:
-                fill_unused_ids(outputs.topk_ids, 0, numbers.capacity, 0, 1, S)
+                fill_ids_of_no_rows(outputs.topk_ids, r * 0, numbers, 0, 1, S)
     else:
         shared = numbers.shared_end - numbers.shared_begin
         starts, aligned, shared_rows = group_starts(sizes, shared, numbers.capacity, S)
@@ -253,7 +268,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
             if program == 0:
                 write_nothing(outputs, notes.received, numbers, S)
                 if S.RANK_LAYOUT:
-                    fill_unused_ids(outputs.topk_ids, 0, numbers.capacity, 0, 1, S)
+                    fill_ids_of_no_rows(outputs.topk_ids, r * 0, numbers, 0, 1, S)
                 peer = tl.min(tl.where(refused != 0, r, S.WORLD_SIZE), 0)
                 if peer < S.WORLD_SIZE:
                     note_refusal(ctx, peer, _PHASE, _REFUSED)
@@ -270,7 +285,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
             pad, pads = who_pads(program, num_programs, tl.max(messages, 0), numbers.num_local_experts, S)
             if pad >= 0:
                 if S.RANK_LAYOUT:
-                    fill_unused_ids(outputs.topk_ids, tl.sum(messages, 0), numbers.capacity, pad, pads, S)
+                    fill_ids_of_no_rows(outputs.topk_ids, messages, numbers, pad, pads, S)
                 if S.ROW_ALIGNMENT > 1:
                     pad_rows(outputs, groups, numbers, pad, pads, S)
                 if S.SCALE_LAYOUT == 2 and not S.SCALES_LATER and not S.MASKED:

@@ -21,7 +21,7 @@ from moelink.kernels.dispatch.row_offsets import (
     wait_for_counts_signals,
     write_row_offsets,
 )
-from moelink.kernels.dispatch.unpack import load_headers, store_choices, store_slots, store_sources
+from moelink.kernels.dispatch.unpack import load_headers, row_of_slot, store_choices, store_slots, store_sources
 from moelink.kernels.numeric import only
 from moelink.kernels.records import CachedRouting, Destination, Placed, ReceiverSteps
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
@@ -211,6 +211,9 @@ def unpack_noted(ctx, source, at, valid, message, destination, outputs, notes, n
     if S.RANK_LAYOUT:
         start = tl.load(notes.rows_of_message + at, mask=valid & (strange == 0), other=_ABSENT)
         fits = (start >= 0) & (start < numbers.capacity)
+        if S.IN_PLACE:
+            slot = at - source * S.MAX_TOKENS
+            fits = (start == row_of_slot(source, slot, numbers, S)) & (slot < numbers.capacity)
         row = start[:, None] + q[None, :]
         keep = valid[:, None] & (q >= 0)[None, :] & fits[:, None]
         tl.store(outputs.src_info + row * 3 + 2, tl.zeros(row.shape, tl.int32) - 1, mask=keep)

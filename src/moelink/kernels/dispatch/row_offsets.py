@@ -12,6 +12,10 @@ Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIG
 With layout "masked" (S.MASKED) every group has ``numbers.capacity`` rows, whatever comes.
 
 Example: the same counts with capacity 2: row_offsets [0, 2, 4], 3 rows are kept and 1 is lost.
+
+Where rows stay in the messages (S.IN_PLACE) the groups are the source ranks, of ``numbers.capacity`` rows each.
+
+Example: 3 messages from rank 0 and 1 from rank 1, capacity 2: row_offsets [0, 2, 4], 3 rows are kept and 1 is lost.
 """
 
 import triton
@@ -229,7 +233,12 @@ def write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, s
     if S.RANK_LAYOUT:
         ends = tl.cumsum(messages, 0)
         total = tl.sum(messages, 0)
-        if S.ALLREDUCE:
+        kept = tl.minimum(total, numbers.capacity)
+        if S.IN_PLACE:
+            ends = (r + 1) * numbers.capacity
+            kept = tl.sum(tl.minimum(messages, numbers.capacity), 0)
+            tl.store(outputs.row_offsets + 1 + r, ends, mask=r < S.WORLD_SIZE)
+        elif S.ALLREDUCE:
             g = tl.arange(0, S.NUM_GROUPS_POW2)
             tl.store(
                 outputs.row_offsets + g,
@@ -238,7 +247,6 @@ def write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, s
             )
         else:
             tl.store(outputs.row_offsets + 1 + r, tl.minimum(ends, numbers.capacity), mask=r < S.WORLD_SIZE)
-        kept = tl.minimum(total, numbers.capacity)
         lost = total - kept
     else:
         g = tl.arange(0, S.NUM_GROUPS_POW2)

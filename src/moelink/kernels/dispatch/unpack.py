@@ -159,6 +159,39 @@ def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
 
 
 @triton.jit
+def row_of_slot(source, slot, numbers, S: tl.constexpr):
+    """Return the row, among those of all groups, of the message in ``slot`` of ``source`` where rows stay in the
+    messages (S.IN_PLACE).
+
+    Example: outputs have 4 rows of each source: slot 1 of rank 2 is row 9.
+    """
+    return source * numbers.capacity + slot
+
+
+@triton.jit
+def fill_ids_of_no_rows(topk_ids, messages, numbers, program, num_programs, S: tl.constexpr):
+    """Store -1 in the ids of the rows that hold no token, in layout "rank". ``messages`` [ranks]: those that came.
+
+    Where rows stay in the messages (S.IN_PLACE) they are the last ones of each source's group, else those past the last
+    group.
+    """
+    if S.IN_PLACE:
+        block: tl.constexpr = 1024 // S.TOPK_POW2 if S.TOPK_POW2 < 1024 else 1
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        k = tl.arange(0, S.TOPK_POW2)[None, :]
+        end = row_of_slot(S.WORLD_SIZE, 0, numbers, S)
+        for first in range(program * block, end, num_programs * block):
+            row = first + tl.arange(0, block)
+            source = row // tl.maximum(numbers.capacity, 1)
+            came = tl.sum(tl.where(source[:, None] == r[None, :], messages[None, :], 0), 1)
+            unused = (row < end) & (row - row_of_slot(source, 0, numbers, S) >= came)
+            cell = row[:, None].to(tl.int64) * S.TOPK + k
+            tl.store(topk_ids + cell, tl.zeros(cell.shape, tl.int32) - 1, mask=unused[:, None] & (k < S.TOPK))
+    else:
+        fill_unused_ids(topk_ids, tl.sum(messages, 0), numbers.capacity, program, num_programs, S)
+
+
+@triton.jit
 def fill_unused_ids(topk_ids, total, capacity, program, num_programs, S: tl.constexpr):
     """Store -1 in the ids of the rows from ``total`` to ``capacity``, which hold no token, in layout "rank".
 
@@ -315,12 +348,14 @@ def unpack_headers(ctx, source, at, valid, message, destination, outputs, notes,
     q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
     if S.RANK_LAYOUT:
         every = valid[:, None] & (q >= 0)[None, :]
-        start = destination.base + at - source * S.MAX_TOKENS
+        slot = at - source * S.MAX_TOKENS
+        start = row_of_slot(source, slot, numbers, S) if S.IN_PLACE else destination.base + slot
+        fits = (slot if S.IN_PLACE else start) < numbers.capacity
         row = start[:, None] + q[None, :]
-        keep = every & (row < numbers.capacity)
+        keep = every & fits[:, None]
         tl.store(notes.rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
         tl.store(outputs.src_info + row * 3 + 2, tl.zeros(row.shape, tl.int32) - 1, mask=keep)
-        store_choices(ctx, source, valid, header, strange, start, start < numbers.capacity, outputs, numbers, S)
+        store_choices(ctx, source, valid, header, strange, start, fits, outputs, numbers, S)
         placed = Placed(row, keep, row, row)
     else:
         shape: tl.constexpr = (valid.shape[0], S.ROWS_PER_MESSAGE_POW2)
@@ -346,6 +381,17 @@ def unpack_headers(ctx, source, at, valid, message, destination, outputs, notes,
     rows = store_sources(source, header.token, placed, outputs, numbers, S)
     tl.store(notes.message_token + at, header.token, mask=valid)
     return rows, placed.inner, placed.block
+
+
+@triton.jit
+def note_group(unpack, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
+    """Do as :func:`unpack_group` where rows and scales stay in the messages: read only the headers.
+
+    The waits for the flags are acquires, and whatever reads the rows is launched after this kernel, so it sees them.
+    """
+    at = source * S.MAX_TOKENS + slot
+    message = own_block(ctx.control, S) + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
+    unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
 
 
 @triton.jit

@@ -26,9 +26,11 @@ from moelink.memory.protocol import (
     COMBINE_BLOCK,
     COUNT_HEADER,
     COUNTED_ALONE,
+    FEW_MESSAGES_IN_PLACE,
     FEW_TOKENS,
     MANY_TOKENS,
     MAX_SENDERS,
+    MESSAGES_IN_PLACE,
     MOST_THREADS,
     combine_options,
 )
@@ -195,7 +197,8 @@ class DispatchSpec(CommonSpec):
         HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
             the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout.
-        ROW_ALIGNMENT: group sizes are multiples of it. MASKED: layout "masked", whose groups have one size.
+        ROW_ALIGNMENT: group sizes are multiples of it. MASKED: layout "masked", whose groups have one size. IN_PLACE:
+            rows and scales stay in the messages (``zero_copy``), and a source's rows are a group of one size.
             HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their type. GLOBAL_IDS: ids of the output count
             over all ranks.
         CACHED_ROUTING: the dispatch uses an earlier call's routing. OPTIONS: what every rank must choose alike.
@@ -236,6 +239,7 @@ class DispatchSpec(CommonSpec):
     SCALES_LATER: bool
     ROW_ALIGNMENT: int
     MASKED: bool
+    IN_PLACE: bool
     HAS_WEIGHTS: bool
     GLOBAL_IDS: bool
     CACHED_ROUTING: bool
@@ -322,6 +326,8 @@ def dispatch_spec(
     else:
         many = most > MANY_TOKENS
         batch, gather, alone = min(4, power(max(1, most // 128))), 4 if many else 1, 0 if many else COUNTED_ALONE
+        if cfg.zero_copy:  # of a message only the header is read, so more of them fit a step
+            gather = MESSAGES_IN_PLACE if many else FEW_MESSAGES_IN_PLACE
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
@@ -343,7 +349,8 @@ def dispatch_spec(
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many and cfg.layout != "masked",
-        ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", HAS_WEIGHTS=weights, GLOBAL_IDS=cfg.global_ids,
+        ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", IN_PLACE=cfg.zero_copy,
+        HAS_WEIGHTS=weights, GLOBAL_IDS=cfg.global_ids,
         CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE=rows, ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone,

@@ -8,7 +8,7 @@ import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.memory.protocol import COMBINE_BLOCK, FEW_TOKENS, MAX_SENDERS
+from moelink.memory.protocol import COMBINE_BLOCK, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MAX_SENDERS
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
 
@@ -65,6 +65,9 @@ def dispatch_launch(
 
     With an SM limit (``kernels.launch.sm_limit``) the numbers are those of a device that has no other SMs, but a third
     more CTAs send, because so few SMs are far from filling the links.
+
+    Where rows stay in the messages (``zero_copy``) a receiver reads only headers, of several messages at a time: one a
+    SM, or with few tokens one for every FEW_MESSAGES_IN_PLACE messages. These numbers are not measured yet.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -75,10 +78,12 @@ def dispatch_launch(
     if config.num_sms is not None:
         send = 4 * send // 3
     send = max(1, send)
-    receive = 3 * sms - send - 1
+    receive, messages = 3 * sms - send - 1, ranks * num_tokens
+    if config.zero_copy:
+        receive, messages = min(receive, sms), ceil_div(messages, FEW_MESSAGES_IN_PLACE)
     if few:
         least = sms if config.row_alignment > 1 else 2 * ranks
-        receive = min(receive, 1 + max(least, ranks * num_tokens))
+        receive = min(receive, 1 + max(least, messages))
     return Launch(send, receive, maxnreg=80, resident=3)
 
 

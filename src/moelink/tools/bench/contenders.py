@@ -6,6 +6,7 @@ own tokens, ids and weights alone, in fp64. **Equality**: all transports return 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -64,7 +65,6 @@ class MoelinkContender:
     """One of moelink's transports. Outputs are allocated once per copy and reused."""
 
     leaves_out = ""
-    alternates = False
 
     def __init__(self, workload: Workload, *, transport: str, device: torch.device, timeout: float) -> None:
         """Open a communicator. Collective over the default group.
@@ -79,6 +79,7 @@ class MoelinkContender:
         self.name = COLLECTIVE if transport == "collective" else SYMMETRIC
         self.capturable = transport == "symmetric" and not on_cpu
         self.kernel_prefix = "ep_" if transport == "symmetric" else ""
+        self.alternates = case.zero_copy
         self.ep = open_communicator(
             case, transport=transport, capacity=workload.capacity, device=device, timeout=timeout
         )
@@ -89,6 +90,8 @@ class MoelinkContender:
     def dispatch(self, copy: int) -> DispatchOutput:
         """See :class:`Contender`."""
         batch = self._workload.batches[copy]
+        if self.alternates:  # rows are in the workspace, and what is beside them is made anew
+            return self.ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights)
         recv = self.ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights, out=self._received[copy])
         self._received[copy] = self._received[copy] or recv
         return recv
@@ -105,7 +108,8 @@ class MoelinkContender:
         return ""
 
     def results(self) -> list[Tensor]:
-        """Copies of what the last calls returned: combined rows of every input, dispatched rows of the first."""
+        """Copies of what the last calls returned: combined rows of every input, dispatched rows of the first. Rows that
+        stay in the workspace have ended with their combine."""
         first = self._received[0]
         rows = [] if first is None else [first.tokens[: int(first.row_offsets[-1])].view(torch.uint8)]
         return [result.clone() for result in (*rows, *(out for out in self._combined if out is not None))]
@@ -129,8 +133,9 @@ def open_communicator(
     """Open a communicator for ``case``, over the default group where there is one. Collective."""
     return moelink.init(
         num_experts=case.num_experts, topk=case.topk, hidden_size=case.hidden_size, max_tokens_per_rank=case.tokens,
-        dispatch_format=case.format, capacity=capacity, num_sms=case.num_sms if transport == "symmetric" else None,
-        layout=case.layout, transport=transport, device=device, timeout=timeout,  # type: ignore[arg-type]
+        dispatch_format=case.format, capacity=None if case.zero_copy else capacity, zero_copy=case.zero_copy,
+        num_sms=case.num_sms if transport == "symmetric" else None, layout=case.layout, transport=transport,  # type: ignore[arg-type]
+        device=device, timeout=timeout,
     )  # fmt: skip
 
 
@@ -153,9 +158,10 @@ def compile_calls(ep: moelink.Communicator) -> None:
     x = torch.zeros(tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(tokens, config.topk, dtype=torch.int32, device=device)
     weights = torch.zeros(tokens, config.topk, device=device)
-    y = torch.zeros(config.row_capacity, config.hidden_size, dtype=config.combine_dtype, device=device)
     with compiling_only(ep):
-        ep.combine(y, ep.dispatch(x, ids, weights))
+        recv = ep.dispatch(x, ids, weights)
+        rows = recv.src_info.shape[:-1]
+        ep.combine(torch.zeros(*rows, config.hidden_size, dtype=config.combine_dtype, device=device), recv)
 
 
 ROUNDINGS = 3.1
@@ -171,6 +177,32 @@ def expert_factor(expert: Tensor) -> Tensor:
     Example: experts 0, 1, 2, 3 multiply with 0.5, -1, 2, -0.5.
     """
     return torch.exp2((expert % 3 - 1).float()) * (1 - 2 * (expert % 2)).float()
+
+
+def _used(recv: DispatchOutput) -> Tensor:
+    """[world_size, tokens] bool: the rows that hold a token."""
+    assert recv.topk_ids is not None
+    return (recv.topk_ids >= 0).any(2)
+
+
+def compacted(recv: DispatchOutput) -> DispatchOutput:
+    """Copy the rows of an output with ``zero_copy`` that hold a token, as layout "rank" has them without it."""
+    used = _used(recv)
+    counts = torch.nn.functional.pad(used.sum(1), (1, 0))
+
+    def rows(field: Tensor | None) -> Tensor | None:
+        return None if field is None else field.view(torch.uint8)[used].view(field.dtype)
+
+    fields: dict[str, Any] = {name: rows(getattr(recv, name)) for name in (*ROW_FIELDS, "scales")}
+    return dataclasses.replace(recv, row_offsets=counts.cumsum(0).int(), **fields)
+
+
+def spread(y: Tensor, recv: DispatchOutput) -> Tensor:
+    """Return [world_size, tokens, hidden_size] with ``y`` where :func:`compacted` took rows from, and NaN elsewhere."""
+    used = _used(recv)
+    out = torch.full((*used.shape, y.shape[1]), torch.nan, dtype=y.dtype, device=y.device)
+    out[used] = y
+    return out
 
 
 def run_experts(recv: DispatchOutput, case: Case, *, rank: int, world_size: int) -> Tensor:
@@ -250,9 +282,11 @@ def check_transports(
     recvs, outs, faults = {}, {}, []
     for name, ep in communicators.items():
         recv = ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights)
-        outs[name] = ep.combine(run_experts(recv, case, rank=rank, world_size=world_size), recv)
+        rows = compacted(recv) if case.zero_copy else recv
+        y = run_experts(rows, case, rank=rank, world_size=world_size)
+        outs[name] = ep.combine(spread(y, recv) if case.zero_copy else y, recv)
         ep.check()
-        recvs[name] = recv
+        recvs[name] = rows
         if int(recv.overflow):
             faults.append(f"{name}: {int(recv.overflow)} rows did not fit")
     baseline = next(iter(communicators))

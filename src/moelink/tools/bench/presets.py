@@ -31,6 +31,7 @@ class Case:
         num_sms: SMs that moelink may use, or None for all.
         layout: of received rows: "expert", or "rank", one per (token, rank), whose slots the experts' side has
             summed before combine.
+        zero_copy: rows of layout "rank" stay in the workspace, as FlashInfer's do; dispatch and combine then alternate.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class Case:
     distribution: Distribution = "uniform"
     num_sms: int | None = None
     layout: Layout = "expert"
+    zero_copy: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -49,6 +51,8 @@ class Case:
             raise ConfigError("topk", f"at most num_experts = {self.num_experts}", self.topk)
         if self.layout not in LAYOUTS:
             raise ConfigError("layout", f"{' or '.join(LAYOUTS)} in a benchmark", self.layout)
+        if self.zero_copy and self.layout != "rank":
+            raise ConfigError("zero_copy", f"False with layout={self.layout!r}", self.zero_copy)
         if self.distribution not in get_args(Distribution):
             raise ConfigError("distribution", " or ".join(get_args(Distribution)), self.distribution)
 
@@ -61,7 +65,7 @@ class Case:
         if self.num_sms is not None:
             words.append(f"{self.num_sms} SMs")
         if self.layout != "expert":
-            words.append(f"by {self.layout}")
+            words.append(f"by {self.layout}" + ", views" * self.zero_copy)
         return ", ".join(words)
 
     def ep_config(self, rank: int, world_size: int) -> EPConfig:
@@ -69,7 +73,7 @@ class Case:
         return EPConfig(
             num_experts=self.num_experts, topk=self.topk, hidden_size=self.hidden_size,
             max_tokens_per_rank=self.tokens, dispatch_format=self.format, num_sms=self.num_sms,
-            layout=self.layout, world_size=world_size, rank=rank,
+            layout=self.layout, zero_copy=self.zero_copy, world_size=world_size, rank=rank,
         )  # fmt: skip
 
 
@@ -145,8 +149,9 @@ SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rot
 
 
 def _in_layouts(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Each case in every layout: "expert" for the whole operation, "rank" for what FlashInfer does too."""
-    return tuple(dataclasses.replace(case, layout=layout) for case in cases for layout in LAYOUTS)
+    """Each case by expert, for the whole operation, and by rank with rows left in place, which is what FlashInfer does."""
+    forms: tuple[dict[str, Any], ...] = ({"layout": "expert"}, {"layout": "rank", "zero_copy": True})
+    return tuple(dataclasses.replace(case, **form) for case in cases for form in forms)
 
 
 def _decode() -> tuple[Case, ...]:
@@ -171,7 +176,8 @@ def _sms() -> tuple[Case, ...]:
 
 
 def _layouts() -> tuple[Case, ...]:
-    return _in_layouts([Case(tokens=tokens) for tokens in (1, 32, 128, 512, 4096)])
+    sizes = [Case(tokens=tokens) for tokens in (1, 32, 128, 512, 4096)]
+    return (*_in_layouts(sizes), *(dataclasses.replace(case, layout="rank") for case in sizes))
 
 
 def _smoke() -> tuple[Case, ...]:
@@ -236,7 +242,7 @@ def make_plan(
         sizes_of = dict.fromkeys(dataclasses.replace(case, num_sms=None) for case in cases)
         cases = tuple(dataclasses.replace(case, num_sms=limit) for case in sizes_of for limit in (*limits, *free))
     if layout is not None:
-        cases = tuple(dataclasses.replace(case, layout=layout) for case in cases)
+        cases = tuple(dataclasses.replace(c, layout=layout, zero_copy=c.zero_copy and layout == "rank") for c in cases)
     if formats:
         cases = tuple(dataclasses.replace(case, format=name) for name in formats for case in cases)
     if tokens:

@@ -112,7 +112,8 @@ class Workload:
         case: what they are inputs of.
         batches: one per copy; call i uses ``batches[i % len(batches)]``.
         capacity: rows of every dispatch output, the same on all ranks.
-        y: per copy [capacity, hidden_size] bf16, what the experts made of the rows. Their values are arbitrary.
+        y: per copy [capacity, hidden_size] bf16, what the experts made of the rows. Their values are arbitrary. With
+            ``zero_copy`` [world_size, tokens, hidden_size].
     """
 
     case: Case
@@ -217,9 +218,12 @@ def make_workload(case: Case, settings: Settings, *, rank: int, world_size: int,
     )
     needed = rows_needed(case, seed=settings.seed, copies=copies, world_size=world_size)
     capacity = output_rows(case, needed, world_size)
+    by_row: tuple[int, ...] = (capacity,)
+    if case.zero_copy:
+        capacity, by_row = world_size * case.tokens, (world_size, case.tokens)
     generator = _generator(settings.seed, rank, copies, device)
     y = tuple(
-        torch.randn(capacity, case.hidden_size, generator=generator, device=device, dtype=torch.bfloat16)
+        torch.randn(*by_row, case.hidden_size, generator=generator, device=device, dtype=torch.bfloat16)
         for _ in range(copies)
     )
     return Workload(case, batches, capacity, y)

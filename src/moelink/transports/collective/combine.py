@@ -40,6 +40,10 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
     num_tokens, y = request.recv.handle.num_tokens, request.y
     messages = plan.num_messages if plan.rows is not None else min(plan.num_messages, len(y))
     tokens, sources = plan.messages.tokens[:messages], plan.messages.sources[:messages]
+    if plan.places is not None:
+        fits = plan.places >= 0
+        tokens, sources = plan.messages.tokens[fits], plan.messages.sources[fits]
+        messages = len(tokens)
     if config.mode == "allreduce":
         total = torch.zeros(num_tokens, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)
         sums = torch.empty(messages, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)
@@ -56,6 +60,9 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
 
 def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePlan, out: Tensor) -> None:
     """Sum this rank's rows of each message, slots ascending, into ``out`` [messages, hidden]."""
+    if plan.places is not None:
+        torch.index_select(request.y, 0, plan.places[plan.places >= 0], out=out)
+        return
     if plan.rows is None:
         out.copy_(request.y[: len(out)])
         return

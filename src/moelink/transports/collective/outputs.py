@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.formats.scale_layouts import scatter_by_group
 from moelink.memory.layout import DispatchMessage
-from moelink.output import DispatchHandle, DispatchOutput, OutputShape
+from moelink.output import DispatchHandle, DispatchOutput, OutputShape, replace_fields
 from moelink.routing import RowPlan
 from moelink.transports.collective.plan import CollectivePlan
 from moelink.transports.collective.sums import gather_rows
@@ -29,28 +27,30 @@ def fill_output(
     out: DispatchOutput | None,
 ) -> DispatchOutput:
     """Lay out ``received`` [M + 1, bytes] (its last row is scratch) and the shared rows of ``own`` [T, bytes] in up to
-    ``capacity`` rows (layout "masked": of each expert)."""
-    masked = config.layout == "masked"
-    total = plan.num_rows if masked else min(plan.num_rows, capacity)
+    ``capacity`` rows (of each group, where these have one size)."""
+    masked, apart = config.layout == "masked", config.rows_by_group
+    total = plan.num_rows if apart else min(plan.num_rows, capacity)
     weighted = message.weight_dtype is not None
-    rows = total if host_counts and not masked else capacity
+    rows = total if host_counts and not apart else capacity
     result = (
         out
         if out is not None
         else OutputShape.of(config, rows=rows, weighted=weighted).allocate(handle, received.device)
     )
-    result = dataclasses.replace(result, handle=handle, host_counts=None)
+    result = replace_fields(result, handle=handle, host_counts=None)
     result.row_offsets.copy_(plan.row_offsets.clamp(max=total))
     if result.expert_ids is not None:
         torch.arange(config.num_groups, out=result.expert_ids, device=result.expert_ids.device)
-    if plan.rows is None:
+    if plan.places is not None:
+        _fill_places(plan, plan.places, message, result, received)
+    elif plan.rows is None:
         _fill_rank(plan, message, result, received, total)
     elif masked:
         _fill_masked(config, plan, plan.rows, message, result, received)
     else:
         _fill_expert(config, plan, plan.rows, message, result, received=received, own=own, total=total)
     if host_counts:
-        result = dataclasses.replace(result, host_counts=result.num_recv_per_expert.tolist())
+        result = replace_fields(result, host_counts=result.num_recv_per_expert.tolist())
     return result
 
 
@@ -71,6 +71,26 @@ def _fill_rank(
         out.topk_weights[:total] = weights.masked_fill(got.local_ids[:total] < 0, 0)
     out.num_recv_tokens.fill_(total)
     out.overflow.fill_(plan.num_messages - total)
+
+
+def _fill_places(
+    plan: CollectivePlan, places: Tensor, message: DispatchMessage, out: DispatchOutput, received: Tensor
+) -> None:
+    """Write the message that comes i-th to row ``places[i]`` of all groups (``zero_copy``), unless that is -1."""
+    got, fits = plan.messages, places >= 0
+    row, here = places[fits], fits.nonzero().squeeze(1)
+    out.tokens.view(torch.uint8).flatten(0, 1)[row] = message.field(received, "payload")[here]
+    if out.scales is not None:
+        out.scales.view(torch.uint8).flatten(0, 1)[row] = message.field(received, "scales")[here]
+    info = torch.stack((got.sources, got.tokens, torch.full_like(got.tokens, -1)), 1)
+    out.src_info.flatten(0, 1)[row] = info[here].int()
+    assert out.topk_ids is not None
+    ids = got.local_ids[here]
+    out.topk_ids.fill_(-1).flatten(0, 1)[row] = torch.where(ids >= 0, ids + out.handle.first_id, -1)
+    if out.topk_weights is not None:
+        out.topk_weights.flatten(0, 1)[row] = message.field(received, "weights")[here].masked_fill(ids < 0, 0)
+    out.num_recv_tokens.fill_(len(row))
+    out.overflow.fill_(plan.num_messages - len(row))
 
 
 def _fill_masked(

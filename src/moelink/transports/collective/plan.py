@@ -47,6 +47,8 @@ class CollectivePlan:
         group_sizes: [num_groups] int64, real rows per group, before capacity and before rows are dropped.
         shared: own tokens in the fused shared expert's group (rows 0, 1, ...), None without one.
         call: number of the dispatch whose rows these are: not ``messages.call`` where that one's routing is reused.
+        places: with ``zero_copy`` [M] int64, the row of each message among those of all groups, -1 where it did not
+            fit. Else None: of layout "rank" the message that comes i-th is row i.
     """
 
     messages: Messages
@@ -55,6 +57,7 @@ class CollectivePlan:
     group_sizes: Tensor
     shared: range | None
     call: int
+    places: Tensor | None = None
 
     @property
     def num_messages(self) -> int:
@@ -72,6 +75,12 @@ def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int, capa
     of each expert in layout "masked"."""
     if config.layout == "rank":
         sizes = torch.tensor(messages.recv_counts, device=messages.tokens.device)
+        if config.zero_copy:
+            starts = torch.arange(config.world_size + 1, device=sizes.device) * capacity
+            slot = torch.arange(len(messages.tokens), device=sizes.device)
+            slot -= (sizes.cumsum(0) - sizes)[messages.sources]
+            places = torch.where(slot < capacity, starts[messages.sources] + slot, -1)
+            return CollectivePlan(messages, None, starts, sizes, None, messages.call, places)
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
         return CollectivePlan(messages, None, offsets, sizes, None, messages.call)
     shared = None

@@ -12,13 +12,34 @@ from moelink.config import EPConfig
 from moelink.control.error_record import Losses, raise_losses
 from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError, UnsupportedError
-from moelink.output import DispatchOutput, OutputShape
+from moelink.lease import CallCount
+from moelink.output import DispatchOutput, OutputShape, leave_in_place, replace_fields
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
 from moelink.transports.collective.scratch import Scratch
 from moelink.transports.collective.steps import Steps
 from moelink.transports.collective.wire import Wire
+
+
+class _InPlace:
+    """A dispatch with ``zero_copy`` under way: its rows live from its end, not from when they came."""
+
+    def __init__(self, pending: Pending[list[DispatchOutput]]) -> None:
+        self._pending = pending
+
+    @property
+    def over(self) -> bool:
+        """Whether the call has ended."""
+        return self._pending.over
+
+    def wait(self) -> list[DispatchOutput]:
+        """Return the outputs."""
+        outputs = self._pending.wait()
+        for output in outputs:
+            assert output.rows_in_place is not None
+            output.rows_in_place.renew()
+        return outputs
 
 
 class CollectiveTransport:
@@ -34,19 +55,23 @@ class CollectiveTransport:
         self._configs, self._wire, self._identity = configs, wire, identity
         self._scratch = [Scratch() for _ in configs]
         self._losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in configs]
+        # Rows are tensors here, but their time is the same as on the other transport, so that programs run on both.
+        self._calls = [CallCount() for _ in configs] if configs[0].zero_copy else []
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank."""
         self.half_done = self._wire.shared
+        self._end_rows("dispatch")
         calls = [self._counted(i, request) for i, request in enumerate(requests)]
         with torch.no_grad():
             pending = self._wire.start("dispatch", calls)
         self.half_done = False  # the wire brings it to its end, whatever happens here
-        return pending
+        return _InPlace(pending) if self._calls else pending
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank."""
         self.half_done = self._wire.shared
+        self._end_rows("combine")
         calls = [
             combine_steps(config, request, scratch)
             for config, request, scratch in zip(self._configs, requests, self._scratch, strict=True)
@@ -67,7 +92,7 @@ class CollectiveTransport:
 
         def again(request: DispatchRequest) -> DispatchOutput:
             (made,) = self.dispatch([dataclasses.replace(request, out=out)], fused=True).wait()
-            return dataclasses.replace(made, handle=dataclasses.replace(made.handle, ids_version=None))
+            return replace_fields(made, handle=dataclasses.replace(made.handle, ids_version=None))
 
         return again
 
@@ -80,10 +105,16 @@ class CollectiveTransport:
         losses = (output.overflow.clone(), output.handle.plan.messages.invalid_ids)
         earlier = self._losses[index]
         earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]
-        return output
+        return leave_in_place(output, self._calls[index]) if self._calls else output
+
+    def _end_rows(self, phase: Phase) -> None:
+        """Begin a call, which with ``zero_copy`` ends the rows of the dispatch before."""
+        for count in self._calls:
+            count.begin(phase)
 
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
         """Report to the peers that this rank refused its arguments. ``over`` is not needed here."""
+        self._end_rows(phase)
         self._wire.refuse(phase)
         self.half_done = False
 
@@ -140,4 +171,6 @@ class CollectiveTransport:
 
     def close(self) -> None:
         """Release the wire."""
+        for count in self._calls:
+            count.close()
         self._wire.close()

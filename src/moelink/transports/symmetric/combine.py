@@ -183,7 +183,7 @@ class Combine:
         """Launch the home role."""
         plan = self.launch_plan
         self.rank.launcher.launch(plan.receive, self._both, self._numbers(plan.receiving, slot_begin), self.given)
-        self.rank.grant_credits()
+        self.rank.has_received()
 
     def send_and_receive(self, slot_begin: int) -> None:
         """Launch both roles at once."""

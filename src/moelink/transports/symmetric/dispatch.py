@@ -16,6 +16,7 @@ from moelink.kernels.launch.constants import COPY, ENCODE, dispatch_spec
 from moelink.kernels.launch.grid import TokenSplit, dispatch_launch, layout_launch, shared_bounds
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
+from moelink.lease import IN_PLACE, RowsInPlace
 from moelink.memory.layout import as_bytes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import (
@@ -25,6 +26,7 @@ from moelink.output import (
     DispatchOutput,
     OutputShape,
     made,
+    replace_fields,
     shape_of_outputs,
     version_at_dispatch,
 )
@@ -49,6 +51,7 @@ class LaunchPlan:
             the call has none.
         in_arena: the same of these fields, of the notes, and of what stands for the cached routing.
         large: the tensors that are not in the arena.
+        in_place: with ``zero_copy``, the views of rows and scales that stay where they arrive; else None.
         unseen: the fields of an output that are made at the first look, beside its handle.
         notes_layout: where the parts of the notes are.
         rank, first_id: the handle's ``rank`` and ``first_id``.
@@ -71,6 +74,7 @@ class LaunchPlan:
     small: tuple[int, ...]
     in_arena: tuple[int, ...]
     large: tuple[tuple[str, Blank], ...]
+    in_place: dict[str, Tensor] | None
     unseen: frozenset[str]
     notes_layout: NotesLayout
     rank: int
@@ -111,7 +115,7 @@ class LaunchPlan:
         counts = Blank.of(config.num_local_experts, config.world_size)
         arena = ArenaLayout.of([*([] if cached else [("notes", notes)]), ("counts", counts), *outputs.small])
         small = tuple(arena.places[name][0] if name in arena.places else -1 for name in DispatchOutputs._fields[2:])
-        noted = rank.notes.first_bytes
+        noted, stay = rank.notes.first_bytes, config.zero_copy
         received, counted = noted[RoutingNotes._fields.index("received")], small[-1]
         return cls(
             send=send,
@@ -130,7 +134,8 @@ class LaunchPlan:
             arena=arena,
             small=small,
             in_arena=(*small, *noted, received, counted),
-            large=outputs.large,
+            large=tuple((name, blank) for name, blank in outputs.large if not (stay and name in IN_PLACE)),
+            in_place=rank.rows_in_place(rows) if stay else None,
             unseen=frozenset([*dict(outputs.small), *outputs.absent]),
             notes_layout=rank.notes,
             rank=config.rank,
@@ -177,7 +182,9 @@ class Dispatch:
             at, ids = self._arena.data_ptr(), request.topk_ids
             received = Received(plan, identity, self._arena, at, ids, weights, version, again)
             self.notes, self._scale_rows = received.notes, plan.fused.scale_rows
-            large = {name: blank.on(device) for name, blank in plan.large}
+            large: dict[str, Any] = {name: blank.on(device) for name, blank in plan.large}
+            if plan.in_place is not None:
+                large["_rows"] = RowsInPlace(rank.calls, plan.in_place)  # type: ignore[arg-type]
             self.output = made(DispatchOutput, {"_source": received, **large})
         else:
             self.notes = SymmetricNotes(rank.notes, plan.notes.on(device)) if again is None else again
@@ -189,7 +196,10 @@ class Dispatch:
                 self.output = dataclasses.replace(out, handle=handle, host_counts=None)
             else:
                 shape = shape_of_outputs(config, rows=self._rows, weighted=weights is not None)
-                self.output = shape.allocate(handle, device)
+                stay = None
+                if rank.calls is not None:
+                    stay = RowsInPlace(rank.calls, rank.rows_in_place(self._rows))
+                self.output = shape.allocate(handle, device, stay)
             self._scale_rows = _scale_rows(self.output.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
             x = x.clone()
@@ -230,9 +240,9 @@ class Dispatch:
             return self._addresses(self._arena.data_ptr())
         out, nothing = self.output, self.rank.table
         weights = out.weights if out.topk_ids is None else out.topk_weights
-        scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
+        tokens, scales = self._rows_of(out)
         fields = (
-            _bytes(out.tokens, typed), nothing if scales is None else _bytes(scales, typed), out.row_offsets,
+            _bytes(tokens, typed), nothing if scales is None else _bytes(scales, typed), out.row_offsets,
             nothing if out.expert_ids is None else out.expert_ids, out.src_info,
             nothing if out.scales_offsets is None else out.scales_offsets, nothing if weights is None else weights,
             nothing if out.topk_ids is None else out.topk_ids, out.num_recv_tokens, out.overflow, out.handle.counts,
@@ -245,11 +255,17 @@ class Dispatch:
         ``start``: that of the arena.
         """
         out, nothing = self.output, self.rank.table
-        scales = out.scales if self.launch_plan.layout is None else self.rank.message_of_row
+        tokens, scales = self._rows_of(out)
         small = [nothing if begin < 0 else start + begin for begin in self.launch_plan.small]
         if out.topk_ids is not None:  # layout "rank", which has these in tensors of their own
             small[4], small[5] = nothing if out.topk_weights is None else out.topk_weights, out.topk_ids
-        return (out.tokens, nothing if scales is None else scales, *small)
+        return (tokens, nothing if scales is None else scales, *small)
+
+    def _rows_of(self, out: DispatchOutput) -> tuple[Tensor, Tensor | None]:
+        """Return where the receiver role stores rows, and their scales or what the scale kernel needs."""
+        if out.rows_in_place is not None:
+            return self.rank.table, None
+        return out.tokens, out.scales if self.launch_plan.layout is None else self.rank.message_of_row
 
     def _routing(self, typed: bool) -> tuple[Any, Any]:
         """Return this call's notes, and what the call that made the routing received and counted.
@@ -294,7 +310,7 @@ class Dispatch:
         plan = self.launch_plan
         self.rank.launcher.launch(plan.receive, self._received, self._numbers(plan.receiving), self.given)
         self._lay_out_scales()
-        self.rank.grant_credits()
+        self.rank.has_received()
 
     def send_and_receive(self) -> None:
         """Launch both roles at once."""
@@ -323,14 +339,16 @@ class Dispatch:
 
     def result(self) -> DispatchOutput:
         """Return the output; with ``host_counts`` cut to its exact size, for which the host waits."""
+        if self.output.rows_in_place is not None:
+            self.output.rows_in_place.renew()
         if not self.request.host_counts:
             return self.output
         out, config = self.output, self.rank.config
         if config.node_size < config.world_size:
             self.rank.synchronize()  # which ends, whatever the network does
         *counted, rows = torch.cat((out.num_recv_per_expert, out.row_offsets[-1:])).tolist()
-        if config.layout == "masked":  # its groups have one size, and combine finds rows by it
-            return dataclasses.replace(out, host_counts=counted)
+        if config.rows_by_group:  # combine finds rows by the size of a group
+            return replace_fields(out, host_counts=counted)
         scales = out.scales
         if scales is not None:
             shape = config.scale_shape(rows)

@@ -24,6 +24,7 @@ from torch import Tensor
 from moelink.kernels.launch.direct import DirectKernel
 from moelink.kernels.launch.launcher import OWN_ADDRESSES
 from moelink.kernels.records import CachedRouting, CombineInputs, DispatchInputs, DispatchOutputs, RoutingNotes
+from moelink.lease import RowsInPlace
 from moelink.output import Blank, DispatchOutput, made
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import combine, dispatch
@@ -89,7 +90,7 @@ class DirectDispatch(_Direct):
     def __init__(self, rank: Rank, plan: dispatch.LaunchPlan, direct: DirectKernel, owner: str) -> None:
         inside = [(_SMALL + i, begin) for i, begin in enumerate(plan.in_arena) if begin >= 0]
         super().__init__(direct, plan.both.count, inside)
-        self._plan, self._owner = plan, owner
+        self._plan, self._owner, self._calls = plan, owner, rank.calls
         self._arena = _maker(Blank.of(plan.arena.words), rank.device)
         self._large = tuple((name, _PLACES[name], _maker(blank, rank.device)) for name, blank in plan.large)
         self.makers = (self._arena, *[make for *_, make in self._large])
@@ -105,6 +106,8 @@ class DirectDispatch(_Direct):
         for name, place, make in self._large:
             fields[name] = tensor = make()
             addresses[place] = tensor.data_ptr()
+        if self._calls is not None:
+            fields["_rows"] = RowsInPlace(self._calls, self._plan.in_place)  # type: ignore[arg-type]
         addresses[_X], addresses[_IDS] = x_at, ids_at
         if weights is not None:
             addresses[_WEIGHTS] = weights_at

@@ -91,6 +91,8 @@ class QuickLane:
             output = kind.prepare(x, x_at, ids, ids_at, weights, weights_at, version)
             transport.half_done = session.settled = True
             transport.launch_quick("dispatch", rank, stream, kind.launch)
+            if rank.calls is not None:
+                output.rows_in_place.renew()  # type: ignore[union-attr]
             return output
         except BaseException as error:
             session.unwind("dispatch", error)
@@ -108,7 +110,7 @@ class QuickLane:
             return None
         ids, weights = received.ids, received.weights
         kind = self._combines.get(_kind_of_combine(y, received))
-        if kind is None or has_hooks():
+        if kind is None or has_hooks() or not ("_rows" not in fields or fields["_rows"].is_latest):
             return None
         if received.version is not None and ids._version != received.version:
             return None

@@ -17,12 +17,14 @@ from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, StateError
-from moelink.kernels.launch.constants import clock_ticks, combine_spec, sm_limit_of
+from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
+from moelink.kernels.launch.constants import clock_ticks, combine_spec, dispatch_spec, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import CompiledKernel, Launcher
 from moelink.kernels.records import CreditNumbers, GiveUpNumbers, Peers
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.kernels.sync.signals import ep_give_up_kernel
+from moelink.lease import CallCount
 from moelink.memory import SymmetricMemory, connect
 from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
 from moelink.memory.watchdog import wait_for_device
@@ -100,6 +102,9 @@ class Rank:
             guard=partial(_guard, self),
         )  # fmt: skip
         self.trace: TraceBuffer | None = None
+        # Where rows stay in the block: what ends them. In debug mode that also overwrites them.
+        self.calls = CallCount(memory.local) if config.zero_copy else None
+        self.spoils = config.zero_copy and DEBUG.read() == "1"
         self._plans: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
         self._latest_handle, self._index = -1, self.device.index
@@ -195,8 +200,13 @@ class Rank:
             current.wait_stream(self.stream)
             self._latest, self._latest_handle, self._forked = current, current.cuda_stream, False
 
+    def has_received(self) -> None:
+        """Grant credits on CPUs after a receiving half, unless rows stay where they arrived until the next call."""
+        if self.calls is None:
+            self.grant_credits()
+
     def grant_credits(self, *, in_turn: bool = False) -> None:
-        """Grant credits after a receiving half on CPUs, and with ``in_turn`` where ranks share a GPU.
+        """Grant credits without a sending half, on CPUs, and with ``in_turn`` where ranks share a GPU.
 
         The next call's sending half grants them, too. But such ranks may run one after the other, and a sender would
         wait for a launch that comes after it.
@@ -206,6 +216,38 @@ class Rank:
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
         kernel = self.launcher.kernel(ep_grant_credits_kernel, 1, S=spec)
         self.launcher.launch(kernel, lambda _: (), CreditNumbers(self.me, 1))
+
+    def rows_in_place(self, rows: int) -> dict[str, Tensor]:
+        """Return views of the tokens and scales of up to ``rows`` messages of each source, by field of an output."""
+        assert self.calls is not None
+        return self.calls.views(rows, self._views_of)
+
+    def _views_of(self, rows: int) -> dict[str, Tensor]:
+        """Make these views."""
+        fmt, message, views = self.config.format, self.workspace.message, {}
+        with torch.inference_mode(False):  # later calls, in any mode, return the same views
+            messages = self.workspace.regions["messages"].view(self.memory.local)[:, :rows]
+            for field, part, dtype in (("tokens", "payload", fmt.payload_dtype), ("scales", "scales", fmt.scale_dtype)):
+                if dtype is not None:
+                    region = message[part]
+                    views[field] = messages[:, :, region.offset : region.end].view(dtype)
+        return views
+
+    def spoiling(self) -> tuple[Any, ...]:
+        """Return the arguments of the launch that overwrites rows which the launch after it ends."""
+        spec = dispatch_spec(
+            self.workspace, self.device, input_dtype=self.config.format.payload_dtype, quantized=True, weights=False
+        )
+        kernel = self.launcher.kernel(ep_spoil_rows_kernel, sm_count(self.device), S=spec)
+        return kernel, lambda _: (), CreditNumbers(self.me, kernel.programs)
+
+    def spoil_rows(self) -> None:
+        """Overwrite the rows of the dispatch before, if they have not ended yet. The launch after this one ends them.
+
+        In debug mode, where rows stay where they arrived; else do nothing.
+        """
+        if self.spoils:
+            self.launcher.launch(*self.spoiling())
 
     def give_up(self, failure: Failure) -> None:
         """Poison this rank and its peers without waiting for what is under way."""
@@ -242,6 +284,8 @@ class Rank:
             self.errors.control = self.control
             self.launcher.forget()
             self._plans = {}
+            if self.calls is not None:
+                self.calls.close()
 
     def synchronize(self) -> None:
         """Make the host wait for this rank's kernels.

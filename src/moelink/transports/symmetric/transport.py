@@ -20,7 +20,7 @@ from moelink.memory import SymmetricMemory
 from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace
-from moelink.output import DispatchOutput
+from moelink.output import DispatchOutput, replace_fields
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.session import Session
 from moelink.transports.symmetric.combine import Combine, refuse_combine
@@ -98,6 +98,8 @@ class SymmetricTransport:
         self._on_cpu = self.ranks[0].device.type == "cpu"
         # Ranks of one CPU process run one after the other: all must have sent before any waits.
         self._may_fuse = len(self.ranks) == 1 or not self._on_cpu
+        self._zero_copy = configs[0].zero_copy
+        self._spoils = any(rank.spoils for rank in self.ranks)
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
@@ -111,6 +113,7 @@ class SymmetricTransport:
                 self.refuse("dispatch", over=requests[0].routing)
                 raise
         self._count_call("dispatch")
+        self._end_rows(apart=not (fused and self._may_fuse))
         if fused and self._may_fuse:
             self._each(calls, Dispatch.send_and_receive, apart=False)
             self.half_done = False
@@ -139,6 +142,7 @@ class SymmetricTransport:
                 self.refuse("combine", over=requests[0].recv)
                 raise
         self._count_call("combine")
+        self._end_rows(apart=not (fused and self._may_fuse))
         passes = calls[0].passes
         if fused and self._may_fuse:
             for slot in passes:
@@ -168,8 +172,17 @@ class SymmetricTransport:
         with _without_gradients():
             call = Dispatch(rank, request, self._identity)
         output = call.output
-        output = dataclasses.replace(output, handle=dataclasses.replace(output.handle, ids_version=None))
-        return self._again("dispatch", rank, call, output)
+        output = replace_fields(output, handle=dataclasses.replace(output.handle, ids_version=None))
+        again, rows = self._again("dispatch", rank, call, output), output.rows_in_place
+        if rows is None:
+            return again
+
+        def renewed(request: DispatchRequest) -> DispatchOutput:
+            output = again(request)
+            rows.renew()
+            return output
+
+        return renewed
 
     def bind_combine(self, request: CombineRequest) -> Callable[[CombineRequest], Tensor]:
         """Return a function that launches this combine again and again. Its dispatch always returns the same output."""
@@ -179,7 +192,8 @@ class SymmetricTransport:
         return self._again("combine", rank, call, call.out)
 
     def _again(self, phase: Phase, rank: Rank, call: Dispatch | Combine, result: T) -> Callable[[object], T]:
-        launches = [rank.launcher.bind(*launch) for launch in call.launches()]  # these keep the call and its tensors
+        made = [rank.spoiling(), *call.launches()] if rank.spoils else call.launches()
+        launches = [rank.launcher.bind(*launch) for launch in made]  # these keep the call and its tensors
 
         def start(stream: int) -> None:
             for launch in launches:
@@ -196,13 +210,12 @@ class SymmetricTransport:
         return again
 
     def quick_lane(self, session: Session) -> QuickLane | None:
-        """Return the quick lane of a session with one local rank, or None for one with several."""
-        return QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 else None
+        """Return the quick lane of a session with one local rank. None for one with several, or that spoils rows."""
+        return QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 and not self._spoils else None
 
     def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:
         """Count a call of the only local rank and launch it, with ``stream`` of :meth:`Rank.stream_to_go_on`."""
-        if self._detector is not None:
-            self._detector.enter(phase)
+        self._count_call(phase)
         if stream >= 0:
             launch(stream)
             self.half_done = False
@@ -238,6 +251,20 @@ class SymmetricTransport:
     def _count_call(self, phase: Phase) -> None:
         if self._detector is not None:
             self._detector.enter(phase)
+        if self._zero_copy:
+            for rank in self.ranks:
+                rank.calls.begin(phase)  # type: ignore[union-attr]
+
+    def _end_rows(self, *, apart: bool) -> None:
+        """End rows that stay where they arrived, before a call's sending half: in debug mode by overwriting them.
+
+        On CPUs all ranks of this process also grant their credits, because the first of them sends, and waits for those
+        of the others, before the others do.
+        """
+        if self._spoils:
+            self._each(self.ranks, Rank.spoil_rows, apart=apart)
+        if self._zero_copy and self._on_cpu and len(self.ranks) > 1:
+            self._each(self.ranks, Rank.grant_credits)
 
     def raise_error(self) -> None:
         """Raise what the error records say now, without waiting. Every rank's record is read, because a refusal is told
@@ -262,6 +289,7 @@ class SymmetricTransport:
             return
         self.half_done = True
         self._count_call(phase)
+        self._end_rows(apart=True)
         self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
         self.half_done = False
 
@@ -302,7 +330,7 @@ class SymmetricTransport:
             rows = dispatch.output.tokens.shape[:-1]
             y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
             combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
-            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive):
+            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive, rank.spoil_rows):
                 call()
             for pass_ in (combine.send_and_receive, combine.send, combine.receive):
                 pass_(combine.passes[0])
