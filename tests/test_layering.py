@@ -20,7 +20,7 @@ ROOMS = (
     "errors", "env", "arith", "version",
     "formats",
     "memory",
-    "routing", "hooks", "config", "output",
+    "routing", "hooks", "levels", "config", "output",
     "control",
     "kernels",
     "transports",

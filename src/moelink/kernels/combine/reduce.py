@@ -29,6 +29,7 @@ stored.
 import triton
 import triton.language as tl
 
+from moelink.kernels.combine.collect import sum_of_levels, wait_for_levels
 from moelink.kernels.combine.row_format import load_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
@@ -44,6 +45,7 @@ from moelink.kernels.sync.lamport_slots import (
     stand_in,
     sum_rows,
 )
+from moelink.kernels.sync.levels import after_relaying
 from moelink.kernels.sync.quiesce import (
     end_waits_for_strays,
     odd_dispatch,
@@ -81,6 +83,7 @@ from moelink.memory.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
     CODE_ROUTING,
+    COMBINE_COLLECTED,
     COMBINE_RECEIVED,
     OPTIONS_BY_ROW,
     PHASE_COMBINE,
@@ -116,6 +119,7 @@ def finish(total, outputs, inputs, token, c, S: tl.constexpr):
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
+_COLLECTED = tl.constexpr(COMBINE_COLLECTED)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _FLAGS = tl.constexpr(128)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
@@ -300,6 +304,8 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
                     total = weighted_sum(
                         inputs.y, numbers.y_rows, inputs.row_weights, inputs.home_weights + token * S.TOPK, rows, c, S
                     )
+            elif S.TWO_LEVEL:
+                total = sum_of_levels(ctx, slots, token, c, S)
             else:
                 for rank in tl.static_range(S.WORLD_SIZE):
                     sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
@@ -356,7 +362,9 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
 def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
     """Wait for a token's rows and store its result, as :func:`gather_token` does. Rows come with flags."""
     ok = tl.full([], 1, tl.int32)
-    if not S.ALLREDUCE:
+    if S.TWO_LEVEL:
+        ok = wait_for_levels(ctx, slots, token, S)
+    elif not S.ALLREDUCE:
         ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
     if not S.SENDS_SUMS:
         if ok > 0:
@@ -444,6 +452,9 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
             token = i // parts
             slots = awaited_slots(notes, token, brought, choices, S)
             ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
+    if S.TWO_LEVEL:
+        if brought:
+            ok = after_relaying(ok, program, ctx, _COLLECTED, _PHASE, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
             sem: tl.constexpr = "release" if S.LAMPORT_TOKENS > 0 else "relaxed"  # a release after zeros were stored
