@@ -10,7 +10,9 @@ of its own node, and for one row of each other node that its token went to.
 Sums, in fp32 (fp64 for fp64): a rank's row is the sum of its experts' rows, rounded to the row's dtype. A collector
 starts at +0, adds the rows of its node's ranks in ascending order and rounds *once* to the row's dtype: that crosses
 the network. Home starts at +0 and takes the nodes in ascending order: of another node it adds the row, of its own the
-rows of the ranks, in ascending order, one by one and not rounded in between. ``moelink.reference`` sums alike.
+rows of the ranks, in ascending order, one by one and not rounded in between. With a combine format
+(``kernels.combine.row_format``) rows of ranks and of nodes are encoded instead of rounded, and a row that crosses has
+been encoded twice. ``moelink.reference`` sums alike.
 
 Ranks that refuse, and ranks that combine another dispatch. A rank that refuses knows of no rows. As a rank of experts
 it raises its flags in the blocks of its node, for collectors, too. As a collector it puts all flags of all home ranks,
@@ -32,8 +34,9 @@ Example: 4 ranks, S.NODE_SIZE 2, token 5 of rank 0 went to ranks 2 and 3 and to 
 import triton
 import triton.language as tl
 
+from moelink.kernels.combine.row_format import row_columns, store_columns
 from moelink.kernels.combine.send import send_tokens_back
-from moelink.kernels.numeric import only, round_to
+from moelink.kernels.numeric import round_to
 from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import poll_once, wait_for_credits
 from moelink.kernels.sync.internode import is_intra_node, put, tell
@@ -93,9 +96,11 @@ def _sum_node(mine, staged, slots, node, token, S: tl.constexpr):
             sent = tl.max(tl.where(j == rank, slots, -1), 0) >= 0
             place = tl.cast((node * S.NODE_SIZE + rank) * S.MAX_TOKENS + token, tl.int64)
             source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
-            row = tl.load(source + c, mask=only(sent, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first")
-            total += row.to(S.SUM_DTYPE)
-        tl.store(to + c, round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS), mask=c < S.HIDDEN_SIZE)
+            total += row_columns(source, c0, sent, S)
+        if S.ENCODE_FN is not None:
+            store_columns(to, c0, total, True, S)
+        else:
+            tl.store(to + c, round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS), mask=c < S.HIDDEN_SIZE)
 
 
 @triton.jit
@@ -211,8 +216,9 @@ def wait_for_levels(ctx, slots, token, S: tl.constexpr):
 
 
 @triton.jit
-def sum_of_levels(ctx, slots, token, c, S: tl.constexpr):
-    """Sum a token's rows at columns ``c``, which have all arrived: nodes in ascending order, of this node its ranks."""
+def sum_of_levels(ctx, slots, token, c0, S: tl.constexpr):
+    """Sum columns [c0, c0 + S.BLOCK_SIZE) of a token's rows, which have all arrived: nodes in ascending order, of this
+    node its ranks."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mine = own_block(ctx.control, S)
     own_node = ctx.me // S.NODE_SIZE
@@ -227,6 +233,5 @@ def sum_of_levels(ctx, slots, token, c, S: tl.constexpr):
         offset = tl.where(near, S.OFFSET_ROWS, S.OFFSET_NODE_ROWS)
         at = tl.cast(tl.where(near, rank, number) * S.MAX_TOKENS + token, tl.int64)
         source = tl.multiple_of((mine + offset + at * S.ROW_BYTES).to(S.ROW_POINTER), 16)
-        row = tl.load(source + c, mask=only(sent, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first")
-        total += row.to(S.SUM_DTYPE)
+        total += row_columns(source, c0, sent, S)
     return total

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.combine.collect import sum_of_levels, wait_for_levels
-from moelink.kernels.combine.row_format import load_columns
+from moelink.kernels.combine.row_format import load_columns, row_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.numeric import only, round_to
@@ -305,19 +305,13 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
                         inputs.y, numbers.y_rows, inputs.row_weights, inputs.home_weights + token * S.TOPK, rows, c, S
                     )
             elif S.TWO_LEVEL:
-                total = sum_of_levels(ctx, slots, token, c, S)
+                total = sum_of_levels(ctx, slots, token, c0, S)
             else:
                 for rank in tl.static_range(S.WORLD_SIZE):
                     sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
                     address = mine + S.OFFSET_ROWS + tl.cast(rank * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
                     source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
-                    if S.DECODE_FN is not None:
-                        total += load_columns(source, c0, sent, S)
-                    else:
-                        row = tl.load(
-                            source + c, mask=only(sent, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first"
-                        )
-                        total += row.to(S.SUM_DTYPE)
+                    total += row_columns(source, c0, sent, S)
         else:
             for j in range(numbers.slot_begin, tl.minimum(numbers.slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
                 kept = tl.sum(tl.where(k == j, here.to(tl.int32), 0), 0) > 0
