@@ -98,7 +98,7 @@ def _sum_node(mine, staged, slots, node, token, S: tl.constexpr):
             source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
             total += row_columns(source, c0, sent, S)
         if S.ENCODE_FN is not None:
-            store_columns(to, c0, total, True, S)
+            store_columns(to, c0, total, staged != 0, S)
         else:
             tl.store(to + c, round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS), mask=c < S.HIDDEN_SIZE)
 

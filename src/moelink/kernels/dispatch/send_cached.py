@@ -127,7 +127,8 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
             places = message_addresses(base, own, slot, token, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
             store_headers(expert, None, owner, token, places, w, numbers.first_expert, N, S)
-            in_two_levels(store_relay_headers, (ctx, mine, expert, own, slot, token), S)
+            if S.TWO_LEVEL:  # None goes into no tuple
+                store_relay_headers(ctx, mine, expert, own, slot, token, S)
             stamp_first(ctx, FIRST_STORE, S)
             end = tl.minimum(t0 + N, numbers.num_tokens)
             for t in range(t0, end):
