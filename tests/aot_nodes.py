@@ -92,7 +92,8 @@ def unfenced(ttir: str) -> tuple[int, int]:
 
 def bodies(ptx: str) -> list[str]:
     """The kernel, and the function that it calls when a wait has failed: what is not NVSHMEM's."""
-    functions = [text for text in ptx.split("\n}\n") if "\n{\n" in text]
+    # A conversion in inline assembly also ends in a line with a brace.
+    functions = [text for text in re.split(r"\n}\n(?!\s*// end inline)", ptx) if "\n{\n" in text]
     return [text for text in functions if re.search(r"\.(entry|func) [^{]*(_kernel|write_error)", text)]
 
 
