@@ -45,6 +45,8 @@ class MemoryReport:
             (:class:`moelink.memory.workspace.Workspace`).
         notes: on the symmetric transport, the routing notes of one dispatch, beside ``outputs``, and the number of the
             message that each row came with.
+        staging: the part of ``block`` that holds what is on its way between nodes; 0 on one node. With
+            ``two_level`` it grows with the number of nodes, else with the number of ranks.
         lanes: lanes of the communicator. The other fields are the bytes of one lane, the totals those of all.
     """
 
@@ -53,6 +55,7 @@ class MemoryReport:
     outputs: int
     block: int
     notes: int
+    staging: int = 0
     lanes: int = 1
 
     @property
@@ -426,7 +429,7 @@ class EPConfig:
             wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
             outputs=self._dispatch_output_bytes(max_tokens) + tokens * results * self.result_row_bytes,
             block=workspace.nbytes, notes=(workspace.note_words(tokens) + self.row_capacity) * 4,
-            lanes=self.lanes,
+            staging=workspace.staging_bytes, lanes=self.lanes,
         )  # fmt: skip
 
     def _dispatch_output_bytes(self, max_tokens: int | None) -> int:

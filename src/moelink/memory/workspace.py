@@ -145,6 +145,10 @@ class Sizes(Protocol):
     def two_level(self) -> bool | str: ...
 
 
+_STAGING = ("staged_", "marks", "relays", "node_rows")
+"""How names of regions begin that hold what is on its way between nodes."""
+
+
 def _power_of_two(count: int) -> int:
     return max(2, 1 << (count - 1).bit_length())
 
@@ -362,6 +366,13 @@ class Workspace:
         yield "staged_marks", u8, (nodes, marks)
         yield "staged_relays", u8, (tokens, self.relay_bytes)
         yield "staged_rows", u8, (nodes, tokens, self.row_bytes)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the regions of a block that hold what is on its way between nodes: copies that are put, and with two
+        levels what passes through this rank. With ``T`` tokens and ``F`` other nodes that is, but for words,
+        T x ((F + 1) x relay + 2 F x row) bytes then."""
+        return sum(region.nbytes for region in self.regions if region.name.startswith(_STAGING))
 
     @property
     def nbytes(self) -> int:

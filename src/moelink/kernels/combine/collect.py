@@ -40,7 +40,7 @@ from moelink.kernels.numeric import round_to
 from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import poll_once, wait_for_credits
 from moelink.kernels.sync.internode import is_intra_node, put, tell
-from moelink.kernels.sync.levels import is_peer, node_number, number_there, peer_of
+from moelink.kernels.sync.levels import is_peer, node_number, number_there, peer_of, sooner
 from moelink.kernels.sync.quiesce import other_dispatches
 from moelink.kernels.sync.signals import (
     I64,
@@ -157,7 +157,7 @@ def put_all_flags(ctx, S: tl.constexpr):
 def collect(program, num_programs, peers, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the collector role. ``notes.received`` says whether the dispatch brought anything."""
     call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, sooner(numbers.limit), call)
     credits = poll_once(peers.control, _PHASE, call, S)
     others: tl.constexpr = S.NODES - 1
     if tl.load(notes.received + 2 * S.WORLD_SIZE) == 0:

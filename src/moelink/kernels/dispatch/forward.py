@@ -34,7 +34,7 @@ from moelink.kernels.dispatch.send import place_at, send
 from moelink.kernels.dispatch.send_cached import send_cached
 from moelink.kernels.numeric import only
 from moelink.kernels.records import CallContext
-from moelink.kernels.sync.levels import peer_of
+from moelink.kernels.sync.levels import peer_of, sooner
 from moelink.kernels.sync.signals import (
     I32,
     I64,
@@ -180,7 +180,7 @@ def forward(program, num_programs, peers, notes, cached, numbers, S: tl.constexp
     """Run CTA ``program`` of the forwarder role. ``cached.received`` says, over cached routing, whether the call that
     made the routing brought anything."""
     call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, numbers.limit, call)
+    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, sooner(numbers.limit), call)
     ok = 1 - is_poisoned(peers.record, peers.control, S)
     if S.CACHED_ROUTING:
         if tl.load(cached.received + 2 * S.WORLD_SIZE) != 0:

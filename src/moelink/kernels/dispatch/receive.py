@@ -39,7 +39,7 @@ from moelink.kernels.dispatch.unpack import fill_unused_ids, pad_rows, pad_tiles
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
-from moelink.kernels.sync.levels import after_relaying
+from moelink.kernels.sync.levels import after_relaying, carrier_of
 from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
 from moelink.kernels.sync.signals import (
     I32,
@@ -135,7 +135,7 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
             slot = tl.where(there, slot, 0)
             flags = (mine + S.OFFSET_MESSAGE_FLAG).to(I64) + (source.rank * S.MAX_TOKENS + slot)
             ok, got = wait_any(flags, there, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
-            report_failure(ok, ctx, source.rank, _PHASE, ctx.call, tl.max(got, 0), S)
+            report_failure(ok, ctx, carrier_of(source.rank, ctx.me, S), _PHASE, ctx.call, tl.max(got, 0), S)
             ready = there & (got >= ctx.call)
             if ok > 0:
                 stamp_first(ctx, ARRIVED, S, source.rank)

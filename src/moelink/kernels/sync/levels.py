@@ -27,6 +27,12 @@ stores at a rank of its node it stores because of a relay of this call. The home
 credit of *all* ranks, this one included. The rank that stores into a slot is the same in every call: for a pair of a
 source and a destination always the source's peer on the destination's node.
 
+Who is blamed when a wait expires. A receiver that waits for a message of another node cannot know whether the home
+rank did not put the relay or the forwarder did not store it: it blames the forwarder (:func:`carrier_of`). The
+forwarder can know, and blames the home rank; a collector blames the rank of its node whose row is missing, and home the
+collector. Forwarders and collectors give up after seven eighths of the limit (:func:`sooner`). So whoever waits for
+what they would have carried hears of the true cause before its own limit is over.
+
 Example: 6 ranks, S.NODE_SIZE 2. Rank 2 is on node 1; nodes 2 and 0 are its nodes 0 and 1, and its peers there are ranks
 4 and 0. A token of rank 2 that names experts of ranks 3, 4 and 5 is stored at rank 3 by rank 2 itself, and put once, at
 rank 4, which stores it in its own block and at rank 5. Rows for it: rank 5 stores its row in rank 4's block, as the row
@@ -119,6 +125,23 @@ def place_at_stop(home, me, S: tl.constexpr):
         return home // S.NODE_SIZE * S.NODE_SIZE + me % S.NODE_SIZE
     else:
         return me
+
+
+@triton.jit
+def carrier_of(source, me, S: tl.constexpr):
+    """Return the rank that stores what rank ``source`` sends here: ``source``, or the forwarder on this rank's node.
+    Where that is this rank itself, ``source``."""
+    if S.TWO_LEVEL:
+        forwarder = me // S.NODE_SIZE * S.NODE_SIZE + source % S.NODE_SIZE
+        return tl.where(is_intra_node(source, me, S) | (forwarder == me), source, forwarder)
+    else:
+        return source
+
+
+@triton.jit
+def sooner(limit):
+    """Return when a forwarder or collector gives up, by the ``limit`` of the others."""
+    return limit - limit // 8
 
 
 @triton.jit
