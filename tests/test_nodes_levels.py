@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 import levels_ranks
 import moelink
@@ -28,6 +27,7 @@ OPTIONS: tuple[dict[str, object], ...] = (
     {"capacity": 7, "expert_alignment": 3},
 )
 
+
 def cases_of(ranks: int) -> list[Case]:
     """Each format and each option, with ``ranks`` ranks a node."""
     cases = []
@@ -41,7 +41,7 @@ def cases_of(ranks: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 8), (4, 2, 1), (9, 3, 3), (8, 4, 4), (8, 2, 5)])
+@pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 17), (4, 2, 1), (9, 3, 3), (8, 4, 4), (8, 2, 5)])
 def test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order(
     world_size: int, ranks_per_node: int, keep: int
 ) -> None:

@@ -48,8 +48,8 @@ class _Combine:
         return reference_dequantize(name, *reference_quantize(name, row.to(torch.float32)[None]))[0]
 
     def sent(self, total: Tensor) -> Tensor:
-        """[hidden_size] a sum in the accumulate dtype as it arrives: rounded to ``combine_dtype``, or after a round trip
-        through the combine format."""
+        """[hidden_size] a sum in the accumulate dtype as it arrives: rounded to ``combine_dtype``, or after a round
+        trip through the combine format."""
         if self.config.combine_format is None:
             return total.to(self.config.combine_dtype).to(total.dtype)
         return self.travelled(total)
