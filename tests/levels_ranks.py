@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,45 @@ import pytest
 import torch
 
 import moelink
-from cases import Case, Result, by_setup, run_case
+from cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, run_case
 from moelink.testing import rank_data
 
 PLAIN = {
     "num_experts": 8, "topk": 3, "hidden_size": 32, "max_tokens_per_rank": 2, "transport": "symmetric",
     "ranks_per_node": 2, "two_level": True,
 }  # fmt: skip
+
+
+OPTIONS: tuple[dict[str, object], ...] = (
+    {},
+    {"layout": "rank"},
+    {"fused_shared_expert": True, "expert_alignment": 2},
+    {"capacity": 5},
+    {"layout": "masked"},
+    {"combine_format": "mxfp8", "hidden_size": 96},
+    {"layout": "rank", "global_ids": True, "combine_format": "fp8_block128", "hidden_size": 384},
+    {"layout": "masked", "rows_per_expert": 128},
+    {"capacity": 7, "expert_alignment": 3},
+)
+
+
+def cases_of(ranks: int) -> list[Case]:
+    """Each format and each option, with ``ranks`` ranks a node."""
+    cases = []
+    for index, fmt in enumerate(FORMATS):
+        options = {"ranks_per_node": ranks, **OPTIONS[index]}
+        if "combine_format" in options:
+            fmt = {"mxfp8": "mxfp8", "fp8_block128": "fp8_block128"}[str(options["combine_format"])]
+        for i, weights in enumerate(("dispatch", "none")):
+            scenario = SCENARIOS[(index + i) % len(SCENARIOS)]
+            cases.append(Case(Setup(fmt, tuple(options.items())), scenario, weights, seed=index, small=True))
+    return cases
+
+
+def in_two_levels(case: Case) -> Case:
+    """The case as the oracle sums it."""
+    options = (*case.setup.options, ("transport", "symmetric"), ("two_level", True))
+    return dataclasses.replace(case, setup=dataclasses.replace(case.setup, options=options))
 
 
 def levels_and_one_level(rank: int, world_size: int, cases: Sequence[Case]) -> list[Result]:

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 import levels_ranks
 import moelink
-from cases import FORMATS, SCENARIOS, Case, Setup, check_case
+from cases import check_case
 from moelink.devices import init_devices
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.levels import Routes, hit_probability, prefers_two_levels
 from moelink.memory.workspace import Workspace
 from moelink.testing import run_ranks
-
-OPTIONS: tuple[dict[str, object], ...] = (
-    {},
-    {"layout": "rank"},
-    {"fused_shared_expert": True, "expert_alignment": 2},
-    {"capacity": 5},
-    {"layout": "masked"},
-    {"combine_format": "mxfp8", "hidden_size": 96},
-    {"layout": "rank", "global_ids": True, "combine_format": "fp8_block128", "hidden_size": 384},
-    {"layout": "masked", "rows_per_expert": 128},
-    {"capacity": 7, "expert_alignment": 3},
-)
-
-
-def cases_of(ranks: int) -> list[Case]:
-    """Each format and each option, with ``ranks`` ranks a node."""
-    cases = []
-    for index, fmt in enumerate(FORMATS):
-        options = {"ranks_per_node": ranks, **OPTIONS[index]}
-        if "combine_format" in options:
-            fmt = {"mxfp8": "mxfp8", "fp8_block128": "fp8_block128"}[str(options["combine_format"])]
-        for i, weights in enumerate(("dispatch", "none")):
-            scenario = SCENARIOS[(index + i) % len(SCENARIOS)]
-            cases.append(Case(Setup(fmt, tuple(options.items())), scenario, weights, seed=index, small=True))
-    return cases
 
 
 @pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 17), (4, 2, 1), (9, 3, 3), (8, 4, 4), (8, 2, 5)])
@@ -46,12 +19,10 @@ def test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order(
     world_size: int, ranks_per_node: int, keep: int
 ) -> None:
     """Every ``keep``-th case, which the oracle also sums in the order of two levels."""
-    cases = cases_of(ranks_per_node)[::keep]
+    cases = levels_ranks.cases_of(ranks_per_node)[::keep]
     results = run_ranks(levels_ranks.levels_and_one_level, world_size, cases, timeout=280)
     for index, case in enumerate(cases):
-        options = (*case.setup.options, ("transport", "symmetric"), ("two_level", True))
-        in_levels = dataclasses.replace(case, setup=dataclasses.replace(case.setup, options=options))
-        check_case(in_levels, world_size, [result[index] for result in results])
+        check_case(levels_ranks.in_two_levels(case), world_size, [result[index] for result in results])
 
 
 @pytest.mark.parametrize("part, fields", [
