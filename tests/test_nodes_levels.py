@@ -9,7 +9,6 @@ import moelink
 from cases import check_case
 from moelink.devices import init_devices
 from moelink.errors import ConfigError, UnsupportedError
-from moelink.levels import Routes, hit_probability, prefers_two_levels
 from moelink.memory.workspace import Workspace
 from moelink.testing import run_ranks
 
@@ -71,14 +70,6 @@ def test_auto_takes_what_is_estimated_to_be_faster() -> None:
     many, few = (config(two_level="auto", max_tokens_per_rank=tokens) for tokens in (4096, 1))
     assert (many.two_level, few.two_level) == (True, False)
     assert config(8, two_level="auto", ranks_per_node=1).two_level is False
-    # By hand: 4 ranks, 4 experts, top-1: every rank is as probable, 1 of 4, and the other node 1 of 2.
-    routes = Routes.uniform(num_experts=4, topk=1, tokens=100, ranks=4, per_node=2)
-    assert (routes.rank_hit, routes.node_hit) == (0.25, 0.5)
-    one, two = routes.one_level(1000), routes.two_levels(1000, 1100)
-    assert (one.nvlink, one.network) == (25_000, 50_000)
-    assert (two.nvlink, two.network) == (50_000, 55_000), "nothing to gain where a token has one expert"
-    assert not prefers_two_levels(routes, message=1000, relay=1100, row=1000)
-    assert hit_probability(4, 4, 1) == 1
 
 
 def test_staging_is_bounded_by_nodes_and_reported() -> None:
