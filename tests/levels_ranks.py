@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import moelink
+import moelink.epilogues
 from cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, run_case
 from moelink.testing import rank_data
 
@@ -88,18 +89,20 @@ def _same_rows(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _data(rank: int, seed: int, tokens: int) -> Any:
-    return rank_data(
+    """Rows of small whole numbers, whose sums are exact in any order."""
+    data = rank_data(
         seed=seed, rank=rank, num_tokens=tokens, hidden_size=PLAIN["hidden_size"], num_experts=PLAIN["num_experts"],
         topk=PLAIN["topk"],
     )  # fmt: skip
+    return dataclasses.replace(data, x=(data.x * 4).round())
 
 
 def every_way(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
     """Calls of all kinds, each of which brings the rows three times: eager ones, of which the second takes the quick
-    lane, halves, over a routing, on two lanes at once, with gradients, without tokens, with fewer of them."""
-    with moelink.init(**{**PLAIN, **fields}, lanes=2, timeout=30.0) as ep:
-        for call, most in enumerate((2, 2, 0, 1)):
-            d = _data(rank, call, min(most, (call + rank) % 3))
+    lane, halves, over a routing, on two lanes at once, with gradients, without tokens."""
+    with moelink.init(**{**PLAIN, **fields}, lanes=2, timeout=60.0) as ep:
+        for call, most in enumerate((2, 2, 0)):
+            d = _data(rank, call, min(most, 1 + rank % 2))
             recv = ep.dispatch(d.x, d.topk_ids, max_tokens=max(most, 1))
             assert torch.equal(ep.combine(recv.tokens, recv), d.x * 3)
             first, second = ep.lane(0), ep.lane(1)
@@ -108,6 +111,7 @@ def every_way(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
             recvs[1] = second.dispatch(d.x * 2, None, routing=recvs[1])
             halves = [first.combine_async(recvs[0].tokens, recvs[0]), second.combine_async(recvs[1].tokens, recvs[1])]
             assert [torch.equal(half.wait(), d.x * 3 * (i + 1)) for i, half in enumerate(halves)] == [True, True]
+        _options(ep, d)
         x = d.x.clone().requires_grad_()
         weights = torch.full(d.topk_ids.shape, 0.5, requires_grad=True)
         recv = ep.dispatch(x, d.topk_ids, weights)
@@ -120,6 +124,23 @@ def every_way(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
         )
         ep.check()
     return True
+
+
+def _options(ep: moelink.Communicator, d: Any) -> None:
+    """What else a call may be given; bound calls."""
+    recv = ep.dispatch(d.x, d.topk_ids, host_counts=True)
+    threes = d.x * 3
+    assert torch.equal(ep.combine(recv.tokens, recv, shared=d.x), d.x * 4)
+    bias = torch.ones(d.x.shape[1], dtype=ep.config.combine_dtype)
+    assert torch.equal(ep.combine(recv.tokens, recv, epilogue=bias), (threes.float() + 1).to(threes.dtype))
+    out = torch.empty_like(threes)
+    assert ep.combine(recv.tokens, recv, epilogue=moelink.epilogues.residual(d.x, out), num_sms=2) is out
+    assert torch.equal(out, d.x * 4)
+    bound = ep.bind(d.x, d.topk_ids)
+    for _ in range(2):
+        recv = bound()
+        home = bound.combine(recv.tokens)
+        assert torch.equal(home(), threes)
 
 
 def faults(rank: int, world_size: int, fields: dict[str, Any]) -> bool:

@@ -171,8 +171,8 @@ def other_options(seed, odd, phase, world=4):
 
 
 WRONG = {
-    "refused_dispatch": lambda seed: both_phases(seed, seed % 4, "dispatch"),
     "refused_combine": lambda seed: both_phases(seed, seed % 4, "combine"),
+    "refused_dispatch": lambda seed: both_phases(seed, seed % 4, "dispatch"),
     **{f"other_dispatch_{odd}": functools.partial(other_dispatches, odd=odd) for odd in ((1,), (0,), (2, 3), (0, 3))},
     "other_options_dispatch": lambda seed: other_options(seed, (seed + 1) % 4, "dispatch"),
     "other_options_combine": lambda seed: other_options(seed, (seed + 1) % 4, "combine"),
