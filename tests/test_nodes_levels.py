@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import levels_ranks
 import moelink
@@ -25,7 +26,7 @@ def test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order(
 
 
 @pytest.mark.parametrize("part, fields", [
-    ("every_way", {}), ("every_way", {"max_tokens_per_rank": 6}), ("every_way", {"dispatch_format": "fp32"}),
+    ("every_way", {}), ("every_way", {"max_tokens_per_rank": 6}), ("every_way", {"dispatch_format": "fp32", "combine_dtype": torch.float32}),
     ("faults", {}),
 ], ids=str)  # fmt: skip
 def test_calls_of_every_kind(part: str, fields: dict[str, object]) -> None:
