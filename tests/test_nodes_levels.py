@@ -26,8 +26,8 @@ def test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order(
 
 
 @pytest.mark.parametrize("part, fields", [
-    ("every_way", {}), ("every_way", {"max_tokens_per_rank": 6}), ("every_way", {"dispatch_format": "fp32", "combine_dtype": torch.float32}),
-    ("faults", {}),
+    ("every_way", {}), ("every_way", {"max_tokens_per_rank": 6}),
+    ("every_way", {"dispatch_format": "fp32", "combine_dtype": torch.float32}), ("faults", {}),
 ], ids=str)  # fmt: skip
 def test_calls_of_every_kind(part: str, fields: dict[str, object]) -> None:
     assert run_ranks(getattr(levels_ranks, part), 4, fields, timeout=240) == [True] * 4
