@@ -19,9 +19,9 @@ import moelink
 from cases import Result, Setup
 from interleaving import Scheduler
 from moelink.kernels.combine import collect
-from moelink.kernels.dispatch import forward, send
+from moelink.kernels.dispatch import forward, relay, send
 from moelink.kernels.launch import constants
-from protocol_runs import Small, SpitefulProxy, check, one_call, play, run, scenarios, transports
+from protocol_runs import Small, SpitefulProxy, caught, check, one_call, play, run, scenarios, transports
 from symmetric_ranks import combine_requests, dispatch_requests
 from tiers import seeds
 
@@ -185,6 +185,20 @@ def test_what_goes_wrong_is_forwarded_and_collected_to_the_end(name, seeds):
     """Nothing of a call that a rank refused, or that ranks made differently, is under way in the next one."""
     for seed in seeds:
         WRONG[name](seed)
+
+
+@triton.jit
+def no_fence(control):
+    """Nothing."""
+
+
+@pytest.mark.parametrize("module", [collect, relay], ids=["sum", "relay"])
+def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "fence", no_fence)
+    # The network is fast, and stores stay in their program until a release, of which there are others.
+    few = [Small(NODES, "uniform", seed=1, tokens=(2, 1, 1, 2))]
+    fast = {"drain": 0.0, "speed": lambda name: 0.05 if "kernel" in name else 1.0}
+    assert caught(few, world=4, **fast) is not None
 
 
 class TimedScheduler(Scheduler):
