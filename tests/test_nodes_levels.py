@@ -14,7 +14,7 @@ from moelink.memory.workspace import Workspace
 from moelink.testing import run_ranks
 
 
-@pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 17), (4, 2, 1), (9, 3, 3), (8, 4, 4), (8, 2, 5)])
+@pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 17), (4, 2, 1), (9, 3, 7), (8, 4, 4), (8, 2, 5)])
 def test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order(
     world_size: int, ranks_per_node: int, keep: int
 ) -> None:
