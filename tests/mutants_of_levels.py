@@ -9,7 +9,7 @@ from __future__ import annotations
 from mutants import Mutant
 
 _CALL = "test_protocol_levels.py::test_scenario_under_every_schedule[fused_pair-few]"
-_REFUSED = "test_protocol_levels.py::test_what_goes_wrong_is_forwarded_and_collected_to_the_end[refused_combine-few]"
+_REFUSED = "test_protocol_levels.py::test_what_goes_wrong_is_forwarded_and_collected_to_the_end[refused_combine_fast_network-few]"
 _BLAME = "test_protocol_levels.py::test_the_error_names_the_rank_that_did_not_pass_on[forwarder-few]"
 _BITS = "test_nodes_levels.py::test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order[4-2-17]"
 _KINDS = "test_nodes_levels.py::test_calls_of_every_kind[every_way-{}]"
@@ -51,9 +51,6 @@ OF_LEVELS = (
            _REFUSED),
     Mutant("the collectors of a rank that refuses put no flags", "kernels/combine/collect.py",
            "                if program == 0:\n                    put_all_flags(ctx, S)", "                pass",
-           _REFUSED),
-    Mutant("heads say nothing of a node's rows", "kernels/sync/quiesce.py",
-           "messages = tl.where(rows_come,", "messages = tl.where(is_intra_node(r, me, S),",
            _REFUSED),
     Mutant("home ranks are blamed for forwarders", "kernels/sync/levels.py",
            "return tl.where(is_intra_node(source, me, S) | (forwarder == me), source, forwarder)", "return source + forwarder * 0",

@@ -21,7 +21,18 @@ from interleaving import Scheduler
 from moelink.kernels.combine import collect
 from moelink.kernels.dispatch import forward, relay, send
 from moelink.kernels.launch import constants
-from protocol_runs import Small, SpitefulProxy, caught, check, one_call, play, run, scenarios, transports
+from protocol_runs import (
+    ScheduledProxy,
+    Small,
+    SpitefulProxy,
+    caught,
+    check,
+    one_call,
+    play,
+    run,
+    scenarios,
+    transports,
+)
 from symmetric_ranks import combine_requests, dispatch_requests
 from tiers import seeds
 
@@ -69,10 +80,10 @@ def test_scenario_under_every_schedule(name, seeds):
         run(seed, **SCENARIOS[name])
 
 
-def both_phases(seed, refusing, phase, world=4, setup=NODES):
+def both_phases(seed, refusing, phase, world=4, setup=NODES, proxies=SpitefulProxy):
     """Rank ``refusing`` refuses a call that others send rows in; all then make the same call, which must be right."""
     case, results = spread(one_call(setup)[0], world), {}
-    group = transports(setup, world, seed=seed, proxies=SpitefulProxy)
+    group = transports(setup, world, seed=seed, proxies=proxies)
 
     def main(rank):
         def dispatch():
@@ -171,6 +182,7 @@ def other_options(seed, odd, phase, world=4):
 
 
 WRONG = {
+    "refused_combine_fast_network": lambda seed: both_phases(seed, seed % 4, "combine", proxies=ScheduledProxy),
     "refused_combine": lambda seed: both_phases(seed, seed % 4, "combine"),
     "refused_dispatch": lambda seed: both_phases(seed, seed % 4, "dispatch"),
     **{f"other_dispatch_{odd}": functools.partial(other_dispatches, odd=odd) for odd in ((1,), (0,), (2, 3), (0, 3))},
