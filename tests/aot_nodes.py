@@ -52,6 +52,25 @@ def kernels() -> Iterator[tuple[str, Any, Any]]:
         workspace = Workspace(moelink.EPConfig(**SHAPE, pre_reduce=pre_reduce))
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
         yield f"fused_combine-{pre_reduce}", combine.ep_fused_combine_kernel, spec
+    yield from kernels_of_two_levels(device)
+
+
+def kernels_of_two_levels(device: torch.device) -> Iterator[tuple[str, Any, Any]]:
+    """The same with relays: a forwarder and a collector besides the senders."""
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)  # an H100's
+    fields = dict(**SHAPE, transport="symmetric", two_level=True)
+    workspace = Workspace(moelink.EPConfig(**fields, dispatch_format="fp8_block128"))
+    for cached in (False, True):
+        spec = dispatch_spec(
+            workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True, cached=cached
+        )
+        yield f"relays_async{'_cached' * cached}", dispatch.ep_dispatch_async_kernel, spec
+    yield "relays_wait", dispatch.ep_dispatch_wait_kernel, spec
+    for fmt in (None, "fp8_block128"):
+        workspace = Workspace(moelink.EPConfig(**fields, combine_format=fmt))
+        spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
+        yield f"collected_async-{fmt}", combine.ep_combine_async_kernel, spec
+        yield f"collected_wait-{fmt}", combine.ep_combine_wait_kernel, spec
 
 
 def unfenced(ttir: str) -> tuple[int, int]:
@@ -73,7 +92,8 @@ def unfenced(ttir: str) -> tuple[int, int]:
 
 def bodies(ptx: str) -> list[str]:
     """The kernel, and the function that it calls when a wait has failed: what is not NVSHMEM's."""
-    functions = [text for text in ptx.split("\n}\n") if "\n{\n" in text]
+    # A conversion in inline assembly also ends in a line with a brace.
+    functions = [text for text in re.split(r"\n}\n(?!\s*// end inline)", ptx) if "\n{\n" in text]
     return [text for text in functions if re.search(r"\.(entry|func) [^{]*(_kernel|write_error)", text)]
 
 

@@ -73,7 +73,9 @@ class Kernel:
 
 def kernels_of(fields: Mapping[str, Any], world_size: int, parts: Iterable[str] = FUSED, **more: Any) -> list[Kernel]:
     """The kernels of one setup. ``more``: the other fields of :class:`Kernel`."""
-    deciding = tuple((name, value) for name, value in fields.items() if name not in UNIMPORTANT)
+    # Two levels are refused without the transport that has them.
+    kept = {"transport"} if fields.get("two_level") else set()
+    deciding = tuple((name, value) for name, value in fields.items() if name in kept or name not in UNIMPORTANT)
     return [Kernel(deciding, world_size, part, **more) for part in parts]
 
 

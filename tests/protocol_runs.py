@@ -13,7 +13,15 @@ from cases import Case, Result, Setup, check_case, check_rows, unpack
 from interleaving import Scheduler
 from moelink import reference
 from moelink.memory import NetworkProxy, create_all, network
-from moelink.memory.protocol import CALL_SHIFT, COMBINE_RECEIVED, COMBINE_SENT, DISPATCH_RECEIVED, DISPATCH_SENT
+from moelink.memory.protocol import (
+    CALL_SHIFT,
+    COMBINE_COLLECTED,
+    COMBINE_RECEIVED,
+    COMBINE_SENT,
+    DISPATCH_FORWARDED,
+    DISPATCH_RECEIVED,
+    DISPATCH_SENT,
+)
 from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import SymmetricTransport
 from symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
@@ -27,10 +35,17 @@ INTER_NODE_GARBAGE = (
     "staged_messages",
     "staged_kept",
     "staged_rows",
+    "marks",
+    "relays",
+    "node_rows",
+    "staged_marks",
+    "staged_relays",
 )
 SIGNALS = ("credit", "block_counts_flag", "message_flag", "combine_head", "combine_flag")
-INTER_NODE_SIGNALS = ("counts_flag", "firsts_flag", "row_flag")
-ROLES = (DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED)
+INTER_NODE_SIGNALS = ("counts_flag", "firsts_flag", "row_flag", "marks_flag", "relay_flag", "node_flag")
+ROLES = (
+    DISPATCH_SENT, DISPATCH_RECEIVED, COMBINE_SENT, COMBINE_RECEIVED, DISPATCH_FORWARDED, COMBINE_COLLECTED
+)  # fmt: skip
 FORMAT = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8)), num_experts=3, topk=2)
 
 

@@ -30,7 +30,7 @@ def config(**changes):
         "num_experts": 4, "topk": 2, "hidden_size": 2, "max_tokens_per_rank": 3, "world_size": 2, "mode": "alltoall",
         "dispatch_format": "bf16", "combine_dtype": torch.bfloat16, "layout": "expert", "expert_alignment": 1,
         "capacity": None, "pre_reduce": True, "fused_shared_expert": False, "global_ids": False, "combine_format": None,
-        "zero_copy": False,
+        "zero_copy": False, "two_level": False, "ranks_per_node": None,
     }  # fmt: skip
     assert set(changes) <= set(fields)
     return SimpleNamespace(**(fields | changes))

@@ -12,6 +12,7 @@ import torch
 from moelink.arith import align_up, ceil_div
 from moelink.errors import ConfigError
 from moelink.formats import Format, get_format
+from moelink.levels import Routes, prefers_two_levels
 from moelink.memory.layout import ALIGNMENT, DispatchMessage, HomeRow
 from moelink.memory.workspace import Workspace
 
@@ -46,6 +47,8 @@ class MemoryReport:
             (:class:`moelink.memory.workspace.Workspace`).
         notes: on the symmetric transport, the routing notes of one dispatch, beside ``outputs``, and the number of the
             message that each row came with.
+        staging: the part of ``block`` that holds what is on its way between nodes; 0 on one node. With
+            ``two_level`` it grows with the number of nodes, else with the number of ranks.
         lanes: lanes of the communicator. The other fields are the bytes of one lane, the totals those of all.
     """
 
@@ -55,6 +58,7 @@ class MemoryReport:
     block: int
     notes: int
     in_place: int = 0
+    staging: int = 0
     lanes: int = 1
 
     @property
@@ -101,6 +105,9 @@ class EPConfig:
         mode: "alltoall", or "allreduce" (replicated activations, nothing travels).
         transport: "auto", "collective" or "symmetric".
         ranks_per_node: ranks that can address each other's memory, or None for all of them.
+        two_level: symmetric transport on several nodes: send one copy of a token to each node, where one rank forwards
+            it, and sum rows within a node before they cross the network. "auto" becomes True or False when the
+            configuration is made: what is estimated to be faster (``moelink.levels``), False where it is impossible.
         num_sms: SMs that one kernel may occupy, or None for all of them.
         lanes: calls of a phase that may be in flight, each in memory of its own (:meth:`moelink.Communicator.lane`).
         timeout: seconds after which a call gives up on a peer.
@@ -125,6 +132,7 @@ class EPConfig:
     mode: Mode = "alltoall"
     transport: TransportName = "auto"
     ranks_per_node: int | None = None
+    two_level: bool | Literal["auto"] = False
     num_sms: int | None = None
     lanes: int = 1
     timeout: float = 60.0
@@ -173,6 +181,7 @@ class EPConfig:
         self.format.validate_hidden(self.hidden_size)
         self._check_combine_format()
         self._check_layout()
+        self._settle_levels()
         pairs = self.max_recv_tokens * self.topk
         if max(pairs, self.max_rows, self.total_rows) > MAX_INT32:
             bound = self.row_bound
@@ -194,6 +203,34 @@ class EPConfig:
         if self.mode == "allreduce":
             raise ConfigError("combine_format", "None with mode='allreduce' (nothing travels)", name)
         get_format(name).validate_hidden(self.hidden_size)
+
+    def _settle_levels(self) -> None:
+        """Make ``two_level`` True or False; refuse True where it is impossible."""
+        if self.two_level is False:
+            return
+        if self.two_level is not True and self.two_level != "auto":
+            raise ConfigError("two_level", "True, False or 'auto'", self.two_level)
+        near, what = self.ranks_per_node, None
+        if self.mode != "alltoall":
+            what = f"mode={self.mode!r}, in which nothing travels"
+        elif self.transport != "symmetric":
+            what = f"transport={self.transport!r} (pass transport='symmetric')"
+        elif near is None or not 1 < near < self.world_size:
+            what = f"ranks_per_node={near} of {self.world_size} ranks (pass several nodes of several ranks)"
+        elif not self.pre_reduce:
+            what = "pre_reduce=False, because rows are summed on the way home"
+        if what is not None and self.two_level is True:
+            raise ConfigError("two_level", f"False or 'auto' with {what}", True)
+        chosen = what is None and (self.two_level is True or self._prefers_two_levels())
+        object.__setattr__(self, "two_level", chosen)
+
+    def _prefers_two_levels(self) -> bool:
+        routes = Routes.uniform(
+            num_experts=self.num_experts, topk=self.topk, tokens=self.max_tokens_per_rank, ranks=self.world_size,
+            per_node=self.node_size,
+        )  # fmt: skip
+        space = Workspace(self)
+        return prefers_two_levels(routes, message=space.message_bytes, relay=space.relay_bytes, row=space.row_bytes)
 
     def _check_layout(self) -> None:
         """Refuse what a layout does not allow."""
@@ -430,7 +467,7 @@ class EPConfig:
             wire_send=own + max(send, back) * travels, wire_recv=max(recv, home) if travels else own,
             outputs=self._dispatch_output_bytes(max_tokens) - in_place + tokens * results * self.result_row_bytes,
             block=workspace.nbytes, notes=(workspace.note_words(tokens) + self.row_capacity) * 4,
-            in_place=in_place, lanes=self.lanes,
+            in_place=in_place, staging=workspace.staging_bytes, lanes=self.lanes,
         )  # fmt: skip
 
     def _bytes_in_place(self, max_tokens: int | None) -> int:

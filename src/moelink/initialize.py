@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 
@@ -34,6 +36,7 @@ def init(
     device: torch.device | str | None = None,
     transport: TransportName = "auto",
     ranks_per_node: int | None = None,
+    two_level: bool | Literal["auto"] = False,
     num_sms: int | None = None,
     lanes: int = 1,
     timeout: float = 60.0,
@@ -88,6 +91,7 @@ def init(
             mode=mode,
             transport=transport,
             ranks_per_node=ranks_per_node,
+            two_level=two_level,
             num_sms=num_sms,
             lanes=lanes,
             timeout=timeout,

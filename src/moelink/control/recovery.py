@@ -131,7 +131,8 @@ def config_of_survivors(config: EPConfig, survivors: Sequence[int]) -> EPConfig:
     Sizes that depend on the number of ranks follow the new number. ``routing.ExpertMap`` spreads the experts over any
     number of survivors. ``ranks_per_node`` becomes None: nodes of which ranks are missing have no common size.
     """
-    return replace(config, world_size=len(survivors), rank=survivors.index(config.rank), ranks_per_node=None)
+    rank = survivors.index(config.rank)
+    return replace(config, world_size=len(survivors), rank=rank, ranks_per_node=None, two_level=False)
 
 
 def regroup(around: Surroundings, survivors: tuple[int, ...], timeout: float) -> World:

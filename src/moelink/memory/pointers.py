@@ -17,7 +17,7 @@ REGIONS = (("messages", "counts"), ("rows", "combine_flag"))
 """Regions of (recv, recv_count) of each group."""
 
 STAGED = ("staged_messages", "staged_rows")
-"""Region of send of each group, between nodes."""
+"""Region of send of each group, between nodes; with two levels ``staged_relays`` in place of the first."""
 
 
 def pointer_table(workspace: Workspace, blocks: Tensor) -> Tensor:
@@ -32,7 +32,8 @@ def pointer_table(workspace: Workspace, blocks: Tensor) -> Tensor:
     regions, there = workspace.regions, blocks != 0
     there[workspace.world_size :] = False
     tables = []
-    for staged, names in zip(STAGED, REGIONS, strict=True):
+    stagings = ("staged_relays", STAGED[COMBINE]) if workspace.two_level else STAGED
+    for staged, names in zip(stagings, REGIONS, strict=True):
         send = [torch.zeros_like(blocks) if not workspace.inter_node_ranks else blocks + there * regions[staged].offset]
         tables.append(torch.stack(send + [blocks + there * regions[name].offset for name in names]))
     return torch.stack(tables)

@@ -26,6 +26,9 @@ TRACE_STEPS = 18
 """of rank 0: what the stamps of interpreted kernels count"""
 CLOCK_ASKED, CLOCK_TOLD = 19, 20
 """questions and answers of ranks that compare their clocks (``kernels.sync.clocks``)"""
+DISPATCH_FORWARDED, COMBINE_COLLECTED = 21, 22
+"""calls that the forwarders of a two-level dispatch, and the collectors of a combine, have completed, counted as those
+of other roles are"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons the communicator, then a peer's refusal."""
@@ -93,6 +96,9 @@ RING_HEADER_WORDS, RING_ENTRY_WORDS = 8, 8
 """int64 words of a network proxy's ring before its entries: tickets given, number of entries, (unused); and of one
 entry: destination address, source address, bytes, the signal's address and value, peer, (unused), ticket + 1 once the
 entry is complete."""
+
+MARKS_HEADER = 16
+"""Bytes before the marks of a rank's tokens: their number, int32, and padding (``kernels.dispatch.relay``)."""
 
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """Values of rows_of_message: the slot's expert is on another rank; the row did not fit ``capacity``."""

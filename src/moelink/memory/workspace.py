@@ -50,6 +50,27 @@ staged_kept          [W - N, T, 16 n]
 staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
 ===================  ====================  ==============================================================
 
+In the two-level form (``two_level``), with ``F`` other nodes, ``idle``, ``counts_flag``, ``firsts_flag`` and the staged
+counts, firsts and status are as above. In place of the other regions there are those of relays, which go from a rank
+to the rank of the same place on another node (``kernels.sync.levels``). A relay is a message, and behind it the token's
+expert ids and its slots at all ranks:
+
+===================  ====================  ==============================================================
+marks_flag           [F] int64             peer on the f-th other node: call whose ``marks`` have arrived
+marks                [F, 16 + T] uint8     the same: how many tokens it has, and 1 for each that comes here
+relay_flag           [F, T] int64          the same: call whose relay of this token has arrived
+relays               [F, T, relay] uint8   the same: relays, by token
+node_flag            [F, T] int64          the same: call whose row of this own token has arrived
+node_rows            [F, T, row] uint8     the same: sums of its node's rows, by own token
+staged_marks         [F, 16 + T] uint8     own kernels, like all that follow
+staged_relays        [T, relay] uint8      one copy of a token, whatever nodes it goes to
+staged_rows          [F, T, row] uint8
+===================  ====================  ==============================================================
+
+There ``rows`` and ``combine_flag`` of a rank of another node, which nothing else uses, hold what the ranks of this node
+send through this one: those of rank ``m N + j`` are the rows of this node's j-th rank for the rank of this one's place
+on node m.
+
 Size: T x (W x message + (W or K) x row) bytes, up to 32 MiB of Lamport slots, and the flags. Nothing is double
 buffered. Send buffers exist between nodes only.
 
@@ -77,6 +98,7 @@ from moelink.memory.protocol import (
     FEW_TOKENS,
     LAMPORT_BYTES,
     MANY_TOKENS,
+    MARKS_HEADER,
     MAX_SENDERS,
     POISON_WORDS,
     SM_LIMIT_KINDS,
@@ -119,6 +141,12 @@ class Sizes(Protocol):
     def mode(self) -> str: ...
     @property
     def pre_reduce(self) -> bool: ...
+    @property
+    def two_level(self) -> bool | str: ...
+
+
+_STAGING = ("staged_", "marks", "relays", "node_rows")
+"""How names of regions begin that hold what is on its way between nodes."""
 
 
 def _power_of_two(count: int) -> int:
@@ -153,11 +181,24 @@ class Workspace:
         return self.world_size - self.node_size
 
     @property
+    def two_level(self) -> bool:
+        """Whether what goes to another node goes through one rank there, and rows come home through one."""
+        return bool(self.config.two_level) and self.inter_node_ranks > 0
+
+    @property
+    def other_nodes(self) -> int:
+        """Nodes besides a rank's own."""
+        return self.world_size // self.node_size - 1
+
+    @property
     def max_puts(self) -> int:
         """Most puts of one rank that may be under way at a time: those of a dispatch and of a combine, each of which
         ends before the next of its kind begins, the credits of both, and the error record of an expired wait."""
-        rows = self.inter_node_ranks * max(1, self.config.max_tokens_per_rank)
-        return 2 * rows + self.regions["staged_rows"].nbytes // self.row_bytes + 8 * self.inter_node_ranks
+        tokens, few = max(1, self.config.max_tokens_per_rank), 8 * self.inter_node_ranks
+        if self.two_level:
+            return 2 * self.other_nodes * tokens + few
+        rows = self.inter_node_ranks * tokens
+        return 2 * rows + self.regions["staged_rows"].nbytes // self.row_bytes + few
 
     @property
     def max_local_experts(self) -> int:
@@ -214,7 +255,10 @@ class Workspace:
         (:class:`~moelink.kernels.records.RoutingNotes`)."""
         cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
         slots = 1 if cfg.layout == "rank" else cfg.topk
-        return (ranks, tokens, slots), (ranks, tokens), (ranks + 1, 2), (ranks + 1,), (num_tokens, ranks)
+        noted, words = ranks, ranks + 1
+        if self.two_level:  # behind them what this rank forwarded, for ``kernels.combine.collect``
+            noted, words = ranks + self.inter_node_ranks, ranks + 1 + ceil_div(self.other_nodes, 2)
+        return (ranks, tokens, slots), (noted, tokens), (words, 2), (ranks + 1,), (num_tokens, ranks)
 
     @property
     def note_begins(self) -> tuple[int, ...]:
@@ -287,6 +331,9 @@ class Workspace:
         cfg, ranks, far = self.config, self.world_size, self.inter_node_ranks
         i64, i32, u8 = torch.int64, torch.int32, torch.uint8
         kept = align_up(cfg.topk, ALIGNMENT)
+        if self.two_level:
+            yield from self._relay_regions(tokens)
+            return
         rows = (far, tokens) if cfg.pre_reduce else (max(1, cfg.most_total_rows),)
         yield "idle", i64, (1,)
         yield "counts_flag", i64, (ranks,)
@@ -299,6 +346,33 @@ class Workspace:
         yield "staged_status", i64, (far,)
         yield "staged_kept", u8, (far, tokens, kept)
         yield "staged_rows", u8, (*rows, self.row_bytes)
+
+    def _relay_regions(self, tokens: int) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        far, nodes = self.inter_node_ranks, self.other_nodes
+        i64, i32, u8 = torch.int64, torch.int32, torch.uint8
+        marks = align_up(MARKS_HEADER + tokens, ALIGNMENT)
+        yield "idle", i64, (1,)
+        yield "counts_flag", i64, (self.world_size,)
+        yield "firsts_flag", i64, (self.world_size,)
+        yield "marks_flag", i64, (nodes,)
+        yield "marks", u8, (nodes, marks)
+        yield "relay_flag", i64, (nodes, tokens)
+        yield "relays", u8, (nodes, tokens, self.relay_bytes)
+        yield "node_flag", i64, (nodes, tokens)
+        yield "node_rows", u8, (nodes, tokens, self.row_bytes)
+        yield "staged_counts", i64, (far, COUNT_HEADER + self.max_local_experts)
+        yield "staged_firsts", i32, (far, MAX_SENDERS + 1)
+        yield "staged_status", i64, (far,)
+        yield "staged_marks", u8, (nodes, marks)
+        yield "staged_relays", u8, (tokens, self.relay_bytes)
+        yield "staged_rows", u8, (nodes, tokens, self.row_bytes)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the regions of a block that hold what is on its way between nodes: copies that are put, and with two
+        levels what passes through this rank. With ``T`` tokens and ``F`` other nodes that is, but for words,
+        T x ((F + 1) x relay + 2 F x row) bytes then."""
+        return sum(region.nbytes for region in self.regions if region.name.startswith(_STAGING))
 
     @property
     def nbytes(self) -> int:

@@ -47,6 +47,13 @@ class _Combine:
             return row
         return reference_dequantize(name, *reference_quantize(name, row.to(torch.float32)[None]))[0]
 
+    def sent(self, total: Tensor) -> Tensor:
+        """[hidden_size] a sum in the accumulate dtype as it arrives: rounded to ``combine_dtype``, or after a round
+        trip through the combine format."""
+        if self.config.combine_format is None:
+            return total.to(self.config.combine_dtype).to(total.dtype)
+        return self.travelled(total)
+
     def add(self, total: Tensor, rank: int, origin: Origin, *, weighted: bool, travels: bool = False) -> Tensor:
         """``total`` plus the row: the product rounded, then the sum. Unchanged when the row is not there.
 
@@ -70,6 +77,31 @@ class _Combine:
         travelled = self.weights[rank]
         return None if travelled is None else travelled[self.places[rank][origin]]
 
+    def _rank_row(self, home: int, token: int, owners: list[int], rank: int, like: Tensor) -> Tensor:
+        """What ``rank`` sends of a token, as it arrives; zeros where it has no row of it."""
+        total = torch.zeros_like(like)
+        if self.config.layout == "rank":
+            return self.add(total, rank, (home, token, -1), weighted=False, travels=True)
+        for slot, owner in enumerate(owners):
+            if owner == rank:
+                total = self.add(total, rank, (home, token, slot), weighted=True)
+        return self.sent(total)
+
+    def _levels_sum(self, total: Tensor, home: int, rows: list[Tensor]) -> Tensor:
+        """``total`` plus the ``rows`` of all ranks, nodes ascending: of the own node one by one, of another its sum, as
+        it arrives."""
+        size = self.config.ranks_per_node or self.config.world_size
+        for first in range(0, self.config.world_size, size):
+            if first <= home < first + size:
+                for row in rows[first : first + size]:
+                    total = total + row
+                continue
+            node = torch.zeros_like(total)
+            for row in rows[first : first + size]:
+                node = node + row
+            total = total + self.sent(node)
+        return total
+
     def token_sum(self, home: int, token: int, owners: list[int]) -> Tensor:
         """[hidden_size] sum in the accumulate dtype, before the final rounding and without ``shared=``.
 
@@ -79,19 +111,18 @@ class _Combine:
         total = torch.zeros(config.hidden_size, dtype=accumulate_dtype(config), device=self.ys[home].device)
         # In allreduce mode a rank sums only rows of its own.
         ranks = [home] if config.mode == "allreduce" else list(range(config.world_size))
-        if config.layout == "rank":
+        if config.two_level:
+            total = self._levels_sum(total, home, [self._rank_row(home, token, owners, rank, total) for rank in ranks])
+        elif config.layout == "rank":
             for rank in ranks:
                 total = self.add(total, rank, (home, token, -1), weighted=False, travels=True)
-            return total
-        if config.pre_reduce and config.mode == "alltoall":
+        elif config.pre_reduce and config.mode == "alltoall":
             for rank in ranks:
                 partial = torch.zeros_like(total)
                 for slot, owner in enumerate(owners):
                     if owner == rank:
                         partial = self.add(partial, rank, (home, token, slot), weighted=True)
-                if config.combine_format is None:
-                    partial = partial.to(config.combine_dtype).to(total.dtype)
-                total = total + self.travelled(partial)
+                total = total + self.sent(partial)
         else:
             for slot, owner in enumerate(owners):
                 if owner in ranks:
@@ -143,9 +174,12 @@ def reference_combine(
       to ``combine_dtype``; those are summed in fp32 over ranks, ascending.
     * otherwise (and always in allreduce mode, over this rank's slots only): ``acc += round(w * y)`` over slots.
     * layout "rank": rows, already weighted, summed over ranks, ascending.
+    * ``two_level`` (with ``pre_reduce`` or layout "rank"): the same rows of each rank. On every other node than the
+      home's they are summed in fp32 over its ranks, ascending, and rounded to ``combine_dtype`` once. Home adds in
+      fp32, nodes ascending, those node sums, and in place of its own node's the rows of its ranks, one by one.
 
     With ``combine_format`` a sum of a rank, or a row that is not pre-reduced, is encoded and decoded instead of rounded
-    to ``combine_dtype``; all of them are, those of the home rank too.
+    to ``combine_dtype``; all of them are, those of the home rank and the sums of nodes too.
 
     Then the shared row (fused, or of ``shared``) is added in fp32, and the sum is rounded once. A row that did not
     fit ``capacity``, or ``rows_per_expert``, adds nothing. Without weights rows are summed as they are.

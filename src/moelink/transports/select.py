@@ -40,6 +40,12 @@ def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines
                 f"ranks_per_node: expected None for one process, whose {len(devices)} devices are in one node, got "
                 f"{config.ranks_per_node}; leave it out, or use transport='collective'"
             )
+        if config.two_level and len(devices) > 1:
+            raise UnsupportedError(
+                f"two_level: expected False for one process with {len(devices)} ranks on CPUs, which run one after the "
+                "other and cannot wait for one another's forwarders, got True; start a process for each rank, or leave "
+                "it out"
+            )
     if config.transport != "auto":
         return config.transport
     on_cuda = all(device.type == "cuda" for device in devices)

@@ -313,6 +313,10 @@ def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> 
 
 def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:
     """Check that a combine with reduce=False weights and adds nothing: it returns the experts' rows as they are."""
+    if config.two_level:
+        raise ArgumentError(
+            "reduce", "True with two_level=True (rows are summed on the way home; use two_level=False)", False
+        )
     if config.layout == "rank":
         raise ArgumentError("reduce", "True with layout='rank' (its rows are sums over slots already)", "False")
     if config.fused_shared_expert:

@@ -4,6 +4,9 @@ CTAs with low numbers have the expert role (``kernels.combine.send``), those wit
 (``kernels.combine.reduce``). As in dispatch, senders wait only for credit for the previous call, which peers grant as
 they begin a call. So senders finish whatever else their peers do. The home role waits only for other ranks.
 
+Between nodes with two levels (``S.TWO_LEVEL``) the last CTAs of the expert role have a role of their own, that of the
+collector (``kernels.combine.collect``), which waits for the expert role of other ranks.
+
 These kernels must be compiled without fused multiply-add, because products are rounded before they are added.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moelink.kernels.combine.collect import send_and_collect
 from moelink.kernels.combine.reduce import gather_home
 from moelink.kernels.combine.send import send_tokens_back
 from moelink.kernels.launch.sm_limit import run_role, run_roles
@@ -25,13 +29,19 @@ def ep_fused_combine_kernel(peers, inputs, outputs, notes, numbers, S: tl.conste
     """Send rows back with CTAs [0, ``numbers.senders``) and reduce with the others of ``numbers.programs``."""
     sending = (peers, inputs, notes, numbers)
     gathering = (peers, inputs, outputs, notes, numbers)
-    run_roles(send_tokens_back, sending, gather_home, gathering, peers.control, _SENT, numbers, S)
+    if S.TWO_LEVEL:
+        run_roles(send_and_collect, sending, gather_home, gathering, peers.control, _SENT, numbers, S)
+    else:
+        run_roles(send_tokens_back, sending, gather_home, gathering, peers.control, _SENT, numbers, S)
 
 
 @triton.jit
 def ep_combine_async_kernel(peers, inputs, notes, numbers, S: tl.constexpr):
-    """Run the expert role alone."""
-    run_role(send_tokens_back, (peers, inputs, notes, numbers), peers.control, _SENT, numbers.programs, S)
+    """Run the expert role alone, with two levels together with the collector's."""
+    arguments = (peers, inputs, notes, numbers)
+    run_role(
+        send_and_collect if S.TWO_LEVEL else send_tokens_back, arguments, peers.control, _SENT, numbers.programs, S
+    )
 
 
 @triton.jit

@@ -29,7 +29,8 @@ stored.
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.row_format import load_columns
+from moelink.kernels.combine.collect import sum_of_levels, wait_for_levels
+from moelink.kernels.combine.row_format import load_columns, row_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.numeric import only, round_to
@@ -44,6 +45,7 @@ from moelink.kernels.sync.lamport_slots import (
     stand_in,
     sum_rows,
 )
+from moelink.kernels.sync.levels import after_relaying
 from moelink.kernels.sync.quiesce import (
     end_waits_for_strays,
     odd_dispatch,
@@ -81,6 +83,7 @@ from moelink.memory.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
     CODE_ROUTING,
+    COMBINE_COLLECTED,
     COMBINE_RECEIVED,
     OPTIONS_BY_ROW,
     PHASE_COMBINE,
@@ -116,6 +119,7 @@ def finish(total, outputs, inputs, token, c, S: tl.constexpr):
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
+_COLLECTED = tl.constexpr(COMBINE_COLLECTED)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _FLAGS = tl.constexpr(128)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
@@ -300,18 +304,14 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
                     total = weighted_sum(
                         inputs.y, numbers.y_rows, inputs.row_weights, inputs.home_weights + token * S.TOPK, rows, c, S
                     )
+            elif S.TWO_LEVEL:
+                total = sum_of_levels(ctx, slots, token, c0, S)
             else:
                 for rank in tl.static_range(S.WORLD_SIZE):
                     sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
                     address = mine + S.OFFSET_ROWS + tl.cast(rank * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
                     source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
-                    if S.DECODE_FN is not None:
-                        total += load_columns(source, c0, sent, S)
-                    else:
-                        row = tl.load(
-                            source + c, mask=only(sent, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first"
-                        )
-                        total += row.to(S.SUM_DTYPE)
+                    total += row_columns(source, c0, sent, S)
         else:
             for j in range(numbers.slot_begin, tl.minimum(numbers.slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
                 kept = tl.sum(tl.where(k == j, here.to(tl.int32), 0), 0) > 0
@@ -356,7 +356,9 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
 def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
     """Wait for a token's rows and store its result, as :func:`gather_token` does. Rows come with flags."""
     ok = tl.full([], 1, tl.int32)
-    if not S.ALLREDUCE:
+    if S.TWO_LEVEL:
+        ok = wait_for_levels(ctx, slots, token, S)
+    elif not S.ALLREDUCE:
         ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
     if not S.SENDS_SUMS:
         if ok > 0:
@@ -444,6 +446,9 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
             token = i // parts
             slots = awaited_slots(notes, token, brought, choices, S)
             ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
+    if S.TWO_LEVEL:
+        if brought:
+            ok = after_relaying(ok, program, ctx, _COLLECTED, _PHASE, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
             sem: tl.constexpr = "release" if S.LAMPORT_TOKENS > 0 else "relaxed"  # a release after zeros were stored

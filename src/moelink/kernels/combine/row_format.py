@@ -53,3 +53,15 @@ def load_columns(source, first, there, S: tl.constexpr):
     scale = tl.load(scales_at(source, S) + g, mask=inside, other=0, eviction_policy="evict_first")
     columns = S.DECODE_FN(tl.reshape(codes, (groups, S.GROUP_SIZE)), scale, 1.0, S.NATIVE_CASTS)
     return tl.reshape(columns, (S.BLOCK_SIZE,))
+
+
+@triton.jit
+def row_columns(source, first, there, S: tl.constexpr):
+    """Return columns [first, first + S.BLOCK_SIZE) of a row that has travelled, in S.SUM_DTYPE, as it is or decoded;
+    zeros past its end, and if it is not ``there``."""
+    if S.DECODE_FN is not None:
+        return load_columns(source, first, there, S)
+    else:
+        c = first + tl.arange(0, S.BLOCK_SIZE)
+        row = tl.load(source + c, mask=only(there, c < S.HIDDEN_SIZE), other=0.0, eviction_policy="evict_first")
+        return row.to(S.SUM_DTYPE)

@@ -39,6 +39,7 @@ from moelink.kernels.sync.internode import (
     staged_at,
 )
 from moelink.kernels.sync.lamport_slots import bits_of, follows_refusal, is_small, row_at
+from moelink.kernels.sync.levels import first_stop, in_one_level, in_two_levels, place_at_stop
 from moelink.kernels.sync.quiesce import beside_status
 from moelink.kernels.sync.signals import I64, U8, context_of, count_arrival, fence, own_block, publish
 from moelink.kernels.sync.trace import (
@@ -174,11 +175,14 @@ def copy_columns(to, part, y, row, S: tl.constexpr):
 
 @triton.jit
 def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, slot_begin, S: tl.constexpr):
-    """Send a ``share`` of the rows of ``message`` to rank ``peer``, whose block is at address ``home``, if it is valid.
+    """Send a ``share`` of the rows of ``message`` to rank ``peer``, if it is valid; its block is at address ``home``,
+    or with two levels that of its collector on this node.
 
     Returns how many rows travel; they are counted with part 0.
     """
     mine = own_block(ctx.control, S)
+    place = place_at_stop(peer, ctx.me, S)
+    peer = first_stop(peer, ctx.me, S)
     slot = message.slot
     token = message.token
     valid = message.valid
@@ -186,7 +190,7 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
     y = inputs.y
     moved = (valid & (share.begin == 0)).to(tl.int32)
     if S.SENDS_SUMS:
-        address = home + S.OFFSET_ROWS + tl.cast(ctx.me * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
+        address = home + S.OFFSET_ROWS + tl.cast(place * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
         address = direct_or_staged(
             address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, S.MAX_TOKENS, slot, S.ROW_BYTES, S
         )
@@ -202,7 +206,7 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
             for part in range(share.begin, share.begin + share.count):
                 send_columns(to, flip, part, valid, y, y_rows, inputs.row_weights, rows, S)
         word = mine + S.OFFSET_COMBINE_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
-        between_nodes(put_row, (ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, valid), S)
+        in_one_level(put_row, (ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, valid), S)
     else:
         q = tl.arange(0, S.TOPK_POW2)
         here = tl.where(valid, tl.load(rows + q, mask=q < S.TOPK, other=_ABSENT), _ABSENT)
@@ -250,6 +254,17 @@ def put_heads(ctx, S: tl.constexpr):
 
 
 @triton.jit
+def raise_flags_at_stop(ctx, rank, i, S: tl.constexpr):
+    """Raise flags ``i`` of this rank at ``rank`` of this node, as the collector for ranks of all other nodes."""
+    block = tl.load(ctx.table + rank)
+    near = is_intra_node(rank, ctx.me, S) != 0
+    for node in range(S.NODES):
+        place = place_at_stop(node * S.NODE_SIZE, ctx.me, S)
+        flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place * S.MAX_TOKENS + i
+        publish(flags, only(near, i < S.MAX_TOKENS), ctx.call + i * 0)
+
+
+@triton.jit
 def raise_all_flags(ctx, S: tl.constexpr):
     """Raise all flags of this rank, which refuses the call, so that no rank waits for its rows."""
     i = tl.arange(0, S.BLOCK_SIZE)
@@ -262,7 +277,8 @@ def raise_all_flags(ctx, S: tl.constexpr):
                 intra_node_only(c0 + i < S.MAX_TOKENS * S.PARTS_PER_ROW, d, ctx.me, S),
                 tl.zeros([S.BLOCK_SIZE], tl.int64) + ctx.call,
             )
-        between_nodes(put_none_kept, (ctx, d), S)
+            in_two_levels(raise_flags_at_stop, (ctx, d, c0 + i), S)
+        in_one_level(put_none_kept, (ctx, d), S)
 
 
 @triton.jit
@@ -272,11 +288,12 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
     Where messages travel in parts, send every ``lanes``-th share of a message; ``spread`` CTAs share a message, and
     ``spread`` divides S.PARTS_PER_ROW.
     """
-    block = tl.load(ctx.table + home)
+    stop = first_stop(home, ctx.me, S)
+    block = tl.load(ctx.table + stop)
     mine = own_block(ctx.control, S)
     moved = tl.full([], 0, tl.int32)
     p = tl.arange(0, S.PARTS_POW2)
-    flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
+    flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place_at_stop(home, ctx.me, S) * S.MAX_TOKENS * S.PARTS_PER_ROW
     small = is_small(ctx.control, tl.load(notes.received + home * 2 + 1), ctx.call, S)
     if S.PARTS_PER_ROW == 1:
         for slot in range(lane, tl.load(notes.received + home * 2), lanes):
@@ -292,11 +309,11 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                 )  # fmt: skip
                 stamp_first(ctx, FIRST_STORE, S)
             else:
-                between_nodes(put_kept, (ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, True), S)
+                in_one_level(put_kept, (ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, True), S)
             if small == 0:
                 publish(
                     flags + slot + p,
-                    intra_node_only(p < 1, home, ctx.me, S),
+                    intra_node_only(p < 1, stop, ctx.me, S),
                     tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call,
                 )
             stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
@@ -329,7 +346,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
             stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
             item += lanes
             more = item < count * numbers.spread
-    if (home != ctx.me) & (moved > 0):
+    if (stop != ctx.me) & (moved > 0):
         tl.atomic_add(ctx.control + _BYTES, moved.to(tl.int64) * S.ROW_BYTES, sem="relaxed", scope="gpu")
 
 
@@ -350,7 +367,7 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
             if program == 0:
                 base = tl.load(peers.table + r, mask=mask, other=0)
                 word = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + (numbers.status + 2 * S.OPTIONS)
-                word += beside_status(notes.received, peers.control, call, numbers.status, S)
+                word += beside_status(notes.received, peers.control, numbers.me, call, numbers.status, S)
                 mine = tl.load(peers.table + numbers.me)
                 to = own_word_at(base, mine, r, numbers.me, S.OFFSET_COMBINE_STATUS, S.OFFSET_STAGED_STATUS, 1, 0, S)
                 tl.store(to, word, mask=mask)

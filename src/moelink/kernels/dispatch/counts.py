@@ -15,10 +15,12 @@ Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Rank 0 is
 import triton
 import triton.language as tl
 
+from moelink.kernels.dispatch.relay import send_marks
 from moelink.kernels.dispatch.route import count_all, first_of, owner_of, send_firsts, sum_block_counts
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.credit import wait_for_credits
 from moelink.kernels.sync.internode import between_nodes, is_intra_node, own_word_at, put, staged_at
+from moelink.kernels.sync.levels import in_two_levels, stores_at
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import fence, own_block
 from moelink.kernels.sync.trace import COUNTED, LAST_PUBLISHED, PUBLISHED, stamp_after, stamp_both
@@ -108,7 +110,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
         if not alone:
             programs += movers
             most = send_firsts(ctx.table, mine, ctx.me, movers, S)
-        away = tl.sum(tl.where(r == ctx.me, 0, messages), 0).to(tl.int64)
+        away = tl.sum(tl.where(stores_at(r, ctx.me, S), messages, 0), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
         # Whoever sees the counts must also see ``firsts``. Without ``firsts`` there is nothing to wait for.
         if not alone:
@@ -129,6 +131,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
         store_expert_counts(ctx, mine, numbers.first_expert, numbers.num_local_experts, pairs, S)
         stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
         between_nodes(put_counts, (ctx, mine, alone, movers), S)
+        in_two_levels(send_marks, (ctx, mine, ids, numbers), S)
         tl.store(sent + r, messages, mask=only(numbers.status == 0, mask))
         tl.store(sent + S.WORLD_SIZE, (ctx.call & 0x7FFFFFFF).to(tl.int32), mask=numbers.status == 0)
     return ok

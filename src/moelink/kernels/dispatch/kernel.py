@@ -12,6 +12,9 @@ A dispatch over cached routing (``S.CACHED_ROUTING``) uses the same launches wit
 ``cached`` (``received`` and ``counts`` of the earlier call) where another dispatch would count. Otherwise the kernels
 fill in ``notes`` and do not read ``cached``.
 
+Between nodes with two levels (``S.TWO_LEVEL``) the last CTAs of the sender role have a role of their own, that of the
+forwarder (``kernels.dispatch.forward``), which waits for senders of other ranks, as receivers do.
+
 Where a later launch writes the scales (``S.SCALES_LATER``, ``kernels.dispatch.scales``), the receiver stores in
 ``outputs.scales`` the number of the message that each row came with.
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moelink.kernels.dispatch.forward import send_and_forward, send_cached_and_forward
 from moelink.kernels.dispatch.receive import receive
 from moelink.kernels.dispatch.receive_cached import receive_cached
 from moelink.kernels.dispatch.send import send
@@ -41,17 +45,27 @@ def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: 
     """Send with CTAs [0, ``numbers.senders``) and receive with the others of ``numbers.programs``."""
     sending = (peers, inputs, notes, cached, numbers)
     receiving = (peers, outputs, notes, cached, numbers)
-    if S.CACHED_ROUTING:
+    if S.CACHED_ROUTING and S.TWO_LEVEL:
+        run_roles(send_cached_and_forward, sending, receive_cached, receiving, peers.control, _SENT, numbers, S)
+    elif S.CACHED_ROUTING:
         run_roles(send_cached, sending, receive_cached, receiving, peers.control, _SENT, numbers, S)
+    elif S.TWO_LEVEL:
+        run_roles(send_and_forward, sending, receive, receiving, peers.control, _SENT, numbers, S)
     else:
         run_roles(send, sending, receive, receiving, peers.control, _SENT, numbers, S)
 
 
 @triton.jit
 def ep_dispatch_async_kernel(peers, inputs, notes, cached, numbers, S: tl.constexpr):
-    """Run the sender role alone."""
+    """Run the sender role alone, with two levels together with the forwarder's."""
     arguments = (peers, inputs, notes, cached, numbers)
-    run_role(send_cached if S.CACHED_ROUTING else send, arguments, peers.control, _SENT, numbers.programs, S)
+    if S.TWO_LEVEL:
+        run_role(
+            send_cached_and_forward if S.CACHED_ROUTING else send_and_forward, arguments, peers.control, _SENT,
+            numbers.programs, S,
+        )  # fmt: skip
+    else:
+        run_role(send_cached if S.CACHED_ROUTING else send, arguments, peers.control, _SENT, numbers.programs, S)
 
 
 @triton.jit

@@ -49,6 +49,7 @@ from moelink.kernels.dispatch.unpack import (
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
+from moelink.kernels.sync.levels import after_relaying, carrier_of
 from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
 from moelink.kernels.sync.signals import (
     I32,
@@ -78,12 +79,14 @@ from moelink.kernels.sync.trace import (
 from moelink.memory.protocol import (
     CODE_ABORT,
     CODE_OPTIONS,
+    DISPATCH_FORWARDED,
     DISPATCH_RECEIVED,
     PHASE_DISPATCH,
 )
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
+_FORWARDED = tl.constexpr(DISPATCH_FORWARDED)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
 
@@ -142,7 +145,7 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
             slot = tl.where(there, slot, 0)
             flags = (mine + S.OFFSET_MESSAGE_FLAG).to(I64) + (source.rank * S.MAX_TOKENS + slot)
             ok, got = wait_any(flags, there, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
-            report_failure(ok, ctx, source.rank, _PHASE, ctx.call, tl.max(got, 0), S)
+            report_failure(ok, ctx, carrier_of(source.rank, ctx.me, S), _PHASE, ctx.call, tl.max(got, 0), S)
             ready = there & (got >= ctx.call)
             if ok > 0:
                 stamp_first(ctx, ARRIVED, S, source.rank)
@@ -298,6 +301,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
                 if (ok > 0) & (source < S.WORLD_SIZE):
                     ok, again, before, own = steps.wait(ctx, cached, source, numbers, S)
                     count, programs, most = steps.columns(ctx.control, cached, source, S)
+    ok = after_relaying(ok, program, ctx, _FORWARDED, _PHASE, S)
     if ok > 0:
         count_read(ctx, _PHASE, program, num_programs, S, "relaxed")
         stamp(ctx, TOLD, S)

@@ -66,6 +66,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.counts import send_counts
+from moelink.kernels.dispatch.relay import put_relays, store_relay_headers, with_relays
 from moelink.kernels.dispatch.route import (
     count_all,
     count_before,
@@ -83,13 +84,13 @@ from moelink.kernels.dispatch.route import (
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import (
-    between_nodes,
     direct_or_staged,
     intra_node_only,
     is_intra_node,
     put,
     staged_at,
 )
+from moelink.kernels.sync.levels import column_of, in_one_level, in_two_levels
 from moelink.kernels.sync.signals import I32, I64, U8, context_of, count_arrival, fence, own_block, publish
 from moelink.kernels.sync.trace import (
     COUNTED,
@@ -107,13 +108,16 @@ from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
 
 
 @triton.jit
-def message_addresses(base, own, slot, me, mine, S: tl.constexpr):
-    """Return the addresses [N, ranks] of the messages in ``slot`` [N, ranks], in the blocks at ``base`` [ranks]; 0
-    unless ``own``."""
+def message_addresses(base, own, slot, token, me, mine, S: tl.constexpr):
+    """Return the addresses [N, ranks] of the messages of tokens ``token`` [N] in ``slot`` [N, ranks], in the blocks at
+    ``base`` [ranks]; 0 unless ``own``."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
     places = base[None, :] + S.OFFSET_MESSAGES + (me * S.MAX_TOKENS + slot).to(tl.int64) * S.MESSAGE_BYTES
-    places = direct_or_staged(places, mine, r, me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, slot, S.MESSAGE_BYTES, S)
-    return tl.where(own, places, 0)
+    if S.TWO_LEVEL:
+        return with_relays(places, own, token, me, mine, S)
+    else:
+        places = direct_or_staged(places, mine, r, me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, slot, S.MESSAGE_BYTES, S)
+        return tl.where(own, places, 0)
 
 
 @triton.jit
@@ -189,8 +193,9 @@ def put_messages(ctx, mine, own, slot, S: tl.constexpr):
 
 
 @triton.jit
-def publish_messages(ctx, base, mine, own, slot, S: tl.constexpr):
-    """Publish the flags of the messages of N tokens, stored already, where ``own`` [N, ranks], in ``slot`` [N, ranks].
+def publish_messages(ctx, base, mine, own, slot, token, S: tl.constexpr):
+    """Publish the flags of the messages of tokens ``token`` [N], stored already, where ``own`` [N, ranks], in ``slot``
+    [N, ranks].
 
     The blocks of the ranks are at ``base`` [ranks]. For ranks of other nodes put the messages, then their flags.
     """
@@ -198,7 +203,8 @@ def publish_messages(ctx, base, mine, own, slot, S: tl.constexpr):
     mask = intra_node_only(own, tl.arange(0, S.WORLD_SIZE_POW2)[None, :], ctx.me, S)
     publish(flags, mask, tl.zeros(slot.shape, tl.int64) + ctx.call)
     stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
-    between_nodes(put_messages, (ctx, mine, own, slot), S)
+    in_one_level(put_messages, (ctx, mine, own, slot), S)
+    in_two_levels(put_relays, (ctx, mine, own, token), S)
 
 
 @triton.jit
@@ -347,13 +353,14 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
 
     goes = ranks_of(owner[None, :], token, numbers.num_tokens, ctx.me, numbers.shared_begin, numbers.shared_end, S)
     slot = sent[None, :]
-    served = ((r < S.WORLD_SIZE) & (r % numbers.split == program % numbers.split))[None, :]
+    served = ((r < S.WORLD_SIZE) & (column_of(r, ctx.me, S) % numbers.split == program % numbers.split))[None, :]
     own = (goes > 0) & served
     tl.store(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], tl.where(goes > 0, slot, -1), mask=served)
     ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
-        places = message_addresses(base, own, slot, ctx.me, mine, S)
+        places = message_addresses(base, own, slot, token, ctx.me, mine, S)
         store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, numbers.first_expert, 1, S)
+        in_two_levels(store_relay_headers, (ctx, mine, expert[None, :], own, slot, token), S)
         stamp_first(ctx, FIRST_STORE, S)
         to = tl.sum(places, 0)
         for piece in tl.static_range(S.PIECES_PER_ROW):
@@ -363,7 +370,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
             row = following
             following = behind
-        publish_messages(ctx, base, mine, own, slot, S)
+        publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
 
 
@@ -408,9 +415,10 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             own = (goes > 0) & mask[None, :]
             noted = (token < end)[:, None] & mask[None, :]
             tl.store(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
-            places = message_addresses(base, own, slot, ctx.me, mine, S)
+            places = message_addresses(base, own, slot, token, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
             store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
+            in_two_levels(store_relay_headers, (ctx, mine, expert, own, slot, token), S)
             stamp_first(ctx, FIRST_STORE, S)
             for t in range(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end)):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
@@ -420,7 +428,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
                     )
                     store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
                     row = following
-            publish_messages(ctx, base, mine, own, slot, S)
+            publish_messages(ctx, base, mine, own, slot, token, S)
             if t0 + S.TOKENS_PER_BATCH < end:
                 sent += tl.sum(goes, 0)
                 pairs += count_pairs(expert, owner, S.TOKENS_PER_BATCH * S.TOPK_POW2, S)

@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
+from moelink.kernels.dispatch.relay import send_noted_marks, store_relay_headers
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.dispatch.send import (
     load_piece,
@@ -43,6 +44,7 @@ from moelink.kernels.dispatch.send import (
 )
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import between_nodes
+from moelink.kernels.sync.levels import column_of, in_two_levels, stores_at
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import context_of, count_arrival, own_block
 from moelink.kernels.sync.trace import (
@@ -85,7 +87,7 @@ def send_heads(ctx, sent, numbers, credits, S: tl.constexpr):
         )
         stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
         between_nodes(put_counts, (ctx, mine, True, 0), S)
-        away = tl.sum(tl.where(r == ctx.me, 0, messages), 0).to(tl.int64)
+        away = tl.sum(tl.where(stores_at(r, ctx.me, S), messages, 0), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
     return ok
 
@@ -103,7 +105,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
     """Send batches ``lane``, ``lane + lanes``, ... of N tokens to every ``split``-th rank from ``part``."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
-    served = (r < S.WORLD_SIZE) & (r % numbers.split == part)
+    served = (r < S.WORLD_SIZE) & (column_of(r, ctx.me, S) % numbers.split == part)
     mine = own_block(ctx.control, S)
     base = tl.load(ctx.table + r, mask=r < S.WORLD_SIZE, other=0)
     begin = lane * N
@@ -122,9 +124,11 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
                 inside = (token < numbers.num_tokens)[:, None] & (k < S.TOPK)[None, :]
                 expert = experts_at(inputs.topk_ids, token[:, None] * S.TOPK + k[None, :], inside, S)
                 owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-            places = message_addresses(base, own, slot, ctx.me, mine, S)
+            places = message_addresses(base, own, slot, token, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
             store_headers(expert, None, owner, token, places, w, numbers.first_expert, N, S)
+            if S.TWO_LEVEL:  # None goes into no tuple
+                store_relay_headers(ctx, mine, expert, own, slot, token, S)
             stamp_first(ctx, FIRST_STORE, S)
             end = tl.minimum(t0 + N, numbers.num_tokens)
             for t in range(t0, end):
@@ -137,7 +141,7 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
                     following = load_piece(inputs.x, next_token, (piece + 1) % S.PIECES_PER_ROW, numbers.num_tokens, S)
                     store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
                     row = following
-            publish_messages(ctx, base, mine, own, slot, S)
+            publish_messages(ctx, base, mine, own, slot, token, S)
             slot = following_slot
     return ok
 
@@ -157,6 +161,9 @@ def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S:
         if program == 0:
             grant_credits(peers.table, peers.control, numbers.me, S)
             ok = send_heads(ctx, notes.sent, numbers, credits, S)
+            if ok > 0:
+                arguments = (ctx, own_block(peers.control, S), notes.slot_of, numbers.num_tokens)
+                in_two_levels(send_noted_marks, arguments, S)
         elif (numbers.tokens_per_program > 1) & (S.TOKENS_PER_BATCH > 1):
             ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, credits, S.TOKENS_PER_BATCH, S)
         else:

@@ -22,6 +22,7 @@ import triton.language as tl
 from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.relays import RelayConstants, relay_constants, relaying_ctas
 from moelink.memory.protocol import (
     COMBINE_BLOCK,
     COUNT_HEADER,
@@ -115,8 +116,8 @@ class CommonSpec(Constants):
             interpreted. CLOCK: what ``signals.clock`` reads.
         NUM_SMS: SMs that the CTAs of a launch may use, 0 for all. SM_ID: how a CTA finds the number of its SM
             (``kernels.launch.sm_limit``).
-        NODE_SIZE: ranks of a node. NETWORK: who carries bytes to other nodes (``kernels.sync.internode``), "" on one
-            node.
+        NODE_SIZE, NODES: ranks of a node, and nodes. NETWORK: who carries bytes to other nodes
+            (``kernels.sync.internode``), "" on one node. TWO_LEVEL: as relays (``kernels.sync.levels``).
         TRACE: CTAs stamp what they do (``kernels.sync.trace``). TRACE_CTAS: most CTAs of a role that have a record.
         OFFSET_*: first byte of a region in a block (``memory.workspace``).
     """
@@ -148,10 +149,14 @@ class CommonSpec(Constants):
     OFFSET_CREDIT: int
     OFFSET_SM_LIMIT: int
     NODE_SIZE: int
+    NODE_SIZE_POW2: int
+    NODES: int
+    TWO_LEVEL: bool
     NETWORK: str
     TRACE: bool
     TRACE_CTAS: int
     OFFSET_IDLE: int
+    OFFSET_NODE_FLAG: int
 
 
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
@@ -171,18 +176,21 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", OFFSET_POISON=regions["poison"].offset,
         OFFSET_POISONS=regions["poisons"].offset, OFFSET_CONTROL=regions["control"].offset,
         OFFSET_CREDIT=regions["credit"].offset, OFFSET_SM_LIMIT=regions["sm_limit"].offset,
-        NODE_SIZE=workspace.node_size, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
+        NODE_SIZE=workspace.node_size, NODE_SIZE_POW2=power(workspace.node_size), NODES=ranks // workspace.node_size,
+        TWO_LEVEL=workspace.two_level, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
         else "nvshmem", TRACE=False, TRACE_CTAS=0, OFFSET_IDLE=inter_node_offset(workspace, "idle"),
+        OFFSET_NODE_FLAG=inter_node_offset(workspace, "node_flag"),
     )  # fmt: skip
 
 
 def inter_node_offset(workspace: Workspace, name: str) -> int:
-    """Return the offset of a region that exists between nodes only; on one node 0, which no kernel uses."""
-    return workspace.regions[name].offset if workspace.inter_node_ranks else 0
+    """Return the offset of a region that exists between nodes only, or only with one or two levels there; where it does
+    not, 0, which no kernel uses."""
+    return next((region.offset for region in workspace.regions if region.name == name), 0)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class DispatchSpec(CommonSpec):
+class DispatchSpec(CommonSpec, RelayConstants):
     """Launch constants of dispatch: how rows enter messages, and how they leave them.
 
     Attributes:
@@ -367,6 +375,7 @@ def dispatch_spec(
         OFFSET_FIRSTS_FLAG=inter_node_offset(workspace, "firsts_flag"),
         OFFSET_STAGED_COUNTS=inter_node_offset(workspace, "staged_counts"), OFFSET_STAGED_FIRSTS=inter_node_offset(
         workspace, "staged_firsts"), OFFSET_STAGED_MESSAGES=inter_node_offset(workspace, "staged_messages"),
+        **relay_constants(workspace, device, max_block),
     )  # fmt: skip
 
 
@@ -392,6 +401,7 @@ class CombineSpec(CommonSpec):
         EVICTION: how experts' rows are loaded, as Triton names it. Up to MANY_TOKENS they are the first to leave the L2
             cache, which holds what comes over the links and what the next calls need. With more tokens all of that
             leaves the cache in any case, and fewer instructions matter more.
+        COLLECTORS: collecting CTAs, 0 with one level.
         KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
             else by the message.
     """
@@ -435,6 +445,8 @@ class CombineSpec(CommonSpec):
     OFFSET_STAGED_STATUS: int
     OFFSET_STAGED_KEPT: int
     OFFSET_STAGED_ROWS: int
+    OFFSET_NODE_ROWS: int
+    COLLECTORS: int
 
 
 @lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
@@ -486,8 +498,9 @@ def combine_spec(
         OFFSET_COMBINE_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
         LAMPORT_TOKENS=most_small, OFFSET_LAMPORT_SLOTS=regions["lamport_slots"].offset if most_small else 0,
         EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
-        KEPT_BYTES=regions["inter_node_kept"].shape[2] if workspace.inter_node_ranks else 0,
+        KEPT_BYTES=0 if workspace.two_level or not workspace.inter_node_ranks else regions["inter_node_kept"].shape[2],
         STAGED_BY_ROW=not cfg.pre_reduce, OFFSET_ROW_FLAG=inter("row_flag"),
         OFFSET_INTER_NODE_KEPT=inter("inter_node_kept"), OFFSET_STAGED_STATUS=inter("staged_status"),
         OFFSET_STAGED_KEPT=inter("staged_kept"), OFFSET_STAGED_ROWS=inter("staged_rows"),
+        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device),
     )  # fmt: skip

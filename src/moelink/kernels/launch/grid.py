@@ -8,6 +8,7 @@ import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
+from moelink.kernels.launch.relays import relaying_ctas
 from moelink.memory.protocol import COMBINE_BLOCK, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MAX_SENDERS
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
@@ -52,11 +53,17 @@ def grid(programs: int, budget: int, *, resident: int, available: int) -> int:
 
 
 def dispatch_launch(
-    config: EPConfig, device: torch.device, num_tokens: int, *, encodes: bool, max_tokens: int | None = None
+    config: EPConfig,
+    device: torch.device,
+    num_tokens: int,
+    *,
+    encodes: bool,
+    max_tokens: int | None = None,
+    forwarders: int = 0,
 ) -> Launch:
     """Choose the CTAs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
     No rank is expected to send more than ``max_tokens`` (None: ``max_tokens_per_rank``). Ranks need not choose alike: a
-    sender tells how many CTAs it has, and receivers share whatever comes.
+    sender tells how many CTAs it has, and receivers share whatever comes. ``forwarders``: CTAs that also run.
 
     These numbers are measured; see docs/performance.md. Three CTAs of 8 warps and 80 registers share an SM. Few tokens:
     one sending CTA per SM, and one receiving CTA per expected message, or also per SM when there is padding. Many
@@ -78,7 +85,7 @@ def dispatch_launch(
     if config.num_sms is not None:
         send = 4 * send // 3
     send = max(1, send)
-    receive, messages = 3 * sms - send - 1, ranks * num_tokens
+    receive, messages = max(1, 3 * sms - send - 1 - forwarders), ranks * num_tokens
     if config.zero_copy:
         receive, messages = min(receive, sms), ceil_div(messages, FEW_MESSAGES_IN_PLACE)
     if few:
@@ -100,17 +107,20 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
     config = workspace.config
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or sm_count(device)
+    collectors = relaying_ctas(workspace, device)
     send, receive, spread = (3 * sms, 2 * sms, 1) if sums and workspace.lamport_tokens else (4 * sms, sms, 1)
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = workspace.combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
         spread = max(shares, default=1)
-        send = min(4 * sms, messages * spread, 5 * sms - 2) + 1
+        send = min(4 * sms - collectors, messages * spread, 5 * sms - 2) + 1
         # On a whole device a CTA that finds no room waits for it. An SM limit does not allow that
         # (``kernels.launch.sm_limit``).
-        room = 4 * sms if config.num_sms is None else 5 * sms - send
+        room = 4 * sms if config.num_sms is None else 5 * sms - send - collectors
         receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens) + 1)
-    return Launch(send, receive, num_warps=4, maxnreg=96, spread=spread, resident=5)
+    else:
+        send -= collectors
+    return Launch(send, max(1, receive), num_warps=4, maxnreg=96, spread=spread, resident=5)
 
 
 def most_ctas(device: torch.device) -> int:

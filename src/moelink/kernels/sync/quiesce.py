@@ -22,9 +22,21 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.sync.internode import intra_node_only
+from moelink.kernels.sync.internode import intra_node_only, is_intra_node
 from moelink.kernels.sync.lamport_slots import has_no_flags, is_small, stand_in
-from moelink.kernels.sync.signals import I64, U8, first_stray, odd_one_out, own_block, publish, report_failure, wait_all
+from moelink.kernels.sync.levels import carrier_of, in_one_level, is_peer, node_number, peer_of
+from moelink.kernels.sync.signals import (
+    I64,
+    U8,
+    check_timeout,
+    clock,
+    first_stray,
+    odd_one_out,
+    own_block,
+    publish,
+    report_failure,
+    wait_all,
+)
 from moelink.memory.protocol import OPTIONS_BY_ROW, PHASE_COMBINE, PHASE_DISPATCH
 
 _DISPATCH = tl.constexpr(PHASE_DISPATCH)
@@ -82,7 +94,7 @@ def _wait_for_flags(ctx, offset, counts, phase, parts: tl.constexpr, S: tl.const
                 flags = (mine + offset).to(I64) + source * S.MAX_TOKENS * parts + t0 + i
                 poison = (mine + S.OFFSET_POISON).to(I64)
                 ok, _, got = wait_all(flags, t0 + i < count, ctx.call, poison, ctx.limit, S.CLOCK)
-                report_failure(ok, ctx, source, phase, ctx.call, got, S)
+                report_failure(ok, ctx, carrier_of(source, ctx.me, S), phase, ctx.call, got, S)
     return ok
 
 
@@ -103,17 +115,26 @@ def quiesce_dispatch(ctx, messages, programs, S: tl.constexpr):
 
 
 @triton.jit
-def beside_status(received, control, call, status, S: tl.constexpr):
+def beside_status(received, control, me, call, status, S: tl.constexpr):
     """Return what ``combine_status`` says to each rank [ranks] besides the refusal and the options, which are below 8.
 
     The upper half is the number of the dispatch whose rows go home, for :func:`odd_dispatch`. Of the lower half bit 3
     says whether the rows go without flags, and the bits above it are how many messages' rows go there (of a rank that
-    refuses: flags that it raises), for :func:`end_waits_for_strays` and :func:`quiesce_combine`.
+    refuses: flags that it raises), for :func:`end_waits_for_strays` and :func:`quiesce_combine`. With two levels a peer
+    on another node is told how many rows of this node come.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
-    messages = tl.load(received + 2 * r, mask=mask, other=0)
-    messages = tl.where(status == 0, messages, S.MAX_TOKENS)
+    if S.TWO_LEVEL:
+        # To a peer, how many rows of this node come; to other ranks of other nodes go none.
+        peer = is_peer(r, me, S)
+        word = tl.where(peer, 2 * (S.WORLD_SIZE + 1) + node_number(r // S.NODE_SIZE, me, S), 2 * r)
+        rows_come = peer | is_intra_node(r, me, S)
+        messages = tl.load(received + word, mask=only(status == 0, mask), other=0)
+        messages = tl.where(rows_come, tl.where(status == 0, messages, S.MAX_TOKENS), 0)
+    else:
+        messages = tl.load(received + 2 * r, mask=mask, other=0)
+        messages = tl.where(status == 0, messages, S.MAX_TOKENS)
     small = is_small(control, tl.load(received + 2 * r + 1, mask=mask, other=0), call, S)
     upper = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + _dispatch_of(received, S)
     return (upper << 32) + messages.to(tl.int64) * 16 + small.to(tl.int64) * 8
@@ -147,15 +168,55 @@ def odd_dispatch(heads, received, S: tl.constexpr):
 @triton.jit
 def _forget_kept(mine, strays, S: tl.constexpr):
     """Let no rows of ``strays`` [ranks] be awaited that have flags of their own, as those of other nodes have."""
-    if S.NODE_SIZE < S.WORLD_SIZE:
-        r = tl.arange(0, S.WORLD_SIZE_POW2)
-        i = tl.arange(0, _AT_ONCE)
-        count: tl.constexpr = S.MAX_TOKENS * S.KEPT_BYTES
-        for source in range(S.WORLD_SIZE):
-            stray = tl.max((strays & (r == source)).to(tl.int32), 0)
-            kept = (mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + source * count
-            for c0 in range(0, tl.where(stray > 0, count, 0), _AT_ONCE):
-                tl.store(kept + c0 + i, (i * 0).to(tl.uint8), mask=c0 + i < count)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    i = tl.arange(0, _AT_ONCE)
+    count: tl.constexpr = S.MAX_TOKENS * S.KEPT_BYTES
+    for source in range(S.WORLD_SIZE):
+        stray = tl.max((strays & (r == source)).to(tl.int32), 0)
+        kept = (mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + source * count
+        for c0 in range(0, tl.where(stray > 0, count, 0), _AT_ONCE):
+            tl.store(kept + c0 + i, (i * 0).to(tl.uint8), mask=c0 + i < count)
+
+
+@triton.jit
+def _raise_node_flags(ctx, mine, strays, S: tl.constexpr):
+    """Raise the flags of the rows of all nodes whose collector for this rank is one of ``strays`` [ranks]."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    i = tl.arange(0, _AT_ONCE)
+    for number in range(S.NODES - 1):
+        stray = tl.max((strays & (r == peer_of(number, ctx.me, S))).to(tl.int32), 0)
+        flags = (mine + S.OFFSET_NODE_FLAG).to(I64) + number * S.MAX_TOKENS
+        for c0 in range(0, tl.where(stray > 0, S.MAX_TOKENS, 0), _AT_ONCE):
+            publish(flags + c0 + i, c0 + i < S.MAX_TOKENS, ctx.call + i * 0)
+
+
+@triton.jit
+def _wait_for_node_rows(ctx, mine, heads, S: tl.constexpr):
+    """Wait until as many rows of other nodes have arrived as the ``heads`` [ranks] of their collectors say, whichever
+    tokens they are of. Returns 1, or 0 or -1 after an error."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    i = tl.arange(0, _AT_ONCE)
+    poison = (mine + S.OFFSET_POISON).to(I64)
+    ok = tl.full([], 1, tl.int32)
+    for number in range(S.NODES - 1):
+        if ok > 0:
+            peer = peer_of(number, ctx.me, S)
+            awaited = tl.sum(tl.where(r == peer, _messages_of(heads, S), 0), 0)
+            start = clock(S.CLOCK)
+            state = ok + 1
+            while state == 2:
+                arrived = tl.zeros([_AT_ONCE], tl.int32)
+                for c0 in range(0, S.MAX_TOKENS, _AT_ONCE):
+                    flags = (mine + S.OFFSET_NODE_FLAG).to(I64) + number * S.MAX_TOKENS + c0 + i
+                    got = tl.atomic_add(flags, 0, mask=c0 + i < S.MAX_TOKENS, sem="acquire", scope="sys")
+                    arrived += ((got >= ctx.call) & (c0 + i < S.MAX_TOKENS)).to(tl.int32)
+                state = tl.where(tl.sum(arrived, 0) >= awaited, 1, 2)
+                if state == 2:
+                    state = check_timeout(poison, start, ctx.limit, S.CLOCK)
+            tl.debug_barrier()
+            ok = state
+            report_failure(ok, ctx, peer, _COMBINE, ctx.call, ctx.call - 1, S)
+    return ok
 
 
 @triton.jit
@@ -171,10 +232,13 @@ def end_waits_for_strays(ctx, strays, heads, slot_of, num_tokens, S: tl.constexp
     mine = own_block(ctx.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _AT_ONCE)
+    if S.TWO_LEVEL:  # whose rows come through a collector; :func:`quiesce_combine` has waited for those
+        _raise_node_flags(ctx, mine, strays, S)
+        strays = strays & is_intra_node(r, ctx.me, S)
     messages = tl.where(strays & ((heads & 8) == 0), _messages_of(heads, S), 0)
     ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages * S.PARTS_PER_ROW, _COMBINE, S.PARTS_PER_ROW, S)
     if ok > 0:
-        _forget_kept(mine, strays, S)
+        in_one_level(_forget_kept, (mine, strays), S)
     count: tl.constexpr = S.MAX_TOKENS * S.PARTS_PER_ROW
     for source in range(S.WORLD_SIZE):
         stray = tl.max((strays & (r == source)).to(tl.int32), 0)
@@ -258,21 +322,36 @@ def _wait_for_what_heads_say(ctx, S: tl.constexpr):
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
         messages = _messages_of(status, S)
+        if S.TWO_LEVEL:
+            messages = tl.where(is_intra_node(r, ctx.me, S), messages, 0)
         ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages, _COMBINE, 1, S)
-        q = tl.arange(0, S.TOPK_POW2)
-        far = intra_node_only(mask, r, ctx.me, S) == 0
-        by_row = tl.where(far & ((status & 7) == 2 * _BY_ROW), messages, 0)
-        for source in range(S.WORLD_SIZE):
-            for slot in range(0, tl.sum(tl.where(r == source, by_row, 0), 0)):
-                if ok > 0:
-                    message = source * S.MAX_TOKENS + slot
-                    kept = tl.load(
-                        (mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + message * S.KEPT_BYTES + q, mask=q < S.TOPK, other=0
-                    )
-                    flags = (mine + S.OFFSET_ROW_FLAG).to(I64) + message * S.TOPK + q
-                    poison = (mine + S.OFFSET_POISON).to(I64)
-                    ok, _, got = wait_all(flags, kept != 0, ctx.call, poison, ctx.limit, S.CLOCK)
-                    report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
+        if S.TWO_LEVEL:
+            if ok > 0:
+                ok = _wait_for_node_rows(ctx, mine, status, S)
+        else:
+            ok = _wait_for_single_rows(ok, ctx, mine, status, messages, S)
+    return ok
+
+
+@triton.jit
+def _wait_for_single_rows(ok, ctx, mine, status, messages, S: tl.constexpr):
+    """Wait for the rows with flags of their own, of those ranks of other nodes that send rows and not sums."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    mask = r < S.WORLD_SIZE
+    q = tl.arange(0, S.TOPK_POW2)
+    far = intra_node_only(mask, r, ctx.me, S) == 0
+    by_row = tl.where(far & ((status & 7) == 2 * _BY_ROW), messages, 0)
+    for source in range(S.WORLD_SIZE):
+        for slot in range(0, tl.sum(tl.where(r == source, by_row, 0), 0)):
+            if ok > 0:
+                message = source * S.MAX_TOKENS + slot
+                kept = tl.load(
+                    (mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + message * S.KEPT_BYTES + q, mask=q < S.TOPK, other=0
+                )
+                flags = (mine + S.OFFSET_ROW_FLAG).to(I64) + message * S.TOPK + q
+                poison = (mine + S.OFFSET_POISON).to(I64)
+                ok, _, got = wait_all(flags, kept != 0, ctx.call, poison, ctx.limit, S.CLOCK)
+                report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
     return ok
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from moelink.config import EPConfig, Layout
 from moelink.errors import ConfigError
@@ -149,7 +149,7 @@ SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rot
 
 
 def _in_layouts(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Each case by expert, for the whole operation, and by rank with rows left in place, which is what FlashInfer does."""
+    """Each case by expert, for the whole operation, and by rank with rows left in place, as FlashInfer does."""
     forms: tuple[dict[str, Any], ...] = ({"layout": "expert"}, {"layout": "rank", "zero_copy": True})
     return tuple(dataclasses.replace(case, **form) for case in cases for form in forms)
 

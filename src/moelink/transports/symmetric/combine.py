@@ -64,7 +64,7 @@ class LaunchPlan:
         spec = rank.in_form(spec)
         launch = combine_launch(workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
         travels = not spec.ALLREDUCE
-        senders = launch.send if travels else 0
+        senders = launch.send + spec.COLLECTORS if travels else 0
         slots = () if reduce else (config.topk,)
         dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
         how: Any = {"S": spec, "launch": launch, **_EXACT}
@@ -74,7 +74,7 @@ class LaunchPlan:
             num_tokens=num_tokens, y_rows=0, shared_begin=shared_begin, shared_end=shared_end, slot_begin=0,
             spread=launch.spread, status=STATUS_OK, senders=senders, limit=rank.limit, programs=0,
         )  # fmt: skip
-        send = kernel(kernels.ep_combine_async_kernel, launch.send, **how)
+        send = kernel(kernels.ep_combine_async_kernel, launch.send + spec.COLLECTORS, **how)
         receive = kernel(kernels.ep_combine_wait_kernel, launch.receive, **how)
         both = kernel(kernels.ep_fused_combine_kernel, senders + launch.receive, **how)
         return cls(
@@ -222,6 +222,8 @@ def refuse_combine(rank: Rank) -> None:
     nothing, kernel = rank.nothing, rank.launcher.kernel
     inputs, notes = CombineInputs(*[nothing] * 6), RoutingNotes(*[nothing] * 5)
     outputs = CombineOutputs(nothing, (nothing,))
-    rank.launcher.launch(kernel(kernels.ep_combine_async_kernel, 1, **how), lambda _: (inputs, notes), numbers)
-    rank.launcher.launch(kernel(kernels.ep_combine_wait_kernel, 1, **how), lambda _: (inputs, outputs, notes), numbers)
+    send = kernel(kernels.ep_combine_async_kernel, 1 + spec.COLLECTORS, **how)
+    receive = kernel(kernels.ep_combine_wait_kernel, 1, **how)
+    rank.launcher.launch(send, lambda _: (inputs, notes), numbers._replace(programs=send.programs))
+    rank.launcher.launch(receive, lambda _: (inputs, outputs, notes), numbers)
     rank.grant_credits()

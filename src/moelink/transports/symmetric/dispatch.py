@@ -94,10 +94,13 @@ class LaunchPlan:
             cached=cached,
         )  # fmt: skip
         spec = rank.in_form(spec)
-        launch = dispatch_launch(config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE), max_tokens=max_tokens)
+        launch = dispatch_launch(
+            config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE), max_tokens=max_tokens,
+            forwarders=spec.FORWARDERS,
+        )  # fmt: skip
         later = layout_launch(config, device)
         cut = TokenSplit.of(num_tokens, programs=launch.send, world_size=workspace.world_size)
-        senders = 1 + cut.programs
+        senders = 1 + cut.programs + spec.FORWARDERS
         shared_begin, shared_end = shared_bounds(config, num_tokens)
         rows = config.output_rows(max_tokens)
         outputs = shape_of_outputs(config, rows=rows, weighted=weights)
@@ -385,8 +388,8 @@ def refuse_dispatch(rank: Rank) -> None:
     nothing = rank.nothing
     inputs, outputs = DispatchInputs(*[nothing] * 5), DispatchOutputs(*[nothing] * 11)
     notes, cached = RoutingNotes(*[nothing] * 5), CachedRouting(nothing, nothing)
-    send = kernel(kernels.ep_dispatch_async_kernel, 1, S=spec, launch=launch)
+    send = kernel(kernels.ep_dispatch_async_kernel, 1 + spec.FORWARDERS, S=spec, launch=launch)
     receive = kernel(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch)
-    rank.launcher.launch(send, lambda _: (inputs, notes, cached), numbers)
+    rank.launcher.launch(send, lambda _: (inputs, notes, cached), numbers._replace(programs=send.programs))
     rank.launcher.launch(receive, lambda _: (outputs, notes, cached), numbers)
     rank.grant_credits()

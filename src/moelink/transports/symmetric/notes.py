@@ -93,7 +93,7 @@ class SymmetricNotes:
 
     def brought_nothing(self) -> bool:
         """Return whether the call was refused or failed. Synchronises on CUDA."""
-        return int(self.parts.received[-1, 0]) != 0
+        return int(self.parts.received[self._layout.shapes[-1][1], 0]) != 0
 
     def again(self) -> SymmetricNotes:
         """Return the notes of another call over this routing."""

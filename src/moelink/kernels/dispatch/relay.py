@@ -1,0 +1,156 @@
+"""Send relays: what the sender role of a two-level dispatch does for ranks of other nodes (``kernels.sync.levels``).
+
+A row is stored once in this rank's staging region for relays, at its token's number, whatever nodes it goes to. It is
+encoded once, and stored from registers together with the messages to ranks of this node: the relay's place stands in
+one column of ``places`` (``levels.column_of``). Behind the message a relay has the token's expert ids and its slots at
+all ranks, by which the forwarder knows where the message goes. Its own ids are undefined.
+
+Then one put for each node that the token goes to carries the relay to the slot of the *token* at the peer there. So no
+relay has to be counted. Which tokens come is told by *marks*, a byte for each token, one put for each node: the CTA
+that tells the counts tells them, too. It reads all ids once more for that, or ``slot_of`` over cached routing.
+
+A peer that a token does not go to gets no relay of it. Staged relays and marks may be overwritten once all ranks have
+granted credit for the call before: a peer grants it after it has seen the signals of all relays that the marks name.
+
+Example: 6 ranks, S.NODE_SIZE 2, rank 2, three tokens that go to ranks (3), (3, 4, 5) and (0, 4). Marks for node 2 are
+[0, 1, 1], for node 0 [0, 0, 1]. Token 2 is staged once and put at ranks 4 and 0.
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.dispatch.route import experts_at, owner_of
+from moelink.kernels.sync.internode import is_intra_node, put
+from moelink.kernels.sync.levels import number_there, peer_of
+from moelink.kernels.sync.signals import I32, U8, fence
+from moelink.memory.protocol import DISPATCH_BYTES, MARKS_HEADER
+
+_HEADER = tl.constexpr(MARKS_HEADER)
+_BYTES = tl.constexpr(DISPATCH_BYTES)
+
+
+@triton.jit
+def _leaves(own, me, S: tl.constexpr):
+    """Return which of ``own`` [N, ranks] are of other nodes."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    return own & (is_intra_node(r, me, S) == 0)
+
+
+@triton.jit
+def staged_relay(mine, token, S: tl.constexpr):
+    """Return the address of token ``token``'s relay in the staging region."""
+    return mine + S.OFFSET_STAGED_RELAYS + token.to(tl.int64) * S.RELAY_BYTES
+
+
+@triton.jit
+def with_relays(places, own, token, me, mine, S: tl.constexpr):
+    """Return ``places`` [N, ranks] of the messages of tokens ``token`` [N], where ``own``: of ranks of this node as
+    they are, and the relay's in one column where a token goes to other nodes; 0 elsewhere."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    leaves = tl.max(_leaves(own, me, S).to(tl.int32), 1)[:, None]
+    column = (r == (me + S.NODE_SIZE) % S.WORLD_SIZE) & (leaves > 0)
+    near = own & is_intra_node(r, me, S)
+    return tl.where(near, places, tl.where(column, staged_relay(mine, token, S)[:, None], 0))
+
+
+@triton.jit
+def store_relay_headers(ctx, mine, expert, own, slot, token, S: tl.constexpr):
+    """Store what relays have behind the message: ``expert`` [N, slots], unless None, and where ``own`` [N, ranks] the
+    message slots ``slot`` [N, ranks]."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    k = tl.arange(0, S.TOPK_POW2)[None, :]
+    leaves = tl.max(_leaves(own, ctx.me, S).to(tl.int32), 1)[:, None] > 0
+    at = staged_relay(mine, token, S)
+    slots = (at + S.RELAY_SLOTS).to(I32)[:, None] + r
+    tl.store(slots, tl.where(own, slot, -1), mask=leaves & (r < S.WORLD_SIZE))
+    if expert is not None:
+        tl.store((at + S.RELAY_EXPERTS).to(I32)[:, None] + k, expert, mask=leaves & (k < S.TOPK))
+
+
+@triton.jit
+def put_relays(ctx, mine, own, token, S: tl.constexpr):
+    """Put the relays of tokens ``token`` [N], stored already, at the peers on all nodes of ``own`` [N, ranks]."""
+    fence(ctx.control)
+    i = tl.arange(0, token.shape[0])
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    for step in range(token.shape[0] * (S.NODES - 1)):
+        peer = peer_of(step % (S.NODES - 1), ctx.me, S)
+        here = i == step // (S.NODES - 1)
+        there = own & here[:, None] & (r // S.NODE_SIZE == peer // S.NODE_SIZE)
+        if tl.max(tl.max(there.to(tl.int32), 1), 0) > 0:
+            t = tl.sum(tl.where(here, token, 0), 0)
+            at = tl.cast(number_there(peer, ctx.me, S) * S.MAX_TOKENS + t, tl.int64)
+            put(
+                ctx.table,
+                mine + S.OFFSET_RELAYS + at * S.RELAY_BYTES,
+                staged_relay(mine, t, S),
+                S.RELAY_BYTES,
+                mine + S.OFFSET_RELAY_FLAG + at * 8,
+                ctx.call,
+                peer,
+                S,
+            )
+
+
+@triton.jit
+def _staged_marks(mine, number, S: tl.constexpr):
+    return mine + S.OFFSET_STAGED_MARKS + tl.cast(number, tl.int64) * S.MARKS_BYTES
+
+
+@triton.jit
+def _store_marks(mine, number, token, goes, num_tokens, S: tl.constexpr):
+    """Store the marks ``goes`` [N] of tokens ``token`` [N] for node ``number``. Returns how many there are."""
+    marks = (_staged_marks(mine, number, S) + _HEADER).to(U8)
+    there = goes & (token < num_tokens)
+    tl.store(marks + token, there.to(tl.uint8), mask=token < num_tokens)
+    return tl.sum(there.to(tl.int32), 0)
+
+
+@triton.jit
+def _put_marks(ctx, mine, num_tokens, relays, S: tl.constexpr):
+    """Put the marks, stored already, at every peer; and count the bytes of ``relays`` relays."""
+    for number in range(S.NODES - 1):
+        tl.store(_staged_marks(mine, number, S).to(I32), num_tokens)
+    fence(ctx.control)
+    for number in range(S.NODES - 1):
+        peer = peer_of(number, ctx.me, S)
+        at = tl.cast(number_there(peer, ctx.me, S), tl.int64)
+        to, word = mine + S.OFFSET_MARKS + at * S.MARKS_BYTES, mine + S.OFFSET_MARKS_FLAG + at * 8
+        put(ctx.table, to, _staged_marks(mine, number, S), _HEADER + num_tokens, word, ctx.call, peer, S)
+    tl.atomic_add(ctx.control + _BYTES, relays.to(tl.int64) * S.RELAY_BYTES, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def send_marks(ctx, mine, ids, numbers, S: tl.constexpr):
+    """Tell every peer which tokens come, by the expert ids of all tokens."""
+    i = tl.arange(0, S.MARKED_AT_ONCE)
+    k = tl.arange(0, S.TOPK_POW2)[None, :]
+    relays = tl.full([], 0, tl.int32)
+    for t0 in range(0, numbers.num_tokens, S.MARKED_AT_ONCE):
+        token = t0 + i
+        inside = (token < numbers.num_tokens)[:, None] & (k < S.TOPK)
+        expert = experts_at(ids, token[:, None] * S.TOPK + k, inside, S)
+        owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
+        for number in range(S.NODES - 1):
+            node = peer_of(number, ctx.me, S) // S.NODE_SIZE
+            goes = tl.max(((owner >= 0) & (owner // S.NODE_SIZE == node)).to(tl.int32), 1) > 0
+            relays += _store_marks(mine, number, token, goes, numbers.num_tokens, S)
+    _put_marks(ctx, mine, numbers.num_tokens, relays, S)
+
+
+@triton.jit
+def send_noted_marks(ctx, mine, slot_of, num_tokens, S: tl.constexpr):
+    """Tell every peer which tokens come, by the slots that an earlier call noted."""
+    i = tl.arange(0, S.MARKED_AT_ONCE)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    relays = tl.full([], 0, tl.int32)
+    for t0 in range(0, num_tokens, S.MARKED_AT_ONCE):
+        token = t0 + i
+        mask = (token < num_tokens)[:, None] & (r < S.WORLD_SIZE)
+        slot = tl.load(slot_of + token[:, None] * S.WORLD_SIZE + r, mask=mask, other=-1)
+        own = (slot >= 0) & (slot < S.MAX_TOKENS)
+        for number in range(S.NODES - 1):
+            node = peer_of(number, ctx.me, S) // S.NODE_SIZE
+            goes = tl.max((own & (r // S.NODE_SIZE == node)).to(tl.int32), 1) > 0
+            relays += _store_marks(mine, number, token, goes, num_tokens, S)
+    _put_marks(ctx, mine, num_tokens, relays, S)

@@ -1,0 +1,167 @@
+"""Say which ranks a token and its rows pass on their way between nodes, where the transport has two levels.
+
+With one level a rank puts what it has for a rank of another node straight there. With two levels (S.TWO_LEVEL) a
+*relay* crosses the network once for each node, between ranks of the same place on their nodes, *peers*:
+
+=========  ============================================================================================================
+dispatch   the home rank puts one relay at its peer on each node that the token goes to. The peer, as *forwarder*,
+           stores the message at the ranks of its node that the token names (``kernels.dispatch.forward``)
+combine    the ranks of a node store their rows of a token at the home rank's peer on their node. It sums them, as
+           *collector*, and puts one row at home (``kernels.combine.collect``)
+=========  ============================================================================================================
+
+Counts, firsts, heads, credits and error records are small. They go to every rank as with one level, and so does all
+that stays on a node.
+
+A rank numbers the other nodes from 0, beginning with the one after its own; regions for relays are numbered so.
+
+Why the waits form no circle: every role waits only for roles before it in the order *send, forward, receive* in
+dispatch and *send, collect, gather* in combine, on its own rank and on others. Senders wait for none, but for credits
+of the call before. In a launch, numbers of CTAs ascend in that order, and CTAs of low numbers begin first. So senders
+end on every rank, whatever few CTAs have room; then forwarders or collectors do; then the others.
+
+Why no call overtakes another: a rank counts a call as read, and so grants credit for it, only after its own forwarders
+or collectors have ended (:func:`after_relaying`), and these read all that came for them. Hence a peer may overwrite a
+relay or a row, and its own staged bytes, when it has this rank's credit for the call before. Whatever a forwarder
+stores at a rank of its node it stores because of a relay of this call. The home rank put that one after it had the
+credit of *all* ranks, this one included. The rank that stores into a slot is the same in every call: for a pair of a
+source and a destination always the source's peer on the destination's node.
+
+Who is blamed when a wait expires. A receiver that waits for a message of another node cannot know whether the home
+rank did not put the relay or the forwarder did not store it: it blames the forwarder (:func:`carrier_of`). The
+forwarder can know, and blames the home rank; a collector blames the rank of its node whose row is missing, and home the
+collector. Forwarders and collectors give up after seven eighths of the limit (:func:`sooner`). So whoever waits for
+what they would have carried hears of the true cause before its own limit is over.
+
+Example: 6 ranks, S.NODE_SIZE 2. Rank 2 is on node 1; nodes 2 and 0 are its nodes 0 and 1, and its peers there are ranks
+4 and 0. A token of rank 2 that names experts of ranks 3, 4 and 5 is stored at rank 3 by rank 2 itself, and put once, at
+rank 4, which stores it in its own block and at rank 5. Rows for it: rank 5 stores its row in rank 4's block, as the row
+of place (node 1, second rank), rank 3 of the numbers there; rank 4 adds its own and puts the sum at rank 2.
+"""
+
+import triton
+import triton.language as tl
+
+from moelink.kernels.sync.internode import between_nodes, is_intra_node
+from moelink.kernels.sync.signals import I64, own_block, report_failure, wait_all
+from moelink.memory.protocol import CALL_SHIFT
+
+_SHIFT = tl.constexpr(CALL_SHIFT)
+
+
+@triton.jit
+def in_two_levels(work, arguments, S: tl.constexpr):
+    """Do ``work(*arguments, S)`` where the transport has two levels."""
+    if S.TWO_LEVEL:
+        work(*arguments, S)
+
+
+@triton.jit
+def in_one_level(work, arguments, S: tl.constexpr):
+    """Do ``work(*arguments, S)`` where there are several nodes, and what goes to one goes straight to its ranks."""
+    if not S.TWO_LEVEL:
+        between_nodes(work, arguments, S)
+
+
+@triton.jit
+def peer_of(number, me, S: tl.constexpr):
+    """Return the rank of this rank's place on its other node ``number``."""
+    return (me // S.NODE_SIZE + 1 + number) % S.NODES * S.NODE_SIZE + me % S.NODE_SIZE
+
+
+@triton.jit
+def node_number(node, me, S: tl.constexpr):
+    """Return the number of node ``node`` among this rank's other nodes; for its own node S.NODES - 1."""
+    return (node - me // S.NODE_SIZE - 1 + S.NODES) % S.NODES
+
+
+@triton.jit
+def number_there(peer, me, S: tl.constexpr):
+    """Return the number of this rank's node among the other nodes of rank ``peer``."""
+    return node_number(me // S.NODE_SIZE, peer, S)
+
+
+@triton.jit
+def is_peer(rank, me, S: tl.constexpr):
+    """Return whether a rank of another node is this rank's peer there."""
+    return (rank % S.NODE_SIZE == me % S.NODE_SIZE) & (is_intra_node(rank, me, S) == 0)
+
+
+@triton.jit
+def stores_at(rank, me, S: tl.constexpr):
+    """Return whether what this rank sends to ``rank`` is a message of its own: to any other rank, with two levels to
+    those of its node."""
+    if S.TWO_LEVEL:
+        return (rank != me) & is_intra_node(rank, me, S)
+    else:
+        return rank != me
+
+
+@triton.jit
+def column_of(rank, me, S: tl.constexpr):
+    """Return the column of ``places`` [ranks] in which the place of a message for ``rank`` stands.
+
+    With two levels that is for all ranks of other nodes the column of one of them, in which the relay's place stands.
+    """
+    if S.TWO_LEVEL:
+        return tl.where(is_intra_node(rank, me, S), rank, (me + S.NODE_SIZE) % S.WORLD_SIZE)
+    else:
+        return rank
+
+
+@triton.jit
+def first_stop(home, me, S: tl.constexpr):
+    """Return the rank at which this rank stores its rows for ``home``: ``home``, or its peer on this node."""
+    if S.TWO_LEVEL:
+        return me // S.NODE_SIZE * S.NODE_SIZE + home % S.NODE_SIZE
+    else:
+        return home
+
+
+@triton.jit
+def place_at_stop(home, me, S: tl.constexpr):
+    """Return which rank's rows these rows are there: this rank's own, or at a collector a number of ``home``'s node."""
+    if S.TWO_LEVEL:
+        return home // S.NODE_SIZE * S.NODE_SIZE + me % S.NODE_SIZE
+    else:
+        return me
+
+
+@triton.jit
+def carrier_of(source, me, S: tl.constexpr):
+    """Return the rank that stores what rank ``source`` sends here: ``source``, or the forwarder on this rank's node.
+    Where that is this rank itself, ``source``."""
+    if S.TWO_LEVEL:
+        forwarder = me // S.NODE_SIZE * S.NODE_SIZE + source % S.NODE_SIZE
+        return tl.where(is_intra_node(source, me, S) | (forwarder == me), source, forwarder)
+    else:
+        return source
+
+
+@triton.jit
+def sooner(limit):
+    """Return when a forwarder or collector gives up, by the ``limit`` of the others."""
+    return limit - limit // 8
+
+
+@triton.jit
+def _wait_for_relays(ctx, role, phase, S: tl.constexpr):
+    """Wait until all CTAs of this rank's forwarders or collectors have counted this call."""
+    one = tl.arange(0, 1)
+    poison = (own_block(ctx.control, S) + S.OFFSET_POISON).to(I64)
+    ok, _, got = wait_all(ctx.control + role + one, one == 0, ctx.call << _SHIFT, poison, ctx.limit, S.CLOCK)
+    report_failure(ok, ctx, ctx.me, phase, ctx.call, got >> _SHIFT, S)
+    return ok
+
+
+@triton.jit
+def after_relaying(ok, program, ctx, role, phase, S: tl.constexpr):
+    """Wait, with two levels and as CTA 0, until this rank's forwarders or collectors, ``role``, have ended this call.
+
+    They have lower numbers in this launch, or were in an earlier one. Returns 1, or 0 or -1 after an error; else
+    ``ok``.
+    """
+    if S.TWO_LEVEL:
+        if (ok > 0) & (program == 0):
+            ok = _wait_for_relays(ctx, role, phase, S)
+    return ok
