@@ -23,7 +23,8 @@ class Codec:
         the inverse, of the same types. A NaN has unspecified bits.
 
     NATIVE False uses integer operations in place of narrow casts: the same bits under the stock interpreter and on
-    every GPU. NATIVE True uses the conversions of NVIDIA GPUs from sm_89, and gives the same bits there.
+    every GPU. NATIVE True uses the conversions of NVIDIA GPUs from sm_89, and gives the same bits there. Where each
+    element is one that bf16 has, ``encode`` gets 2 in its place.
 
     Rows already in a plain format's own dtype are to be copied as bytes, without the codec, which alters NaN payloads.
 

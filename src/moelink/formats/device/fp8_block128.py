@@ -9,7 +9,7 @@ from moelink.formats.device.casts import (
     amax_from_bits,
     as_float,
     as_int,
-    divide,
+    divide_by_448,
     divide_rows,
     e4m3_to_f32,
     f32_to_e4m3,
@@ -21,7 +21,7 @@ from moelink.formats.device.codec import Codec
 @triton.jit
 def encode(x, input_scale, NATIVE: tl.constexpr):
     largest = largest_bits(x)
-    scale = divide(tl.maximum(amax_from_bits(largest), 1e-4), 448.0)
+    scale = divide_by_448(tl.maximum(amax_from_bits(largest), 1e-4), NATIVE)
     scale = as_float(tl.where(largest > INF_BITS, NAN_BITS, as_int(scale)))
     return f32_to_e4m3(divide_rows(x, scale, NATIVE), NATIVE), scale
 

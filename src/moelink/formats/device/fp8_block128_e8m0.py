@@ -11,7 +11,7 @@ from moelink.formats.device.casts import (
     INF_BITS,
     amax_from_bits,
     as_int,
-    divide,
+    divide_by_448,
     f32_bits_to_e8m0_up,
     f32_to_e4m3,
     largest_bits,
@@ -24,7 +24,7 @@ from moelink.formats.device.mxfp8 import decode
 @triton.jit
 def encode(x, input_scale, NATIVE: tl.constexpr):
     largest = largest_bits(x)
-    code = f32_bits_to_e8m0_up(as_int(divide(tl.maximum(amax_from_bits(largest), 1e-4), 448.0)))
+    code = f32_bits_to_e8m0_up(as_int(divide_by_448(tl.maximum(amax_from_bits(largest), 1e-4), NATIVE)))
     code = tl.where(largest > INF_BITS, E8M0_NAN, code)
     return f32_to_e4m3(scale_by_e8m0(x, code), NATIVE), code.to(tl.uint8)
 
