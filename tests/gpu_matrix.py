@@ -96,7 +96,8 @@ def few_tokens(config: Config, world_size: int, scenario: str, seed: int, small:
             input_dtype=config.input_dtype, id_dtype=config.id_dtype,
         )  # fmt: skip
 
-    narrow = case(hidden_size=config.config(1).format.group, max_tokens_per_rank=7, **{bound: None})
+    group = config.config(1).format.group
+    narrow = case(hidden_size=group, max_tokens_per_rank=7, combine_format=None, **{bound: None})
     data = [case(**{bound: 0}).data(rank) for rank in range(world_size)]
     hidden = narrow.setup.fields["hidden_size"]
     rows = reference.reference_dispatch(

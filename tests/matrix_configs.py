@@ -66,11 +66,12 @@ class Config:
     weights: str = "dispatch"
     expert_alignment: int = 1
     id_dtype: torch.dtype = torch.int32
+    combine_format: str | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
         """Keyword arguments of ``moelink.init``."""
-        names = (*SIZES, "combine_dtype", "expert_alignment")
+        names = (*SIZES, "combine_dtype", "expert_alignment", "combine_format")
         fields = {**dataclasses.asdict(self.form), **{name: getattr(self, name) for name in names}}
         if self.form.layout == "masked":  # about the mean of 4 ranks; a skewed round drops rows, others may
             mean = 4 * self.max_tokens_per_rank * self.topk // self.num_experts
@@ -87,6 +88,7 @@ class Config:
         words += ["shared"] * form.fused_shared_expert
         words += [f"t{self.max_tokens_per_rank}", f"h{self.hidden_size}", f"k{self.topk}", f"e{self.num_experts}"]
         words += [f"a{self.expert_alignment}", f"weights:{self.weights}"]
+        words += [f"home:{self.combine_format}"] * (self.combine_format is not None)
         dtypes = (self.input_dtype, self.combine_dtype, self.id_dtype)
         return "-".join(words + [str(dtype).removeprefix("torch.") for dtype in dtypes])
 
@@ -154,6 +156,17 @@ def covering() -> list[Config]:
 
 
 CONFIGS = tuple(covering())
+FP8 = "fp8_block128"
+QUANTISED_HOME = (
+    Config(Form(FP8, "expert", "alltoall"), 512, 7168, 8, 128, combine_format=FP8, weights="none"),
+    Config(Form(FP8, "expert", "alltoall"), 4096, 7168, 8, 128, combine_format=FP8),
+    Config(Form("bf16", "expert", "alltoall"), 64, 6144, 6, 30, torch.float32, combine_format="mxfp8"),
+    Config(Form("mxfp8", "expert", "alltoall", False), 300, 2880, 4, 72, combine_format="mxfp8", weights="combine"),
+    Config(Form(FP8, "expert", "alltoall", True, True), 128, 7168, 4, 30, combine_format=FP8, expert_alignment=16),
+    Config(Form("bf16", "rank", "alltoall"), 300, 7168, 8, 72, torch.float16, combine_format=FP8),
+    Config(Form("bf16", "masked", "alltoall", False), 128, 6144, 4, 8, combine_format="mxfp8"),
+)
+"""Forms whose rows travel home in a format, of each layout and reduction: beside :data:`CONFIGS`, in which none do."""
 
 
 def value_of(config: Config, axis: str) -> Any:

@@ -13,7 +13,7 @@ import torch
 import gpu_matrix
 import moelink
 from cases import FORMATS
-from matrix_configs import AXES, CONFIGS, MOST, SIZES, Config, Form, meetings
+from matrix_configs import AXES, CONFIGS, MOST, QUANTISED_HOME, SIZES, Config, Form, meetings
 from moelink.memory.workspace import Workspace
 
 WORLD = min(8, torch.cuda.device_count())
@@ -31,6 +31,14 @@ def of_format(fmt: str) -> list[Config]:
 def test_transports_and_oracle_are_equal(fmt):
     jobs = gpu_matrix.jobs_of(of_format(fmt), WORLD)
     found = gpu_matrix.differences_of(jobs, WORLD)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels(of=lambda: gpu_matrix.kernels(QUANTISED_HOME, WORLD))
+@pytest.mark.skipif(WORLD < 2, reason="needs two CUDA devices")
+def test_rows_in_a_format_on_the_way_home():
+    found = gpu_matrix.differences_of(gpu_matrix.jobs_of(QUANTISED_HOME, WORLD), WORLD)
     assert not found, "\n".join(found)
 
 
@@ -79,7 +87,7 @@ def test_every_pair_of_sizes_meets(axis, other):
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_configurations_are_legal_and_fit_a_device(world_size):
-    for config in CONFIGS:
+    for config in (*CONFIGS, *QUANTISED_HOME):
         made = config.config(world_size)
         y = made.total_rows * made.combine_row_bytes
         assert Workspace(made).nbytes + made.memory_report().total + 3 * y < 32 * 2**30, config.name
@@ -103,7 +111,7 @@ def test_token_counts_reach_from_none_to_all():
 
 
 def test_names_tell_configurations_apart():
-    assert len({config.name for config in CONFIGS}) == len(CONFIGS)
+    assert len({config.name for config in (*CONFIGS, *QUANTISED_HOME)}) == len(CONFIGS) + len(QUANTISED_HOME)
 
 
 SMALL = (
@@ -113,6 +121,7 @@ SMALL = (
     ),
     Config(Form("fp8_block128", "rank", "alltoall"), 4, 128, 2, 3, combine_dtype=torch.float32),
     Config(Form("fp8_block128", "masked", "alltoall"), 4, 128, 2, 3),
+    Config(Form("bf16", "expert", "alltoall"), 4, 128, 2, 3, combine_format="mxfp8"),
     Config(Form("fp64", "expert", "allreduce"), 4, 20, 10, 8, input_dtype=torch.float64, weights="none"),
 )  # fmt: skip
 
