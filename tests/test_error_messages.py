@@ -30,7 +30,7 @@ NAMED = ("ArgumentError", "ConfigError")
 """Called with (name, expected, got)."""
 BUILT = ("ConfigMismatchError", "ClosedError", "CapacityError", "RoutingError", "PeerAbortedError", "PeerTimeoutError",
          "PeerLostError", "PeerLeftError", "ConcurrencyError", "ForkedError", "UndeliveredError",
-         "NetworkTimeoutError")  # fmt: skip
+         "NetworkTimeoutError", "ExpiredRowsError")  # fmt: skip
 """Their classes build the message."""
 
 ACTIONS = (

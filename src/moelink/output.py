@@ -292,7 +292,8 @@ class DispatchOutput:
         ids, experts = self.topk_ids, self.handle.counts.shape[0]
         if ids is None:
             raise UnsupportedError(
-                "rows_by_expert: expected an output of layout 'rank', got one of another layout; its rows are grouped"
+                "rows_by_expert: expected an output of layout 'rank', got one of another layout; use row_offsets, by "
+                "which its rows are grouped"
             )
         local = torch.where(ids >= 0, ids - self.handle.first_id, experts).flatten()
         ordered, pairs = local.sort(stable=True)

@@ -235,19 +235,19 @@ def read_expert_constants(document: object, name: str) -> MachineExperts:
     """
     expected = f"a file of kind {KIND!r}, schema_version {SCHEMA_VERSION}"
     if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise ConfigError("expert constants", expected, name)
+        raise ConfigError("constants", expected, name)
     if document.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError("expert constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
+        raise ConfigError("constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
     formats: dict[str, ExpertConstants] = {}
     for fmt, entry in document.get("formats", {}).items():
         if fmt not in EXPERT_FORMATS or not isinstance(entry, dict) or set(entry) != set(FIELDS):
-            raise ConfigError("expert constants", f"fields {', '.join(FIELDS)}", f"{entry!r} for {fmt} in {name}")
+            raise ConfigError("constants", f"fields {', '.join(FIELDS)}", f"{entry!r} for {fmt} in {name}")
         formats[fmt] = ExpertConstants(**entry)
     try:
         runs = ", ".join(f"{run['file']} ({run['date']}, {run['ranks']} ranks)" for run in document["fitted_to"])
         description = f"{document['machine']}, fitted to {runs}"
     except (KeyError, TypeError) as error:
-        raise ConfigError("expert constants", "its provenance (machine, fitted_to)", name) from error
+        raise ConfigError("constants", "its provenance (machine, fitted_to)", name) from error
     return MachineExperts(formats, f"measured: {name}", description)
 
 
@@ -260,7 +260,7 @@ def load_expert_constants(path: Path) -> MachineExperts:
     try:
         document: Any = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("expert constants", "a JSON file of moelink plan fit-experts", f"{path} ({error})") from error
+        raise ConfigError("constants", "a JSON file of moelink plan fit-experts", f"{path} ({error})") from error
     return read_expert_constants(document, path.name)
 
 
