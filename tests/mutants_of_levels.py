@@ -53,7 +53,7 @@ OF_LEVELS = (
            "                if program == 0:\n                    put_all_flags(ctx, S)", "                pass",
            _REFUSED),
     Mutant("home ranks are blamed for forwarders", "kernels/sync/levels.py",
-           "return tl.where(is_intra_node(source, me, S) | (forwarder == me), source, forwarder)", "return source + forwarder * 0",
+           "return tl.where(is_intra_node(source, me, S), source, forwarder)", "return source + forwarder * 0",
            _BLAME),
     Mutant("a rank collects for no other node", "kernels/sync/levels.py",
            "return me // S.NODE_SIZE * S.NODE_SIZE + home % S.NODE_SIZE", "return home + me * 0",

@@ -22,7 +22,7 @@ import triton.language as tl
 from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
-from moelink.kernels.launch.relays import RelayConstants, relay_constants, relaying_ctas
+from moelink.kernels.launch.relays import RelayConstants, inter_node_offset, relay_constants, relaying_ctas
 from moelink.memory.protocol import (
     COMBINE_BLOCK,
     COUNT_HEADER,
@@ -181,12 +181,6 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         else "nvshmem", TRACE=False, TRACE_CTAS=0, OFFSET_IDLE=inter_node_offset(workspace, "idle"),
         OFFSET_NODE_FLAG=inter_node_offset(workspace, "node_flag"),
     )  # fmt: skip
-
-
-def inter_node_offset(workspace: Workspace, name: str) -> int:
-    """Return the offset of a region that exists between nodes only, or only with one or two levels there; where it does
-    not, 0, which no kernel uses."""
-    return next((region.offset for region in workspace.regions if region.name == name), 0)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

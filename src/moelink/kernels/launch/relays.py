@@ -1,4 +1,4 @@
-"""Gather the launch constants of relays, which go between nodes where the transport has two levels."""
+"""Gather launch constants between nodes: of relays, which go there where the transport has two levels."""
 
 from __future__ import annotations
 
@@ -71,3 +71,9 @@ def relaying_ctas(workspace: Workspace, device: torch.device) -> int:
     config: Sizes = workspace.config
     limit = config.num_sms if isinstance(config, EPConfig) else None
     return max(1, (limit or torch.cuda.get_device_properties(device).multi_processor_count) // 2)
+
+
+def inter_node_offset(workspace: Workspace, name: str) -> int:
+    """Return the offset of a region that exists between nodes only, or only with one or two levels there; where it does
+    not, 0, which no kernel uses."""
+    return next((region.offset for region in workspace.regions if region.name == name), 0)

@@ -129,11 +129,11 @@ def place_at_stop(home, me, S: tl.constexpr):
 
 @triton.jit
 def carrier_of(source, me, S: tl.constexpr):
-    """Return the rank that stores what rank ``source`` sends here: ``source``, or the forwarder on this rank's node.
-    Where that is this rank itself, ``source``."""
+    """Return the rank that stores what rank ``source`` sends here: ``source``, or the forwarder on this rank's node, be
+    it this rank: where its forwarder lives, that has given up before."""
     if S.TWO_LEVEL:
         forwarder = me // S.NODE_SIZE * S.NODE_SIZE + source % S.NODE_SIZE
-        return tl.where(is_intra_node(source, me, S) | (forwarder == me), source, forwarder)
+        return tl.where(is_intra_node(source, me, S), source, forwarder)
     else:
         return source
 
