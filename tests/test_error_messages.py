@@ -208,6 +208,7 @@ EXAMPLES = {
     ),
     "PeerLostError": lambda: timeout(errors.PeerLostError, got=None, detail="its process is gone", node=1),
     "UndeliveredError": lambda: errors.UndeliveredError(rank=0, peer=1, phase="dispatch", call=5, expected=5, node=1),
+    "ExpiredRowsError": lambda: errors.ExpiredRowsError("recv.tokens", "a look at them before", "one after"),
     "NetworkTimeoutError": lambda: errors.NetworkTimeoutError("NVSHMEM's start", rank=0, node=0, seconds=60.0),
 }
 

@@ -266,7 +266,8 @@ class DispatchOutput:
         ids = self.topk_ids
         if ids is None:
             raise UnsupportedError(
-                "num_recv_per_rank: expected an output of layout 'rank', got one of another layout; count src_info"
+                "num_recv_per_rank: expected an output of layout 'rank', got one of another layout; use src_info, "
+                "which has the source of each row"
             )
         if ids.dim() == 2:
             return self.row_offsets[1:] - self.row_offsets[:-1]
