@@ -23,11 +23,14 @@ def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
 
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moelink.integrations.megatron import Settings
 
+    if not hasattr(moe_utils, "te_general_gemm"):  # which the router asks for by name, and gets with TransformerEngine
+        moe_utils.te_general_gemm = None
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     if case.device == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(1)
