@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,10 @@ def test_memory_of_several_nodes_has_their_send_buffers() -> None:
     assert two.block == workspace.nbytes
     assert staged < two.block - one.block + small < 1.01 * staged
     assert two.staging == one.staging
+    assert one.two_levels is None
+    levels = dataclasses.replace(layer.ep_config(16, ranks_per_node=8), two_level=True)
+    assert two.block_of_levels == Workspace(levels).nbytes != two.block
+    assert two.two_levels == Workspace(levels).nbytes + two.outputs
 
 
 def test_ranges() -> None:

@@ -40,7 +40,7 @@ AUTO = (
 LEGEND = """\
 bytes   of one call, expected, over the busier direction of the busiest rank's link; memory is one rank's
 busiest / placed   rows of the busiest rank over the mean: experts by number, and placed by load (--redundant)
-symmetric / collective   block or staging of that transport, and the outputs of a dispatch and a combine
+symmetric / two levels / collective   block or staging of that transport, and the outputs of a dispatch and a combine
 limit   the largest part of the predicted time; time = latency + slower of NVLink and network + memory +
         quantising (docs/plan.md)
 layer   dispatch, experts of the slowest rank and combine, one after the other; without routing and shared experts"""
@@ -60,14 +60,17 @@ def sizes_table(console: Console, document: dict[str, Any]) -> Table:
         f"{layer['hidden_size']}, {layer['dispatch_format']}{home}, {document['routing']})"
     )
     grid = table(console, title)
-    names = ("ranks", "nodes", "experts a rank", "ranks a token", "nodes a token", "symmetric", "collective")
-    for name in (*names, "busiest", "placed"):
-        grid.add_column(name, justify="right")
+    names = ("ranks", "nodes", "experts a rank", "ranks a token", "nodes a token")
+    kinds = ("symmetric", "two_levels", "collective")
+    held = [name for name in kinds if any(size["memory"][name] is not None for size in document["sizes"])]
+    for name in (*names, *held, "busiest", "placed"):
+        grid.add_column(name.replace("_", " "), justify="right")
     for size in document["sizes"]:
         grid.add_row(
             str(size["ranks"]), str(size["nodes"]), str(size["experts_per_rank"]), f"{size['ranks_per_token']:.2f}",
-            f"{size['nodes_per_token']:.2f}", quantity(size["memory"]["symmetric"]),
-            quantity(size["memory"]["collective"]), f"{size['imbalance']:.2f}",
+            f"{size['nodes_per_token']:.2f}",
+            *("-" if size["memory"][name] is None else quantity(size["memory"][name]) for name in held),
+            f"{size['imbalance']:.2f}",
             "-" if size["imbalance_placed"] is None else f"{size['imbalance_placed']:.2f}",
         )  # fmt: skip
     return grid

@@ -36,22 +36,30 @@ class Memory:
         block: the symmetric transport's block.
         staging: what the collective transport keeps between calls.
         outputs: tensors that one dispatch and one combine return (the worst case, or ``capacity`` rows).
+        block_of_levels: the symmetric transport's block with ``two_level=True``; None where that is impossible.
     """
 
     block: int
     staging: int
     outputs: int
+    block_of_levels: int | None = None
 
     @classmethod
-    def of(cls, config: EPConfig) -> Memory:
-        """Compute the bytes of this configuration's rank."""
+    def of(cls, config: EPConfig, levels: EPConfig | None = None) -> Memory:
+        """Compute the bytes of this configuration's rank. ``levels``: the same with two levels."""
         report = config.memory_report()
-        return cls(report.block, report.wire_send + report.wire_recv, report.outputs)
+        block = None if levels is None else levels.memory_report().block
+        return cls(report.block, report.wire_send + report.wire_recv, report.outputs, block)
 
     @property
     def symmetric(self) -> int:
         """With the symmetric transport."""
         return self.block + self.outputs
+
+    @property
+    def two_levels(self) -> int | None:
+        """With the symmetric transport in two levels; None where that is impossible."""
+        return None if self.block_of_levels is None else self.block_of_levels + self.outputs
 
     @property
     def collective(self) -> int:
@@ -192,6 +200,8 @@ def plan_size(setting: Setting, ranks: int) -> SizePlan:
     layer, routing, per_node = setting.layer, setting.routing, setting.ranks_per_node
     nodes = nodes_of(ranks, per_node)
     config = layer.ep_config(ranks, ranks_per_node=per_node if nodes > 1 else None)
+    several = layer.transport == "symmetric" and nodes > 1 and per_node > 1
+    levels = dataclasses.replace(config, two_level=True) if several else None
     statistics = Statistics.of(routing, num_experts=layer.num_experts, ranks=ranks, nodes=nodes)
     units, shape, constants = Units.of(layer, config), Shape(ranks, nodes), setting.constants
     schemes: dict[Copies, dict[Phase, PhasePlan]] = {}
@@ -204,7 +214,7 @@ def plan_size(setting: Setting, ranks: int) -> SizePlan:
     fitted = constants.ranks
     return SizePlan(
         ranks=ranks, nodes=nodes, experts=ceil_div(layer.num_experts, ranks),
-        idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(config),
+        idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(config, levels),
         imbalance=imbalances(routing, layer.num_experts, ranks, setting.redundant), schemes=schemes,
         auto=chosen_copies(layer, config), layer=layer_time(layer, ranks, routing, setting.experts),
         extrapolated=bool(fitted) and not min(fitted) <= ranks <= max(fitted),
@@ -271,7 +281,8 @@ def to_document(plan: Plan) -> dict[str, Any]:
 
 
 def _size_document(size: SizePlan) -> dict[str, Any]:
-    memory = dataclasses.asdict(size.memory)
+    held = size.memory
+    totals = {"symmetric": held.symmetric, "two_levels": held.two_levels, "collective": held.collective}
     return {
         "ranks": size.ranks,
         "nodes": size.nodes,
@@ -281,7 +292,7 @@ def _size_document(size: SizePlan) -> dict[str, Any]:
         "nodes_per_token": size.statistics.nodes_per_token,
         "imbalance": size.imbalance[0],
         "imbalance_placed": size.imbalance[1],
-        "memory": {**memory, "symmetric": size.memory.symmetric, "collective": size.memory.collective},
+        "memory": {**dataclasses.asdict(held), **totals},
         "schemes": {
             copies: {phase: dataclasses.asdict(entry) for phase, entry in phases.items()}
             for copies, phases in size.schemes.items()
