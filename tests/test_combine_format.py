@@ -82,25 +82,28 @@ def test_every_schedule(options: tuple[tuple[str, object], ...], seeds: range) -
         run(seed, [Small(setup, "uniform", seed=2, tokens=(1, 2)), Small(setup, "uniform", seed=3, tokens=(3, 1))])
 
 
+@pytest.mark.parametrize("pre_reduce", [True, False])
 @pytest.mark.parametrize("fmt", COMBINE_FORMATS)
-def test_the_error_is_within_the_bound(fmt: str) -> None:
-    """|out - exact| <= tolerance x the sum over ranks of the largest magnitude of the rank's sum in the group, and the
-    rounding of fp32 sums."""
+def test_the_error_is_within_the_bound(fmt: str, pre_reduce: bool) -> None:
+    """|out - exact| <= tolerance x the sum over what travels (a rank's sum, or a row times its weight) of its largest
+    magnitude in the group, and the rounding of fp32 sums."""
     options = (("combine_format", fmt), ("hidden_size", 384), ("combine_dtype", torch.float32))
-    case, world = Case(Setup("fp32", options), "uniform", seed=5), 3
+    setup = Setup("fp32", (*options, ("pre_reduce", pre_reduce)))
+    case, world = Case(setup, "uniform", "dispatch" if pre_reduce else "combine", seed=5), 3
     config = case.setup.config(world)
     results = run_cases_in_one_process(case, world)
     group, worst = get_format(fmt).group, 0.0
     data = [case.data(rank) for rank in range(world)]
-    sums = [torch.zeros(len(d.x), world, 384, dtype=torch.float64) for d in data]
+    travelling = [torch.zeros(len(d.x), world if pre_reduce else config.topk, 384, dtype=torch.float64) for d in data]
     for rank, result in enumerate(results):
         fields = {name: unpack(value) for name, value in result.fields.items()}
         y = case.expert_rows(rank, len(fields["tokens"])).double()
         for row in range(int(fields["row_offsets"][-1])):
-            source, token, _ = fields["src_info"][row].tolist()
-            sums[source][token, rank] += y[row] * fields["weights"][row].double()
-    for home, parts in enumerate(sums):
-        amax = parts.view(len(parts), world, -1, group).abs().amax(3).clamp(min=1e-4).sum(1)
+            source, token, slot = fields["src_info"][row].tolist()
+            weight = data[source].topk_weights[token, slot].double()
+            travelling[source][token, rank if pre_reduce else slot] += y[row] * weight
+    for home, parts in enumerate(travelling):
+        amax = parts.view(*parts.shape[:2], -1, group).abs().amax(3).clamp(min=1e-4).sum(1)
         bound = ((get_format(fmt).tolerance + 2.0**-20) * amax)[..., None]
         error = (results[home].combined.tensor().double() - parts.sum(1)).view(len(parts), -1, group).abs()
         assert bool((error <= bound).all()), (home, (error / bound).max())
