@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from moelink.config import EPConfig, Layout
 from moelink.errors import ConfigError
@@ -149,9 +149,8 @@ SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rot
 
 
 def _in_layouts(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Each case by expert, for the whole operation, and by rank with rows left in place, as FlashInfer does."""
-    forms: tuple[dict[str, Any], ...] = ({"layout": "expert"}, {"layout": "rank", "zero_copy": True})
-    return tuple(dataclasses.replace(case, **form) for case in cases for form in forms)
+    """Each case in every layout: "expert" for the whole operation, "rank" for what FlashInfer does too."""
+    return tuple(dataclasses.replace(case, layout=layout) for case in cases for layout in LAYOUTS)
 
 
 def _decode() -> tuple[Case, ...]:
@@ -177,7 +176,8 @@ def _sms() -> tuple[Case, ...]:
 
 def _layouts() -> tuple[Case, ...]:
     sizes = [Case(tokens=tokens) for tokens in (1, 32, 128, 512, 4096)]
-    return (*_in_layouts(sizes), *(dataclasses.replace(case, layout="rank") for case in sizes))
+    in_place = (dataclasses.replace(case, layout="rank", zero_copy=True) for case in sizes)
+    return (*_in_layouts(sizes), *in_place)
 
 
 def _smoke() -> tuple[Case, ...]:
