@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -84,6 +84,20 @@ def test_schedules(seeds: range, clocks: list[TimedScheduler]) -> None:
     if len(seeds) == CHUNK:
         assert all(seen[kind] for kind in KINDS)
         assert seen["failed"] >= CHUNK // len(KINDS)
+
+
+LEVELS = (("two_level", True), ("transport", "symmetric"))
+
+
+@pytest.mark.parametrize("seeds", [(3,), range(10), range(10, 30)], ids=["lost", "cheap", "any"])
+def test_two_levels(seeds: Sequence[int], clocks: list[TimedScheduler]) -> None:
+    """Two nodes of two ranks, where one rank of a node passes on what crossed the network."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        plan = Plan.draw(seed, LEVELS, cheap=seed < 10)
+        play(dataclasses.replace(plan, world=4, node=2, way="sums"), clocks, seen)
+    print(seen)
+    assert len(seeds) == 1 or seen["failed"], "nothing was lost in any of them"
 
 
 class RepeatingProxy(ScheduledProxy):
