@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
+import moelink
 from cases import Case, Result, Setup, check_case, check_rows, unpack
 from interleaving import Scheduler
 from moelink import reference
@@ -239,6 +242,99 @@ def run(
         for transport in group:
             transport.check()
             transport.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """What one rank calls, each in one launch."""
+
+    transport: SymmetricTransport
+    rank: int
+
+    def dispatch(self, case: Case) -> Any:
+        (recv,) = self.transport.dispatch(dispatch_requests(case, [self.rank]), fused=True).wait()
+        return recv
+
+    def combine(self, case: Case, recv: Any) -> torch.Tensor:
+        (out,) = self.transport.combine(combine_requests(case, [self.rank], [recv]), fused=True).wait()
+        return out
+
+
+def play_calls(
+    seed: int,
+    setup: Setup,
+    world: int,
+    main: Callable[[Calls], None],
+    *,
+    proxies: Callable[..., ScheduledProxy] = SpitefulProxy,
+    **options: Any,
+) -> None:
+    """Run ``main`` as every rank, and check that no rank has failed."""
+    group = transports(setup, world, seed=seed, proxies=proxies)
+    mains = [functools.partial(main, Calls(transport, rank)) for rank, transport in enumerate(group)]
+    play(Scheduler(seed, **options), group, mains)
+    for transport in group:
+        transport.check()
+        transport.close()
+
+
+def run_refused(
+    seed: int,
+    case: Case,
+    phase: str,
+    *,
+    refusing: int = 0,
+    world: int = 2,
+    proxies: Callable[..., ScheduledProxy] = SpitefulProxy,
+) -> None:
+    """Rank ``refusing`` refuses a call that others send rows in; all then make the same call, which must be right."""
+    results: dict[int, Result] = {}
+
+    def main(calls: Calls) -> None:
+        recv = calls.dispatch(case) if phase == "combine" else None
+
+        def call() -> Any:
+            return calls.dispatch(case) if recv is None else calls.combine(case, recv)
+
+        if calls.rank == refusing:
+            calls.transport.refuse(phase)
+        else:
+            with pytest.raises(moelink.PeerAbortedError):
+                call()
+        last = call()
+        results[calls.rank] = Result.of(last, torch.empty(0)) if recv is None else Result.of(recv, last)
+
+    play_calls(seed, case.setup, world, main, proxies=proxies)
+    check([case], {id(case): results}, world=world, combine=phase == "combine")
+
+
+def run_wrong_combine(
+    seed: int, few: Case, more: Case, wrong: Callable[[Calls, Sequence[Any]], None], *, world: int = 2, **options: Any
+) -> None:
+    """Every rank dispatches ``few`` and ``more``, and does ``wrong`` with what it received of both; combines of both
+    after it must be right."""
+    results: list[dict[int, Result]] = [{}, {}]
+
+    def main(calls: Calls) -> None:
+        recvs = [calls.dispatch(case) for case in (few, more)]
+        wrong(calls, recvs)
+        for number, case in ((1, more), (0, few)):
+            results[number][calls.rank] = Result.of(recvs[number], calls.combine(case, recvs[number]))
+
+    play_calls(seed, few.setup, world, main, **options)
+    for case, ranks in zip((few, more), results, strict=True):
+        check([case], {id(case): ranks}, world=world)
+
+
+def run_another(seed: int, few: Case, more: Case, odd: Sequence[int], *, world: int = 2) -> None:
+    """Ranks ``odd`` combine the rows of ``more``, the others those of ``few``; combines after it must be right."""
+
+    def wrong(calls: Calls, recvs: Sequence[Any]) -> None:
+        case, recv = (more, recvs[1]) if calls.rank in odd else (few, recvs[0])
+        with pytest.raises(moelink.ProtocolError, match="over the routing of another call"):
+            calls.combine(case, recv)
+
+    run_wrong_combine(seed, few, more, wrong, world=world)
 
 
 def one_call(setup: Setup) -> list[Small]:

@@ -11,7 +11,6 @@ import functools
 import itertools
 
 import pytest
-import torch
 import triton
 import triton.language as tl
 
@@ -22,18 +21,20 @@ from moelink.kernels.combine import collect
 from moelink.kernels.dispatch import forward, relay, send
 from moelink.kernels.launch import constants
 from protocol_runs import (
+    Calls,
     ScheduledProxy,
     Small,
-    SpitefulProxy,
     caught,
     check,
     one_call,
     play,
+    play_calls,
     run,
+    run_another,
+    run_refused,
     scenarios,
     transports,
 )
-from symmetric_ranks import combine_requests, dispatch_requests
 from tiers import seeds
 
 OPTIONS = (("max_tokens_per_rank", 4), ("hidden_size", 8), ("transport", "symmetric"), ("two_level", True))
@@ -80,112 +81,43 @@ def test_scenario_under_every_schedule(name, seeds):
         run(seed, **SCENARIOS[name])
 
 
-def both_phases(seed, refusing, phase, world=4, setup=NODES, proxies=SpitefulProxy):
-    """Rank ``refusing`` refuses a call that others send rows in; all then make the same call, which must be right."""
-    case, results = spread(one_call(setup)[0], world), {}
-    group = transports(setup, world, seed=seed, proxies=proxies)
-
-    def main(rank):
-        def dispatch():
-            return group[rank].dispatch(dispatch_requests(case, [rank]), fused=True).wait()
-
-        def calls():
-            recv = dispatch() if phase == "combine" else None
-
-            def call():
-                if phase == "dispatch":
-                    return dispatch()
-                return group[rank].combine(combine_requests(case, [rank], recv), fused=True).wait()
-
-            if rank == refusing:
-                group[rank].refuse(phase)
-            else:
-                with pytest.raises(moelink.PeerAbortedError):
-                    call()
-            (last,) = call()
-            (row,) = recv or [last]
-            results[rank] = Result.of(row, torch.empty(0) if phase == "dispatch" else last)
-
-        return calls
-
-    play(Scheduler(seed), group, [main(rank) for rank in range(world)])
-    check([case], {id(case): results}, world=world, combine=phase == "combine")
-    for transport in group:
-        transport.check()
-        transport.close()
+ONE = spread(one_call(NODES)[0], 4)
+FEW = spread(Small(NODES, "uniform", seed=9, tokens=(1, 1), weights="none"), 4)
+MORE = dataclasses.replace(FEW, tokens=(4, 3, 4, 2))
 
 
-def other_dispatches(seed, odd, world=4):
-    """Ranks ``odd`` combine the rows of another dispatch than the others; combines after it must be right."""
-    few = spread(Small(NODES, "uniform", seed=9, tokens=(1, 1), weights="none"), world)
-    more = dataclasses.replace(few, tokens=(4, 3, 4, 2)[:world])
-    results = [{}, {}]
-    group = transports(NODES, world, seed=seed, proxies=SpitefulProxy)
-
-    def main(rank):
-        transport = group[rank]
-
-        def combine(case, recv):
-            return transport.combine(combine_requests(case, [rank], recv), fused=True).wait()
-
-        def calls():
-            recvs = [transport.dispatch(dispatch_requests(case, [rank]), fused=True).wait() for case in (few, more)]
-            with pytest.raises(moelink.ProtocolError, match="over the routing of another call"):
-                combine(*((more, recvs[1]) if rank in odd else (few, recvs[0])))
-            for number, case in ((1, more), (0, few)):
-                (out,) = combine(case, recvs[number])
-                results[number][rank] = Result.of(recvs[number][0], out)
-
-        return calls
-
-    play(Scheduler(seed), group, [main(rank) for rank in range(world)])
-    for case, ranks in zip((few, more), results, strict=True):
-        check([case], {id(case): ranks}, world=world)
-    for transport in group:
-        transport.check()
-        transport.close()
-
-
-def other_options(seed, odd, phase, world=4):
+def other_options(seed, odd, phase):
     """Rank ``odd`` makes a call with other options (weights), which all see; the next call must be right."""
-    case = spread(Small(NODES, "uniform", seed=2, weights="left"), world)
+    case = spread(Small(NODES, "uniform", seed=2, weights="left"), 4)
     results = {}
-    group = transports(NODES, world, seed=seed, proxies=SpitefulProxy)
 
-    def main(rank):
-        transport = group[rank]
+    def main(calls):
+        if phase == "dispatch":
+            with pytest.raises(moelink.ProtocolError, match="with other options"):
+                calls.dispatch(dataclasses.replace(case, weights="none") if calls.rank == odd else case)
+        recv = calls.dispatch(case)
+        if phase == "combine":
+            with pytest.raises(moelink.ProtocolError, match="with other options"):
+                calls.combine(dataclasses.replace(case, weights="dispatch") if calls.rank == odd else case, recv)
+        results[calls.rank] = Result.of(recv, calls.combine(case, recv))
 
-        def dispatch(case):
-            return transport.dispatch(dispatch_requests(case, [rank]), fused=True).wait()
+    play_calls(seed, NODES, 4, main)
+    check([case], {id(case): results}, world=4)
 
-        def combine(case, recv):
-            return transport.combine(combine_requests(case, [rank], recv), fused=True).wait()
 
-        def calls():
-            if phase == "dispatch":
-                with pytest.raises(moelink.ProtocolError, match="with other options"):
-                    dispatch(dataclasses.replace(case, weights="none") if rank == odd else case)
-            recv = dispatch(case)
-            if phase == "combine":
-                with pytest.raises(moelink.ProtocolError, match="with other options"):
-                    combine(dataclasses.replace(case, weights="dispatch") if rank == odd else case, recv)
-            (out,) = combine(case, recv)
-            results[rank] = Result.of(recv[0], out)
-
-        return calls
-
-    play(Scheduler(seed), group, [main(rank) for rank in range(world)])
-    check([case], {id(case): results}, world=world)
-    for transport in group:
-        transport.check()
-        transport.close()
+def refused(seed, phase, **options):
+    """One rank after the other refuses."""
+    run_refused(seed, ONE, phase, refusing=seed % 4, world=4, **options)
 
 
 WRONG = {
-    "refused_combine_fast_network": lambda seed: both_phases(seed, seed % 4, "combine", proxies=ScheduledProxy),
-    "refused_combine": lambda seed: both_phases(seed, seed % 4, "combine"),
-    "refused_dispatch": lambda seed: both_phases(seed, seed % 4, "dispatch"),
-    **{f"other_dispatch_{odd}": functools.partial(other_dispatches, odd=odd) for odd in ((1,), (0,), (2, 3), (0, 3))},
+    "refused_combine_fast_network": lambda seed: refused(seed, "combine", proxies=ScheduledProxy),
+    "refused_combine": lambda seed: refused(seed, "combine"),
+    "refused_dispatch": lambda seed: refused(seed, "dispatch"),
+    **{
+        f"other_dispatch_{odd}": functools.partial(run_another, few=FEW, more=MORE, odd=odd, world=4)
+        for odd in ((1,), (0,), (2, 3), (0, 3))
+    },
     "other_options_dispatch": lambda seed: other_options(seed, (seed + 1) % 4, "dispatch"),
     "other_options_combine": lambda seed: other_options(seed, (seed + 1) % 4, "combine"),
 }
@@ -290,20 +222,16 @@ def names_of(case, scheduler, seed, combine, world=4):
     group = transports(NODES, world, seed=seed)
     told = {}
 
-    def main(rank):
-        group[rank].ranks[0].limit = LIMIT
+    def main(calls):
+        calls.transport.ranks[0].limit = LIMIT
+        try:
+            recv = calls.dispatch(case)
+            if combine:
+                calls.combine(case, recv)
+        except moelink.PeerTimeoutError as error:
+            told[calls.rank] = error.peer
 
-        def calls():
-            try:
-                (recv,) = group[rank].dispatch(dispatch_requests(case, [rank]), fused=True).wait()
-                if combine:
-                    group[rank].combine(combine_requests(case, [rank], [recv]), fused=True).wait()
-            except moelink.PeerTimeoutError as error:
-                told[rank] = error.peer
-
-        return calls
-
-    play(scheduler, group, [main(rank) for rank in range(world)])
+    play(scheduler, group, [functools.partial(main, Calls(*each)) for each in zip(group, range(world), strict=True)])
     for transport in group:
         transport.close()
     return told

@@ -9,19 +9,27 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 import triton
 import triton.language as tl
 
 import moelink
-from cases import Result, Setup
-from interleaving import Deadlock, Scheduler
+from cases import Setup
+from interleaving import Deadlock
 from moelink.kernels.combine import reduce
 from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, receive, send
 from moelink.kernels.dispatch import row_offsets as plan
-from protocol_runs import Small, SpitefulProxy, caught, check, one_call, play, run, scenarios, transports, two_calls
-from symmetric_ranks import combine_requests, dispatch_requests
+from protocol_runs import (
+    Small,
+    caught,
+    one_call,
+    run,
+    run_another,
+    run_refused,
+    run_wrong_combine,
+    scenarios,
+    two_calls,
+)
 from tiers import seeds
 
 NODES = Setup("bf16", (("max_tokens_per_rank", 4), ("hidden_size", 8), ("ranks_per_node", 1)), num_experts=3, topk=2)
@@ -56,42 +64,7 @@ def test_near_and_far_ranks_together(seeds):
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_after_a_refusal_nothing_of_it_is_under_way(phase, seeds):
     for seed in seeds:
-        run_refused(seed, phase)
-
-
-def run_refused(seed, phase):
-    """Rank 0 refuses a call that rank 1 sends rows in; both then make the same call, which must be right."""
-    case, results = ONE[0], {}
-    group = transports(NODES, seed=seed, proxies=SpitefulProxy)
-
-    def main(rank):
-        def dispatch():
-            return group[rank].dispatch(dispatch_requests(case, [rank]), fused=True).wait()
-
-        def calls():
-            recv = dispatch() if phase == "combine" else None
-
-            def call():
-                if phase == "dispatch":
-                    return dispatch()
-                return group[rank].combine(combine_requests(case, [rank], recv), fused=True).wait()
-
-            if rank == 0:
-                group[0].refuse(phase)
-            else:
-                with pytest.raises(moelink.PeerAbortedError):
-                    call()
-            (last,) = call()
-            (row,) = recv or [last]
-            results[rank] = Result.of(row, torch.empty(0) if phase == "dispatch" else last)
-
-        return calls
-
-    play(Scheduler(seed), group, [main(0), main(1)])
-    check([case], {id(case): results}, world=2, combine=phase == "combine")
-    for transport in group:
-        transport.check()
-        transport.close()
+        run_refused(seed, ONE[0], phase)
 
 
 MORE = Small(NODES, "uniform", seed=9, tokens=(4, 4), weights="none")
@@ -101,36 +74,17 @@ UNREDUCED = dataclasses.replace(FEW, reduce=False)
 
 def run_disagreement(seed, *, reduce, refusing=None, before=(), few=FEW, more=MORE, **options):
     """After combines of ``before``, one with ``reduce[rank]`` that ``refusing`` refuses; all after it must be right."""
-    world, results = len(reduce), [{}, {}]
-    group = transports(few.setup, world, seed=seed, proxies=SpitefulProxy)
 
-    def main(rank):
-        transport = group[rank]
+    def wrong(calls, recvs):
+        for case in before:
+            calls.combine(case, recvs[0])
+        if calls.rank == refusing:
+            calls.transport.refuse("combine")
+        else:
+            with pytest.raises(moelink.ProtocolError if refusing is None else moelink.PeerAbortedError):
+                calls.combine(dataclasses.replace(few, reduce=reduce[calls.rank]), recvs[0])
 
-        def combine(case, recv):
-            return transport.combine(combine_requests(case, [rank], recv), fused=True).wait()
-
-        def calls():
-            recvs = [transport.dispatch(dispatch_requests(case, [rank]), fused=True).wait() for case in (few, more)]
-            for case in before:
-                combine(case, recvs[0])
-            if rank == refusing:
-                transport.refuse("combine")
-            else:
-                with pytest.raises(moelink.ProtocolError if refusing is None else moelink.PeerAbortedError):
-                    combine(dataclasses.replace(few, reduce=reduce[rank]), recvs[0])
-            for number, case in ((1, more), (0, few)):
-                (out,) = combine(case, recvs[number])
-                results[number][rank] = Result.of(recvs[number][0], out)
-
-        return calls
-
-    play(Scheduler(seed, **options), group, [main(rank) for rank in range(world)])
-    for case, ranks in zip((few, more), results, strict=True):
-        check([case], {id(case): ranks}, world=world)
-    for transport in group:
-        transport.check()
-        transport.close()
+    run_wrong_combine(seed, few, more, wrong, world=len(reduce), **options)
 
 
 @seeds(1, 2)
@@ -154,41 +108,12 @@ def test_after_a_combine_in_which_ranks_disagree_nothing_of_it_is_under_way(opti
 EVERY_ROW = dataclasses.replace(FEW, setup=ROWS)
 
 
-def run_another(seed, few, more, odd, world=2):
-    """Rank ``odd`` combines the rows of ``more``, the others those of ``few``; combines after it must be right."""
-    results = [{}, {}]
-    group = transports(few.setup, world, seed=seed, proxies=SpitefulProxy)
-
-    def main(rank):
-        transport = group[rank]
-
-        def combine(case, recv):
-            return transport.combine(combine_requests(case, [rank], recv), fused=True).wait()
-
-        def calls():
-            recvs = [transport.dispatch(dispatch_requests(case, [rank]), fused=True).wait() for case in (few, more)]
-            with pytest.raises(moelink.ProtocolError, match="over the routing of another call"):
-                combine(*((more, recvs[1]) if rank == odd else (few, recvs[0])))
-            for number, case in ((1, more), (0, few)):
-                (out,) = combine(case, recvs[number])
-                results[number][rank] = Result.of(recvs[number][0], out)
-
-        return calls
-
-    play(Scheduler(seed), group, [main(rank) for rank in range(world)])
-    for case, ranks in zip((few, more), results, strict=True):
-        check([case], {id(case): ranks}, world=world)
-    for transport in group:
-        transport.check()
-        transport.close()
-
-
 @seeds(1, 4)
 @pytest.mark.parametrize("few", [FEW, UNREDUCED, EVERY_ROW], ids=["sums", "unreduced", "rows"])
 @pytest.mark.parametrize("odd", [0, 1])
 def test_after_combines_of_different_dispatches_nothing_of_them_is_under_way(odd, few, seeds):
     for seed in seeds:
-        run_another(seed, few, dataclasses.replace(few, tokens=(4, 4)), odd)
+        run_another(seed, few, dataclasses.replace(few, tokens=(4, 4)), (odd,))
 
 
 @pytest.mark.parametrize("slow_to", [0.02, 0.002], ids=["slow", "slowest"])
@@ -292,7 +217,7 @@ def test_an_answer_before_what_was_refused_has_arrived_is_caught(monkeypatch, ph
 
     def run_all():
         for seed in range(first, first + 30):
-            run_refused(seed, phase)
+            run_refused(seed, ONE[0], phase)
 
     with pytest.raises((Deadlock, moelink.MoelinkError, AssertionError)):
         run_all()
