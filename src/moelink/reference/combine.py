@@ -111,18 +111,9 @@ class _Combine:
         total = torch.zeros(config.hidden_size, dtype=accumulate_dtype(config), device=self.ys[home].device)
         # In allreduce mode a rank sums only rows of its own.
         ranks = [home] if config.mode == "allreduce" else list(range(config.world_size))
-        if config.two_level:
-            total = self._levels_sum(total, home, [self._rank_row(home, token, owners, rank, total) for rank in ranks])
-        elif config.layout == "rank":
-            for rank in ranks:
-                total = self.add(total, rank, (home, token, -1), weighted=False, travels=True)
-        elif config.pre_reduce and config.mode == "alltoall":
-            for rank in ranks:
-                partial = torch.zeros_like(total)
-                for slot, owner in enumerate(owners):
-                    if owner == rank:
-                        partial = self.add(partial, rank, (home, token, slot), weighted=True)
-                total = total + self.sent(partial)
+        if config.layout == "rank" or (config.pre_reduce and config.mode == "alltoall"):
+            rows = [self._rank_row(home, token, owners, rank, total) for rank in ranks]
+            total = self._levels_sum(total, home, rows) if config.two_level else sum(rows, total)
         else:
             for slot, owner in enumerate(owners):
                 if owner in ranks:
