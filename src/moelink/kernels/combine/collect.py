@@ -25,7 +25,8 @@ What is summed then is never used, because every rank sees the same heads and re
 Why the next call cannot overtake: a rank stores for call n + 1 when all ranks have granted credit for call n. Home
 grants it after its rows have arrived; a collector's rank grants it after all collectors have counted the call, so their
 rows are read (``levels.after_relaying``). A collector itself waits for credits, as the rank that refuses waits for no
-row; then its staged rows of the call before have been carried.
+row; then its staged rows of the call before have been carried. Rows for a collector that refuses, and rows of strays,
+may arrive after the credit. That is no harm: in each place only one rank stores, one call after the other.
 
 Example: 4 ranks, S.NODE_SIZE 2, token 5 of rank 0 went to ranks 2 and 3 and to itself. Rank 3 stores its row in rank
 2's block, and rank 2 its own. Rank 2 puts round(row 2 + row 3) at rank 0, which stores round(own row + that row).
@@ -37,14 +38,12 @@ import triton.language as tl
 from moelink.kernels.combine.row_format import row_columns, store_columns
 from moelink.kernels.combine.send import send_tokens_back
 from moelink.kernels.numeric import round_to
-from moelink.kernels.records import CallContext
 from moelink.kernels.sync.credit import poll_once, wait_for_credits
 from moelink.kernels.sync.internode import is_intra_node, put, tell
-from moelink.kernels.sync.levels import is_peer, node_number, number_there, peer_of, sooner
+from moelink.kernels.sync.levels import is_peer, lanes_of, node_number, number_there, peer_of, relaying_context
 from moelink.kernels.sync.quiesce import other_dispatches
 from moelink.kernels.sync.signals import (
     I64,
-    calls_made,
     count_arrival,
     fence,
     own_block,
@@ -156,9 +155,8 @@ def put_all_flags(ctx, S: tl.constexpr):
 @triton.jit
 def collect(program, num_programs, peers, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the collector role. ``notes.received`` says whether the dispatch brought anything."""
-    call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, sooner(numbers.limit), call)
-    credits = poll_once(peers.control, _PHASE, call, S)
+    ctx = relaying_context(peers, _ROLE, numbers)
+    credits = poll_once(peers.control, _PHASE, ctx.call, S)
     others: tl.constexpr = S.NODES - 1
     if tl.load(notes.received + 2 * S.WORLD_SIZE) == 0:
         ok = wait_for_credits(credits, ctx, _PHASE, S)
@@ -171,7 +169,7 @@ def collect(program, num_programs, peers, notes, numbers, S: tl.constexpr):
                     ok = meet_node(ctx, notes.received, S)
                 for number in range(program % others, others, num_programs):
                     if ok > 0:
-                        lanes = tl.cdiv(tl.maximum(num_programs - number, 1), others)
+                        lanes = lanes_of(number, num_programs, S)
                         ok = collect_for(ctx, number, program // others, lanes, notes, S)
         if ok > 0:
             count_arrival(peers.control, _ROLE, program, num_programs, "release")

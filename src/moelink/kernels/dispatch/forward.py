@@ -30,16 +30,13 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.route import first_of, owner_of
-from moelink.kernels.dispatch.send import place_at, send
-from moelink.kernels.dispatch.send_cached import send_cached
+from moelink.kernels.dispatch.send import place_at
 from moelink.kernels.numeric import only
-from moelink.kernels.records import CallContext
-from moelink.kernels.sync.levels import peer_of, sooner
+from moelink.kernels.sync.levels import lanes_of, peer_of, relaying_context
 from moelink.kernels.sync.signals import (
     I32,
     I64,
     U8,
-    calls_made,
     count_arrival,
     is_poisoned,
     note_malformed,
@@ -107,9 +104,11 @@ def _copy_words(relay, to, begin: tl.constexpr, end: tl.constexpr, block: tl.con
 
 
 @triton.jit
-def _forward_tokens(ctx, source, number, token, came, notes, numbers, S: tl.constexpr):
-    """Forward the relays of tokens ``token`` [N], of which those that ``came`` have arrived. Returns how many messages
-    went to other ranks."""
+def _forward_tokens(ctx, source, number, token, came, numbers, S: tl.constexpr):
+    """Forward the relays of tokens ``token`` [N], of which those that ``came`` have arrived.
+
+    Returns how many messages went to other ranks, and the slots [N, node ranks] of all messages, -1 for none.
+    """
     mine = own_block(ctx.control, S)
     j = tl.arange(0, S.NODE_SIZE_POW2)[None, :]
     first = ctx.me // S.NODE_SIZE * S.NODE_SIZE
@@ -162,7 +161,7 @@ def forward_from(ctx, number, lane, lanes, notes, numbers, S: tl.constexpr):
                 ok, _, got = wait_all(flags, came, ctx.call, poison, ctx.limit, S.CLOCK)
                 report_failure(ok, ctx, source, _PHASE, ctx.call, got, S)
                 if ok > 0:
-                    sent, slot = _forward_tokens(ctx, source, number, token, came, notes, numbers, S)
+                    sent, slot = _forward_tokens(ctx, source, number, token, came, numbers, S)
                     moved += sent
                     if not S.CACHED_ROUTING:
                         j = tl.arange(0, S.NODE_SIZE_POW2)[None, :]
@@ -179,8 +178,7 @@ def forward_from(ctx, number, lane, lanes, notes, numbers, S: tl.constexpr):
 def forward(program, num_programs, peers, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the forwarder role. ``cached.received`` says, over cached routing, whether the call that
     made the routing brought anything."""
-    call = calls_made(peers.control, _ROLE) + 1
-    ctx = CallContext(peers.table, peers.record, peers.control, numbers.me, sooner(numbers.limit), call)
+    ctx = relaying_context(peers, _ROLE, numbers)
     ok = 1 - is_poisoned(peers.record, peers.control, S)
     if S.CACHED_ROUTING:
         if tl.load(cached.received + 2 * S.WORLD_SIZE) != 0:
@@ -188,27 +186,19 @@ def forward(program, num_programs, peers, notes, cached, numbers, S: tl.constexp
     others: tl.constexpr = S.NODES - 1
     for number in range(program % others, others, num_programs):
         if ok > 0:
-            lanes = tl.cdiv(tl.maximum(num_programs - number, 1), others)
+            lanes = lanes_of(number, num_programs, S)
             ok = forward_from(ctx, number, program // others, lanes, notes, numbers, S)
     if ok > 0:
         count_arrival(peers.control, _ROLE, program, num_programs, "release")
 
 
 @triton.jit
-def send_and_forward(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
-    """Run CTA ``program`` of the sender role, or as one of the last S.FORWARDERS that of the forwarder."""
+def send_and_forward(program, num_programs, sends, sending, S: tl.constexpr):
+    """Run CTA ``program`` of the sender role, ``sends(program, senders, *sending, S)``, or as one of the last
+    S.FORWARDERS that of the forwarder."""
     senders = num_programs - S.FORWARDERS
     if program < senders:
-        send(program, senders, peers, inputs, notes, cached, numbers, S)
+        sends(program, senders, *sending, S)
     else:
-        forward(program - senders, S.FORWARDERS, peers, notes, cached, numbers, S)
-
-
-@triton.jit
-def send_cached_and_forward(program, num_programs, peers, inputs, notes, cached, numbers, S: tl.constexpr):
-    """Do as :func:`send_and_forward` over cached routing."""
-    senders = num_programs - S.FORWARDERS
-    if program < senders:
-        send_cached(program, senders, peers, inputs, notes, cached, numbers, S)
-    else:
+        peers, _, notes, cached, numbers = sending
         forward(program - senders, S.FORWARDERS, peers, notes, cached, numbers, S)

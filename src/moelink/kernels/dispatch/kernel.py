@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.forward import send_and_forward, send_cached_and_forward
+from moelink.kernels.dispatch.forward import send_and_forward
 from moelink.kernels.dispatch.receive import receive
 from moelink.kernels.dispatch.receive_cached import receive_cached
 from moelink.kernels.dispatch.send import send
@@ -45,12 +45,13 @@ def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: 
     """Send with CTAs [0, ``numbers.senders``) and receive with the others of ``numbers.programs``."""
     sending = (peers, inputs, notes, cached, numbers)
     receiving = (peers, outputs, notes, cached, numbers)
-    if S.CACHED_ROUTING and S.TWO_LEVEL:
-        run_roles(send_cached_and_forward, sending, receive_cached, receiving, peers.control, _SENT, numbers, S)
+    if S.TWO_LEVEL:
+        run_roles(
+            send_and_forward, (send_cached if S.CACHED_ROUTING else send, sending),
+            receive_cached if S.CACHED_ROUTING else receive, receiving, peers.control, _SENT, numbers, S,
+        )  # fmt: skip
     elif S.CACHED_ROUTING:
         run_roles(send_cached, sending, receive_cached, receiving, peers.control, _SENT, numbers, S)
-    elif S.TWO_LEVEL:
-        run_roles(send_and_forward, sending, receive, receiving, peers.control, _SENT, numbers, S)
     else:
         run_roles(send, sending, receive, receiving, peers.control, _SENT, numbers, S)
 
@@ -61,7 +62,7 @@ def ep_dispatch_async_kernel(peers, inputs, notes, cached, numbers, S: tl.conste
     arguments = (peers, inputs, notes, cached, numbers)
     if S.TWO_LEVEL:
         run_role(
-            send_cached_and_forward if S.CACHED_ROUTING else send_and_forward, arguments, peers.control, _SENT,
+            send_and_forward, (send_cached if S.CACHED_ROUTING else send, arguments), peers.control, _SENT,
             numbers.programs, S,
         )  # fmt: skip
     else:

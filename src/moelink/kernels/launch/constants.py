@@ -22,7 +22,8 @@ import triton.language as tl
 from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
-from moelink.kernels.launch.relays import RelayConstants, inter_node_offset, relay_constants, relaying_ctas
+from moelink.kernels.launch.grid import relaying_ctas
+from moelink.kernels.launch.relays import RelayConstants, inter_node_offset, relay_constants
 from moelink.memory.protocol import (
     COMBINE_BLOCK,
     COUNT_HEADER,
@@ -351,9 +352,8 @@ def dispatch_spec(
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many and cfg.layout != "masked",
-        ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", IN_PLACE=cfg.zero_copy,
-        HAS_WEIGHTS=weights, GLOBAL_IDS=cfg.global_ids,
-        CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
+        ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", IN_PLACE=cfg.zero_copy, HAS_WEIGHTS=weights,
+        GLOBAL_IDS=cfg.global_ids, CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE=rows, ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone,
         MAX_SENDERS=MAX_SENDERS, SENDERS_PER_STEP=power(max(1, 8192 // workspace.block_counts_width)),

@@ -8,7 +8,6 @@ import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.kernels.launch.relays import relaying_ctas
 from moelink.memory.protocol import COMBINE_BLOCK, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MAX_SENDERS
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
@@ -121,6 +120,18 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
     else:
         send -= collectors
     return Launch(send, max(1, receive), num_warps=4, maxnreg=96, spread=spread, resident=5)
+
+
+def relaying_ctas(workspace: Workspace, device: torch.device) -> int:
+    """Return how many CTAs of a launch forward, or collect: with two levels one for two SMs, else none.
+
+    That number is a guess: nothing was measured, because no network was available.
+    """
+    if not workspace.two_level:
+        return 0
+    if device.type == "cpu":
+        return 2
+    return max(1, (workspace.config.num_sms or sm_count(device)) // 2)
 
 
 def most_ctas(device: torch.device) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from moelink.config import EPConfig
 from moelink.kernels.launch.cache_keys import Constants
-from moelink.memory.workspace import Sizes, Workspace
+from moelink.kernels.launch.grid import relaying_ctas
+from moelink.memory.workspace import Workspace
 
 _REGIONS = ("marks_flag", "marks", "relay_flag", "relays", "staged_marks", "staged_relays")
 _MOST_MARKED = 4096
@@ -57,20 +57,6 @@ def relay_constants(workspace: Workspace, device: torch.device, max_block: int) 
         "FORWARD_BLOCK": min(power(head), max_block), "FORWARD_TAIL": power(tail),
         **{f"OFFSET_{name.upper()}": regions[name].offset for name in _REGIONS},
     }  # fmt: skip
-
-
-def relaying_ctas(workspace: Workspace, device: torch.device) -> int:
-    """Return how many CTAs of a launch forward, or collect: with two levels one for two SMs, else none.
-
-    That number is a guess: nothing was measured, because no network was available.
-    """
-    if not workspace.two_level:
-        return 0
-    if device.type == "cpu":
-        return 2
-    config: Sizes = workspace.config
-    limit = config.num_sms if isinstance(config, EPConfig) else None
-    return max(1, (limit or torch.cuda.get_device_properties(device).multi_processor_count) // 2)
 
 
 def inter_node_offset(workspace: Workspace, name: str) -> int:

@@ -30,8 +30,9 @@ source and a destination always the source's peer on the destination's node.
 Who is blamed when a wait expires. A receiver that waits for a message of another node cannot know whether the home
 rank did not put the relay or the forwarder did not store it: it blames the forwarder (:func:`carrier_of`). The
 forwarder can know, and blames the home rank; a collector blames the rank of its node whose row is missing, and home the
-collector. Forwarders and collectors give up after seven eighths of the limit (:func:`sooner`). So whoever waits for
-what they would have carried hears of the true cause before its own limit is over.
+collector. Forwarders and collectors give up after seven eighths of the limit (:func:`relaying_context`). So whoever
+waits for what they would have carried hears of the true cause before its own limit is over, unless it began to wait
+more than an eighth of the limit before them: then it blames them, who were late.
 
 Example: 6 ranks, S.NODE_SIZE 2. Rank 2 is on node 1; nodes 2 and 0 are its nodes 0 and 1, and its peers there are ranks
 4 and 0. A token of rank 2 that names experts of ranks 3, 4 and 5 is stored at rank 3 by rank 2 itself, and put once, at
@@ -42,8 +43,9 @@ of place (node 1, second rank), rank 3 of the numbers there; rank 4 adds its own
 import triton
 import triton.language as tl
 
+from moelink.kernels.records import CallContext
 from moelink.kernels.sync.internode import between_nodes, is_intra_node
-from moelink.kernels.sync.signals import I64, own_block, report_failure, wait_all
+from moelink.kernels.sync.signals import I64, calls_made, own_block, report_failure, wait_all
 from moelink.memory.protocol import CALL_SHIFT
 
 _SHIFT = tl.constexpr(CALL_SHIFT)
@@ -139,9 +141,20 @@ def carrier_of(source, me, S: tl.constexpr):
 
 
 @triton.jit
-def sooner(limit):
-    """Return when a forwarder or collector gives up, by the ``limit`` of the others."""
-    return limit - limit // 8
+def relaying_context(peers, role, numbers):
+    """Return the context of this call of ``role``, of forwarders or collectors, who give up sooner than others."""
+    call = calls_made(peers.control, role) + 1
+    limit = numbers.limit - numbers.limit // 8
+    return CallContext(peers.table, peers.record, peers.control, numbers.me, limit, call)
+
+
+@triton.jit
+def lanes_of(number, num_programs, S: tl.constexpr):
+    """Return how many of ``num_programs`` forwarding or collecting CTAs share the tokens of other node ``number``.
+
+    The nodes take the CTAs in turn; where there are more nodes than CTAs, these take the nodes in turn.
+    """
+    return tl.cdiv(tl.maximum(num_programs - number, 1), S.NODES - 1)
 
 
 @triton.jit
