@@ -73,6 +73,34 @@ def check_round_trip(ep: moelink.Communicator, origin: int, seed: int = 3) -> No
     ep.check()
 
 
+def refusals(ep: moelink.Communicator, rank: int, d: Any, *ways: dict[str, Any]) -> moelink.DispatchOutput:
+    """Rank 1 refuses the rows of a dispatch, and of a combine with each of the options ``ways``, and then dispatches
+    with other options than the rest. After each of that all ranks send ``d`` and get it back. Returns its rows."""
+
+    def sent_back() -> moelink.DispatchOutput:
+        recv = ep.dispatch(d.x, d.topk_ids)
+        assert torch.equal(ep.combine(recv.tokens, recv), d.x * ep.config.topk)
+        return recv
+
+    def refused(rows: torch.Tensor, call: Any, *arguments: Any, **options: Any) -> None:
+        if rank == 1:
+            with pytest.raises(moelink.ArgumentError):
+                call(rows[:, :31].contiguous(), *arguments, **options)
+        else:
+            with pytest.raises(moelink.PeerAbortedError, match="rank 1 refused its arguments"):
+                call(rows, *arguments, **options)
+
+    recv = sent_back()
+    refused(d.x, ep.dispatch, d.topk_ids)
+    for options in ways:
+        sent_back()
+        refused(recv.tokens, ep.combine, recv, **options)
+    sent_back()
+    with pytest.raises(moelink.ProtocolError, match="with other options"):
+        ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
+    return sent_back()
+
+
 def timed_round_trip(ep: moelink.Communicator, origin: int) -> float:
     """Seconds that a dispatch and combine take now."""
     start = time.monotonic()

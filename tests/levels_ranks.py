@@ -12,6 +12,7 @@ import torch
 import moelink
 import moelink.epilogues
 from cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, run_case
+from fault_ranks import refusals
 from moelink.testing import rank_data
 
 PLAIN = {
@@ -147,27 +148,10 @@ def faults(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
     """Refusals of either phase, other options, and at last a rank that does not call; then the others recover."""
     ep = moelink.init(**PLAIN, timeout=8.0)
     d = _data(rank, 3, 2)
-
-    def round_trip() -> moelink.DispatchOutput:
-        recv = ep.dispatch(d.x, d.topk_ids)
-        assert torch.equal(ep.combine(recv.tokens, recv), d.x * 3)
-        return recv
-
-    recv = round_trip()
-    for call, rows in ((lambda x: ep.dispatch(x, d.topk_ids), d.x), (lambda y: ep.combine(y, recv), recv.tokens)):
-        if rank == 1:
-            with pytest.raises(moelink.ArgumentError):
-                call(rows[:, :31].contiguous())
-        else:
-            with pytest.raises(moelink.PeerAbortedError, match="rank 1 refused its arguments"):
-                call(rows)
-        round_trip()
-    with pytest.raises(moelink.ProtocolError, match="with other options"):
-        ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
-    recv = round_trip()
+    recv = refusals(ep, rank, d, {})
     with pytest.raises(moelink.ArgumentError, match="True with two_level=True"):
         ep.combine(recv.tokens, recv, reduce=False)
-    round_trip()
+    assert torch.equal(ep.combine(recv.tokens, recv), d.x * 3)
     if rank == 1:
         ep.close()
         return True

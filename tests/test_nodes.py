@@ -6,13 +6,13 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
 import moelink
 from cases import FORMATS, SCENARIOS, Case, Setup, check_case, run_cases
+from fault_ranks import refusals
 from moelink.errors import MoelinkError, UnsupportedError
 from moelink.memory import NetworkProxy, SymmetricMemory, create_all, network
 from moelink.memory.network import ProxyNetwork
@@ -94,28 +94,7 @@ def faults(rank: int, world_size: int, fields: dict[str, object]) -> tuple[int, 
     """Refusals of either phase, other options, and at last a rank that does not call; every rank is a node."""
     ep = moelink.init(**{**FIELDS, **fields}, timeout=3.0)
     d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
-
-    def round_trip() -> moelink.DispatchOutput:
-        recv = ep.dispatch(d.x, d.topk_ids)
-        assert torch.equal(ep.combine(recv.tokens, recv), d.x * 3)
-        return recv
-
-    def refused(call: Callable[[torch.Tensor], object], rows: torch.Tensor) -> None:
-        if rank == 1:
-            with pytest.raises(moelink.ArgumentError):
-                call(rows[:, :31].contiguous())
-        else:
-            with pytest.raises(moelink.PeerAbortedError, match="rank 1 refused its arguments"):
-                call(rows)
-        round_trip()
-
-    recv = round_trip()
-    refused(lambda x: ep.dispatch(x, d.topk_ids), d.x)
-    refused(lambda y: ep.combine(y, recv), recv.tokens)
-    refused(lambda y: ep.combine(y, recv, reduce=False), recv.tokens)
-    with pytest.raises(moelink.ProtocolError, match="with other options"):
-        ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
-    round_trip()
+    refusals(ep, rank, d, {}, {"reduce": False})
     if rank == 1:
         time.sleep(5)
     start = time.monotonic()
