@@ -38,7 +38,7 @@ Form = tuple[str, Any, Any, dict[str, str]]
 """Name, kernel, spec and pointer types."""
 
 WORLD = 2
-NODES = f"nodes of {WORLD}: "
+NODES, LEVELS = f"nodes of {WORLD}: ", f"two levels, nodes of {WORLD}: "
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8",
@@ -87,8 +87,8 @@ def narrow_looks(text: str, threads: int) -> list[str]:
 
 
 def forms() -> Iterator[Form]:
-    """Every form of ranks in one node; each format once with an SM limit; each format once, and each
-    layout and reduction, of ranks in two nodes."""
+    """Every form of ranks in one node; each format once with an SM limit; each layout of ranks in two nodes with two
+    levels; each format once, and each layout and reduction, of ranks in two nodes."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
     yield short_rows()
@@ -99,6 +99,12 @@ def forms() -> Iterator[Form]:
         yield from (of_entry[0], of_entry[-1])
     places = [config.form for config in CONFIGS if config.form.mode == "alltoall"]
     kinds = list(dict.fromkeys((form.layout, form.pre_reduce, form.fused_shared_expert) for form in places))
+    for fmt, (layout, pre_reduce, shared) in zip(FORMATS, [kind for kind in kinds if kind[1]], strict=False):
+        form = MatrixForm(fmt, layout, "alltoall", pre_reduce, shared)
+        entry = next(config for config in CONFIGS if config.form == form)
+        levels = {"ranks_per_node": WORLD, "transport": "symmetric", "two_level": True, "num_sms": 24}
+        of_entry = list(forms_of(entry, LEVELS, world_size=2 * WORLD, **levels))
+        yield from (of_entry[0], of_entry[1], of_entry[-1])
     for i, fmt in enumerate(FORMATS):
         layout, pre_reduce, shared = kinds[i % len(kinds)]
         form = MatrixForm(fmt, layout, "alltoall", pre_reduce, shared)
@@ -141,7 +147,7 @@ def contract_forms() -> Iterator[Form]:
             yield f"{name}copy", phases.ep_copy_shared_expert_outputs_kernel, combined, pointers
 
 
-def forms_of(entry: Config, prefix: str, **more: int) -> Iterator[Form]:
+def forms_of(entry: Config, prefix: str, **more: Any) -> Iterator[Form]:
     """Dispatch (of rows as they come, the same over an earlier routing, then of quantised ones) and combine of one
     configuration."""
     device = torch.device("cuda")
