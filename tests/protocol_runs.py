@@ -148,9 +148,10 @@ def rank_main(
     combine: bool = True,
     one_dispatch: bool = False,
     again: int = 0,
+    linger: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """What a rank does: ``cases`` in order. ``again``: so many more dispatches over the routing of each, of which only
-    the last one has the case's rows."""
+    the last one has the case's rows. ``linger`` is called before rows are read."""
 
     def main() -> None:
         recv = None
@@ -162,10 +163,14 @@ def rank_main(
                 for left in range(again - 1, -1, -1):
                     rows = [dataclasses.replace(r, x=r.x + left) for r in requests]
                     (recv,) = transport.dispatch(over([recv], rows), fused=fused).wait()
-            out = torch.empty(0)
-            if combine:
-                (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
-            results.setdefault(id(case), {})[rank] = Result.of(recv, out)
+
+            def home(case: Case = case, recv: Any = recv) -> torch.Tensor:
+                if not combine:
+                    return torch.empty(0)
+                return transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()[0]
+
+            linger()
+            results.setdefault(id(case), {})[rank] = Result.around(recv, home)
 
     return main
 
@@ -225,17 +230,28 @@ def run(
     communicators: int = 1,
     calls: int = 0,
     world: int = 2,
+    turns: int = 0,
     **options: Any,
 ) -> None:
-    """``cases`` in order on every rank, as if after ``calls`` calls; with two communicators, on both at once."""
+    """``cases`` in order on every rank, as if after ``calls`` calls; with two communicators, on both at once. Ranks
+    read their rows after so many ``turns`` of the schedule."""
+    scheduler = Scheduler(seed, **options)
+
+    def linger() -> None:
+        for _ in range(turns):
+            scheduler.pause(True)
+
     groups = [transports(cases[0].setup, world, calls=calls, seed=seed) for _ in range(communicators)]
     results: list[dict[int, dict[int, Result]]] = [{} for _ in groups]
     mains = [
-        rank_main(transport, rank, cases, result, fused=fused, combine=combine, one_dispatch=one_dispatch, again=again)
+        rank_main(
+            transport, rank, cases, result, fused=fused, combine=combine, one_dispatch=one_dispatch, again=again,
+            linger=linger,
+        )
         for group, result in zip(groups, results, strict=True)
         for rank, transport in enumerate(group)
-    ]
-    play(Scheduler(seed, **options), [transport for group in groups for transport in group], mains)
+    ]  # fmt: skip
+    play(scheduler, [transport for group in groups for transport in group], mains)
     for result in results:
         check(cases, result, world=world, combine=combine)
     for group in groups:

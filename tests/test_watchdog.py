@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import moelink
 from moelink.memory import watchdog
 from moelink.memory.watchdog import wait_for_device, within
 from moelink.testing import run_ranks
+from moelink.transports.symmetric.dispatch import Dispatch
 from moelink.transports.symmetric.rank import Rank
 from network_ranks import locked_start
 
@@ -59,6 +61,19 @@ def test_what_blocks_with_the_interpreters_lock_ends_the_process(handles: bool, 
     assert ("locked_start" in told) == handles, "where it was"
 
 
+def test_a_watchdog_that_is_killed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **how: started.append(start(*args, **how)) or started[0])
+
+    def kill() -> str:
+        started[0].kill()
+        started[0].wait()
+        return "started"
+
+    assert within(20.0, "a start", kill, **NAMED) == "started"
+
+
 def test_a_device_is_waited_for_until_a_failure_is_known_and_a_while_longer() -> None:
     left = [5]
 
@@ -84,6 +99,19 @@ def test_a_stream_that_never_ends_is_given_up_once_a_peer_has_reported_a_failure
         Rank.synchronize(rank)  # type: ignore[arg-type]
     rank.poisoned = True  # its own record says why
     Rank.synchronize(rank)  # type: ignore[arg-type]
+
+
+def test_counts_that_never_come_are_not_waited_for() -> None:
+    """Exact sizes between nodes: the wait is given up, and the host must not read what a hung kernel would write."""
+    reported = moelink.UndeliveredError(rank=0, peer=2, phase="dispatch", call=4, expected=4, node=1)
+    rank = SimpleNamespace(
+        config=SimpleNamespace(node_size=2, world_size=4), synchronize=lambda: None, poisoned=True,
+        error=lambda: reported,
+    )  # fmt: skip
+    output = SimpleNamespace(rows_in_place=None)
+    call = SimpleNamespace(rank=rank, output=output, request=SimpleNamespace(host_counts=True))
+    with pytest.raises(moelink.UndeliveredError, match="what rank 2 of node 1 sent in dispatch"):
+        Dispatch.result(call)  # type: ignore[arg-type]
 
 
 def test_the_process_imports_nothing_of_the_package() -> None:

@@ -22,11 +22,13 @@ from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal, run_ranks
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric.rank import Rank
+from protocol_runs import Small, caught, run
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, over
 from tiers import seeds
-from zero_copy_runs import CALLS, caught, run
 
 TRANSPORTS = ("collective", "symmetric")
+TURNS = 40
+"""Turns of a schedule after which rows are read, long after they have come."""
 FORMATS = ("bf16", "fp8_block128", "nvfp4", "mxfp4", "fp8_token")
 OPTIONS: tuple[tuple[dict[str, Any], str, str, int], ...] = (
     ({}, "uniform", "dispatch", 2),
@@ -284,6 +286,12 @@ def test_the_memory_report_leaves_out_what_is_not_allocated():
     assert config.most_total_rows == rows
 
 
+def two_calls() -> list[Small]:
+    """Two dispatches with other token counts."""
+    setup = zero_copy("bf16", num_experts=3, topk=2, max_tokens_per_rank=4, hidden_size=8)
+    return [Small(setup, "uniform", seed=seed, tokens=tokens) for seed, tokens in ((1, (3, 2)), (2, (1, 4)))]
+
+
 @seeds(1, 10, why="rows are read while peers make the next call")
 @pytest.mark.parametrize(
     "options",
@@ -292,7 +300,7 @@ def test_the_memory_report_leaves_out_what_is_not_allocated():
 )
 def test_rows_outlive_peers_that_are_ahead(options, seeds):
     for seed in seeds:
-        run(seed, CALLS[:2], **options)
+        run(seed, two_calls(), turns=TURNS, **options)
 
 
 @triton.jit
@@ -308,10 +316,10 @@ PLANTED = pytest.mark.quick("a planted fault must be caught")
 @PLANTED
 def test_credit_of_the_receiving_launch_is_caught(monkeypatch):
     monkeypatch.setattr(receive, "count_read", grant_with_the_last_read)
-    assert caught(CALLS[:2], first=2, combine=False) is not None
+    assert caught(two_calls(), turns=TURNS, first=2, combine=False) is not None
 
 
 @PLANTED
 def test_credit_after_a_receiving_half_is_caught(monkeypatch):
     monkeypatch.setattr(Rank, "has_received", Rank.grant_credits)
-    assert caught(CALLS[:2], combine=False, fused=False) is not None
+    assert caught(two_calls(), turns=TURNS, combine=False, fused=False) is not None

@@ -139,12 +139,11 @@ class Communicator:
             PendingError, ClosedError: the communicator's state does not allow the call.
         """
         if torch.compiler.is_compiling():
-            return ops.dispatch(
-                self._context,
-                DispatchRequest.of(
-                    x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-                ),
+            ids = ids_of(topk_ids, routing)
+            request = DispatchRequest(
+                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
             )
+            return ops.dispatch(self._context, request)
         session, quick = self._session, self._quick
         plain = scales is None and input_scale is None and routing is None and out is None and num_sms is None
         if quick is not None and plain and host_counts is False:
@@ -185,19 +184,17 @@ class Communicator:
     ) -> PendingSingle[DispatchOutput]:
         """Start a dispatch and return at once; ``.wait()`` gives what :meth:`dispatch` returns."""
         if torch.compiler.is_compiling():
-            return PendingSingle(
-                ops.start_dispatch(
-                    self._context,
-                    DispatchRequest.of(
-                        x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-                    ),
-                )
+            ids = ids_of(topk_ids, routing)
+            request = DispatchRequest(
+                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
             )
+            return PendingSingle(ops.start_dispatch(self._context, request))
         session = self._session
         try:
             session.begin("dispatch")
-            request = DispatchRequest.of(
-                x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
+            ids = ids_of(topk_ids, routing)
+            request = DispatchRequest(
+                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
             )
             if ops.needs_operator(request):
                 return PendingSingle(ops.start_dispatch(self._context, request))
@@ -352,8 +349,8 @@ class Communicator:
             [2.0, 2.0, 2.0]
         """
         self._session.require_open("bind")
-        request = DispatchRequest.of(
-            x, topk_ids, topk_weights, scales, input_scale, None, False, out, max_tokens, num_sms
+        request = DispatchRequest(
+            x, topk_ids, topk_weights, scales, input_scale, out=out, max_tokens=max_tokens, num_sms=num_sms
         )
         return BoundDispatch(self._session, request)
 

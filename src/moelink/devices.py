@@ -15,7 +15,7 @@ from moelink.control.group import plain_device
 from moelink.errors import ArgumentError, ConfigError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Traffic
+from moelink.transports.base import CombineRequest, DispatchRequest, Traffic, ids_of
 from moelink.transports.build import build_in_process
 from moelink.transports.session import PendingOperation, Session
 
@@ -91,8 +91,9 @@ class DeviceCommunicator:
     ) -> list[DispatchOutput]:
         """Dispatch on every rank; see :meth:`moelink.Communicator.dispatch`."""
         requests = self._dispatch_requests(
-            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-        )
+            x, topk_ids, topk_weights, scales=scales, input_scale=input_scale, routing=routing, max_tokens=max_tokens,
+            num_sms=num_sms, host_counts=host_counts, out=out,
+        )  # fmt: skip
         return self._session.dispatch(requests, fused=True).wait()
 
     def dispatch_async(
@@ -111,8 +112,9 @@ class DeviceCommunicator:
     ) -> PendingOperation[list[DispatchOutput]]:
         """Start a dispatch on every rank; ``.wait()`` gives the list."""
         requests = self._dispatch_requests(
-            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-        )
+            x, topk_ids, topk_weights, scales=scales, input_scale=input_scale, routing=routing, max_tokens=max_tokens,
+            num_sms=num_sms, host_counts=host_counts, out=out,
+        )  # fmt: skip
         return self._session.dispatch(requests)  # type: ignore[return-value]  # not fused
 
     def combine(
@@ -154,17 +156,19 @@ class DeviceCommunicator:
         x: Sequence[Tensor],
         topk_ids: Sequence[Tensor] | None,
         topk_weights: Sequence[Tensor | Hook] | None,
+        *,
         scales: Sequence[Tensor] | None,
         input_scale: Sequence[Tensor | Hook] | None,
         routing: Sequence[DispatchOutput] | None,
-        host_counts: bool,
-        out: Sequence[DispatchOutput] | None,
         max_tokens: int | None,
         num_sms: int | None,
+        host_counts: bool,
+        out: Sequence[DispatchOutput] | None,
     ) -> list[DispatchRequest]:
         return [
-            DispatchRequest.of(
-                x_i, ids_i, weights_i, scales_i, scale_i, routing_i, host_counts, out_i, max_tokens, num_sms
+            DispatchRequest(
+                x_i, ids_of(ids_i, routing_i), weights_i, scales_i, scale_i, routing_i, host_counts, out_i, max_tokens,
+                num_sms,
             )
             for x_i, ids_i, weights_i, scales_i, scale_i, routing_i, out_i in zip(
                 self._spread("x", x),
@@ -176,7 +180,7 @@ class DeviceCommunicator:
                 self._spread("out", out),
                 strict=True,
             )
-        ]
+        ]  # fmt: skip
 
     def _combine_requests(
         self,

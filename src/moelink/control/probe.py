@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from moelink import env
 from moelink.control import responder
@@ -99,15 +100,15 @@ class Failure:
         ``ranks_per_node``: where there are several nodes, so that the exception names that of the peer; else None.
         """
         node = None if ranks_per_node is None else self.peer // ranks_per_node
-        where = {"rank": rank, "peer": self.peer, "phase": self.phase, "call": self.call, "node": node}
+        where: dict[str, Any] = {"rank": rank, "peer": self.peer, "phase": self.phase, "call": self.call, "node": node}
         if self.got in (LEFT, INTERRUPTED):
-            return PeerLeftError(**where, interrupted=self.got == INTERRUPTED)  # type: ignore[arg-type]
+            return PeerLeftError(**where, interrupted=self.got == INTERRUPTED)
         if self.got == UNDELIVERED:
-            return UndeliveredError(**where, expected=self.expected)  # type: ignore[arg-type]
+            return UndeliveredError(**where, expected=self.expected)
         kind = PeerLostError if self.got == GONE else PeerTimeoutError
         detail = GONE_IN_WORDS if self.got == GONE else detail
         got = None if self.got < 0 else self.got
-        return kind(**where, expected=self.expected, got=got, detail=detail)  # type: ignore[arg-type]
+        return kind(**where, expected=self.expected, got=got, detail=detail)
 
 
 @dataclass(frozen=True)

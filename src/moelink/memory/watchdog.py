@@ -19,6 +19,7 @@ unless a put waits inside NVSHMEM for room in a queue, which a network that is g
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 import subprocess
@@ -111,7 +112,11 @@ class _Watchdog:
             os.close(reading)
 
     def call_off(self) -> None:
-        """Say that the wait is over, in a byte: a child that this process has forked may hold the pipe open."""
-        os.write(self._writing, b"\0")
+        """Say that the wait is over, in a byte: a child that this process has forked may hold the pipe open.
+
+        Where the watchdog itself has been killed, nobody is to be told.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._writing, b"\0")
         os.close(self._writing)
         self._process.wait()

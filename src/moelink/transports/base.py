@@ -53,16 +53,6 @@ class DispatchRequest:
     num_sms: int | None = None
     apart: bool = False
 
-    @classmethod
-    def of(
-        cls, x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | Hook | None, scales: Tensor | None,
-        input_scale: Tensor | Hook | None, routing: DispatchOutput | None, host_counts: bool,
-        out: DispatchOutput | None, max_tokens: int | None, num_sms: int | None,
-    ) -> DispatchRequest:  # fmt: skip
-        """Make the request of a caller, who may leave ``topk_ids`` to ``routing``."""
-        ids = ids_of(topk_ids, routing)
-        return cls(x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms)
-
     @property
     def over(self) -> DispatchOutput | None:
         """The earlier output that this call goes over, if there is one."""

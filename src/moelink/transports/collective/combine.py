@@ -38,12 +38,11 @@ def combine_steps(config: EPConfig, request: CombineRequest, scratch: Scratch) -
 def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePlan, scratch: Scratch) -> Steps[Tensor]:
     """Sum one row per (token, rank) on the home rank, ranks ascending: [T, hidden] fp32."""
     num_tokens, y = request.recv.handle.num_tokens, request.y
-    messages = plan.num_messages if plan.rows is not None else min(plan.num_messages, len(y))
-    tokens, sources = plan.messages.tokens[:messages], plan.messages.sources[:messages]
-    if plan.places is not None:
-        fits = plan.places >= 0
-        tokens, sources = plan.messages.tokens[fits], plan.messages.sources[fits]
-        messages = len(tokens)
+    kept: slice | Tensor = slice(None)
+    if plan.rows is None:
+        kept = slice(len(y)) if plan.places is None else plan.places >= 0
+    tokens, sources = plan.messages.tokens[kept], plan.messages.sources[kept]
+    messages = len(tokens)
     if config.mode == "allreduce":
         total = torch.zeros(num_tokens, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)
         sums = torch.empty(messages, config.hidden_size, dtype=config.accumulate_dtype, device=y.device)

@@ -41,9 +41,7 @@ def fill_output(
     result.row_offsets.copy_(plan.row_offsets.clamp(max=total))
     if result.expert_ids is not None:
         torch.arange(config.num_groups, out=result.expert_ids, device=result.expert_ids.device)
-    if plan.places is not None:
-        _fill_places(plan, plan.places, message, result, received)
-    elif plan.rows is None:
+    if plan.rows is None:
         _fill_rank(plan, message, result, received, total)
     elif masked:
         _fill_masked(config, plan, plan.rows, message, result, received)
@@ -57,40 +55,26 @@ def fill_output(
 def _fill_rank(
     plan: CollectivePlan, message: DispatchMessage, out: DispatchOutput, received: Tensor, total: int
 ) -> None:
-    got = plan.messages
-    out.tokens.view(torch.uint8)[:total].copy_(message.field(received, "payload")[:total])
-    if out.scales is not None:
-        out.scales.view(torch.uint8)[:total].copy_(message.field(received, "scales")[:total])
-    out.src_info[:total] = torch.stack((got.sources, got.tokens, torch.full_like(got.tokens, -1)), 1)[:total].int()
-    assert out.topk_ids is not None
-    ids = got.local_ids[:total]
-    out.topk_ids[:total] = torch.where(ids >= 0, ids + out.handle.first_id, -1)
-    out.topk_ids[total:] = -1
-    if out.topk_weights is not None:
-        weights = message.field(received, "weights")[:total]
-        out.topk_weights[:total] = weights.masked_fill(got.local_ids[:total] < 0, 0)
-    out.num_recv_tokens.fill_(total)
-    out.overflow.fill_(plan.num_messages - total)
+    """Write messages to the first ``total`` rows in their order, or with ``zero_copy`` to their places."""
+    got, places = plan.messages, plan.places
+    fits = slice(total) if places is None else (places >= 0).nonzero().squeeze(1)
+    rows = fits if places is None else places[fits]
 
+    def fill(field: Tensor, values: Tensor) -> None:
+        field.flatten(0, -2)[rows] = values[fits]
 
-def _fill_places(
-    plan: CollectivePlan, places: Tensor, message: DispatchMessage, out: DispatchOutput, received: Tensor
-) -> None:
-    """Write the message that comes i-th to row ``places[i]`` of all groups (``zero_copy``), unless that is -1."""
-    got, fits = plan.messages, places >= 0
-    row, here = places[fits], fits.nonzero().squeeze(1)
-    out.tokens.view(torch.uint8).flatten(0, 1)[row] = message.field(received, "payload")[here]
+    fill(out.tokens.view(torch.uint8), message.field(received, "payload"))
     if out.scales is not None:
-        out.scales.view(torch.uint8).flatten(0, 1)[row] = message.field(received, "scales")[here]
-    info = torch.stack((got.sources, got.tokens, torch.full_like(got.tokens, -1)), 1)
-    out.src_info.flatten(0, 1)[row] = info[here].int()
+        fill(out.scales.view(torch.uint8), message.field(received, "scales"))
+    fill(out.src_info, torch.stack((got.sources, got.tokens, torch.full_like(got.tokens, -1)), 1).int())
     assert out.topk_ids is not None
-    ids = got.local_ids[here]
-    out.topk_ids.fill_(-1).flatten(0, 1)[row] = torch.where(ids >= 0, ids + out.handle.first_id, -1)
+    ids = got.local_ids
+    fill(out.topk_ids.fill_(-1), torch.where(ids >= 0, ids + out.handle.first_id, -1))
     if out.topk_weights is not None:
-        out.topk_weights.flatten(0, 1)[row] = message.field(received, "weights")[here].masked_fill(ids < 0, 0)
-    out.num_recv_tokens.fill_(len(row))
-    out.overflow.fill_(plan.num_messages - len(row))
+        fill(out.topk_weights, message.field(received, "weights")[: len(ids)].masked_fill(ids < 0, 0))
+    count = len(ids[fits])
+    out.num_recv_tokens.fill_(count)
+    out.overflow.fill_(plan.num_messages - count)
 
 
 def _fill_masked(

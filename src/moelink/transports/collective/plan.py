@@ -72,7 +72,7 @@ class CollectivePlan:
 
 def complete_plan(config: EPConfig, messages: Messages, *, num_tokens: int, capacity: int) -> CollectivePlan:
     """Plan the rows that ``messages`` fill on this rank, which has ``num_tokens`` tokens of its own. ``capacity``: rows
-    of each expert in layout "masked"."""
+    of each expert in layout "masked", of each source rank with ``zero_copy``."""
     if config.layout == "rank":
         sizes = torch.tensor(messages.recv_counts, device=messages.tokens.device)
         if config.zero_copy:

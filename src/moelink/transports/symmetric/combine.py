@@ -51,7 +51,7 @@ class LaunchPlan:
 
     @classmethod
     def of(
-        cls, rank: Rank, num_tokens: int, reduce: bool, row_weights: bool, home_weights: bool, shared: bool,
+        cls, rank: Rank, *, num_tokens: int, reduce: bool, row_weights: bool, home_weights: bool, shared: bool,
         epilogue: str, hook: Any, raw_sums: bool, num_sms: int | None,
     ) -> LaunchPlan:  # fmt: skip
         """Return the launch plan of ``rank`` for ``num_tokens`` own tokens, within ``num_sms`` SMs; the others are as
@@ -108,11 +108,17 @@ class Combine:
             )  # fmt: skip
         weights = None if weights is None else weights.contiguous()  # type: ignore[union-attr]
         self.launch_plan = rank.plan(
-            LaunchPlan, handle.num_tokens, request.reduce, request.row_weights is not None, weights is not None,
-            request.shared is not None, "" if bias is None else "bias" if bias.dim() == 1 else "residual",
-            hook.triton_fn if hook is not None and self._torch_hook is None else None,
-            self._torch_hook is not None, request.num_sms,
-        )  # fmt: skip
+            LaunchPlan.of,
+            num_tokens=handle.num_tokens,
+            reduce=request.reduce,
+            row_weights=request.row_weights is not None,
+            home_weights=weights is not None,
+            shared=request.shared is not None,
+            epilogue="" if bias is None else "bias" if bias.dim() == 1 else "residual",
+            hook=hook.triton_fn if hook is not None and self._torch_hook is None else None,
+            raw_sums=self._torch_hook is not None,
+            num_sms=request.num_sms,
+        )
         self.out = self._result(hook)
         self._hooked = hook.tensors if hook is not None and self._torch_hook is None else ()
         self._weights, self._bias = weights, bias

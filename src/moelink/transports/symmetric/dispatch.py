@@ -82,7 +82,7 @@ class LaunchPlan:
 
     @classmethod
     def of(
-        cls, rank: Rank, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
+        cls, rank: Rank, *, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
         cached: bool, max_tokens: int | None, num_sms: int | None,
     ) -> LaunchPlan:  # fmt: skip
         """Return the launch plan of ``rank`` for ``num_tokens`` rows of ``dtype``, and at most ``max_tokens`` on any
@@ -213,11 +213,17 @@ class Dispatch:
     @staticmethod
     def plan_of(rank: Rank, request: DispatchRequest) -> LaunchPlan:
         """Return the launch plan of calls like ``request``."""
-        return rank.plan(  # type: ignore[no-any-return]
-            LaunchPlan, request.x.shape[0], request.x.dtype, request.scales is not None,
-            request.topk_weights is not None, request.input_scale is not None, request.routing is not None,
-            request.max_tokens, request.num_sms,
-        )  # fmt: skip
+        return rank.plan(
+            LaunchPlan.of,
+            num_tokens=request.x.shape[0],
+            dtype=request.x.dtype,
+            quantized=request.scales is not None,
+            weights=request.topk_weights is not None,
+            input_scale=request.input_scale is not None,
+            cached=request.routing is not None,
+            max_tokens=request.max_tokens,
+            num_sms=request.num_sms,
+        )
 
     @property
     def given(self) -> list[Tensor]:
@@ -348,7 +354,10 @@ class Dispatch:
             return self.output
         out, config = self.output, self.rank.config
         if config.node_size < config.world_size:
-            self.rank.synchronize()  # which ends, whatever the network does
+            self.rank.synchronize()  # which ends, whatever the network does; the counts may never come
+            error = self.rank.error() if self.rank.poisoned else None
+            if error is not None:
+                raise error
         *counted, rows = torch.cat((out.num_recv_per_expert, out.row_offsets[-1:])).tolist()
         if config.rows_by_group:  # combine finds rows by the size of a group
             return replace_fields(out, host_counts=counted)

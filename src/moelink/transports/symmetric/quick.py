@@ -110,7 +110,7 @@ class QuickLane:
             return None
         ids, weights = received.ids, received.weights
         kind = self._combines.get(_kind_of_combine(y, received))
-        if kind is None or has_hooks() or not ("_rows" not in fields or fields["_rows"].is_latest):
+        if kind is None or has_hooks() or ("_rows" in fields and not fields["_rows"].is_latest):
             return None
         if received.version is not None and ids._version != received.version:
             return None

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,15 +34,7 @@ from moelink.transports.symmetric.notes import NotesLayout
 from moelink.transports.symmetric.sm_budget import SM_BUDGET
 from moelink.transports.symmetric.trace_buffer import TraceBuffer, require_traceable
 
-P = TypeVar("P", bound="_Plan")
-
-
-class _Plan(Protocol):
-    """A launch plan: all that calls of one kind have in common."""
-
-    @classmethod
-    def of(cls, rank: Rank, *kind: Any) -> Any:
-        """Make the launch plan of ``kind``."""
+P = TypeVar("P")
 
 
 def _guard(rank: Rank) -> AbstractContextManager[None]:
@@ -110,11 +102,14 @@ class Rank:
         self._latest_handle, self._index = -1, self.device.index
         self._forked = False
 
-    def plan(self, plan: type[P], *kind: Any) -> P:
-        """Return ``plan.of`` this rank and ``kind``, made at the first call. Each number of tokens has a few kinds."""
-        key = (plan, self.trace is not None, *kind)
+    def plan(self, make: Callable[..., P], **kind: Any) -> P:
+        """Return the launch plan ``make(self, **kind)``, made at the first call. Each number of tokens has a few kinds.
+
+        ``kind`` comes in the same order each time.
+        """
+        key = (make, self.trace is not None, *kind.values())
         if key not in self._plans:
-            self._plans[key] = plan.of(self, *kind)
+            self._plans[key] = make(self, **kind)
         return self._plans[key]  # type: ignore[no-any-return]
 
     def open_trace(self) -> None:

@@ -113,8 +113,9 @@ class SymmetricTransport:
                 self.refuse("dispatch", over=requests[0].routing)
                 raise
         self._count_call("dispatch")
-        self._end_rows(apart=not (fused and self._may_fuse))
-        if fused and self._may_fuse:
+        fused = fused and self._may_fuse
+        self._end_rows(apart=not fused)
+        if fused:
             self._each(calls, Dispatch.send_and_receive, apart=False)
             self.half_done = False
             self._under_way.append(calls)
@@ -142,9 +143,10 @@ class SymmetricTransport:
                 self.refuse("combine", over=requests[0].recv)
                 raise
         self._count_call("combine")
-        self._end_rows(apart=not (fused and self._may_fuse))
+        fused = fused and self._may_fuse
+        self._end_rows(apart=not fused)
         passes = calls[0].passes
-        if fused and self._may_fuse:
+        if fused:
             for slot in passes:
                 self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), apart=False)  # type: ignore[misc]
             self.half_done = False
