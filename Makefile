@@ -62,7 +62,7 @@ test-newest:  ## the quick tier with the newest Triton, in a venv of its own
 
 test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moelink in them, in a venv of its own; Python 3.11 or newer
 	$(FRAMEWORKS_BIN)/pytest -n 0 --full tests/test_torchtitan.py tests/test_torchtitan_settings.py \
-	  tests/test_megatron.py tests/test_megatron_settings.py tests/test_docs_frameworks.py
+	  tests/test_megatron.py tests/test_megatron_settings.py tests/test_docs_frameworks.py tests/test_bench_frameworks.py
 	$(MAKE) upstream-torchtitan upstream-megatron
 
 gpu-test: $(STAMP)  ## tests that need CUDA devices

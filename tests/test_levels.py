@@ -104,9 +104,9 @@ def test_auto_is_what_a_plan_with_the_same_rates_finds_faster() -> None:
 
 def test_auto_needs_what_two_levels_need() -> None:
     layer = deepseek(4096)
-    assert chosen_copies(layer, layer.ep_config(16, ranks_per_node=8)) == "node"
-    assert chosen_copies(layer, layer.ep_config(16)) == "rank", "one node"
-    assert chosen_copies(layer, layer.ep_config(16, ranks_per_node=1)) == "rank", "nobody to forward to"
+    assert chosen_copies(layer.ep_config(16, ranks_per_node=8)) == "node"
+    assert chosen_copies(layer.ep_config(16)) == "rank", "one node"
+    assert chosen_copies(layer.ep_config(16, ranks_per_node=1)) == "rank", "nobody to forward to"
 
 
 def test_slower_forwarding_or_a_faster_network_keep_one_level() -> None:

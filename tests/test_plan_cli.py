@@ -127,7 +127,13 @@ def test_a_trace_a_file_and_a_picture(tmp_path: Path) -> None:
     np.save(tmp_path / "trace.npy", np.random.default_rng(0).integers(0, 16, size=(50, 2)))
     small = ["--experts", "16", "--topk", "2", "--hidden", "256", "--tokens", "9", "--ranks", "2,4,8..32"]
     options = [*small, "--ranks-per-node", "4", "--routing", str(tmp_path / "trace.npy"), "--format", "bf16"]
-    for name, extra in (("a.png", ASSUMED), ("b.svg", []), ("c.png", ["--ranks", "8"])):
+    pictures = (
+        ("a.png", ASSUMED),
+        ("b.svg", []),
+        ("c.png", ["--ranks", "8"]),
+        ("d.png", ["--transport", "collective"]),
+    )
+    for name, extra in pictures:
         done = run(*options, *extra, "--out", str(tmp_path / "deep" / "plan.json"), "--plot", str(tmp_path / name))
         assert done.exit_code == 0, done.output
         assert (tmp_path / name).stat().st_size > 10_000

@@ -112,7 +112,7 @@ def test_a_fit_finds_the_constants_that_made_the_times() -> None:
 
 
 def test_packaged_constants_are_fitted_to_what_stands_here() -> None:
-    packaged = json.loads((Path(model.__file__).parent / model.PACKAGED).read_text())
+    packaged = json.loads((Path(model.__file__).parent / model.FILE.packaged).read_text())
     paths = [RESULTS / run["file"] for run in packaged["fitted_to"]]
     fitted = fitting.fit_experts(fitting.load_expert_points(paths))
     for fmt, constants in fitted["formats"].items():

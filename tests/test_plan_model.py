@@ -13,8 +13,8 @@ import pytest
 from moelink.errors import ConfigError
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
 from moelink.tools.bench.document import BENCHMARK
+from moelink.tools.plan import constants_file, model
 from moelink.tools.plan import fit as fitting
-from moelink.tools.plan import model
 from moelink.tools.plan.model import (
     FIELDS,
     Constants,
@@ -134,7 +134,7 @@ def test_an_assumed_latency_replaces_all_of_a_measured_one() -> None:
 
 def test_the_package_has_constants_only_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = fitting.fit(fitting.points_of(modelled(2), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
-    monkeypatch.setattr(model, "files", lambda _: tmp_path)
+    monkeypatch.setattr(constants_file, "files", lambda _: tmp_path)
     assert packaged_constants() == Constants()
     write(tmp_path, "constants.json", document)
     assert packaged_constants().sources["floor_us"] == "measured: moelink/tools/plan/constants.json"
@@ -325,7 +325,7 @@ def test_predictions_are_within_15_per_cent_of_what_was_measured() -> None:
 
 def test_packaged_constants_are_fitted_to_what_stands_here() -> None:
     """The package's file is what ``moelink plan fit`` makes of the results it names, and these are here."""
-    packaged = json.loads((Path(model.__file__).parent / model.PACKAGED).read_text())
+    packaged = json.loads((Path(model.__file__).parent / model.FILE.packaged).read_text())
     for run in packaged["fitted_to"]:
         assert json.loads((RESULTS / run["file"]).read_text())["commit"] == run["commit"]
     paths = [RESULTS / run["file"] for run in packaged["fitted_to"]]

@@ -17,9 +17,10 @@ from moelink.tools.bench.document import BENCHMARK
 from moelink.tools.bench.experts import sizes_of
 from moelink.tools.plan import packaged_constants, packaged_expert_constants
 from moelink.tools.plan.check_layer import compare_layer
+from moelink.tools.plan.constants_file import Run
 from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertConstants, Load, product_time
 from moelink.tools.plan.experts_fit import expert_points, fit_experts, predicted
-from moelink.tools.plan.fit import Point, Run, compare, left_out, points_of
+from moelink.tools.plan.fit import Point, compare, left_out, points_of
 from moelink.tools.plan.traffic import PHASES, Layer
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"

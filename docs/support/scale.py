@@ -54,10 +54,11 @@ def row_of(size: dict[str, Any]) -> str:
     way = "stores in its own memory" if size["ranks"] == 1 else "NVLink"
     if size["nodes"] > 1:
         way = "NVSHMEM, two levels" if size["auto"] == "node" else "NVSHMEM, one level"
+    memory = size["memory"]["two_levels" if size["auto"] == "node" else "symmetric"] / 1e9
     network = sum(phases[phase]["links"]["network"] for phase in phases) / 1e6
     cells = [
         str(size['ranks']) + ('\\*' if size['extrapolated'] else ''), str(size["nodes"]), way,
-        str(size["experts_per_rank"]), f"{size['memory']['symmetric'] / 1e9:.2f}",
+        str(size["experts_per_rank"]), f"{memory:.2f}",
         f"{network:.1f}" if size["nodes"] > 1 else "–", us(dispatch), us(size["layer"]["experts"]["total_us"]),
         us(combine), us(whole[size["auto"]]), us(whole["rank"]) if size["auto"] == "node" else "–",
         f"{100 * (dispatch + combine) / whole[size['auto']]:.0f} %",

@@ -12,10 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moelink.tools.bench.measure import PHASES
 from moelink.tools.bench.peers import FLASHINFER
 from moelink.tools.bench.peers_whole import FLASHINFER_WHOLE
 from moelink.tools.bench.report import CaseResult, Kind, Row, Verdict
+
+HEAD = "µs, moelink : FlashInfer (times as fast)"
+COLUMNS = (
+    "like for like", "whole operation", "dispatch, by rank", "combine, by rank", "dispatch, by expert",
+    "combine, by expert",
+)  # fmt: skip
+"""Of the table of comparisons with FlashInfer: the first one, and all that there may be."""
 
 NEEDED: dict[Kind, str] = {"like for like": FLASHINFER, "whole operation": FLASHINFER_WHOLE}
 """The contender without which a comparison of this kind has not been made."""
@@ -140,7 +146,7 @@ def lines_of(document: dict[str, Any]) -> list[Line]:
 
 
 def table_of(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and lines: for each size, like for like, the whole operation, and the phases of both.
+    """Return heads and lines: for each size, those of :data:`COLUMNS` that have a figure.
 
     Cases that differ in their layout only share a line. Cells are those of :attr:`Line.text`. Like for like is against
     FlashInfer alone, with rows by rank; the whole operation against FlashInfer with a permutation and a sum.
@@ -153,8 +159,6 @@ def table_of(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         label = entry["label"].removesuffix(f", by {layout}")
         column = line.kind if line.kind != "phase" else f"{line.phase}, by {layout}"
         by_label.setdefault(label, {})[column] = line.text
-    alone = (f"{one}, by {layout}" for layout in ("rank", "expert") for one in PHASES[:2])
-    columns = ["like for like", "whole operation", *alone]
-    used = [column for column in columns if any(column in cells for cells in by_label.values())]
+    used = [column for column in COLUMNS if any(column in cells for cells in by_label.values())]
     lines = [[label, *(cells.get(column, "–") for column in used)] for label, cells in by_label.items()]
-    return ["µs, moelink : FlashInfer (times as fast)", *used], lines
+    return [HEAD, *used], lines

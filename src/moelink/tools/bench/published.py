@@ -82,8 +82,8 @@ def beside(cases: Sequence[Case]) -> tuple[Published, ...]:
 def published_lines(published: Sequence[dict[str, Any]]) -> list[str]:
     """Return sentences about the ``published`` figures of a document, one for each source.
 
-    Example: ``"As published, not measured here: DeepEP V2 on 8 x H20-3e, dispatch / combine: 1 token 14.6 us / 10.0 us
-    (conditions; source)"``.
+    Example: ``"As published, not measured here: DeepEP V2 on 8 × H20-3e, dispatch / combine of 1 token 14.6 µs /
+    10.0 µs (conditions; source)"``.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for one in published:

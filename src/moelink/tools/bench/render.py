@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.bench import host_table
-from moelink.tools.bench.comparisons import summary, table_of
+from moelink.tools.bench.comparisons import COLUMNS, HEAD, summary, table_of
 from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, repository, results_folder
 from moelink.tools.bench.host_table import HOST_BENCHMARK as HOST
 from moelink.tools.bench.host_table import OPERATORS_BENCHMARK as OPERATORS
@@ -38,10 +38,6 @@ from moelink.tools.bench.sm_shares import share_lines
 
 COMMAND = "python -m moelink.tools.bench.render"
 IN_PAIRS = "†"
-COMPARED = [
-    "µs, moelink : FlashInfer (times as fast)", "like for like", "whole operation", "dispatch, by rank",
-    "combine, by rank", "dispatch, by expert", "combine, by expert",
-]  # fmt: skip
 COMPARISONS_ARE = (
     "*Like for like* is a pair of dispatch and combine with rows by rank, against FlashInfer's one-sided all-to-all. "
     "The *whole operation* is a pair with rows by expert, against the same with a permutation and a sum. These two "
@@ -175,7 +171,7 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
         ran = dict.fromkeys(
             f"{each['ranks']} × {each['devices'][0]}, commit {each['commit'][:7]}, {each['date']}" for each in documents
         )
-        parts = [markdown(COMPARED, lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
+        parts = [markdown([HEAD, *COLUMNS], lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
     notes = [summary(one) for document in documents for one in document["speed_gate"]["comparisons"]]
     notes += [line for document in documents for line in published_lines(document["published"])]
     parts.append("\n".join(wrapped(f"* {note}.") for note in dict.fromkeys(notes)))
@@ -183,9 +179,9 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
 
 
 def _padded(heads: list[str], rows: list[list[str]]) -> list[list[str]]:
-    """``rows`` with a cell for each of :data:`COMPARED`."""
+    """``rows`` with a cell for each of the columns that there may be, so that tables of several results are one."""
     found = [dict(zip(heads[1:], row[1:], strict=True)) for row in rows]
-    return [[row[0], *(cells.get(name, "–") for name in COMPARED[1:])] for row, cells in zip(rows, found, strict=True)]
+    return [[row[0], *(cells.get(name, "–") for name in COLUMNS)] for row, cells in zip(rows, found, strict=True)]
 
 
 def layer_summary(documents: list[dict[str, Any]]) -> str:

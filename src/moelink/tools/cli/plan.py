@@ -168,12 +168,12 @@ def check(
     wanted = [point for point in points if not tokens or point.layer.tokens in tokens]
     known, experts = read_constants(constants), read_expert_constants(expert_constants).formats
     layers = [
-        compared.row
+        compared
         for path in of_layers
         for compared in compare_layer(json.loads(path.read_text()), path.name, constants=known, experts=experts)
         if not tokens or compared.tokens in tokens
     ]
-    document = fitting.to_document(fitting.compare(wanted, known), layers)
+    document = fitting.to_document([*fitting.compare(wanted, known), *layers])
     write_json(document, out)
     if json_output:
         typer.echo(to_json(document))

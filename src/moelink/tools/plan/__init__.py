@@ -2,7 +2,7 @@
 
 From bottom to top: ``routing`` (how many ranks and nodes a token reaches), ``traffic`` (bytes by link), ``model``
 (bytes to microseconds), ``experts`` (the grouped products), ``report`` (all sizes in one document); ``fit`` and
-``experts_fit`` make constants of results of ``moelink bench``, and ``check`` compares the model with them.
+``experts_fit`` make constants of results of ``moelink bench``; ``fit`` and ``check_layer`` compare the model with them.
 
 Example:
     >>> from moelink.tools.plan import Layer, make_plan, parse_ranks, Uniform

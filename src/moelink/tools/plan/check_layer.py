@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.bench.document import LAYER_BENCHMARK
+from moelink.tools.plan.constants_file import Run
 from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertConstants, experts_time
 from moelink.tools.plan.experts_fit import CONTENDERS, load_of_case, run_of, scaled_parts
-from moelink.tools.plan.fit import Point, Run, compare
+from moelink.tools.plan.fit import Point, compare
 from moelink.tools.plan.model import Constants
 from moelink.tools.plan.traffic import PHASES, Layer
 
@@ -59,7 +60,7 @@ class LayerComparison:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The JSON form, as of :func:`moelink.tools.plan.fit.to_document`."""
+        """The JSON form, as :attr:`moelink.tools.plan.fit.Comparison.row`."""
         return {
             **dataclasses.asdict(self.run), "tokens": self.tokens, "format": self.format, "routing": "uniform",
             "phase": f"{self.part} ({self.label.split(',')[0]})", "method": "graph", "measured_us": self.measured_us,

@@ -15,21 +15,19 @@ Constants were fitted to ``moelink bench --preset layer`` and ``moelink.tools.be
 hold for the products that these time: in bf16 by torch, in fp8_block128 by moelink's kernel. docs/plan.md says how far
 off they are.
 
-The file ``experts.json`` beside this module, or one of ``moelink plan fit-experts``::
+The file ``experts.json`` beside this module, or one of ``moelink plan fit-experts``
+(:mod:`~moelink.tools.plan.constants_file` has the fields of all such files)::
 
-    {"schema_version": 1, "kind": "moelink plan expert constants", "machine": "...",
-     "fitted_to": [{"file": ..., "commit": ..., "date": ..., "ranks": ...}, ...], "largest_error": ...,
-     "formats": {"bf16": {...}, "fp8_block128": {...}}}
+    {"schema_version": 1, "kind": "moelink plan expert constants", "machine": "...", "fitted_to": [...],
+     "largest_error": ..., "formats": {"bf16": {...}, "fp8_block128": {...}}}
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -37,11 +35,10 @@ import numpy as np
 
 from moelink.errors import ConfigError
 from moelink.routing import ExpertMap
+from moelink.tools.plan.constants_file import ConstantsFile, runs_text
 from moelink.tools.plan.routing import Floats, Routing
 
-KIND = "moelink plan expert constants"
-SCHEMA_VERSION = 1
-PACKAGED = "experts.json"
+FILE = ConstantsFile(kind="moelink plan expert constants", command="moelink plan fit-experts", packaged="experts.json")
 
 ExpertFormat = Literal["bf16", "fp8_block128"]
 EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
@@ -233,19 +230,14 @@ def read_expert_constants(document: object, name: str) -> MachineExperts:
     Raises:
         ConfigError: it is no file of expert constants of this version, or a value is not acceptable.
     """
-    expected = f"a file of kind {KIND!r}, schema_version {SCHEMA_VERSION}"
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise ConfigError("constants", expected, name)
-    if document.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError("constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
+    content = FILE.checked(document, name)
     formats: dict[str, ExpertConstants] = {}
-    for fmt, entry in document.get("formats", {}).items():
+    for fmt, entry in content.get("formats", {}).items():
         if fmt not in EXPERT_FORMATS or not isinstance(entry, dict) or set(entry) != set(FIELDS):
             raise ConfigError("constants", f"fields {', '.join(FIELDS)}", f"{entry!r} for {fmt} in {name}")
         formats[fmt] = ExpertConstants(**entry)
     try:
-        runs = ", ".join(f"{run['file']} ({run['date']}, {run['ranks']} ranks)" for run in document["fitted_to"])
-        description = f"{document['machine']}, fitted to {runs}"
+        description = f"{content['machine']}, fitted to {runs_text(content)}"
     except (KeyError, TypeError) as error:
         raise ConfigError("constants", "its provenance (machine, fitted_to)", name) from error
     return MachineExperts(formats, f"measured: {name}", description)
@@ -257,16 +249,10 @@ def load_expert_constants(path: Path) -> MachineExperts:
     Raises:
         ConfigError: it cannot be read, or :func:`read_expert_constants` refuses it.
     """
-    try:
-        document: Any = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("constants", "a JSON file of moelink plan fit-experts", f"{path} ({error})") from error
-    return read_expert_constants(document, path.name)
+    return read_expert_constants(FILE.load(path), path.name)
 
 
 def packaged_expert_constants() -> MachineExperts:
     """Return the measured constants that come with the package; none when it holds no file of them."""
-    resource = files("moelink.tools.plan").joinpath(PACKAGED)
-    if not resource.is_file():
-        return MachineExperts()
-    return read_expert_constants(json.loads(resource.read_text()), f"moelink/tools/plan/{PACKAGED}")
+    found = FILE.load_packaged()
+    return MachineExperts() if found is None else read_expert_constants(*found)

@@ -1,4 +1,4 @@
-"""Fit the constants of experts to results, and compare predictions of experts and of layers with them.
+"""Fit the constants of experts to results.
 
 Results are those of ``moelink.tools.bench.experts`` (products with given rows an expert) and of ``moelink bench
 --preset layer`` (parts of layers with routed rows). A layer's parts are measured with events between them, which take
@@ -21,9 +21,9 @@ import numpy as np
 from moelink.errors import ConfigError
 from moelink.tools.bench.document import LAYER_BENCHMARK
 from moelink.tools.bench.experts import sizes_of
+from moelink.tools.plan.constants_file import Run, rounded
 from moelink.tools.plan.experts import (
-    KIND,
-    SCHEMA_VERSION,
+    FILE,
     WEIGHT_BYTES,
     ExpertConstants,
     Load,
@@ -31,7 +31,7 @@ from moelink.tools.plan.experts import (
     product_time,
     work_of,
 )
-from moelink.tools.plan.fit import Run, nonnegative_least_squares
+from moelink.tools.plan.fit import nonnegative_least_squares
 from moelink.tools.plan.routing import Uniform
 
 EXPERTS = "experts"
@@ -79,8 +79,7 @@ def run_of(document: Mapping[str, Any], file: str) -> Run:
         raise ConfigError("results", "files of the benchmarks of layers and experts, on GPUs", what)
     if document["gate"] != "passed" and not (kind == LAYER_BENCHMARK and document["gate"]["passed"]):
         raise ConfigError("results", "a run whose correctness gate passed", file)
-    devices = ", ".join(sorted(set(document["devices"])))
-    return Run(file, document.get("commit"), document["date"], devices, document.get("ranks", 1))
+    return Run.of(document, file)
 
 
 def expert_points(document: Mapping[str, Any], file: str) -> list[ExpertPoint]:
@@ -178,9 +177,8 @@ def fit_format(points: Sequence[ExpertPoint], fmt: str) -> ExpertConstants:
     if slope == 0:
         raise ConfigError("results", "activations that grow with rows", f"times of {fmt} that don't")
     return ExpertConstants(
-        product_floor_us=_six(floor_us), weights_gb_per_s=_six(1 / weights), tflop_per_s=_six(1 / operations),
-        rows_gb_per_s=_six(1 / rows) if rows else None, activation_floor_us=_six(floor),
-        activation_gb_per_s=_six(1 / slope),
+        product_floor_us=floor_us, weights_gb_per_s=1 / weights, tflop_per_s=1 / operations,
+        rows_gb_per_s=1 / rows if rows else None, activation_floor_us=floor, activation_gb_per_s=1 / slope,
     )  # fmt: skip
 
 
@@ -209,11 +207,6 @@ def _solve(columns: Any, measured: Any) -> Any:
     return nonnegative_least_squares(matrix / scale, np.ones(len(measured))) / scale
 
 
-def _six(value: float) -> float:
-    """Round to six digits: more would claim more than was measured."""
-    return float(f"{value:.6g}")
-
-
 def predicted(point: ExpertPoint, constants: ExpertConstants) -> float:
     """Predict a point, microseconds."""
     if point.is_product:
@@ -233,14 +226,11 @@ def fit_experts(points: Sequence[ExpertPoint]) -> dict[str, Any]:
     devices = {point.run.device for point in points}
     if len(devices) != 1:
         raise ConfigError("results", "devices that are all the same", ", ".join(sorted(devices)) or "no result")
-    formats = {fmt: fit_format(points, fmt) for fmt in dict.fromkeys(point.format for point in points)}
-    runs = sorted({point.run for point in points}, key=lambda run: (run.ranks, run.file))
+    found = {fmt: rounded(fit_format(points, fmt)) for fmt in dict.fromkeys(point.format for point in points)}
+    formats = {fmt: ExpertConstants(**constants) for fmt, constants in found.items()}  # type: ignore[arg-type]
     errors = [abs(predicted(p, formats[p.format]) / p.measured_us - 1) for p in points if p.is_product]
     return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": KIND,
-        "machine": devices.pop(),
-        "fitted_to": [{"file": run.file, "commit": run.commit, "date": run.date, "ranks": run.ranks} for run in runs],
+        **FILE.head(devices.pop(), (point.run for point in points)),
         "largest_error": max(errors),
-        "formats": {fmt: dict(vars(constants)) for fmt, constants in formats.items()},
+        "formats": found,
     }

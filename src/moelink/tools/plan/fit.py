@@ -18,31 +18,21 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from moelink.errors import ConfigError
 from moelink.tools.bench.document import read_result
 from moelink.tools.bench.report import METHODS
-from moelink.tools.plan.model import KIND, SCHEMA_VERSION, Constants, PhaseConstants, Shape, predict, read_constants
+from moelink.tools.plan.constants_file import Run, rounded
+from moelink.tools.plan.model import FILE, Constants, PhaseConstants, Shape, predict, read_constants
 from moelink.tools.plan.routing import Floats, Statistics, make_routing
 from moelink.tools.plan.traffic import PHASES, Layer, LinkBytes, Units, link_bytes
 from moelink.transports.base import Phase
 
 ROUTINGS = ("uniform", "zipf")
 """Distributions of the bench that the plan knows too. (Its third, one-rank, is no routing that one would plan for.)"""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A result file, in what a reader needs to find it again."""
-
-    file: str
-    commit: str | None
-    date: str
-    device: str
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -86,6 +76,28 @@ class Comparison:
         """predicted / measured - 1: 0.1 is 10 % too slow."""
         return None if self.predicted_us is None else self.predicted_us / self.point.measured_us - 1
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The JSON form."""
+        point, layer = self.point, self.point.layer
+        return {
+            **dataclasses.asdict(point.run), "tokens": layer.tokens, "format": layer.dispatch_format,
+            "routing": point.routing, "phase": point.phase, "method": point.method, "measured_us": point.measured_us,
+            "predicted_us": self.predicted_us, "error": self.error,
+        }  # fmt: skip
+
+
+class Compared(Protocol):
+    """A comparison with something measured: :class:`Comparison`, or one of a layer."""
+
+    @property
+    def error(self) -> float | None:
+        """As :attr:`Comparison.error`."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As :attr:`Comparison.row`, with the same keys."""
+
 
 def left_out(case: Mapping[str, Any]) -> str:
     """Return why the plan cannot describe a case of the bench, or "" where it can."""
@@ -115,10 +127,7 @@ def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list
 
     Left out are those of which :func:`left_out` gives a reason.
     """
-    run = Run(
-        file, document.get("commit"), document["date"], ", ".join(sorted(set(document["devices"]))), document["ranks"]
-    )
-    points = []
+    run, points = Run.of(document, file), []
     for row in document["rows"]:
         case = document["cases"][row["case"]]["case"]
         if row["contender"] != contender or left_out(case):
@@ -159,34 +168,20 @@ def compare(points: Iterable[Point], constants: Constants) -> list[Comparison]:
     ]
 
 
-def largest_error(comparisons: Iterable[Comparison]) -> float | None:
+def largest_error(comparisons: Iterable[Compared]) -> float | None:
     """Return the largest absolute error; None without any prediction."""
     errors = [abs(comparison.error) for comparison in comparisons if comparison.error is not None]
     return max(errors, default=None)
 
 
-def to_document(comparisons: Iterable[Comparison], more: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return the JSON form: a row per point, and ``more`` rows of the same keys."""
-    rows = [
-        {**_row(compared.point), "predicted_us": compared.predicted_us, "error": compared.error}
-        for compared in comparisons
-    ]
-    rows += more
-    errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+def to_document(comparisons: Sequence[Compared]) -> dict[str, Any]:
+    """Return the JSON form: a row per comparison."""
     return {
         "schema_version": 1,
         "report": "moelink plan check",
-        "largest_error": max(errors, default=None),
-        "rows": rows,
+        "largest_error": largest_error(comparisons),
+        "rows": [compared.row for compared in comparisons],
     }
-
-
-def _row(point: Point) -> dict[str, Any]:
-    layer = point.layer
-    return {
-        **dataclasses.asdict(point.run), "tokens": layer.tokens, "format": layer.dispatch_format,
-        "routing": point.routing, "phase": point.phase, "method": point.method, "measured_us": point.measured_us,
-    }  # fmt: skip
 
 
 COLUMNS = ("floor_us", "nvlink_gb_per_s", "quantising_gb_per_s", "memory_gb_per_s", "per_peer_us")
@@ -286,27 +281,16 @@ def fit(points: Sequence[Point], *, contender: str) -> dict[str, Any]:
             raise ConfigError("results", f"{name} that are all the same", ", ".join(sorted(values)))
     phases = {phase: fit_phase([point for point in points if point.phase == phase]) for phase in PHASES}
     document: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "kind": KIND,
-        "machine": devices.pop(),
+        **FILE.head(devices.pop(), (point.run for point in points)),
         "contender": contender,
         "method": methods.pop(),
-        "fitted_to": [
-            {"file": run.file, "commit": run.commit, "date": run.date, "ranks": run.ranks}
-            for run in sorted({point.run for point in points}, key=lambda run: (run.ranks, run.file))
-        ],
         "ranks": sorted({point.run.ranks for point in points}),
         "tokens": sorted({point.layer.tokens for point in points}),
         "formats": sorted({point.layer.dispatch_format for point in points}),
-        "phases": {phase: _fields(phases[phase]) for phase in PHASES},
+        "phases": {phase: rounded(phases[phase]) for phase in PHASES},
     }
     document["largest_error"] = largest_error(compare(points, constants_of(document)))
     return document
-
-
-def _fields(constants: PhaseConstants) -> dict[str, float | None]:
-    """Round to six digits: more would claim more than was measured."""
-    return {name: None if value is None else float(f"{value:.6g}") for name, value in vars(constants).items()}
 
 
 def constants_of(document: dict[str, Any]) -> Constants:

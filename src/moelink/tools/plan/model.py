@@ -27,12 +27,12 @@ to.
 
 **Constants** each have a source: a measured file, or an assumption of the caller.
 
-A constants file is JSON, written by ``moelink plan fit`` from results of ``moelink bench`` and never by hand::
+A constants file is JSON, written by ``moelink plan fit`` from results of ``moelink bench``
+(:mod:`~moelink.tools.plan.constants_file` has the fields of all such files)::
 
-    {"schema_version": 1, "kind": "moelink plan constants", "machine": "...", "contender": "moelink symmetric",
-     "method": "graph", "fitted_to": [{"file": ..., "commit": ..., "date": ..., "ranks": ...}, ...],
-     "ranks": [...], "tokens": [...], "formats": [...], "largest_error": ...,
-     "phases": {"dispatch": {...}, "combine": {...}}}
+    {"schema_version": 1, "kind": "moelink plan constants", "machine": "...", "fitted_to": [...],
+     "contender": "moelink symmetric", "method": "graph", "ranks": [...], "tokens": [...], "formats": [...],
+     "largest_error": ..., "phases": {"dispatch": {...}, "combine": {...}}}
 
 A phase holds the fields of :class:`PhaseConstants`; null where the results could not tell. The package may hold one
 such file, ``constants.json`` beside this module; where it is absent, no constant has a value that was not given.
@@ -41,22 +41,19 @@ such file, ``constants.json`` beside this module; where it is absent, no constan
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moelink.errors import ConfigError
 from moelink.levels import ASSUMED
+from moelink.tools.plan.constants_file import ConstantsFile, runs_text
 from moelink.tools.plan.traffic import PHASES, Copies, LinkBytes
 from moelink.transports.base import Phase
 
-KIND = "moelink plan constants"
-SCHEMA_VERSION = 1
-PACKAGED = "constants.json"
+FILE = ConstantsFile(kind="moelink plan constants", command="moelink plan fit", packaged="constants.json")
 
 
 @dataclass(frozen=True)
@@ -161,22 +158,18 @@ def read_constants(document: object, name: str) -> Constants:
     Raises:
         ConfigError: it is no constants file of this version, or a value is not acceptable.
     """
-    expected = f"a file of kind {KIND!r}, schema_version {SCHEMA_VERSION}"
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise ConfigError("constants", expected, name)
-    if document.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError("constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
+    content = FILE.checked(document, name)
     phases: dict[Phase, PhaseConstants] = {}
     for phase in PHASES:
-        entry = document.get("phases", {}).get(phase)
+        entry = content.get("phases", {}).get(phase)
         if not isinstance(entry, dict) or set(entry) != set(FIELDS):
             raise ConfigError("constants", f"fields {', '.join(FIELDS)} for {phase}", f"{entry!r} in {name}")
         phases[phase] = PhaseConstants(**entry)
     known = [f for f in FIELDS if any(_tells(getattr(phases[phase], f)) for phase in PHASES)]
     try:
-        runs = ", ".join(f"{run['file']} ({run['date']}, {run['ranks']} ranks)" for run in document["fitted_to"])
-        description = f"{document['machine']}, {document['contender']} by {document['method']}, fitted to {runs}"
-        ranks = tuple(int(count) for count in document["ranks"])
+        what = f"{content['machine']}, {content['contender']} by {content['method']}"
+        description = f"{what}, fitted to {runs_text(content)}"
+        ranks = tuple(int(count) for count in content["ranks"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("constants", "its provenance (machine, contender, method, fitted_to, ranks)", name) from error
     return Constants(phases, {f: f"measured: {name}" for f in known}, ranks, description)
@@ -193,19 +186,13 @@ def load_constants(path: Path) -> Constants:
     Raises:
         ConfigError: it cannot be read, or :func:`read_constants` refuses it.
     """
-    try:
-        document: Any = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("constants", "a JSON file of moelink plan fit", f"{path} ({error})") from error
-    return read_constants(document, path.name)
+    return read_constants(FILE.load(path), path.name)
 
 
 def packaged_constants() -> Constants:
     """Return the measured constants that come with the package; none when it holds no file of them."""
-    resource = files("moelink.tools.plan").joinpath(PACKAGED)
-    if not resource.is_file():
-        return Constants()
-    return read_constants(json.loads(resource.read_text()), f"moelink/tools/plan/{PACKAGED}")
+    found = FILE.load_packaged()
+    return Constants() if found is None else read_constants(*found)
 
 
 Link = Literal["NVLink", "network"]

@@ -9,8 +9,6 @@ from typing import Any
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.levels import Routes, prefers_two_levels
-from moelink.memory.workspace import Workspace
 from moelink.nn.placement import Placement, place_experts
 from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertTime, Load, MachineExperts, slowest
 from moelink.tools.plan.model import Constants, Shape, Time, predict
@@ -152,17 +150,9 @@ def imbalances(routing: Routing, num_experts: int, ranks: int, redundant: int) -
     return before, place_experts(load, num_physical=physical, world_size=ranks).imbalance(load, ranks)
 
 
-def chosen_copies(layer: Layer, config: EPConfig) -> Copies:
-    """Return what ``EPConfig(two_level="auto")`` chooses for this configuration: it estimates uniform routing."""
-    nodes, space = config.world_size // config.node_size, Workspace(config)
-    if layer.transport != "symmetric" or nodes == 1 or config.node_size == 1:
-        return "rank"
-    routes = Routes.uniform(
-        num_experts=layer.num_experts, topk=layer.topk, tokens=layer.tokens, ranks=config.world_size,
-        per_node=config.node_size,
-    )  # fmt: skip
-    two = prefers_two_levels(routes, message=space.message_bytes, relay=space.relay_bytes, row=space.row_bytes)
-    return "node" if two else "rank"
+def chosen_copies(config: EPConfig) -> Copies:
+    """Return what ``two_level="auto"`` chooses for this configuration: it estimates uniform routing."""
+    return "node" if dataclasses.replace(config, two_level="auto").two_level else "rank"
 
 
 def layer_time(layer: Layer, ranks: int, routing: Routing, experts: MachineExperts) -> LayerTime | None:
@@ -216,7 +206,7 @@ def plan_size(setting: Setting, ranks: int) -> SizePlan:
         ranks=ranks, nodes=nodes, experts=ceil_div(layer.num_experts, ranks),
         idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(config, levels),
         imbalance=imbalances(routing, layer.num_experts, ranks, setting.redundant), schemes=schemes,
-        auto=chosen_copies(layer, config), layer=layer_time(layer, ranks, routing, setting.experts),
+        auto=chosen_copies(config), layer=layer_time(layer, ranks, routing, setting.experts),
         extrapolated=bool(fitted) and not min(fitted) <= ranks <= max(fitted),
     )  # fmt: skip
 

@@ -287,9 +287,9 @@ def _memory(axes: Any, document: dict[str, Any]) -> None:
 
 def _times(axes: Any, document: dict[str, Any]) -> None:
     for phase, color in (("dispatch", OURS), ("combine", DARK)):
-        for copies, style in PLAN_STYLES.items():
+        for copies in document["copies"]:
             values = [size["schemes"][copies][phase]["time"]["total_us"] for size in document["sizes"]]
-            _line(axes, document, values, style, color, f"{phase}, {COPIES[copies]}")
+            _line(axes, document, values, PLAN_STYLES[copies], color, f"{phase}, {COPIES[copies]}")
     entry = document["constants"]
     if axes.lines:
         axes.set_yscale("log")
@@ -301,9 +301,9 @@ def _times(axes: Any, document: dict[str, Any]) -> None:
 
 def _bytes(axes: Any, document: dict[str, Any], phase: str) -> None:
     for link, label, color in (("nvlink", "NVLink", OURS), ("network", "network", NETWORK)):
-        for copies, style in PLAN_STYLES.items():
+        for copies in document["copies"]:
             values = [size["schemes"][copies][phase]["links"][link] / 1e6 for size in document["sizes"]]
-            _line(axes, document, values, style, color, f"{label}, {COPIES[copies]}")
+            _line(axes, document, values, PLAN_STYLES[copies], color, f"{label}, {COPIES[copies]}")
     if axes.lines:
         axes.set_yscale("log")
     _plan_frame(axes, document, f"{phase.capitalize()}: bytes over the busiest link of each kind", "MB a call")

@@ -1,4 +1,4 @@
-"""The command: ``torchrun ... -m moelink.tools.bench.frameworks`` (see the package)."""
+"""The command ``torchrun ... -m moelink.tools.bench.frameworks``; the package says what it does."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moelink.errors import MoelinkError, UnsupportedError
 from moelink.integrations.versions import require
+from moelink.tools.bench import frameworks
 from moelink.tools.bench.document import head, results_folder, script_parser, write
 from moelink.tools.bench.frameworks.steps import PASSES, Case, differences, largest_over_ranks, time_steps
 
@@ -58,7 +59,7 @@ def measure(framework: str, case: Case, *, samples: int, calls: int) -> dict[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on the ranks of torchrun; rank 0 writes."""
-    parser = script_parser(__doc__, out="benchmarks/results/frameworks_FRAMEWORK.json")
+    parser = script_parser(frameworks.__doc__, out="benchmarks/results/frameworks_FRAMEWORK.json")
     parser.add_argument("--framework", choices=PACKAGES, required=True)
     for name, value in (("tokens", 4096), ("hidden", 2048), ("intermediate", 768), ("experts", 64), ("topk", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **head("frameworks", script="frameworks", program=f"torchrun --nproc-per-node {ranks}", commit=args.commit),
             "device": "cuda", "devices": [torch.cuda.get_device_name()] * ranks, "ranks": ranks,
             "method": f"eager calls, {args.calls} a sample, samples of both in turns; the slowest rank, microseconds a "
-            "call: median, 20th and 80th percentile",
+            "call: median, 20th and 80th percentile; skew is the median difference between ranks",
             **fields,
         }  # fmt: skip
         write(document, args.out or results_folder() / f"frameworks_{args.framework}.json")

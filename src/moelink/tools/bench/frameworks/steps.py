@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelink.tools.bench.timing import everyone, slowest_rank
+
 Parts = dict[str, Tensor]
-Figure = dict[str, float]
-"""Median, 20th and 80th percentile."""
 PASSES = ("forward", "forward and backward")
 
 
@@ -86,7 +86,7 @@ def largest_over_ranks(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def microseconds(action: Callable[[], object], device: str, calls: int) -> float:
-    """Return what a call takes on the slowest rank, by events on CUDA, else by the clock. Collective."""
+    """Return what a call takes on this rank, by events on CUDA, else by the clock. Collective."""
     dist.barrier()
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -96,19 +96,17 @@ def microseconds(action: Callable[[], object], device: str, calls: int) -> float
             action()
         end.record()
         torch.cuda.synchronize()
-        took = begin.elapsed_time(end) * 1e3 / calls
-    else:
-        start = time.perf_counter()
-        for _ in range(calls):
-            action()
-        took = (time.perf_counter() - start) * 1e6 / calls
-    return largest_over_ranks({"us": took})["us"]
+        return float(begin.elapsed_time(end)) * 1e3 / calls
+    start = time.perf_counter()
+    for _ in range(calls):
+        action()
+    return (time.perf_counter() - start) * 1e6 / calls
 
 
 def time_steps(
     steps: Sequence[Step], device: str, *, samples: int, calls: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return median, 20th and 80th percentile of both passes of every step, microseconds. Collective.
+    """Return the figures of both passes of every step, as :class:`moelink.tools.bench.timing.Figure`. Collective.
 
     Samples of the steps alternate, so that a clock that falls meets all of them.
     """
@@ -119,16 +117,7 @@ def time_steps(
                 us = microseconds(step.forward if name == PASSES[0] else step.both, device, calls)
                 if sample:  # the first one warms up
                     taken[step.name][name].append(us)
-    return {who: {name: figure(values) for name, values in passes.items()} for who, passes in taken.items()}
-
-
-def figure(values: Sequence[float]) -> Figure:
-    """Return the median and the 20th and 80th percentile.
-
-    >>> figure([3.0, 1.0, 2.0])["median"]
-    2.0
-    """
-    if len(values) == 1:
-        return {"median": values[0], "p20": values[0], "p80": values[0]}
-    fifths = statistics.quantiles(values, n=5, method="inclusive")
-    return {"median": statistics.median(values), "p20": fifths[0], "p80": fifths[3]}
+    return {
+        who: {name: dataclasses.asdict(slowest_rank(everyone(values))) for name, values in passes.items()}
+        for who, passes in taken.items()
+    }

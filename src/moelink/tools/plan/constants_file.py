@@ -1,0 +1,113 @@
+"""What files of constants have in common: their kind and version, and the results that they were fitted to.
+
+    {"schema_version": 1, "kind": "...", "machine": "...",
+     "fitted_to": [{"file": ..., "commit": ..., "date": ..., "ranks": ...}, ...], ...}
+
+``moelink plan fit`` and ``fit-experts`` write such files, of results of benchmarks and never by hand. The package may
+hold one of each kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from moelink.errors import ConfigError
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result file, in what a reader needs to find it again."""
+
+    file: str
+    commit: str | None
+    date: str
+    device: str
+    ranks: int
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any], file: str) -> Run:
+        """The run of a result; of one rank where that does not say."""
+        devices = ", ".join(sorted(set(document["devices"])))
+        return cls(file, document.get("commit"), document["date"], devices, document.get("ranks", 1))
+
+
+@dataclass(frozen=True)
+class ConstantsFile:
+    """One kind of file.
+
+    Attributes:
+        kind: as the file states it.
+        command: what writes such files.
+        packaged: name of the one beside this module.
+    """
+
+    kind: str
+    command: str
+    packaged: str
+
+    def head(self, machine: str, runs: Iterable[Run]) -> dict[str, Any]:
+        """Return the first fields of a new file."""
+        ordered = sorted(set(runs), key=lambda run: (run.ranks, run.file))
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": self.kind,
+            "machine": machine,
+            "fitted_to": [
+                {"file": run.file, "commit": run.commit, "date": run.date, "ranks": run.ranks} for run in ordered
+            ],
+        }
+
+    def checked(self, document: object, name: str) -> dict[str, Any]:
+        """Return a file's content; messages call the file ``name``.
+
+        Raises:
+            ConfigError: it is no file of this kind and version.
+        """
+        expected = f"a file of kind {self.kind!r}, schema_version {SCHEMA_VERSION}"
+        if not isinstance(document, dict) or document.get("kind") != self.kind:
+            raise ConfigError("constants", expected, name)
+        if document.get("schema_version") != SCHEMA_VERSION:
+            raise ConfigError("constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
+        return document
+
+    def load(self, path: Path) -> object:
+        """Read the content of a file, which :meth:`checked` has to accept.
+
+        Raises:
+            ConfigError: it cannot be read, or is no JSON.
+        """
+        try:
+            document: object = json.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError("constants", f"a JSON file of {self.command}", f"{path} ({error})") from error
+        return document
+
+    def load_packaged(self) -> tuple[object, str] | None:
+        """Return content and name of the packaged file; None when the package holds none."""
+        resource = files("moelink.tools.plan").joinpath(self.packaged)
+        if not resource.is_file():
+            return None
+        return json.loads(resource.read_text()), f"moelink/tools/plan/{self.packaged}"
+
+
+def runs_text(document: Mapping[str, Any]) -> str:
+    """Return the results that a file was fitted to: ``"decode.json (2026-01-02, 2 ranks), ..."``.
+
+    Raises:
+        KeyError, TypeError: it does not say.
+    """
+    return ", ".join(f"{run['file']} ({run['date']}, {run['ranks']} ranks)" for run in document["fitted_to"])
+
+
+def rounded(constants: object) -> dict[str, float | None]:
+    """Return the fields of a record of constants to six digits: more would claim more than was measured."""
+    fields: dict[str, float | None] = dataclasses.asdict(constants)  # type: ignore[call-overload]
+    return {name: None if value is None else float(f"{value:.6g}") for name, value in fields.items()}
