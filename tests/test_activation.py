@@ -17,7 +17,7 @@ from moelink.memory.layout import as_bytes
 
 pytest.importorskip("triton")
 from moelink.kernels import activation as kernels  # noqa: E402
-from moelink.kernels.launch.constants import is_interpreted  # noqa: E402
+from moelink.kernels.launch.device import is_interpreted  # noqa: E402
 
 HERE = Path(__file__).parent
 CUDA = torch.cuda.is_available()
@@ -300,7 +300,7 @@ class TestRefusals:
             silu_and_quantize(torch.zeros(4, 192), self.row_offsets, format="fp8_block128")
 
     def test_compiled_kernel_on_a_cpu(self, monkeypatch):
-        monkeypatch.setattr("moelink.kernels.launch.constants.is_interpreted", lambda: False)
+        monkeypatch.setattr("moelink.kernels.launch.device.is_interpreted", lambda: False)
         with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
             silu_and_quantize(self.x, self.row_offsets, format="bf16", implementation="triton")
 

@@ -14,7 +14,7 @@ from moelink import contract
 from moelink.contract.combine_kernel import combine_kernel
 from moelink.contract.layouts import dispatch_kernel
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
-from moelink.kernels.launch.constants import is_interpreted
+from moelink.kernels.launch.device import is_interpreted
 from moelink.memory import workspace
 from moelink.memory.protocol import CONTROL_WORDS, COUNT_HEADER, RECORD_WORDS
 

@@ -25,7 +25,7 @@ from moelink.control.handshake import Hello
 from moelink.control.probe import GONE, NO_ANSWER, Address, ProbeServer, probe, read_proposal
 from moelink.control.recovery import Proposal
 from moelink.errors import ProtocolError
-from moelink.kernels.launch.constants import is_interpreted
+from moelink.kernels.launch.device import is_interpreted
 from moelink.memory import create_all
 from moelink.memory.protocol import COUNT_HEADER
 from moelink.memory.workspace import Workspace

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from moelink.activation import Clamp
 from moelink.errors import ArgumentError
 from moelink.kernels.gated import launch_backward, launch_forward
-from moelink.kernels.launch.constants import is_interpreted
+from moelink.kernels.launch.device import is_interpreted
 from moelink.nn.gated import GatedActivation, Kind, gated_activation, gradient_twin, known_activation, twin
 
 KINDS = (

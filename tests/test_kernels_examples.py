@@ -15,7 +15,8 @@ import moelink
 from moelink.kernels.combine import reduce
 from moelink.kernels.dispatch import receive_cached
 from moelink.kernels.dispatch import unpack as padding
-from moelink.kernels.launch.constants import dispatch_spec, host_clock
+from moelink.kernels.launch.constants import dispatch_spec
+from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
 from moelink.kernels.numeric import round_bf16
 from moelink.kernels.records import CallContext, CombineInputs, CombineNumbers, CombineOutputs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import moelink
-from moelink.kernels.launch.constants import is_interpreted
+from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.scale_rows import launch
 from moelink.nn import MoE
 from moelink.ops.scale_rows import cast_rows, row_gradients, slot_gradients, twin, zero_rows

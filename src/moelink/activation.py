@@ -219,9 +219,9 @@ def _run_kernel(
     clamp: Clamp | None,
 ) -> None:
     from moelink.kernels import activation
-    from moelink.kernels.launch import constants as spec
+    from moelink.kernels.launch.device import is_interpreted
 
-    if not x.is_cuda and not spec.is_interpreted():
+    if not x.is_cuda and not is_interpreted():
         raise UnsupportedError(
             "implementation: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
             f"before triton is imported), got tensors on {x.device}; use implementation='torch'"

@@ -18,7 +18,7 @@ from moelink.contract.warmup import warm_up
 from moelink.control.error_record import ErrorRecord, Losses, raise_losses
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook
-from moelink.kernels.launch.constants import clock_ticks, is_interpreted, sm_limit_of
+from moelink.kernels.launch.device import clock_ticks, is_interpreted, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import Peers

@@ -37,7 +37,7 @@ import triton.language as tl
 from moelink.formats.base import Format
 from moelink.formats.device.casts import as_float, as_int
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
-from moelink.kernels.launch.constants import is_interpreted
+from moelink.kernels.launch.device import is_interpreted
 
 TILES = "tiles_128x4"
 LAYOUTS = ("row_major", "transposed", TILES)

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from moelink.formats.device import fp8_block128, mxfp4, mxfp8, nvfp4
-from moelink.kernels.launch.constants import is_interpreted
+from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.numeric import round_to
 
 _COMPILED = tl.constexpr(not is_interpreted())

@@ -195,7 +195,7 @@ def _grouped_fp8_fake(
 def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
     """Fill ``out`` by the kernel."""
     from moelink.kernels.grouped_fp8 import launch
-    from moelink.kernels.launch.constants import is_interpreted
+    from moelink.kernels.launch.device import is_interpreted
 
     if not codes.is_cuda and not is_interpreted():
         raise UnsupportedError(

@@ -135,7 +135,7 @@ def _what_layer_lacks(
 def what_is_missing(backend: str, config: EPConfig, device: torch.device) -> Lack | None:
     """What ``backend`` needs and does not find, or None."""
     if backend == "triton":
-        from moelink.kernels.launch.constants import is_interpreted
+        from moelink.kernels.launch.device import is_interpreted
 
         found = device.type == "cuda" or is_interpreted()
         return None if found else Lack("a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1)", str(device))

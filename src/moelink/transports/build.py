@@ -123,7 +123,7 @@ def _symmetric(
     detector: FailureDetector | None = None,
 ) -> Transport:
     # Imported here because its kernels need Triton, which not every platform has.
-    from moelink.kernels.launch.constants import is_interpreted
+    from moelink.kernels.launch.device import is_interpreted
     from moelink.transports.symmetric import SymmetricTransport
 
     if memories[0].local.device.type == "cpu" and not is_interpreted():

@@ -9,8 +9,6 @@ from that of a message.
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -19,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.device import clock_of, has_native_casts, sm_limit_of, threads_of
 from moelink.kernels.launch.grid import relaying_ctas
 from moelink.kernels.launch.relays import RelayConstants, inter_node_offset, relay_constants
 from moelink.memory.protocol import (
@@ -33,7 +31,6 @@ from moelink.memory.protocol import (
     MANY_TOKENS,
     MAX_SENDERS,
     MESSAGES_IN_PLACE,
-    MOST_THREADS,
     combine_options,
 )
 from moelink.memory.workspace import Workspace
@@ -49,52 +46,6 @@ _SCALE_LAYOUTS = {"row_major": 0, "transposed": 1, "tiles_128x4": 2}
 
 NO_SCALES, ROW_MAJOR, TRANSPOSED, TILES = -1, 0, 1, 2
 COPY, CONVERT, ENCODE = 0, 1, 2
-
-
-def host_clock() -> int:
-    """Return nanoseconds, for interpreted waits. First yields the processor, because the awaited rank may need it."""
-    os.sched_yield()
-    return time.monotonic_ns()
-
-
-def is_interpreted() -> bool:
-    """Return True when Triton runs kernels in its interpreter (TRITON_INTERPRET=1 before triton was imported)."""
-    return not isinstance(tl.sum, triton.JITFunction)
-
-
-def has_native_casts(device: torch.device) -> bool:
-    """Return True where the hardware's 8-bit float casts agree with the formats' arithmetic: NVIDIA, sm_89 and
-    newer."""
-    if is_interpreted() or torch.version.hip:
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def clock_of(device: torch.device) -> Any:
-    """Return the CLOCK of kernels on ``device``; see ``signals.clock``."""
-    if device.type == "cpu":
-        return host_clock
-    return "gcn" if torch.version.hip else "ptx"
-
-
-def sm_limit_of(config: EPConfig, device: torch.device) -> int:
-    """Return the SM limit of a launch, 0 for none.
-
-    Only NVIDIA devices have one. Elsewhere a launch has as many CTAs as that many SMs hold, wherever they run.
-    """
-    if config.num_sms is None or device.type == "cpu" or torch.version.hip:
-        return 0
-    return config.num_sms
-
-
-def threads_of(device: torch.device) -> int:
-    """Return the most threads of a CTA on ``device``; 1 on a CPU."""
-    return 1 if device.type == "cpu" else MOST_THREADS if torch.version.hip else MOST_THREADS // 2
-
-
-def clock_ticks(seconds: float, device: torch.device) -> int:
-    """Return the ticks of that clock in ``seconds``."""
-    return int(seconds * (1e8 if device.type != "cpu" and torch.version.hip else 1e9))
 
 
 def word_of(nbytes: int) -> Any:

@@ -143,7 +143,7 @@ def by_torch(rows: Rows, weights: Weights) -> Tensor:
 def by_kernel(rows: Rows, weights: Weights, settings: Any = None) -> Tensor:
     """The product in fp8, by the kernel; interpreted or by the twin where there is no device."""
     from moelink.kernels.grouped_fp8 import launch
-    from moelink.kernels.launch.constants import is_interpreted
+    from moelink.kernels.launch.device import is_interpreted
 
     out = rows.numbers.new_empty(rows.numbers.shape[0], weights.numbers.shape[1])
     quantized = weights.quantized
@@ -268,7 +268,7 @@ def measure_load(
 def candidates() -> list[Any]:
     """Tiles to try."""
     from moelink.kernels.grouped_fp8 import Tiles
-    from moelink.kernels.launch.constants import is_interpreted
+    from moelink.kernels.launch.device import is_interpreted
 
     if is_interpreted():
         return [Tiles(16, 64, swapped=True, descriptors=False), Tiles(32, 64, parts=2, descriptors=False)]

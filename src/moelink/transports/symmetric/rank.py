@@ -18,7 +18,8 @@ from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, StateError
 from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
-from moelink.kernels.launch.constants import clock_ticks, combine_spec, dispatch_spec, sm_limit_of
+from moelink.kernels.launch.constants import combine_spec, dispatch_spec
+from moelink.kernels.launch.device import clock_ticks, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import CompiledKernel, Launcher
 from moelink.kernels.records import CreditNumbers, GiveUpNumbers, Peers
