@@ -17,7 +17,7 @@ OF_BENCH = (
            "result = False if lost else None if reasons else True", "result = False if lost else True",
            "test_comparisons.py::test_a_comparison_that_was_not_made_is_not_won"),
     Mutant("phases count", "tools/bench/report.py",
-           'counts = kind != "phase" and case.case.num_sms is None', "counts = case.case.num_sms is None",
+           "counts = kind in COUNTED and case.case.num_sms is None", "counts = case.case.num_sms is None",
            "test_comparisons.py::test_a_phase_that_is_slower_loses_nothing"),
     Mutant("shares compare other cases", "tools/bench/sm_shares.py",
            "return without / with_limit", "return with_limit / without",

@@ -62,17 +62,45 @@ WON: dict[str, list[float | str]] = {
 }  # fmt: skip
 
 
-def test_cases_of_both_layouts_stand_beside_each_other() -> None:
-    for preset in ("decode", "prefill", "layouts"):
-        cases = [case for case in PRESETS[preset]() if not case.zero_copy]
-        assert [case.layout for case in cases] == ["expert", "rank"] * (len(cases) // 2)
-        assert [dataclasses.replace(case, layout="expert") for case in cases[1::2]] == list(cases[::2])
+WHOLE: dict[str, Any] = {"layout": "expert", "zero_copy": False, "quantised": False}
+"""Fields of a case whose pair is the whole operation."""
 
 
-def test_rows_in_place_stand_beside_those_of_layouts() -> None:
-    cases = PRESETS["layouts"]()
-    in_place = [dataclasses.replace(case, zero_copy=False) for case in cases if case.zero_copy]
-    assert in_place == [case for case in cases if case.layout == "rank" and not case.zero_copy]
+def test_every_size_has_both_comparisons_that_count() -> None:
+    for preset, sizes in (("decode", 5), ("prefill", 6), ("layouts", 3)):
+        counted = [case for case in PRESETS[preset]() if case.layout == "expert" or case.like_for_like]
+        assert [case.like_for_like for case in counted] == [False, True] * sizes
+        assert [dataclasses.replace(case, **WHOLE) for case in counted[1::2]] == list(counted[::2])
+    assert [case.quantised for case in PRESETS["prefill"]()[1::2]] == [True] * 5 + [False], "bf16 has nothing to make"
+
+
+def test_the_layouts_have_every_form_by_rank() -> None:
+    found = {(case.tokens, case.layout, case.zero_copy, case.quantised) for case in PRESETS["layouts"]()}
+    forms = [("expert", False, False), ("rank", False, False), ("rank", True, False), ("rank", True, True)]
+    assert found == {(tokens, *form) for tokens in (1, 128, 4096) for form in forms}
+
+
+def test_like_for_like_is_the_contract_of_flashinfer() -> None:
+    for fmt, fields, expected, label in (
+        ("fp8_block128", {"zero_copy": True, "quantised": True}, True, "by rank, views, quantised"),
+        ("fp8_block128", {"zero_copy": True}, False, "by rank, views"),
+        ("fp8_block128", {"quantised": True}, False, "by rank, quantised"),
+        ("bf16", {"zero_copy": True}, True, "by rank, views"),
+        ("bf16", {}, False, "by rank"),
+    ):
+        case = Case(tokens=2, format=fmt, layout="rank", **fields)
+        assert (case.like_for_like, case.label) == (expected, f"2 tokens, {fmt}, {label}")
+    with pytest.raises(moelink.ConfigError, match="quantised: expected False with format='bf16', which has no scales"):
+        Case(tokens=1, format="bf16", quantised=True)
+
+
+def test_a_preset_of_another_format_or_layout_stays_like_for_like() -> None:
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(1,), formats=("bf16", "nvfp4"))
+    assert [(case.format, case.like_for_like, case.quantised) for case in plan.cases] == [
+        ("bf16", False, False), ("bf16", True, False), ("nvfp4", False, False), ("nvfp4", True, True),
+    ]  # fmt: skip
+    by_expert = make_plan("decode", ranks=1, device="cuda", layout="expert").cases
+    assert by_expert == PRESETS["decode"]()[::2]
 
 
 def test_a_pair_counts_once_by_rank_and_once_by_expert() -> None:
@@ -90,7 +118,8 @@ def test_a_pair_counts_once_by_rank_and_once_by_expert() -> None:
     first, second = document["speed_gate"]["comparisons"]
     assert summary(first) == "like for like: faster in 2 of 2 cases against FlashInfer one-sided"
     assert summary(second) == "whole operation: faster in 2 of 2 cases against FlashInfer + permute + sum"
-    assert "1 token, fp8_block128, by rank, like for like: faster (" in document["verdicts"][5]["text"]
+    label = "1 token, fp8_block128, by rank, views, quantised"
+    assert f"{label}, like for like: faster (" in document["verdicts"][5]["text"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +143,8 @@ def test_a_phase_that_is_slower_loses_nothing() -> None:
     document = decode(WON)
     row = next(row for row in document["rows"] if row["contender"] == FLASHINFER)
     assert row["phases"]["dispatch"]["pairs"]["median"] == 4.95
-    plan = make_plan("decode", ranks=1, device="cuda", tokens=(1,), layout="rank")
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(1,))
+    plan = dataclasses.replace(plan, cases=plan.cases[1:])
     fast = {"dispatch": PhaseSamples(pairs=(1.0,)), "combine": PhaseSamples(pairs=(9.0,))}
     mine = RankRow(0, SYMMETRIC, phases=samples(9.0))
     theirs = RankRow(0, FLASHINFER, phases={**fast, "both": PhaseSamples(graph=(10.0,))})
@@ -130,7 +160,8 @@ def test_a_comparison_that_was_not_made_is_not_won() -> None:
     document = decode({**WON, FLASHINFER: ["", "no such release", "", 20.9]})
     (alike, _) = document["speed_gate"]["comparisons"]
     assert (alike["won"], alike["cases"], alike["passed"]) == (1, 1, None)
-    assert (alike["missing"], alike["reasons"]) == (["1 token, fp8_block128, by rank"], ["no such release"])
+    label = "1 token, fp8_block128, by rank, views, quantised"
+    assert (alike["missing"], alike["reasons"]) == ([label], ["no such release"])
     assert summary(alike).endswith("not made in 1 cases (no such release)")
     assert document["speed_gate"]["passed"] is None
     assert "not judged" in gate_line(document)
@@ -146,7 +177,7 @@ def test_a_comparison_that_was_not_made_is_not_won() -> None:
 def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]) -> None:
     document = decode(WON)
     heads, lines = table_of(document)
-    assert heads == [HEAD, *COLUMNS]
+    assert heads == [HEAD, *(name for name in COLUMNS if name != "pair, by rank")]
     assert lines[0][:4] == ["1 token, fp8_block128", "9.0 : 9.9 (1.10)", "10.0 : 20.0 (2.00)", "4.5 : 5.0 (1.10)"]
     console = make_console()
     console.print(bench_view(console, document))
@@ -172,6 +203,51 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
     assert [one["ranks"] for one in render.newest_comparisons([older, document])] == [1], "of those that have them"
     alone = render.comparison_section([document_of(make_plan("decode", ranks=1, device="cuda", tokens=(1,)), {})])
     assert "| 1 token" not in alone, "nobody was measured"
+
+
+def test_other_forms_by_rank_are_information(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan("layouts", ranks=1, device="cuda")
+    plan = dataclasses.replace(plan, cases=plan.cases[:4])
+    times: dict[str, list[float | str]] = {
+        SYMMETRIC: [10.0, 12.0, 11.0, 9.0], FLASHINFER: ["", 9.8, 9.8, 9.8], FLASHINFER_WHOLE: [20.0, "", "", ""],
+    }  # fmt: skip
+    document = document_of(plan, times)
+    kinds = [(verdict["kind"], verdict["counts"]) for verdict in document["verdicts"] if verdict["phase"] == "both"]
+    assert kinds == [("whole operation", True), ("by rank", False), ("by rank", False), ("like for like", True)]
+    assert document["speed_gate"]["passed"] is True, "slower forms lose nothing"
+    heads, lines = table_of(document)
+    assert heads == [HEAD, *COLUMNS]
+    assert [line[:4] for line in lines] == [
+        ["1 token, fp8_block128", "9.0 : 9.8 (1.09)", "10.0 : 20.0 (2.00)", "–"],
+        ["1 token, fp8_block128, by rank", "–", "–", "12.0 : 9.8 (0.82)"],
+        ["1 token, fp8_block128, by rank, views", "–", "–", "11.0 : 9.8 (0.89)"],
+    ]
+    console = make_console()
+    console.print(bench_view(console, document))
+    counted = capsys.readouterr().out.partition("comparisons that count")[2].partition("pairs that do more")[0]
+    assert "10.0 : 20.0 (2.00)" in counted
+    assert "by rank, views" not in counted
+    assert "| 12.0 : 9.8 (0.82) |" in render.comparison_section([document])
+
+
+def test_results_of_before_rows_came_quantised_are_rendered() -> None:
+    """Then a pair with rows by rank that moelink quantised and copied was like for like."""
+    document = decode(WON)
+    for entry in document["cases"]:
+        by_rank = entry["case"].pop("quantised")
+        entry["case"]["zero_copy"] = False
+        entry["label"] = entry["label"].removesuffix(", views, quantised")
+        assert entry["label"].endswith(", by rank") == by_rank
+    cells = ["1 token, fp8_block128", "9.0 : 9.9 (1.10)", "10.0 : 20.0 (2.00)"]
+    assert table_of(document)[1][0][:3] == cells
+    views = {"case": 3, "kind": "like for like", "phase": "both", "duels": [
+        {"contender": FLASHINFER, "ours": 10.0, "theirs": 9.0},
+    ]}  # fmt: skip
+    document["verdicts"].append({**views, "case": len(document["cases"])})
+    document["cases"].append({"case": {"layout": "rank"}, "label": "1 token, fp8_block128, by rank, views"})
+    lines = table_of(document)[1]
+    assert lines[0][:3] == cells
+    assert lines[-1][:2] == ["1 token, fp8_block128, by rank, views", "10.0 : 9.0 (0.90)"]
 
 
 def test_the_speed_gate_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +295,7 @@ def test_flashinfer_is_another_contender_by_layout(monkeypatch: pytest.MonkeyPat
 def test_published_figures_name_their_source_and_machine() -> None:
     assert [one.tokens for one in DEEPEP_V2] == [1, 8, 32, 128, 256, 8192, 8192]
     assert all(one.source and one.hardware.startswith("8 × ") and one.ranks == 8 for one in DEEPEP_V2)
-    cases = PRESETS["decode"]()
+    cases = PRESETS["decode"]()[::2]
     assert [one.tokens for one in beside(cases)] == [1, 8, 32, 128, 256]
     for other in ({"format": "bf16"}, {"hidden_size": 4096}, {"distribution": "zipf"}, {"num_sms": 8}):
         assert beside([dataclasses.replace(case, **other) for case in cases]) == ()
@@ -270,5 +346,5 @@ def test_the_preset_of_sm_limits_has_what_its_targets_need() -> None:
     assert {24, 64, None} <= limits
     plan = make_plan("sms", ranks=1, device="cuda", tokens=(4096,), num_sms=(24, 64))
     assert [(case.tokens, case.num_sms) for case in plan.cases] == [(4096, 24), (4096, 64), (4096, None)]
-    plan = make_plan("decode", ranks=1, device="cuda", tokens=(8,), num_sms=16, layout="rank")
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(8,), num_sms=16, layout="expert")
     assert [(case.tokens, case.num_sms) for case in plan.cases] == [(8, 16)]

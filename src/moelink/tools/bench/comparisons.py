@@ -1,9 +1,11 @@
 """What a result of ``moelink bench`` says about others: three comparisons, of which two count, and published figures.
 
-* **like for like**: a pair with layout "rank" against FlashInfer, which does the same
+* **like for like**: a pair by FlashInfer's contract against FlashInfer: rows come in the dispatch format, stay by rank
+  where they arrive, and one row for each token and rank goes home
 * **whole operation**: a pair with layout "expert" against whatever ends in rows by expert and in summed rows at home,
   FlashInfer with a permutation and a sum among them
-* **phase**: dispatch and combine alone, stated but not counted
+* **phase**: dispatch and combine alone, stated but not counted; so is **by rank**: a pair by rank in which moelink
+  quantises or copies rows, against FlashInfer, which does neither
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from moelink.tools.bench.report import CaseResult, Kind, Row, Verdict
 
 HEAD = "µs, moelink : FlashInfer (times as fast)"
 COLUMNS = (
-    "like for like", "whole operation", "dispatch, by rank", "combine, by rank", "dispatch, by expert",
-    "combine, by expert",
+    "like for like", "whole operation", "pair, by rank", "dispatch, by rank", "combine, by rank",
+    "dispatch, by expert", "combine, by expert",
 )  # fmt: skip
 """Of the table of comparisons with FlashInfer: the first one, and all that there may be."""
 
@@ -148,17 +150,32 @@ def lines_of(document: dict[str, Any]) -> list[Line]:
 def table_of(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return heads and lines: for each size, those of :data:`COLUMNS` that have a figure.
 
-    Cases that differ in their layout only share a line. Cells are those of :attr:`Line.text`. Like for like is against
-    FlashInfer alone, with rows by rank; the whole operation against FlashInfer with a permutation and a sum.
+    The comparisons that count share a line, where their cases differ in what is compared only. Another form by rank has
+    a line of its own, with its label. Cells are those of :attr:`Line.text`. Rows by rank are against FlashInfer alone,
+    the whole operation against FlashInfer with a permutation and a sum.
     """
     by_label: dict[str, dict[str, str]] = {}
-    cases = document["cases"]
-    for line in lines_of(document):
+    cases, lines = document["cases"], lines_of(document)
+    taken: dict[tuple[str, str], int] = {}
+    for line in lines:
+        if line.kind in NEEDED:
+            taken.setdefault((_short(cases[line.case]), line.kind), line.case)
+    for line in lines:
         entry = cases[line.case]
-        layout = entry["case"].get("layout", "expert")
-        label = entry["label"].removesuffix(f", by {layout}")
-        column = line.kind if line.kind != "phase" else f"{line.phase}, by {layout}"
-        by_label.setdefault(label, {})[column] = line.text
+        label = _short(entry) if line.case in taken.values() else entry["label"]
+        by_label.setdefault(label, {})[_column(line, entry["case"].get("layout", "expert"))] = line.text
     used = [column for column in COLUMNS if any(column in cells for cells in by_label.values())]
-    lines = [[label, *(cells.get(column, "–") for column in used)] for label, cells in by_label.items()]
-    return [HEAD, *used], lines
+    return [HEAD, *used], [[label, *(cells.get(name, "–") for name in used)] for label, cells in by_label.items()]
+
+
+def _short(entry: dict[str, Any]) -> str:
+    """The label of a document's case without what differs between the comparisons."""
+    label: str = entry["label"]
+    return label.partition(", by ")[0]
+
+
+def _column(line: Line, layout: str) -> str:
+    """The column of :data:`COLUMNS` that a line belongs to."""
+    if line.kind in NEEDED:
+        return line.kind
+    return f"{'pair' if line.phase == 'both' else line.phase}, by {layout}"

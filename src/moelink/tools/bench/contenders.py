@@ -21,7 +21,7 @@ from moelink.formats import get_format
 from moelink.output import DispatchOutput
 from moelink.routing import ExpertMap
 from moelink.tools.bench.presets import Case
-from moelink.tools.bench.workload import Batch, Workload
+from moelink.tools.bench.workload import Batch, Workload, rows_to_dispatch
 from moelink.tools.common import dequantize_rows, row_major_scales
 
 Handle = Any
@@ -89,10 +89,10 @@ class MoelinkContender:
 
     def dispatch(self, copy: int) -> DispatchOutput:
         """See :class:`Contender`."""
-        batch = self._workload.batches[copy]
+        batch, (x, scales) = self._workload.batches[copy], self._workload.rows[copy]
         if self.alternates:  # rows are in the workspace, and what is beside them is made anew
-            return self.ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights)
-        recv = self.ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights, out=self._received[copy])
+            return self.ep.dispatch(x, batch.topk_ids, batch.topk_weights, scales=scales)
+        recv = self.ep.dispatch(x, batch.topk_ids, batch.topk_weights, scales=scales, out=self._received[copy])
         self._received[copy] = self._received[copy] or recv
         return recv
 
@@ -151,17 +151,27 @@ def compiling_only(ep: moelink.Communicator) -> Iterator[None]:
         yield
 
 
-def compile_calls(ep: moelink.Communicator) -> None:
-    """Compile what the calls of the bench launch, for ``ep``'s device. Local to this rank."""
+def compile_calls(ep: moelink.Communicator, *, quantised: bool = False, num_sms: int | None = None) -> None:
+    """Compile what the calls of the bench launch, for ``ep``'s device. Local to this rank.
+
+    Args:
+        quantised: rows are dispatched in the format.
+        num_sms: SM limit of the calls, whose kernels are those of a communicator with this limit.
+    """
     config, device = ep.config, ep.device
     tokens = config.max_tokens_per_rank
     x = torch.zeros(tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(tokens, config.topk, dtype=torch.int32, device=device)
     weights = torch.zeros(tokens, config.topk, device=device)
+    scales = None
+    if quantised:
+        made = config.format.quantize(x)
+        x, scales = made.payload, made.scales
     with compiling_only(ep):
-        recv = ep.dispatch(x, ids, weights)
+        recv = ep.dispatch(x, ids, weights, scales=scales, num_sms=num_sms)
         rows = recv.src_info.shape[:-1]
-        ep.combine(torch.zeros(*rows, config.hidden_size, dtype=config.combine_dtype, device=device), recv)
+        y = torch.zeros(*rows, config.hidden_size, dtype=config.combine_dtype, device=device)
+        ep.combine(y, recv, num_sms=num_sms)
 
 
 ROUNDINGS = 3.1
@@ -280,8 +290,9 @@ def check_transports(
     Collective: every rank makes the same calls, whatever it finds.
     """
     recvs, outs, faults = {}, {}, []
+    x, scales = rows_to_dispatch(case, batch.x)
     for name, ep in communicators.items():
-        recv = ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights)
+        recv = ep.dispatch(x, batch.topk_ids, batch.topk_weights, scales=scales)
         rows = compacted(recv) if case.zero_copy else recv
         y = run_experts(rows, case, rank=rank, world_size=world_size)
         outs[name] = ep.combine(spread(y, recv) if case.zero_copy else y, recv)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from moelink.config import EPConfig, Layout
 from moelink.errors import ConfigError
+from moelink.formats import get_format
 
 Distribution = Literal["uniform", "zipf", "one-rank"]
 DeviceKind = Literal["cuda", "cpu"]
@@ -32,6 +33,8 @@ class Case:
         layout: of received rows: "expert", or "rank", one per (token, rank), whose slots the experts' side has
             summed before combine.
         zero_copy: rows of layout "rank" stay in the workspace, as FlashInfer's do; dispatch and combine then alternate.
+        quantised: dispatch is given rows in the format, and their scales, as FlashInfer is. They are made before
+            anything is timed. Not with formats that carry rows unchanged, where there is nothing to make.
     """
 
     tokens: int
@@ -43,6 +46,7 @@ class Case:
     num_sms: int | None = None
     layout: Layout = "expert"
     zero_copy: bool = False
+    quantised: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -53,6 +57,8 @@ class Case:
             raise ConfigError("layout", f"{' or '.join(LAYOUTS)} in a benchmark", self.layout)
         if self.zero_copy and self.layout != "rank":
             raise ConfigError("zero_copy", f"False with layout={self.layout!r}", self.zero_copy)
+        if self.quantised and not quantises(self.format):
+            raise ConfigError("quantised", f"False with format={self.format!r}, which has no scales", self.quantised)
         if self.distribution not in get_args(Distribution):
             raise ConfigError("distribution", " or ".join(get_args(Distribution)), self.distribution)
 
@@ -66,7 +72,14 @@ class Case:
             words.append(f"{self.num_sms} SMs")
         if self.layout != "expert":
             words.append(f"by {self.layout}" + ", views" * self.zero_copy)
+        if self.quantised:
+            words.append("quantised")
         return ", ".join(words)
+
+    @property
+    def like_for_like(self) -> bool:
+        """The contract is FlashInfer's: rows come in the format, and stay by rank where they arrive."""
+        return self.zero_copy and self.quantised == quantises(self.format)
 
     def ep_config(self, rank: int, world_size: int) -> EPConfig:
         """The configuration that sizes follow from. Raises ConfigError where the format does not fit."""
@@ -75,6 +88,11 @@ class Case:
             max_tokens_per_rank=self.tokens, dispatch_format=self.format, num_sms=self.num_sms,
             layout=self.layout, zero_copy=self.zero_copy, world_size=world_size, rank=rank,
         )  # fmt: skip
+
+
+def quantises(format_name: str) -> bool:
+    """Return whether rows change in a format, so that they have scales. Raises ConfigError where there is none."""
+    return get_format(format_name).scale_dtype is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,18 +166,30 @@ SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rot
 """On CPUs a call of interpreted kernels takes most of a second, and only the harness is of interest."""
 
 
-def _in_layouts(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Each case in every layout: "expert" for the whole operation, "rank" for what FlashInfer does too."""
-    return tuple(dataclasses.replace(case, layout=layout) for case in cases for layout in LAYOUTS)
+def _like_for_like(case: Case) -> Case:
+    """The case by FlashInfer's contract."""
+    return dataclasses.replace(case, layout="rank", zero_copy=True, quantised=quantises(case.format))
+
+
+def _compared(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Each case with rows by expert, for the whole operation, and like for like."""
+    return tuple(one for case in cases for one in (case, _like_for_like(case)))
+
+
+def _in_layout(case: Case, layout: Layout) -> Case:
+    """The case with rows by ``layout``. What only rows by rank have goes with them."""
+    if layout == "rank":
+        return dataclasses.replace(case, layout=layout)
+    return dataclasses.replace(case, layout=layout, zero_copy=False, quantised=False)
 
 
 def _decode() -> tuple[Case, ...]:
-    return _in_layouts([Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256)])
+    return _compared([Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256)])
 
 
 def _prefill() -> tuple[Case, ...]:
     sizes = [Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)]
-    return _in_layouts([*sizes, Case(tokens=4096, format="bf16")])
+    return _compared([*sizes, Case(tokens=4096, format="bf16")])
 
 
 def _formats() -> tuple[Case, ...]:
@@ -175,9 +205,11 @@ def _sms() -> tuple[Case, ...]:
 
 
 def _layouts() -> tuple[Case, ...]:
-    sizes = [Case(tokens=tokens) for tokens in (1, 32, 128, 512, 4096)]
-    in_place = (dataclasses.replace(case, layout="rank", zero_copy=True) for case in sizes)
-    return (*_in_layouts(sizes), *in_place)
+    forms: list[Case] = []
+    for tokens in (1, 128, 4096):
+        case, by_rank = Case(tokens=tokens), Case(tokens=tokens, layout="rank")
+        forms += [case, by_rank, dataclasses.replace(by_rank, zero_copy=True), _like_for_like(case)]
+    return tuple(forms)
 
 
 def _smoke() -> tuple[Case, ...]:
@@ -185,7 +217,7 @@ def _smoke() -> tuple[Case, ...]:
     return (
         Case(tokens=5, format="bf16", **sizes),  # type: ignore[arg-type]
         Case(tokens=3, format="fp8_block128", distribution="zipf", **sizes),  # type: ignore[arg-type]
-        Case(tokens=3, format="fp8_block128", layout="rank", **sizes),  # type: ignore[arg-type]
+        _like_for_like(Case(tokens=3, format="fp8_block128", **sizes)),  # type: ignore[arg-type]
     )
 
 
@@ -223,7 +255,7 @@ def make_plan(
         tokens, formats: replace the preset's (each of its other variations is kept).
         samples: samples per figure, or None for the preset's.
         peers: of :data:`PEERS`, those that take part.
-        layout: replaces the preset's, None leaves it.
+        layout: replaces the preset's, None leaves it. Without "rank" rows are neither views nor quantised before.
         num_sms: SM limits that replace the preset's. A preset with several keeps its cases without one.
         sizes: fields of :class:`Case` (``hidden_size``, ``num_experts``, ``topk``) to replace; None leaves them.
 
@@ -242,9 +274,12 @@ def make_plan(
         sizes_of = dict.fromkeys(dataclasses.replace(case, num_sms=None) for case in cases)
         cases = tuple(dataclasses.replace(case, num_sms=limit) for case in sizes_of for limit in (*limits, *free))
     if layout is not None:
-        cases = tuple(dataclasses.replace(c, layout=layout, zero_copy=c.zero_copy and layout == "rank") for c in cases)
+        cases = tuple(_in_layout(case, layout) for case in cases)
     if formats:
-        cases = tuple(dataclasses.replace(case, format=name) for name in formats for case in cases)
+        cases = tuple(
+            dataclasses.replace(case, format=name, quantised=case.like_for_like and quantises(name))
+            for name in formats for case in cases
+        )  # fmt: skip
     if tokens:
         cases = tuple(dataclasses.replace(case, tokens=count) for count in tokens for case in cases)
     settings = dataclasses.replace(SMOKE if device == "cpu" else Settings(), seed=seed)

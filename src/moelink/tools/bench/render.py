@@ -37,13 +37,17 @@ from moelink.tools.bench.roles_result import tables as roles_tables
 from moelink.tools.bench.sm_shares import share_lines
 
 COMMAND = "python -m moelink.tools.bench.render"
-IN_PAIRS = "†"
 COMPARISONS_ARE = (
-    "*Like for like* is a pair of dispatch and combine with rows by rank, against FlashInfer's one-sided all-to-all. "
-    "The *whole operation* is a pair with rows by expert, against the same with a permutation and a sum. These two "
-    "count. The phases alone are parts of such pairs."
+    "*Like for like* is a pair of dispatch and combine by the contract of FlashInfer's one-sided all-to-all, against "
+    "FlashInfer: quantised rows come in, and stay by rank where they arrive. The *whole operation* is a pair with rows "
+    "by expert, against FlashInfer with a permutation and a sum. These two count. A *pair, by rank* is one in which "
+    "moelink also quantises rows or copies them. The phases alone are parts of pairs, between events inside the graph "
+    "for both libraries. Events take time of their own: the two phases of a pair add up to more than the pair."
 )
-PAIRS_ARE = "the time of this phase inside a replayed CUDA graph of dispatches, each followed by its combine."
+PAIRS_ARE = (
+    "the time of this phase between events inside a replayed CUDA graph of dispatches, each followed by its combine. "
+    "Events take some microseconds of their own, so it compares with other figures of pairs only."
+)
 
 
 def cpu_table(document: dict[str, Any]) -> str:
@@ -95,19 +99,14 @@ def cell(result: dict[str, Any] | None) -> str:
 def medians(row: dict[str, Any] | None) -> str:
     """Render the phases' medians in us: of graph replays, or of eager calls where no phase has a graph.
 
-    A phase alone that is in a graph of pairs only is marked with :data:`IN_PAIRS`.
+    A phase that is in a graph of pairs only has a dash: what events cost would stand beside figures without events.
     """
     if row is None or row["reason"]:
         return "–"
     phases = [row["phases"].get(phase) or {} for phase in PHASES]
-    on_device = any(phase.get("graph") for phase in phases)
-    texts = []
-    for phase in phases:
-        marked = phase.get("pairs") if on_device and not phase.get("graph") else None
-        figure = marked or phase.get("graph" if on_device else "eager")
-        digits = 0 if figure and figure["median"] >= 1000 else 1
-        texts.append(f"{figure['median']:.{digits}f}{IN_PAIRS if marked else ''}" if figure else "–")
-    return " / ".join(texts)
+    method = "graph" if any(phase.get("graph") for phase in phases) else "eager"
+    figures = [phase.get(method) for phase in phases]
+    return " / ".join(f"{f['median']:.{0 if f['median'] >= 1000 else 1}f}" if f else "–" for f in figures)
 
 
 def compact_table(documents: list[dict[str, Any]]) -> str:
@@ -142,8 +141,7 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
         f"that did not run. torch {versions['torch']}, triton {versions['triton']}, NCCL {versions['nccl']}, commit "
         f"{head['commit'][:7]}, {head['date']}. [docs/results.md](docs/results.md) has percentiles and commands."
     )
-    marked = [f"{IN_PAIRS}: {PAIRS_ARE}"] if IN_PAIRS in table else []
-    notes = [wrapped(f"* {note}") for note in (*marked, *leaving_out(chosen))]
+    notes = [wrapped(f"* {note}") for note in leaving_out(chosen)]
     compared = comparison_section(newest_comparisons(documents))
     return "\n".join([table, "", wrapped(text), "", *notes, *(["", compared] if compared else [])])
 
@@ -165,23 +163,24 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
     """Render the comparisons with FlashInfer of results, and what was published of others; "" where there are none."""
     documents = [document for document in documents if "speed_gate" in document]
     tables = [table_of(document) for document in documents]
-    lines = [line for heads, rows in tables for line in _padded(heads, rows)]
+    columns = [name for name in COLUMNS if any(name in heads for heads, _ in tables)]
+    lines = [line for heads, rows in tables for line in _padded(columns, heads, rows)]
     parts = []
     if lines:
         ran = dict.fromkeys(
             f"{each['ranks']} × {each['devices'][0]}, commit {each['commit'][:7]}, {each['date']}" for each in documents
         )
-        parts = [markdown([HEAD, *COLUMNS], lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
+        parts = [markdown([HEAD, *columns], lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
     notes = [summary(one) for document in documents for one in document["speed_gate"]["comparisons"]]
     notes += [line for document in documents for line in published_lines(document["published"])]
     parts.append("\n".join(wrapped(f"* {note}.") for note in dict.fromkeys(notes)))
     return "\n\n".join(part for part in parts if part)
 
 
-def _padded(heads: list[str], rows: list[list[str]]) -> list[list[str]]:
-    """``rows`` with a cell for each of the columns that there may be, so that tables of several results are one."""
+def _padded(columns: list[str], heads: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """``rows`` with a cell for each of ``columns``, so that tables of several results are one."""
     found = [dict(zip(heads[1:], row[1:], strict=True)) for row in rows]
-    return [[row[0], *(cells.get(name, "–") for name in COLUMNS)] for row, cells in zip(rows, found, strict=True)]
+    return [[row[0], *(cells.get(name, "–") for name in columns)] for row, cells in zip(rows, found, strict=True)]
 
 
 def layer_summary(documents: list[dict[str, Any]]) -> str:

@@ -253,15 +253,17 @@ WIRE_TOKENS = 4096
 
 WIRE_SHARE, WIRE_SLACK_US = 1.05, 10.0
 
-Kind = Literal["like for like", "whole operation", "phase"]
-KINDS: tuple[Kind, ...] = ("like for like", "whole operation", "phase")
-"""Comparisons: a pair with layout "rank", as FlashInfer does; a pair with layout "expert"; a phase alone."""
+Kind = Literal["like for like", "whole operation", "by rank", "phase"]
+COUNTED: tuple[Kind, ...] = ("like for like", "whole operation")
+"""Comparisons that count: a pair by FlashInfer's contract; a pair with layout "expert". The others are information: a
+pair with layout "rank" that quantises or copies rows, as FlashInfer does not; a phase alone."""
 
 RULE = (
     "faster: a lower median than every other contender of the case, by the same method (CUDA graph replay where both "
     "have it, else pairs inside a graph, else eager calls). Two comparisons count, of a dispatch with its combine: "
-    "like for like (rows by rank, the operation of FlashInfer), and the whole operation (rows by expert, to which "
-    "FlashInfer adds a permutation and a sum). Phases alone do not count, nor do cases with an SM limit. At the wire, "
+    "like for like (the contract of FlashInfer: quantised rows come in, and stay by rank where they arrive), and the "
+    "whole operation (rows by expert, to which FlashInfer adds a permutation and a sum). Rows by rank that moelink "
+    "quantises or copies do not count, nor do phases alone, nor cases with an SM limit. At the wire, "
     f"from {WIRE_TOKENS} tokens on: a median of at most {WIRE_SHARE} x the busiest link's bytes / the ceiling of the "
     f"same run + {WIRE_SLACK_US:.0f} us"
 )
@@ -325,7 +327,9 @@ def kind_of(case: Case, phase: Phase) -> Kind:
     """Return which comparison ``phase`` of ``case`` is."""
     if phase != "both":
         return "phase"
-    return "like for like" if case.layout == "rank" else "whole operation"
+    if case.layout == "rank":
+        return "like for like" if case.like_for_like else "by rank"
+    return "whole operation"
 
 
 def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, Row]) -> Verdict:
@@ -354,9 +358,9 @@ def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, 
     if within is not None:
         verdict += ", at the wire" if within else ", NOT at the wire"
     kind = kind_of(case.case, phase)
-    what = phase if kind == "phase" else kind
+    what = kind if kind in COUNTED else phase
     text = f"{case.case.label}, {what}: {verdict}" + (f" ({'; '.join(words)})" if words else "")
-    counts = kind != "phase" and case.case.num_sms is None
+    counts = kind in COUNTED and case.case.num_sms is None
     return Verdict(case.index, phase, kind, counts, tuple(duels), faster, wire_us, allowed, within, text)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moelink.arith import align_up
+from moelink.formats import get_format
 from moelink.routing import ExpertMap, plan_sends
 from moelink.tools.bench.presets import Case, Settings
 
@@ -104,6 +105,14 @@ class Batch:
     topk_weights: Tensor
 
 
+def rows_to_dispatch(case: Case, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what dispatch is given for ``x``: ``x`` alone, or its payload and row-major scales where ``quantised``."""
+    if not case.quantised:
+        return x, None
+    made = get_format(case.format).quantize(x)
+    return made.payload, made.scales
+
+
 @dataclass(frozen=True)
 class Workload:
     """One rank's rotating inputs.
@@ -111,6 +120,7 @@ class Workload:
     Attributes:
         case: what they are inputs of.
         batches: one per copy; call i uses ``batches[i % len(batches)]``.
+        rows: per copy, what dispatch is given for ``x`` of its batch: :func:`rows_to_dispatch`.
         capacity: rows of every dispatch output, the same on all ranks.
         y: per copy [capacity, hidden_size] bf16, what the experts made of the rows. Their values are arbitrary. With
             ``zero_copy`` [world_size, tokens, hidden_size].
@@ -118,6 +128,7 @@ class Workload:
 
     case: Case
     batches: tuple[Batch, ...]
+    rows: tuple[tuple[Tensor, Tensor | None], ...]
     capacity: int
     y: tuple[Tensor, ...]
 
@@ -226,4 +237,5 @@ def make_workload(case: Case, settings: Settings, *, rank: int, world_size: int,
         torch.randn(*by_row, case.hidden_size, generator=generator, device=device, dtype=torch.bfloat16)
         for _ in range(copies)
     )
-    return Workload(case, batches, capacity, y)
+    rows = tuple(rows_to_dispatch(case, batch.x) for batch in batches)
+    return Workload(case, batches, rows, capacity, y)

@@ -111,8 +111,9 @@ def bench(
     Nothing of moelink is timed before its results were found right; when they are not, no figure is shown and the exit
     status is 1. Start it as it is (ranks are processes), or with torchrun.
 
-    Two comparisons count for the speed gate: like for like, that is rows by rank against FlashInfer, and the whole
-    operation, that is rows by expert against FlashInfer with a permutation and a sum, and against all others.
+    Two comparisons count for the speed gate: like for like, that is quantised rows that stay by rank where they arrive,
+    against FlashInfer, and the whole operation, that is rows by expert against FlashInfer with a permutation and a sum,
+    and against all others.
     """
     if context.invoked_subcommand is not None:
         return
@@ -304,9 +305,9 @@ def comparison_parts(console: Console, document: dict[str, Any]) -> list[Rendera
     parts: list[RenderableType] = []
     count = [index for index, head in enumerate(heads) if head in NEEDED]
     alone = [index for index in range(1, len(heads)) if index not in count]
-    for title, columns in (("comparisons that count", count), ("phases alone", alone)):
-        if lines and columns:
-            chosen = [[line[index] for index in (0, *columns)] for line in lines]
+    for title, columns in (("comparisons that count", count), ("pairs that do more, and phases alone", alone)):
+        chosen = [[line[index] for index in (0, *columns)] for line in lines if any(line[i] != "–" for i in columns)]
+        if chosen:
             parts += [grid_of(console, title, [heads[index] for index in (0, *columns)], chosen), ""]
     text = Text()
     for comparison in document["speed_gate"]["comparisons"]:
