@@ -51,6 +51,23 @@ def taken(limits: list[int]) -> set[int]:
     return found
 
 
+def test_a_limited_call_launches_the_kernels_of_a_limited_communicator(
+    limits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that either can compile for the other: the bench compiles for all limits by calls of one communicator."""
+    launched: list[tuple[Any, ...]] = []
+
+    def note(_: Launcher, kernel: Any, *__: Any, **___: Any) -> None:
+        launched.append((kernel.function, kernel.programs, kernel.count, kernel.S, kernel.options))
+
+    monkeypatch.setattr(Launcher, "launch", note)
+    x, ids, y = torch.randn(3, 48).bfloat16(), torch.randint(5, (3, 2)), torch.zeros(15, 48, dtype=torch.bfloat16)
+    for init, call in ((2, None), (None, 2), (None, None)):
+        with moelink.init(**FIELDS, layout="rank", capacity=15, transport="symmetric", num_sms=init) as ep:
+            ep.combine(y, ep.dispatch(x, ids, num_sms=call), num_sms=call)
+    assert launched[:2] == launched[2:4] != launched[4:]
+
+
 def test_every_form_of_a_call_launches_what_its_limit_allows(limits: list[int]) -> None:
     x, ids = torch.randn(3, 48).bfloat16(), torch.randint(5, (3, 2))
     with moelink.init(**FIELDS, transport="symmetric") as ep:

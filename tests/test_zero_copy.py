@@ -88,6 +88,21 @@ def test_equals_the_oracle(fmt, filled_memory):
         transport.close()
 
 
+@pytest.mark.quick("the sender copies rows that it would encode otherwise")
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_rows_that_come_quantised_equal_the_oracle(name, filled_memory):
+    """FlashInfer's contract: rows in the format and their scales in, views of the workspace out."""
+    case = Case(zero_copy("fp8_block128"), "holes", "dispatch", seed=5, small=True)
+    transport, ranks, fmt = transport_of(name, case.setup, 2), [0, 1], case.setup.config(2).format
+    rows = [(request, fmt.quantize(request.x)) for request in dispatch_requests(case, ranks)]
+    recvs = transport.dispatch([dataclasses.replace(r, x=q.payload, scales=q.scales) for r, q in rows]).wait()
+    asked = combine_requests(case, ranks, recvs)
+    taken = [Result.of(recv, torch.empty(0)) for recv in recvs]
+    outs = transport.combine(asked).wait()
+    check_case(case, 2, [dataclasses.replace(t, combined=Packed.of(o)) for t, o in zip(taken, outs, strict=True)])
+    transport.close()
+
+
 @pytest.mark.parametrize("fmt", ["fp8_block128_e8m0", "mxfp8", "fp32", "fp64", *FORMATS])
 def test_every_option_of_every_format(fmt, filled_memory):
     for number, (options, scenario, weights, world) in enumerate(OPTIONS[-1:] if fmt.endswith("e8m0") else OPTIONS):
