@@ -198,6 +198,12 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
         assert "* like for like: faster in 2 of 2 cases against FlashInfer one-sided." in text
         assert "1 token 14.6 µs / 10.0 µs; 32 tokens 17.3 µs / 16.7 µs" in text.replace("\n  ", " ")
     assert "(1.10)" in render.comparison_section([document])
+    both = render.comparison_section([document, decode({**WON, FLASHINFER: ["", 8.0, "", 20.9]})])
+    said = (
+        "* like for like: faster in 3 of 4 cases against FlashInfer one-sided, not faster with 1 token, fp8_block128,"
+    )
+    assert f"{said} by rank, views, quantised." in " ".join(both.split()), "of all results together"
+    assert both.count("whole operation: faster in 4 of 4 cases") == 1
     older = {name: value for name, value in {**document, "ranks": 4}.items() if name != "speed_gate"}
     assert render.newest_comparisons([older, {**document, "preset": "prefill"}, document])[0]["preset"] == "decode"
     assert [one["ranks"] for one in render.newest_comparisons([older, document])] == [1], "of those that have them"

@@ -306,13 +306,14 @@ FITTED_FORMATS = {"fp8_block128", "bf16"}
 
 
 def test_predictions_are_within_15_per_cent_of_what_was_measured() -> None:
-    """The promise of docs/plan.md, for every result of GPUs here in these formats, whatever its routing."""
+    """The promise of docs/plan.md, for every result of the GPUs that the constants are of, in these formats, whatever
+    its routing."""
     documents = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     gpu = [p for p, d in documents.items() if d.get("benchmark") == BENCHMARK and d.get("device") == "cuda"]
     points = [
         p
         for p in fitting.load_points(gpu, contender=SYMMETRIC)
-        if p.layer.tokens in (128, 4096) and p.layer.dispatch_format in FITTED_FORMATS
+        if p.layer.tokens in (128, 4096) and p.layer.dispatch_format in FITTED_FORMATS and "H200" in p.run.device
     ]
     assert {p.run.ranks for p in points} >= {2, 4}
     wrong = [

@@ -98,6 +98,17 @@ def summary(comparison: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def merged(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparisons that count of several documents as those of one run of all their cases."""
+    found = []
+    for kind in NEEDED:
+        same = [one for each in documents for one in each["speed_gate"]["comparisons"] if one["kind"] == kind]
+        whole = {name: sum(one[name] for one in same) for name in ("won", "cases")}
+        whole |= {name: sum((one[name] for one in same), start=[]) for name in ("lost", "missing", "reasons")}
+        found.append({"kind": kind, "against": NEEDED[kind], **whole, "reasons": list(dict.fromkeys(whole["reasons"]))})
+    return found
+
+
 def gate_line(document: dict[str, Any]) -> str:
     """Return what the speed gate of a document says, in a few words."""
     return {

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.bench import host_table
-from moelink.tools.bench.comparisons import COLUMNS, HEAD, summary, table_of
+from moelink.tools.bench.comparisons import COLUMNS, HEAD, merged, summary, table_of
 from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, repository, results_folder
 from moelink.tools.bench.host_table import HOST_BENCHMARK as HOST
 from moelink.tools.bench.host_table import OPERATORS_BENCHMARK as OPERATORS
@@ -171,7 +171,7 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
             f"{each['ranks']} × {each['devices'][0]}, commit {each['commit'][:7]}, {each['date']}" for each in documents
         )
         parts = [markdown([HEAD, *columns], lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
-    notes = [summary(one) for document in documents for one in document["speed_gate"]["comparisons"]]
+    notes = [summary(one) for one in merged(documents)] if documents else []
     notes += [line for document in documents for line in published_lines(document["published"])]
     parts.append("\n".join(wrapped(f"* {note}.") for note in dict.fromkeys(notes)))
     return "\n\n".join(part for part in parts if part)
