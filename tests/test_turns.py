@@ -92,6 +92,26 @@ def test_a_budget_holds_all_programs_of_a_launch(world_size, layout, num_sms, mo
         assert 0 < launch.receive <= launch.resident * num_sms
 
 
+def test_the_ctas_of_a_whole_device(monkeypatch):
+    """As docs/lab says that they are best."""
+    monkeypatch.setattr(cut, "sm_count", lambda device: 132)
+    device, fields = torch.device("cuda", 0), {"num_experts": 256, "topk": 8, "hidden_size": 7168, "world_size": 2}
+
+    def ctas(most, **more):
+        config = moelink.EPConfig(**fields, **more, max_tokens_per_rank=most)
+        dispatch = cut.dispatch_launch(config, device, most, encodes=False)
+        combine = cut.combine_launch(Workspace(config), device, most, sums=True)
+        return (dispatch.send, dispatch.receive), (combine.send, combine.receive)
+
+    assert ctas(4096) == ((79, 316), (528, 132))
+    assert ctas(512) == ((79, 316), (396, 264))
+    assert ctas(512, layout="rank") == ((79, 316), (264, 396))
+    assert ctas(4096, layout="rank", zero_copy=True) == ((264, 131), (528, 132))
+    assert ctas(1024, layout="rank", zero_copy=True) == ((132, 132), (264, 396))
+    assert [ctas(most)[0][0] for most in (132, 133, 256)] == [132, 264, 264]
+    assert ctas(256, layout="rank", zero_copy=True)[0] == (132, 129)
+
+
 @pytest.fixture
 def budget(monkeypatch):
     """Two of three SMs, for all ranks, each of which holds three programs."""

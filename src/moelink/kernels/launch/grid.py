@@ -8,7 +8,7 @@ import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.memory.protocol import COMBINE_BLOCK, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MAX_SENDERS
+from moelink.memory.protocol import COMBINE_BLOCK, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MAX_SENDERS
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
 
@@ -67,22 +67,29 @@ def dispatch_launch(
     These numbers are measured; see docs/performance.md. Three CTAs of 8 warps and 80 registers share an SM. Few tokens:
     one sending CTA per SM, and one receiving CTA per expected message, or also per SM when there is padding. Many
     tokens: a sender stores to the links, and whatever else runs on its SM queues behind it, so there are only as many
-    senders as fill the links: 0.6 per SM, 1 if they quantise. The other CTAs receive.
+    senders as fill the links: 0.6 per SM, 1 if they quantise. The other CTAs receive. Few tokens that are more than SMs
+    have two senders per SM, so that none has two tokens.
 
     With an SM limit (``kernels.launch.sm_limit``) the numbers are those of a device that has no other SMs, but a third
     more CTAs send, because so few SMs are far from filling the links.
 
-    Where rows stay in the messages (``zero_copy``) a receiver reads only headers, of several messages at a time: one a
-    SM, or with few tokens one for every FEW_MESSAGES_IN_PLACE messages. These numbers are not measured yet.
+    Where rows stay in the messages (``zero_copy``) a receiver reads only headers, of several messages at a time, and
+    leaves the SMs to the senders: one sender per SM, two beyond MANY_TOKENS, and one receiver, or with few tokens one
+    for every FEW_MESSAGES_IN_PLACE messages.
     """
     if device.type == "cpu":
         return Launch(2, 2)
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or sm_count(device)
-    few = (config.max_tokens_per_rank if max_tokens is None else max_tokens) <= FEW_TOKENS
+    most = config.max_tokens_per_rank if max_tokens is None else max_tokens
+    few = most <= FEW_TOKENS
     send = sms if few or encodes else 3 * sms // 5
     if config.num_sms is not None:
         send = 4 * send // 3
+    elif config.zero_copy:
+        send = sms if most <= MANY_TOKENS else 2 * sms
+    elif few and num_tokens > sms:
+        send = 2 * sms
     send = max(1, send)
     receive, messages = max(1, 3 * sms - send - 1 - forwarders), ranks * num_tokens
     if config.zero_copy:
@@ -99,7 +106,8 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
     Five CTAs of 4 warps and 96 registers share an SM. Few tokens: one CTA for each part of a message, or for a few
     parts, and one for each part of a token; and one more in either role, which tells or checks that all ranks are in
     this call. More tokens: four of five CTAs send, one sums. Where sums need no flags, up to MANY_TOKENS, three send
-    and two sum, because a sender waits for nothing and a reducer also clears what it read.
+    and two sum, because a sender waits for nothing and a reducer also clears what it read. In layout "rank", whose
+    senders only copy, two send and three sum.
     """
     if device.type == "cpu":
         return Launch(3, 3)
@@ -107,7 +115,9 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or sm_count(device)
     collectors = relaying_ctas(workspace, device)
-    send, receive, spread = (3 * sms, 2 * sms, 1) if sums and workspace.lamport_tokens else (4 * sms, sms, 1)
+    # Of five CTAs of an SM.
+    senders = 4 if not sums or not workspace.lamport_tokens else 2 if config.layout == "rank" else 3
+    send, receive, spread = senders * sms, (5 - senders) * sms, 1
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = workspace.combine_parts, ranks * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
