@@ -74,8 +74,8 @@ NEWEST_vllm := vllm<0.34
 NEWEST_sglang := sglang<0.6
 
 test-engines: $(ENGINES:%=.venv-%/.installed)  ## the tests of vLLM and SGLang, with the engines themselves; by hand, nightly
-	.venv-vllm/bin/pytest -m "not gpu" --full tests/test_vllm.py
-	.venv-sglang/bin/pytest -m "not gpu" --full tests/test_sglang.py
+	.venv-vllm/bin/pytest -m "not gpu" --full tests/test_vllm.py tests/test_bench_frameworks.py
+	.venv-sglang/bin/pytest -m "not gpu" --full tests/test_sglang.py tests/test_bench_frameworks.py
 	$(MAKE) upstream-sglang
 
 # $(call clone,SOURCE,REF,FOLDERS): build/NAME of the target, with these folders of a repository. It is moved there last, so

@@ -8,7 +8,49 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_ranks import gather_rows, scatter_sums
+
 warnings.simplefilter("ignore")
+
+
+SIZES = (1, 24)
+"""Tokens of a rank."""
+
+
+def compared(rank: int, world_size: int, case: Any) -> dict[str, float]:
+    """The differences of a contender that is right, and of one that makes half as much again."""
+    from moelink.tools.bench.frameworks import engines
+
+    dist.init_process_group("gloo")
+    weights = engines.make_weights(case)
+    batches = {tokens: engines.make_batch(case, rank, tokens) for tokens in case.tokens}
+    contenders = [
+        engines.Contender(name, lambda batch, by=by: by * engines.reference(batch, weights), lambda batch: None)
+        for name, by in (("right", 1.0), ("off", 1.5))
+    ]
+    found = engines.compare(engines.Engine(contenders, "", lambda: None), batches, weights)
+    dist.destroy_process_group()
+    return found
+
+
+def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any]:
+    """The fields of an engine's result."""
+    if framework == "vllm":
+        import vllm.platforms
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms.current_platform = CpuPlatform()
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
+    from moelink.tools.bench.frameworks.__main__ import measure_engine
+    from moelink.tools.bench.frameworks.engines import EngineCase
+
+    dist.init_process_group("gloo")
+    case = EngineCase(tokens=SIZES, hidden_size=128, intermediate_size=32, num_experts=8, topk=2, device="cpu")
+    fields = measure_engine(framework, case, samples=3)
+    dist.destroy_process_group()
+    return fields
 
 
 def measured(rank: int, world_size: int, framework: str) -> dict[str, Any]:

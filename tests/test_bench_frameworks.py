@@ -11,12 +11,13 @@ import torch
 import frameworks_ranks as ranks
 from moelink.testing import run_ranks
 from moelink.tools.bench.frameworks import __main__ as command
-from moelink.tools.bench.frameworks import steps
+from moelink.tools.bench.frameworks import engines, steps
+from moelink.tools.bench.frameworks.engines import EngineCase
 from moelink.tools.bench.frameworks.steps import PASSES, Case, differences
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("framework", command.PACKAGES)
+@pytest.mark.parametrize("framework", [name for name in command.PACKAGES if name not in command.ENGINES])
 def test_both_dispatchers_agree_and_are_timed(framework: str) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed here: run by make test-frameworks")
@@ -31,7 +32,26 @@ def test_both_dispatchers_agree_and_are_timed(framework: str) -> None:
         assert fields["framework"]["release"]
 
 
-@pytest.mark.parametrize(("framework", "extra"), [("torchtitan", "torchtitan"), ("megatron", "megatron")])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("framework", command.ENGINES)
+def test_both_dispatchers_of_an_engine_agree_and_are_timed(framework: str) -> None:
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed here: run by make test-engines")
+    for fields in run_ranks(ranks.measured_engine, 2, framework, timeout=560):
+        gate, names = fields["gate"], [row["contender"] for row in fields["rows"]]
+        assert gate["passed"], gate
+        assert names == [names[0], "moelink"] * len(ranks.SIZES)
+        assert set(gate["differences"]) == {f"{name}, {size} tokens" for name in set(names) for size in ranks.SIZES}
+        assert all(off > 0 for off in gate["differences"].values()), "torch sums in another order and in fp32"
+        assert [row["tokens"] for row in fields["rows"][::2]] == list(ranks.SIZES)
+        assert all(row[what]["median"] > 0 for row in fields["rows"] for what in (engines.LAYER, engines.EXCHANGE))
+        assert [ratio["tokens"] for ratio in fields["times_as_fast"]] == list(ranks.SIZES)
+        assert not fields["graphs"]["captured"]
+        assert fields["framework"]["release"]
+
+
+@pytest.mark.parametrize(("framework", "extra"), [(name, name) for name in command.PACKAGES])
 def test_what_is_not_installed_is_refused_with_its_command(
     framework: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +70,45 @@ def test_differences_are_of_a_part_s_length() -> None:
     theirs = {"out": torch.ones(4), "x.grad": torch.zeros(2), "gone": torch.ones(1), "nan": torch.ones(1)}
     ours = {"out": torch.full((4,), 1.5), "x.grad": torch.zeros(2), "nan": torch.full((1,), float("nan"))}
     assert differences(theirs, ours) == {"out": 0.5, "x.grad": 0.0, "gone": float("inf"), "nan": float("inf")}
+
+
+def test_experts_here_are_those_of_a_plain_loop() -> None:
+    assert doctest.testmod(engines).failed == 0
+    case = EngineCase((5,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
+    weights, batch = engines.make_weights(case), engines.make_batch(case, 0, 5)
+    here = case.own_experts(1, 2)
+    assert here == slice(2, 4)
+    local = torch.where(batch.ids >= here.start, batch.ids - here.start, -1)
+    made = engines.weighed_experts(batch.x, weights.of(here), local, batch.weights)
+    mine = torch.where(batch.ids >= here.start, batch.weights, 0.0)
+    expected = engines.reference(engines.Batch(batch.x, mine, batch.ids), weights)
+    assert differences({"out": expected}, {"out": made.float()})["out"] < command.TOLERANCE
+    assert not made[(local < 0).all(1)].any(), "a row without experts here is zero"
+    nowhere = engines.weighed_experts(batch.x, weights.of(here), torch.full_like(batch.ids, -1), batch.weights)
+    assert not nowhere.any()
+
+
+def test_a_contender_that_is_off_is_named() -> None:
+    case = EngineCase((3,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
+    found = run_ranks(ranks.compared, 1, case)[0]
+    assert found["right, 3 tokens"] < 1e-6
+    assert found["off, 3 tokens"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.quick("no time, and each is another option")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["vllm", "--room", "1"], "--room: expected none with vllm"),
+        (["sglang", "--calls", "2"], "--calls: expected none with sglang"),
+        (["torchtitan", "--tokens", "8", "16"], "--tokens: expected one number with torchtitan"),
+    ],
+)
+def test_options_of_another_framework_are_refused(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--framework", *arguments]) == 1
+    assert named in capsys.readouterr().err
 
 
 def test_capacity_is_room_over_what_is_expected() -> None:

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m moelink.tools.bench.frameworks --framework torchtitan --out FILE
     torchrun --nproc-per-node 2 -m moelink.tools.bench.frameworks --framework megatron --out FILE
+    torchrun --nproc-per-node 2 -m moelink.tools.bench.frameworks --framework vllm --out FILE
+    torchrun --nproc-per-node 2 -m moelink.tools.bench.frameworks --framework sglang --out FILE
 
-Outputs and gradients are compared before anything is timed. Frameworks that moelink's integrations support and that are
-not here (transformers, vLLM, SGLang) have no dispatcher between ranks of their own that runs without the framework's
-engine; their benchmarks are those of the engine.
+Outputs are compared before anything is timed, and gradients with torchtitan and Megatron, which train. transformers has
+no dispatcher between ranks of its own.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import os
@@ -12,13 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moelink.errors import MoelinkError, UnsupportedError
+from moelink.errors import ArgumentError, MoelinkError, UnsupportedError
 from moelink.integrations.versions import require
 from moelink.tools.bench import frameworks
 from moelink.tools.bench.document import head, results_folder, script_parser, write
+from moelink.tools.bench.frameworks import engines
+from moelink.tools.bench.frameworks.engines import EngineCase
 from moelink.tools.bench.frameworks.steps import PASSES, Case, differences, largest_over_ranks, time_steps
 
-PACKAGES = {"torchtitan": "torchtitan", "megatron": "megatron-core"}
+PACKAGES = {"torchtitan": "torchtitan", "megatron": "megatron-core", "vllm": "vllm", "sglang": "sglang"}
+ENGINES = ("vllm", "sglang")
+"""Those that run layers forward only, whose modules make an :class:`engines.Engine`."""
+
 TOLERANCE = 0.02
 """Of a part's length, in bf16: both round rows and sums to 8 bits, at different places."""
 
@@ -57,47 +63,102 @@ def measure(framework: str, case: Case, *, samples: int, calls: int) -> dict[str
         module.close()
 
 
+def measure_engine(framework: str, case: EngineCase, *, samples: int) -> dict[str, Any]:
+    """Compare both dispatchers with torch on one rank, and time them if they agree: as :func:`measure`. Collective."""
+    release = require(PACKAGES[framework])
+    module = importlib.import_module(f"moelink.tools.bench.frameworks.{framework}")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if case.num_experts % ranks:
+        raise ArgumentError("experts", f"a multiple of {ranks}, the number of ranks", case.num_experts)
+    weights = engines.make_weights(case)
+    engine = module.make_engine(case, weights.of(case.own_experts(rank, ranks)), rank, ranks)
+    try:
+        batches = {tokens: engines.make_batch(case, rank, tokens) for tokens in case.tokens}
+        found = engines.compare(engine, batches, weights)
+        del weights
+        wrong = [name for name, off in found.items() if not off <= TOLERANCE]
+        fields: dict[str, Any] = {
+            "framework": {"package": PACKAGES[framework], "release": release}, "note": engine.note,
+            "case": dataclasses.asdict(case) | {"dtype": "bf16"},
+            "gate": {"passed": not wrong, "fault": f"{', '.join(wrong)} differ" if wrong else "", "differences": found},
+        }  # fmt: skip
+        if not wrong:
+            fields["rows"], fields["graphs"] = engines.time_engine(engine, batches, case.device, samples=samples)
+            fields["times_as_fast"] = engines.times_as_fast(fields["rows"])
+        return fields
+    finally:
+        engine.close()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on the ranks of torchrun; rank 0 writes."""
     parser = script_parser(frameworks.__doc__, out="benchmarks/results/frameworks_FRAMEWORK.json")
     parser.add_argument("--framework", choices=PACKAGES, required=True)
-    for name, value in (("tokens", 4096), ("hidden", 2048), ("intermediate", 768), ("experts", 64), ("topk", 8)):
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        help=f"of each rank: default 4096, for engines {' '.join(map(str, engines.SIZES))}",
+    )
+    parser.add_argument("--experts", type=int, help="default 64, for engines 128")
+    for name, value in (("hidden", 2048), ("intermediate", 768), ("topk", 8), ("samples", 15)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--room", type=float, default=1.25, help="rows of outputs over those expected; 0: worst case")
-    parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--room", type=float, help="rows of outputs over those expected, default 1.25; 0: worst case")
+    parser.add_argument("--calls", type=int, help="calls a sample, default 5; not for engines")
     args = parser.parse_args(arguments)
     try:
+        case = _case(args)
         require(PACKAGES[args.framework])
         if not torch.cuda.is_available():
             raise UnsupportedError("device: expected a CUDA device for each rank, got none; run this on a GPU machine")
     except MoelinkError as error:
         print(f"moelink: {error}", file=sys.stderr)
         return 1
-    case = Case(
-        tokens=args.tokens, hidden_size=args.hidden, intermediate_size=args.intermediate, num_experts=args.experts,
-        topk=args.topk, device="cuda", room=args.room or None,
-    )  # fmt: skip
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     try:
-        fields = measure(args.framework, case, samples=args.samples, calls=args.calls)
+        if isinstance(case, EngineCase):
+            fields, how = measure_engine(args.framework, case, samples=args.samples), "one a sample, cold cache"
+        else:
+            calls = args.calls or 5
+            fields, how = measure(args.framework, case, samples=args.samples, calls=calls), f"{calls} a sample"
     finally:
         dist.destroy_process_group()
     if rank == 0:
         document = {
             **head("frameworks", script="frameworks", program=f"torchrun --nproc-per-node {ranks}", commit=args.commit),
             "device": "cuda", "devices": [torch.cuda.get_device_name()] * ranks, "ranks": ranks,
-            "method": f"eager calls, {args.calls} a sample, samples of both in turns; the slowest rank, microseconds a "
+            "method": f"eager calls, {how}, samples of both in turns; the slowest rank, microseconds a "
             "call: median, 20th and 80th percentile; skew is the median difference between ranks",
             **fields,
         }  # fmt: skip
         write(document, args.out or results_folder() / f"frameworks_{args.framework}.json")
         for row in fields.get("rows", ()):
-            print(row["contender"], *(f"{name}: {row[name]['median']:.0f} us" for name in PASSES), sep=", ")
+            medians = (f"{name}: {entry['median']:.0f} us" for name, entry in row.items() if isinstance(entry, dict))
+            print(row["contender"], row.get("tokens", args.tokens), *medians, sep=", ")
         print(fields.get("times_as_fast") or fields["gate"]["fault"])
     return 0 if fields["gate"]["passed"] else 1
+
+
+def _case(args: argparse.Namespace) -> Case | EngineCase:
+    """Return the case of the command line.
+
+    Raises:
+        ArgumentError: an option that the framework's benchmark has no use for.
+    """
+    sizes = {"hidden_size": args.hidden, "intermediate_size": args.intermediate, "topk": args.topk, "device": "cuda"}
+    if args.framework in ENGINES:
+        for name in ("room", "calls"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(f"--{name}", f"none with {args.framework}", getattr(args, name))
+        several = tuple(dict.fromkeys(args.tokens or engines.SIZES))
+        return EngineCase(tokens=several, num_experts=args.experts or 128, **sizes)
+    tokens = args.tokens or [4096]
+    if len(tokens) != 1:
+        raise ArgumentError("--tokens", f"one number with {args.framework}", tokens)
+    room = 1.25 if args.room is None else args.room
+    return Case(tokens=tokens[0], num_experts=args.experts or 64, room=room or None, **sizes)
 
 
 if __name__ == "__main__":
