@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang_ranks import declare_vision_operators
 from vllm_ranks import gather_rows, scatter_sums
 
 warnings.simplefilter("ignore")
@@ -35,6 +36,7 @@ def compared(rank: int, world_size: int, case: Any) -> dict[str, float]:
 
 def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any]:
     """The fields of an engine's result."""
+    declared = None
     if framework == "vllm":
         import vllm.platforms
         from vllm.platforms.cpu import CpuPlatform
@@ -43,12 +45,23 @@ def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
         CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
+    else:
+        declared = declare_vision_operators()
+        from sglang.srt.distributed.parallel_state import GroupCoordinator
+        from sglang.srt.layers.moe.token_dispatcher import standard
+
+        standard.get_device = lambda: "cpu"
+        GroupCoordinator.all_gatherv = lambda self, given, sizes: gather_rows(self, given, 0, sizes)
+        GroupCoordinator.reduce_scatterv = lambda self, given, output, sizes: output.copy_(
+            scatter_sums(self, given, 0, sizes)
+        )
     from moelink.tools.bench.frameworks.__main__ import measure_engine
     from moelink.tools.bench.frameworks.engines import EngineCase
 
     dist.init_process_group("gloo")
     case = EngineCase(tokens=SIZES, hidden_size=128, intermediate_size=32, num_experts=8, topk=2, device="cpu")
     fields = measure_engine(framework, case, samples=3)
+    del declared
     dist.destroy_process_group()
     return fields
 
