@@ -69,7 +69,9 @@ def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any
 def measured(rank: int, world_size: int, framework: str) -> dict[str, Any]:
     """The fields of a result."""
     if framework == "megatron":
-        import megatron_cpu  # noqa: F401 - for its effect, before anything of Megatron is imported
+        import megatron_cpu
+
+        del megatron_cpu.moe_utils.te_general_gemm  # the benchmark provides it by itself, as on a GPU
     else:
         torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes CUDA where it finds no accelerator
     from moelink.tools.bench.frameworks.__main__ import measure

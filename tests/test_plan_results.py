@@ -141,7 +141,7 @@ NOT_COMPARED = {
     "ops_overhead": HOST,
     "quotients": "counts of roundings, no time",
     "layer": "routing, which the plan leaves out, is not told apart from the layer; layer_1xh200.json does",
-    "frameworks": "calls made one by one, with the host's time, and gradients, which the plan leaves out",
+    "frameworks": "layers of a framework, with the host's time, its own steps and gradients, which the plan leaves out",
 }
 """By benchmark: why the plan says nothing about its times."""
 
