@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import json
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import frameworks_ranks as ranks
 from moelink.testing import run_ranks
@@ -109,6 +113,42 @@ def test_options_of_another_framework_are_refused(
 ) -> None:
     assert command.main(["--framework", *arguments]) == 1
     assert named in capsys.readouterr().err
+
+
+def test_the_command_writes_a_result_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = []
+
+    def measured(framework: str, case: EngineCase, *, samples: int) -> dict[str, Any]:
+        cases.append((framework, case, samples))
+        rows = [
+            {"contender": name, "tokens": tokens, engines.LAYER: {"median": median}}
+            for tokens in case.tokens
+            for name, median in (("theirs", 30.0), ("moelink", 20.0))
+        ]
+        gate = {"passed": True, "fault": ""}
+        return {"gate": gate, "rows": rows, "times_as_fast": engines.times_as_fast(rows)}
+
+    start = dist.init_process_group
+    monkeypatch.setattr(command, "measure_engine", measured)
+    monkeypatch.setattr(command, "require", lambda package: "1.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backends: start("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    )
+    out = tmp_path / "vllm.json"
+    options = ["--tokens", "1", "64", "--samples", "6", "--commit", "abc", "--out", str(out)]
+    assert command.main(["--framework", "vllm", *options]) == 0
+    assert cases == [("vllm", EngineCase((1, 64), 2048, 768, 128, 8, "cuda"), 6)]
+    document = json.loads(out.read_text())
+    assert (document["benchmark"], document["commit"], document["devices"]) == ("frameworks", "abc", ["a GPU"])
+    assert document["times_as_fast"] == [{"tokens": 1, "layer": 1.5}, {"tokens": 64, "layer": 1.5}]
+    said = capsys.readouterr().out
+    assert "moelink, 64 tokens, layer: 20 us" in said
+    assert "{'tokens': 64, 'layer': 1.5}" in said
 
 
 def test_capacity_is_room_over_what_is_expected() -> None:

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(document, args.out or results_folder() / f"frameworks_{args.framework}.json")
         for row in fields.get("rows", ()):
             medians = (f"{name}: {entry['median']:.0f} us" for name, entry in row.items() if isinstance(entry, dict))
-            print(row["contender"], row.get("tokens", args.tokens), *medians, sep=", ")
+            print(row["contender"], f"{row.get('tokens', case.tokens)} tokens", *medians, sep=", ")
         ratios = fields.get("times_as_fast") or fields["gate"]["fault"]
         print(*(ratios if isinstance(ratios, list) else [ratios]), sep="\n")
     return 0 if fields["gate"]["passed"] else 1
