@@ -115,9 +115,9 @@ def bare_loads(ttir):
 SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
 """Formats that are received as another one is: only what sends them is compiled."""
 
-PARTS = ("kernels", "variants", "scales", "home", "in_place")
-"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats; and
-layout "rank", copied and with ``zero_copy``."""
+PARTS = ("kernels", "variants", "scales", "home", "in_place", "own_rows")
+"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats;
+layout "rank", copied and with ``zero_copy``; combine of two ranks whose own rows travel and stay."""
 
 
 def kernels(part):
@@ -130,6 +130,7 @@ def kernels(part):
     from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
     from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
     from moelink.kernels.launch.constants import combine_spec, dispatch_spec
+    from moelink.kernels.launch.own_rows import in_one_launch
     from moelink.memory.workspace import Workspace
 
     device = torch.device("cuda")
@@ -141,6 +142,14 @@ def kernels(part):
                 spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
                 yield f"combine_async-{fmt}-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
                 yield f"combine_wait-{fmt}-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+        return
+    if part == "own_rows":
+        for layout, most in (("rank", 4096), ("rank", 512), ("expert", 4096), ("expert", 512)):
+            fields = {**shape, "max_tokens_per_rank": most, "world_size": 2, "layout": layout}
+            workspace = Workspace(moelink.EPConfig(**fields))
+            spec = combine_spec(workspace, device, row_weights=True, home_weights=False)
+            for way, of in (("travel", spec), ("stay", in_one_launch(spec, workspace, device))):
+                yield f"{layout}-{most}-{way}", combine.ep_fused_combine_kernel, of, "*bf16"
         return
     if part == "in_place":
         for name, more in (("copied", {}), ("in_place", {"zero_copy": True})):

@@ -321,7 +321,7 @@ COMBINE = (
            "if cfg.combine_format is not None:", "if cfg.combine_format == 0:",
            "test_combine_format.py::test_sizes_and_digest"),
     Mutant("slots are summed in descending order", "kernels/combine/send.py",
-           "row = tl.load(rows + k)\n        keep", "row = tl.load(rows + S.SLOTS_PER_MESSAGE - 1 - k)\n        keep",
+           "row = tl.load(rows + k)\n    keep", "row = tl.load(rows + S.SLOTS_PER_MESSAGE - 1 - k)\n    keep",
            "test_symmetric.py::test_slots_are_summed_in_ascending_order"),
     Mutant("a rank's sum is read from the rank after it", "kernels/combine/reduce.py",
            "tl.cast(rank * S.MAX_TOKENS + token, tl.int64)", "tl.cast((rank + 1) % S.WORLD_SIZE * S.MAX_TOKENS + token, tl.int64)",

@@ -26,6 +26,7 @@ from moelink.hooks import Hook
 from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import CombineSpec, combine_spec
 from moelink.kernels.launch.grid import Launch, combine_launch, shared_bounds
+from moelink.kernels.launch.own_rows import in_one_launch
 from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs
 from moelink.memory.pointers import COMBINE
 from moelink.memory.protocol import STATUS_OK
@@ -94,15 +95,14 @@ def prepare_fused_combine(
 ) -> Prepared:
     """Check the arguments of :func:`ep_fused_combine`; the result launches it."""
     given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
-    how = launch_of(ep, len(topk_ids), given.spec)
-    senders = 0 if given.spec.ALLREDUCE else how.send
+    spec = in_one_launch(given.spec, ep.workspace, ep.device)
+    how = launch_of(ep, len(topk_ids), spec)
+    senders = 0 if spec.ALLREDUCE else how.send
     numbers = given.numbers._replace(programs=senders + how.receive, senders=senders, spread=how.spread)
     records = (given.inputs, given.outputs, given.notes)
 
     def start() -> None:
-        launch(
-            ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec, **EXACT
-        )
+        launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, how, S=spec, **EXACT)
 
     return start
 
@@ -227,7 +227,8 @@ def spec_of(ep: EPBuffers, *, row_weights: bool, home_weights: bool = False, **o
 
 def launch_of(ep: EPBuffers, num_tokens: int, spec: CombineSpec) -> Launch:
     """How a combine of so many own tokens is launched: as a communicator's."""
-    return combine_launch(ep.workspace, ep.device, num_tokens, sums=bool(spec.SENDS_SUMS))
+    sums, stay = bool(spec.SENDS_SUMS), bool(spec.OWN_ROWS_STAY)
+    return combine_launch(ep.workspace, ep.device, num_tokens, sums=sums, own_rows_stay=stay)
 
 
 def _check_sender(

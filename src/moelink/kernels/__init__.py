@@ -14,6 +14,7 @@ dispatch/scales        writes the scales of large calls, in a launch of its own
 dispatch/send_cached   the sender role over cached routing; receive_cached: the receiver role
 combine/kernel         both roles in one launch, or in two
 combine/send           the expert role: ``send_tokens_back``
+combine/own_rows       rows of a rank's own tokens that do not travel, with two ranks and many tokens
 combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
 combine/phases         the home role in launches of its own: wait, ``copy_shared_expert_outputs``, reduce
 =====================  ==============================================================================================
@@ -29,6 +30,7 @@ sync/internode         puts to ranks of other nodes, if there are any; quiesce: 
 sync/trace             stamps of what a CTA does, where a trace asks for them; clocks: compares those of the ranks
 launch/constants       launch constants: what is fixed when a kernel is compiled
 launch/grid            how many CTAs a launch has, and what each of them does; sm_limit: which SMs they use
+launch/own_rows        which combines keep own rows where they are
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled
 numeric                rounding
 scale_rows             gradients of combine, and conversions between dtypes, for the rows that exist

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.combine.collect import sum_of_levels, wait_for_levels
+from moelink.kernels.combine.own_rows import others_slots, own_rows, own_sum
 from moelink.kernels.combine.row_format import load_columns, row_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
@@ -390,6 +391,41 @@ def sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, pa
 
 
 @triton.jit
+def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
+    """Do as :func:`gather_token` where own rows stay (``kernels.combine.own_rows``)."""
+    mine = own_block(ctx.control, S)
+    rows, there = own_rows(notes, slots, ctx.me, S)
+    y_rows = tl.where(there, numbers.y_rows, 0)
+    slots = others_slots(slots, ctx.me, S)
+    ok = tl.full([], 1, tl.int32)
+    small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
+    if small == 0:
+        ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
+    for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
+        if ok > 0:
+            c = c0 + tl.arange(0, S.BLOCK_SIZE)
+            own = own_sum(inputs, y_rows, rows, c, S)
+            total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
+            if small == 0:
+                place = tl.cast((1 - ctx.me) * S.MAX_TOKENS + token, tl.int64)
+                source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
+                total += row_columns(source, c0, tl.max(slots, 0) >= 0, S)
+            if S.LAMPORT_TOKENS > 0:
+                if small:
+                    came = arrivals(ctx, ARRIVED, tl.arange(0, S.WORLD_SIZE_POW2), S)
+                    ok, peer, total = sum_rows(mine, slots, token, c0, ctx.limit, came, S)
+                    stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
+                    report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
+            if ok > 0:
+                total += own.to(S.SUM_DTYPE)
+                if S.FUSED_SHARED_EXPERT:
+                    total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
+                finish(total, outputs, inputs, token, c, S)
+                stamp_both(ctx, ROW_STORED, LAST_STORED, S)
+    return ok
+
+
+@triton.jit
 def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
     """Wait for a token's rows and store every ``parts``-th block of columns of its result, from ``part``.
 
@@ -445,7 +481,10 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
         if ok > 0:
             token = i // parts
             slots = awaited_slots(notes, token, brought, choices, S)
-            ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
+            if S.OWN_ROWS_STAY:
+                ok = gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
+            else:
+                ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
     if S.TWO_LEVEL:
         if brought:
             ok = after_relaying(ok, program, ctx, _COLLECTED, _PHASE, S)

@@ -15,6 +15,8 @@ rank learns of a refusal even when no rows were due to it. Where messages travel
 is the only CTA. A rank that refuses the call sends no rows but raises all flags. Where a combine takes several passes
 over the slots, a refused combine ends with the first pass, because the rank that refuses makes only one call.
 
+A rank is not one of its own homes where its own rows stay (``kernels.combine.own_rows``).
+
 Sums: the accumulator starts at +0, slots ascend, each product is rounded before it is added (no fused multiply-add),
 and the sum is rounded once to the row's dtype, or encoded in the combine format (``kernels.combine.row_format``). A
 slot of another rank, a row dropped for ``capacity`` and a row number out of range contribute nothing.
@@ -69,6 +71,22 @@ def is_refused(control, call, slot_begin):
 
 
 @triton.jit
+def weighted_row(y, y_rows, row_weights, home_weights, rows, k, c, S: tl.constexpr):
+    """Return row ``rows[k]`` at columns ``c`` times its weight, or zeros: a summand of :func:`weighted_sum`."""
+    row = tl.load(rows + k)
+    keep = (row >= 0) & (row < y_rows)
+    source = y + row.to(tl.int64) * S.HIDDEN_SIZE
+    part = tl.load(source + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0, eviction_policy=S.EVICTION).to(
+        S.SUM_DTYPE
+    )
+    if S.HAS_ROW_WEIGHTS:
+        part = part * tl.load(row_weights + row, mask=keep, other=0.0)
+    elif S.HAS_HOME_WEIGHTS:
+        part = part * tl.load(home_weights + k, mask=keep, other=0.0)
+    return part
+
+
+@triton.jit
 def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr):
     """Sum over slots, at columns ``c``, the rows that ``rows`` names (a pointer to S.SLOTS_PER_MESSAGE row numbers), in
     S.SUM_DTYPE.
@@ -77,17 +95,7 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
     """
     total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
     for k in tl.static_range(S.SLOTS_PER_MESSAGE):
-        row = tl.load(rows + k)
-        keep = (row >= 0) & (row < y_rows)
-        source = y + row.to(tl.int64) * S.HIDDEN_SIZE
-        part = tl.load(source + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0, eviction_policy=S.EVICTION).to(
-            S.SUM_DTYPE
-        )
-        if S.HAS_ROW_WEIGHTS:
-            part = part * tl.load(row_weights + row, mask=keep, other=0.0)
-        elif S.HAS_HOME_WEIGHTS:
-            part = part * tl.load(home_weights + k, mask=keep, other=0.0)
-        total += part
+        total += weighted_row(y, y_rows, row_weights, home_weights, rows, k, c, S)
     return total
 
 
@@ -386,14 +394,15 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
             number = program - tl.minimum(num_programs - 1, apart)
             if (numbers.status == 0) & (number >= 0):
                 # One home rank for each CTA where the CTAs suffice; no two ranks begin with the same home rank.
-                for i in range(number % S.WORLD_SIZE, S.WORLD_SIZE, others):
+                homes: tl.constexpr = S.WORLD_SIZE - S.OWN_ROWS_STAY
+                for i in range(number % homes, homes, others):
                     send_rows_home(
                         ctx,
                         inputs,
                         notes,
-                        (i + numbers.me) % S.WORLD_SIZE,
-                        number // S.WORLD_SIZE,
-                        tl.cdiv(tl.maximum(others - i, 1), S.WORLD_SIZE),
+                        (i + S.OWN_ROWS_STAY + numbers.me) % S.WORLD_SIZE,
+                        number // homes,
+                        tl.cdiv(tl.maximum(others - i, 1), homes),
                         numbers,
                         S,
                     )

@@ -346,7 +346,7 @@ class CombineSpec(CommonSpec):
         EVICTION: how experts' rows are loaded, as Triton names it. Up to MANY_TOKENS they are the first to leave the L2
             cache, which holds what comes over the links and what the next calls need. With more tokens all of that
             leaves the cache in any case, and fewer instructions matter more.
-        COLLECTORS: collecting CTAs, 0 with one level.
+        COLLECTORS: collecting CTAs, 0 with one level. OWN_ROWS_STAY: 1 where ``kernels.combine.own_rows`` says.
         KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
             else by the message.
     """
@@ -392,6 +392,7 @@ class CombineSpec(CommonSpec):
     OFFSET_STAGED_ROWS: int
     OFFSET_NODE_ROWS: int
     COLLECTORS: int
+    OWN_ROWS_STAY: int
 
 
 @lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
@@ -423,8 +424,7 @@ def combine_spec(
     codec = None if home.format is None else home.format.codec()
     # A block of words has at least one element for each thread (``kernels.sync.signals``).
     least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
-    # Rows staged by message: one row for each token.
-    copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]
+    copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]  # one a token if staged
     return CombineSpec(
         **common(workspace, device), HIDDEN_SIZE=cfg.hidden_size, PARTS_PER_ROW=workspace.combine_parts,
         PARTS_POW2=triton.next_power_of_2(workspace.combine_parts), REDUCES=reduce,
@@ -447,5 +447,5 @@ def combine_spec(
         STAGED_BY_ROW=not cfg.pre_reduce, OFFSET_ROW_FLAG=inter("row_flag"),
         OFFSET_INTER_NODE_KEPT=inter("inter_node_kept"), OFFSET_STAGED_STATUS=inter("staged_status"),
         OFFSET_STAGED_KEPT=inter("staged_kept"), OFFSET_STAGED_ROWS=inter("staged_rows"),
-        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device),
+        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_STAY=0,
     )  # fmt: skip

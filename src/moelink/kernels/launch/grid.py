@@ -100,14 +100,17 @@ def dispatch_launch(
     return Launch(send, receive, maxnreg=80, resident=3)
 
 
-def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, *, sums: bool) -> Launch:
+def combine_launch(
+    workspace: Workspace, device: torch.device, num_tokens: int, *, sums: bool, own_rows_stay: bool = False
+) -> Launch:
     """Choose the CTAs of a combine of ``num_tokens`` own tokens, in which ``sums`` travel, or else every row.
 
     Five CTAs of 4 warps and 96 registers share an SM. Few tokens: one CTA for each part of a message, or for a few
     parts, and one for each part of a token; and one more in either role, which tells or checks that all ranks are in
     this call. More tokens: four of five CTAs send, one sums. Where sums need no flags, up to MANY_TOKENS, three send
     and two sum, because a sender waits for nothing and a reducer also clears what it read. In layout "rank", whose
-    senders only copy, two send and three sum.
+    senders only copy, two send and three sum. If ``own_rows_stay`` (``kernels.combine.own_rows``), half of those four
+    or three send, with either layout, and the others sum.
     """
     if device.type == "cpu":
         return Launch(3, 3)
@@ -127,6 +130,9 @@ def combine_launch(workspace: Workspace, device: torch.device, num_tokens: int, 
         # (``kernels.launch.sm_limit``).
         room = 4 * sms if config.num_sms is None else 5 * sms - send - collectors
         receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens) + 1)
+    elif own_rows_stay:
+        send = (3 if workspace.lamport_tokens else 4) * sms // ranks
+        receive = 5 * sms - send
     else:
         send -= collectors
     return Launch(send, max(1, receive), num_warps=4, maxnreg=96, spread=spread, resident=5)

@@ -13,6 +13,7 @@ from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.grid import combine_launch, shared_bounds
 from moelink.kernels.launch.launcher import CompiledKernel
+from moelink.kernels.launch.own_rows import in_one_launch
 from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs, RoutingNotes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import Blank
@@ -62,9 +63,12 @@ class LaunchPlan:
             shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums, tells_weighed=True,
         )  # fmt: skip
         spec = rank.in_form(spec)
-        launch = combine_launch(workspace, rank.device, num_tokens, sums=bool(spec.SENDS_SUMS))
+        together = in_one_launch(spec, workspace, rank.device)
+        sums, stay = bool(spec.SENDS_SUMS), bool(together.OWN_ROWS_STAY)
+        launch = combine_launch(workspace, rank.device, num_tokens, sums=sums)
+        fused = combine_launch(workspace, rank.device, num_tokens, sums=sums, own_rows_stay=stay)
         travels = not spec.ALLREDUCE
-        senders = launch.send + spec.COLLECTORS if travels else 0
+        senders = fused.send + spec.COLLECTORS if travels else 0
         slots = () if reduce else (config.topk,)
         dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
         how: Any = {"S": spec, "launch": launch, **_EXACT}
@@ -76,7 +80,8 @@ class LaunchPlan:
         )  # fmt: skip
         send = kernel(kernels.ep_combine_async_kernel, launch.send + spec.COLLECTORS, **how)
         receive = kernel(kernels.ep_combine_wait_kernel, launch.receive, **how)
-        both = kernel(kernels.ep_fused_combine_kernel, senders + launch.receive, **how)
+        how |= {"S": together, "launch": fused}
+        both = kernel(kernels.ep_fused_combine_kernel, senders + fused.receive, **how)
         return cls(
             send=send,
             receive=receive,

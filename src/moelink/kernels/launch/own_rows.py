@@ -1,0 +1,39 @@
+"""Choose the combines in which rows of a rank's own tokens stay where they are (``kernels.combine.own_rows``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+import torch
+
+from moelink.kernels.launch.constants import CombineSpec
+from moelink.memory.workspace import Workspace
+
+LEAST_TOKENS = 512
+"""Own rows stay in communicators of at least so many tokens per rank. On CPUs, where all numbers of tokens are small, 5
+are enough."""
+
+
+def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> bool:
+    """Return whether own rows stay where they are in a fused launch of combine, in which ``sums`` travel, or else every
+    row.
+
+    A combine of two ranks with many tokens is bound by memory, not by the link: half of all sums are of own tokens, and
+    each of them would be stored, and loaded again. Of few tokens, and of more ranks, the home role is what a call waits
+    for last, and its sums would come behind everything else. docs/lab/combine.md has the figures.
+
+    Ranks need not choose alike. Sums in a combine format are not among these, because they are encoded and decoded as
+    they travel; nor are those of two nodes, where the network is the bound.
+    """
+    config = workspace.config
+    least = 5 if device.type == "cpu" else LEAST_TOKENS
+    one_node = config.world_size == 2 and not workspace.inter_node_ranks and config.mode == "alltoall"
+    return sums and one_node and config.combine_format is None and config.max_tokens_per_rank >= least
+
+
+@lru_cache(maxsize=256)
+def in_one_launch(spec: CombineSpec, workspace: Workspace, device: torch.device) -> CombineSpec:
+    """Return the launch constants ``spec`` for a launch of both roles."""
+    stay = own_rows_stay(workspace, device, sums=bool(spec.SENDS_SUMS))
+    return dataclasses.replace(spec, OWN_ROWS_STAY=1) if stay else spec

@@ -1,0 +1,214 @@
+"""Combines in which a rank's own rows stay where they are: which they are, under seeded schedules, and by example."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import moelink
+import moelink.memory.workspace as workspaces
+from cases import Result, Setup
+from interleaving import Scheduler
+from moelink.kernels.launch import grid
+from moelink.kernels.launch.constants import combine_spec
+from moelink.kernels.launch.own_rows import in_one_launch, own_rows_stay
+from moelink.transports.base import CombineRequest, DispatchRequest
+from protocol_runs import (
+    Calls,
+    ScheduledProxy,
+    Small,
+    check,
+    one_call,
+    play,
+    play_calls,
+    run,
+    run_another,
+    run_refused,
+    scenarios,
+    transports,
+)
+from symmetric_ranks import combine_requests, dispatch_requests
+from tiers import seeds
+
+WORLD = 2
+SIZES = (("max_tokens_per_rank", 5), ("hidden_size", 8))
+EXPERT = Setup("bf16", SIZES, num_experts=4, topk=3)
+RANK = Setup("bf16", (*SIZES, ("layout", "rank")), num_experts=4, topk=3)
+KINDS = {
+    "expert": EXPERT,
+    "rank": RANK,
+    "shared_expert": Setup("bf16", (*SIZES, ("fused_shared_expert", True)), num_experts=3, topk=2),
+    "fp32": Setup("bf16", (*SIZES, ("combine_dtype", torch.float32)), num_experts=4, topk=2),
+    "fp64": Setup("fp64", SIZES, num_experts=4, topk=1),
+}
+SCENARIOS = {
+    name: scenarios(EXPERT)[name]
+    for name in ("combines_in_a_row", "two_calls_other_token_counts", "a_rank_with_nothing", "two_communicators")
+}
+
+
+@pytest.fixture(params=["rows", "flags"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The other rank's sums are their own signal, or have flags behind them."""
+    if request.param == "flags":
+        monkeypatch.setattr(workspaces, "LAMPORT_BYTES", 0)
+        monkeypatch.setattr(workspaces, "FEW_TOKENS", 2)
+    combine_spec.cache_clear()
+    yield request.param
+    combine_spec.cache_clear()
+
+
+FIELDS: dict[str, Any] = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 512}
+
+
+@pytest.mark.quick("each choice takes milliseconds")
+@pytest.mark.parametrize("fields, device, stay", [
+    ({}, "cuda", True), ({"max_tokens_per_rank": 511}, "cuda", False), ({"max_tokens_per_rank": 4096}, "cuda", True),
+    ({"layout": "rank"}, "cuda", True), ({"world_size": 1}, "cuda", False), ({"world_size": 4}, "cuda", False),
+    ({"ranks_per_node": 1}, "cuda", False), ({"mode": "allreduce"}, "cuda", False),
+    ({"combine_format": "fp8_block128"}, "cuda", False), ({"pre_reduce": False}, "cuda", False),
+    ({"max_tokens_per_rank": 5}, "cpu", True), ({"max_tokens_per_rank": 4}, "cpu", False),
+], ids=str)  # fmt: skip
+def test_own_rows_stay_where_it_is_predicted_to_win(fields: dict[str, Any], device: str, stay: bool) -> None:
+    workspace = workspaces.Workspace(moelink.EPConfig(**{**FIELDS, "world_size": 2, **fields}))
+    place = torch.device(device)
+    spec = combine_spec(workspace, torch.device("cpu"), row_weights=False, home_weights=False)
+    assert spec.OWN_ROWS_STAY == 0, "a launch of one role"
+    assert own_rows_stay(workspace, place, sums=bool(spec.SENDS_SUMS)) == stay
+    together = in_one_launch(spec, workspace, place)
+    assert int(stay) == together.OWN_ROWS_STAY
+    assert stay or together is spec
+    assert not own_rows_stay(workspace, place, sums=False)
+
+
+@pytest.mark.parametrize("most, travel, stay", [(512, (396, 264), (198, 462)), (4096, (528, 132), (264, 396))])
+def test_what_would_send_own_rows_sums(
+    monkeypatch: pytest.MonkeyPatch, most: int, travel: tuple[int, int], stay: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(grid, "sm_count", lambda device: 132)
+    workspace = workspaces.Workspace(moelink.EPConfig(**{**FIELDS, "world_size": 2, "max_tokens_per_rank": most}))
+    for own, want in ((False, travel), (True, stay)):
+        launch = grid.combine_launch(workspace, torch.device("cuda", 0), most, sums=True, own_rows_stay=own)
+        assert (launch.send, launch.receive) == want
+
+
+@seeds(1, 12)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_kind_equal_oracle(kind: str, form: str, seeds: range) -> None:
+    for seed in seeds:
+        weights = "none" if kind == "rank" else "dispatch"
+        run(2 * seed + (form == "flags"), [Small(KINDS[kind], "uniform", weights=weights, seed=1 + seed)])
+
+
+@seeds(1, 8)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario_under_every_schedule(name: str, form: str, seeds: range) -> None:
+    for seed in seeds:
+        run(2 * seed + (form == "flags"), **SCENARIOS[name])
+
+
+def blocks_of(group: Any) -> list[dict[str, torch.Tensor]]:
+    """The regions of each rank's block."""
+    workspace = workspaces.Workspace(group[0].ranks[0].config)
+    return [
+        {region.name: region.view(transport.ranks[0].memory.local) for region in workspace.regions}
+        for transport in group
+    ]
+
+
+@pytest.mark.parametrize("layout", [pytest.param("rank", marks=pytest.mark.quick("with flags and without")), "expert"])
+def test_a_rank_stores_nothing_in_its_own_block(layout: str, form: str) -> None:
+    """Neither rows nor flags; the other rank stores both, or rows alone."""
+    setup = RANK if layout == "rank" else EXPERT
+    case = Small(setup, "uniform", weights="none", seed=1)
+    group, results = transports(setup, WORLD), {}
+    blocks = blocks_of(group)
+    rows = [blocks[rank]["rows"][rank].clone() for rank in range(WORLD)]
+
+    def main_of(rank: int) -> Any:
+        calls = Calls(group[rank], rank)
+
+        def main() -> None:
+            recv = calls.dispatch(case)
+            results[rank] = Result.of(recv, calls.combine(case, recv))
+
+        return main
+
+    play(Scheduler(3), group, [main_of(rank) for rank in range(WORLD)])
+    check([case], {id(case): results}, world=WORLD)
+    for rank, block in enumerate(blocks):
+        assert torch.equal(block["rows"][rank], rows[rank])
+        assert int(block["combine_flag"][rank].max()) == 0
+        assert int(block["combine_flag"][1 - rank].max()) == int(form == "flags")
+        assert form == "flags" or int(block["lamport_slots"].max()) == 0
+
+
+def test_a_token_may_have_no_own_row(form: str) -> None:
+    """Of rank 0's tokens, each of one expert, some stay and some go to rank 1 alone."""
+    setup = dataclasses.replace(KINDS["fp64"], topk=1)
+    owners = [[int(ids) // 2 for ids in Small(setup, "uniform", seed=s).data(0).topk_ids] for s in range(20)]
+    seed = next(seed for seed, of in enumerate(owners) if of[0] == 0 and 1 in of)
+    run(0, [Small(setup, "uniform", seed=seed)])
+
+
+@seeds(1, 6)
+def test_fused_and_split_calls_follow_each_other_and_meet(form: str, seeds: range) -> None:
+    """What one rank chooses does not concern the other."""
+    cases = [dataclasses.replace(one_call(EXPERT)[0], salt=salt) for salt in range(4)]
+    ways = ((True, False, True, False), (False, True, True, False))
+    for seed in seeds:
+        results: list[dict[int, Result]] = [{} for _ in cases]
+
+        def main(calls: Calls, results: list[dict[int, Result]] = results) -> None:
+            transport, rank = calls.transport, calls.rank
+            (recv,) = transport.dispatch(dispatch_requests(cases[0], [rank]), fused=True).wait()
+            for number, (case, fused) in enumerate(zip(cases, ways[rank], strict=True)):
+                (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
+                results[number][rank] = Result.of(recv, out)
+
+        play_calls(seed, EXPERT, WORLD, main, proxies=ScheduledProxy)
+        for case, ranks in zip(cases, results, strict=True):
+            check([case], {id(case): ranks}, world=WORLD)
+
+
+@seeds(1, 8)
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refused_call_leaves_nothing_behind(refusing: int, form: str, seeds: range) -> None:
+    for seed in seeds:
+        run_refused(seed, one_call(EXPERT)[0], "combine", refusing=refusing)
+
+
+@seeds(1, 4)
+def test_ranks_that_combine_different_dispatches_end_with_an_error(form: str, seeds: range) -> None:
+    few, more = (Small(EXPERT, "uniform", seed=seed, tokens=tokens) for seed, tokens in ((1, (2, 1)), (2, (4, 3))))
+    for seed in seeds:
+        run_another(seed, few, more, [1])
+
+
+def test_the_example_of_the_docstring() -> None:
+    """Rank 0's token chose experts 0 and 1 of its own rank and expert 2 of rank 1; rank 1 has no tokens."""
+    group, outs = transports(EXPERT, WORLD), {}
+    ids = [torch.tensor([[0, 2, 1]]), torch.empty(0, 3, dtype=torch.int64)]
+    weights = [torch.tensor([[0.5, 1.0, 1.0]]), torch.empty(0, 3)]
+    rows = [(2.0, 2.0**-8), (2.0**-8,)]
+
+    def main_of(rank: int) -> Any:
+        def main() -> None:
+            x = torch.ones(len(ids[rank]), 8, dtype=torch.bfloat16)
+            request = DispatchRequest(x, ids[rank], weights[rank])
+            (recv,) = group[rank].dispatch([request], fused=True).wait()
+            y = torch.full((EXPERT.config(WORLD, rank).row_capacity, 8), torch.nan, dtype=torch.bfloat16)
+            y[: len(rows[rank])] = torch.tensor(rows[rank], dtype=torch.bfloat16)[:, None]
+            notes = recv.handle.plan.given(True)
+            if rank == 0:
+                assert notes.rows_of_message.view(-1)[:3].tolist() == [0, -1, 1]
+            (outs[rank],) = group[rank].combine([CombineRequest(y, recv)], fused=True).wait()
+
+        return main
+
+    Scheduler(0).run([main_of(rank) for rank in range(WORLD)])
+    assert outs[0].tolist() == [[1.0] * 8]
+    assert torch.tensor(1 + 2.0**-7).bfloat16() != 1
