@@ -202,10 +202,13 @@ def kernels(part):
 
 
 def main(target, part, prefix=""):
+    from grouped_fp8_aot import stack_of
+
     for name, kernel, spec, x in kernels(part):
         if not name.startswith(prefix):
             continue
-        binary = compile_kernel(kernel, spec, target, x)
+        as_launched = {"num_warps": 4, "maxnreg": 96} if part == "own_rows" else {}  # of ``combine_launch``
+        binary = compile_kernel(kernel, spec, target, x, **as_launched)
         ptx = binary.asm.get("ptx")
         text = ptx or binary.asm["amdgcn"]
         found = (MEMORY if ptx else GCN).findall(text)
@@ -220,6 +223,7 @@ def main(target, part, prefix=""):
             ),
             "bare_loads": bare_loads(binary.asm["ttir"]),
             "instructions": len(re.findall(r"^\s+(?:@!?%?\w+ )?[a-z][\w.:]*.*;", text, re.M)),
+            "stack": stack_of(binary.asm["cubin"]) if as_launched else 0,
             "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
         }), flush=True)  # fmt: skip
 

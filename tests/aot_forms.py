@@ -32,6 +32,7 @@ from moelink.kernels.combine import kernel as combine
 from moelink.kernels.combine import phases
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import CombineSpec, DispatchSpec, combine_spec, dispatch_spec
+from moelink.kernels.launch.own_rows import in_one_launch
 from moelink.memory.workspace import Workspace
 
 Form = tuple[str, Any, Any, dict[str, str]]
@@ -92,6 +93,7 @@ def forms() -> Iterator[Form]:
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
     yield short_rows()
+    yield from own_rows()
     yield from contract_forms()
     for fmt in FORMATS:
         entry = next(config for config in CONFIGS if config.form.dispatch_format == fmt)
@@ -118,6 +120,24 @@ def short_rows() -> Form:
     config = moelink.EPConfig(num_experts=8, topk=2, hidden_size=64, max_tokens_per_rank=4, world_size=WORLD, rank=0)
     spec = combine_spec(Workspace(config), torch.device("cuda"), row_weights=False, home_weights=False)
     return "short rows combine", combine.ep_fused_combine_kernel, spec, {}
+
+
+def own_rows() -> Iterator[Form]:
+    """Combines whose own rows stay where they are: sums with flags and without, of rows by rank and by expert."""
+    shape: dict[str, Any] = dict(num_experts=30, topk=6, hidden_size=6144, world_size=WORLD, rank=0)
+    device = torch.device("cuda")
+    for layout, most, shared, dtype in (
+        ("rank", 512, False, torch.bfloat16), ("expert", 4096, True, torch.float16), ("expert", 512, True,
+        torch.float32), ("expert", 512, False, torch.float64),
+    ):  # fmt: skip
+        config = moelink.EPConfig(
+            **shape, layout=layout, max_tokens_per_rank=most, fused_shared_expert=shared, combine_dtype=dtype
+        )
+        spec = combine_spec(Workspace(config), device, row_weights=True, home_weights=False, epilogue="bias")
+        spec = in_one_launch(spec, Workspace(config), device)
+        assert spec.OWN_ROWS_STAY.value == 1
+        pointers = dict.fromkeys(("y", "out", "shared", "epilogue"), NAMES[dtype])
+        yield f"own rows stay: {layout} {most} {dtype} combine", combine.ep_fused_combine_kernel, spec, pointers
 
 
 def contract_forms() -> Iterator[Form]:

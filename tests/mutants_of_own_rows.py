@@ -23,7 +23,7 @@ OF_OWN_ROWS = (
            _EXAMPLE),
     Mutant("of an own row only the first rows are summed", "kernels/combine/own_rows.py",
            "for first in range(0, S.SLOTS_PER_MESSAGE, step):", "for first in range(0, 1, step):",
-           _EXAMPLE),
+           "test_own_rows.py::test_rows_of_every_kind_equal_oracle[rows-expert-few]"),
     Mutant("home waits for its own row", "kernels/combine/own_rows.py",
            "return tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, -1, slots)", "return slots",
            _FLAGS),
