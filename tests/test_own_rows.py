@@ -84,12 +84,16 @@ def test_own_rows_stay_where_it_is_predicted_to_win(fields: dict[str, Any], devi
     assert not own_rows_stay(workspace, place, sums=False)
 
 
-@pytest.mark.parametrize("most, travel, stay", [(512, (396, 264), (198, 462)), (4096, (528, 132), (264, 396))])
+@pytest.mark.parametrize("layout, most, travel, stay", [
+    ("rank", 512, (264, 396), (198, 462)), ("expert", 512, (396, 264), (198, 462)),
+    ("expert", 4096, (528, 132), (264, 396)),
+])  # fmt: skip
 def test_what_would_send_own_rows_sums(
-    monkeypatch: pytest.MonkeyPatch, most: int, travel: tuple[int, int], stay: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, layout: str, most: int, travel: tuple[int, int], stay: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(grid, "sm_count", lambda device: 132)
-    workspace = workspaces.Workspace(moelink.EPConfig(**{**FIELDS, "world_size": 2, "max_tokens_per_rank": most}))
+    fields = {**FIELDS, "world_size": 2, "layout": layout, "max_tokens_per_rank": most}
+    workspace = workspaces.Workspace(moelink.EPConfig(**fields))
     for own, want in ((False, travel), (True, stay)):
         launch = grid.combine_launch(workspace, torch.device("cuda", 0), most, sums=True, own_rows_stay=own)
         assert (launch.send, launch.receive) == want
