@@ -144,7 +144,7 @@ def kernels(part):
                 yield f"combine_wait-{fmt}-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
         return
     if part == "own_rows":
-        for layout, most in (("rank", 4096), ("rank", 512), ("expert", 4096), ("expert", 512)):
+        for layout, most in (("rank", 4096), ("expert", 4096)):
             fields = {**shape, "max_tokens_per_rank": most, "world_size": 2, "layout": layout}
             workspace = Workspace(moelink.EPConfig(**fields))
             spec = combine_spec(workspace, device, row_weights=True, home_weights=False)

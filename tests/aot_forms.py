@@ -123,12 +123,12 @@ def short_rows() -> Form:
 
 
 def own_rows() -> Iterator[Form]:
-    """Combines whose own rows stay where they are: sums with flags and without, of rows by rank and by expert."""
+    """Combines whose own rows stay where they are, by rank and by expert."""
     shape: dict[str, Any] = dict(num_experts=30, topk=6, hidden_size=6144, world_size=WORLD, rank=0)
     device = torch.device("cuda")
     for layout, most, shared, dtype in (
-        ("rank", 512, False, torch.bfloat16), ("expert", 4096, True, torch.float16), ("expert", 512, True,
-        torch.float32), ("expert", 512, False, torch.float64),
+        ("rank", 2048, False, torch.bfloat16), ("expert", 4096, True, torch.float16), ("expert", 2048, True,
+        torch.float32), ("expert", 2048, False, torch.float64),
     ):  # fmt: skip
         config = moelink.EPConfig(
             **shape, layout=layout, max_tokens_per_rank=most, fused_shared_expert=shared, combine_dtype=dtype

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from mutants import Mutant
 
-_ROWS = "test_own_rows.py::test_a_rank_stores_nothing_in_its_own_block[rows-rank]"
-_FLAGS = "test_own_rows.py::test_a_rank_stores_nothing_in_its_own_block[flags-rank]"
+_CALL = "test_own_rows.py::test_a_rank_stores_nothing_in_its_own_block[rank]"
 _CHOICE = "test_own_rows.py::test_own_rows_stay_where_it_is_predicted_to_win"
 _EXAMPLE = "test_own_rows.py::test_the_example_of_the_docstring"
 
@@ -17,35 +16,35 @@ _EXAMPLE = "test_own_rows.py::test_the_example_of_the_docstring"
 OF_OWN_ROWS = (
     Mutant("own rows are those of the other rank's messages", "kernels/combine/own_rows.py",
            "at = (me * S.MAX_TOKENS", "at = ((1 - me) * S.MAX_TOKENS",
-           _ROWS),
+           _CALL),
     Mutant("an own row is not rounded", "kernels/combine/own_rows.py",
            "return round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS)", "return total",
            _EXAMPLE),
     Mutant("of an own row only the first rows are summed", "kernels/combine/own_rows.py",
            "for first in range(0, S.SLOTS_PER_MESSAGE, step):", "for first in range(0, 1, step):",
-           "test_own_rows.py::test_rows_of_every_kind_equal_oracle[rows-expert-few]"),
+           "test_own_rows.py::test_rows_of_every_kind_equal_oracle[expert-few]"),
     Mutant("home waits for its own row", "kernels/combine/own_rows.py",
            "return tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, -1, slots)", "return slots",
-           _FLAGS),
+           _CALL),
     Mutant("a token without an own row gets that of message 0", "kernels/combine/reduce.py",
            "y_rows = tl.where(there, numbers.y_rows, 0)", "y_rows = numbers.y_rows",
            "test_own_rows.py::test_a_token_may_have_no_own_row"),
     Mutant("the other rank's row is read where own rows would be", "kernels/combine/reduce.py",
            "place = tl.cast((1 - ctx.me) * S.MAX_TOKENS", "place = tl.cast(ctx.me * S.MAX_TOKENS",
-           _FLAGS),
-    Mutant("home polls rank 0 whichever the other rank is", "kernels/sync/lamport_slots.py",
-           "return tl.max(tl.where(slots >= 0, tl.arange(0, S.WORLD_SIZE_POW2), 0), 0)", "return i",
-           _ROWS),
+           _CALL),
     Mutant("own rows are sent, those of the other rank are not", "kernels/combine/send.py",
            "(i + S.OWN_ROWS_STAY + numbers.me) % S.WORLD_SIZE", "(i + numbers.me) % S.WORLD_SIZE",
-           _ROWS),
+           _CALL),
     Mutant("own rows stay with any number of ranks", "kernels/launch/own_rows.py",
            "config.world_size == 2", "config.world_size >= 2",
            _CHOICE),
     Mutant("own rows stay between nodes", "kernels/launch/own_rows.py",
            "and not workspace.inter_node_ranks and", "and",
            _CHOICE),
+    Mutant("own rows stay where sums may come without flags", "kernels/launch/own_rows.py",
+           " and not workspace.lamport_tokens\n", "\n",
+           _CHOICE),
     Mutant("own rows stay in a combine format", "kernels/launch/own_rows.py",
-           "and config.combine_format is None and", "and",
+           "one_node and config.combine_format is None", "one_node",
            _CHOICE),
 )

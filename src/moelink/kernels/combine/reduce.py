@@ -397,31 +397,19 @@ def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, p
     rows, there = own_rows(notes, slots, ctx.me, S)
     y_rows = tl.where(there, numbers.y_rows, 0)
     slots = others_slots(slots, ctx.me, S)
-    ok = tl.full([], 1, tl.int32)
-    small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
-    if small == 0:
-        ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
-    for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
-        if ok > 0:
+    place = tl.cast((1 - ctx.me) * S.MAX_TOKENS + token, tl.int64)
+    source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
+    ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
+    if ok > 0:
+        for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
             own = own_sum(inputs, y_rows, rows, c, S)
-            total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
-            if small == 0:
-                place = tl.cast((1 - ctx.me) * S.MAX_TOKENS + token, tl.int64)
-                source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
-                total += row_columns(source, c0, tl.max(slots, 0) >= 0, S)
-            if S.LAMPORT_TOKENS > 0:
-                if small:
-                    came = arrivals(ctx, ARRIVED, tl.arange(0, S.WORLD_SIZE_POW2), S)
-                    ok, peer, total = sum_rows(mine, slots, token, c0, ctx.limit, came, S)
-                    stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
-                    report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
-            if ok > 0:
-                total += own.to(S.SUM_DTYPE)
-                if S.FUSED_SHARED_EXPERT:
-                    total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
-                finish(total, outputs, inputs, token, c, S)
-                stamp_both(ctx, ROW_STORED, LAST_STORED, S)
+            total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE) + row_columns(source, c0, tl.max(slots, 0) >= 0, S)
+            total += own.to(S.SUM_DTYPE)
+            if S.FUSED_SHARED_EXPERT:
+                total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
+            finish(total, outputs, inputs, token, c, S)
+        stamp_both(ctx, ROW_STORED, LAST_STORED, S)
     return ok
 
 

@@ -8,28 +8,26 @@ from functools import lru_cache
 import torch
 
 from moelink.kernels.launch.constants import CombineSpec
+from moelink.memory.protocol import MANY_TOKENS
 from moelink.memory.workspace import Workspace
-
-LEAST_TOKENS = 512
-"""Own rows stay in communicators of at least so many tokens per rank. On CPUs, where all numbers of tokens are small, 5
-are enough."""
 
 
 def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> bool:
     """Return whether own rows stay where they are in a fused launch of combine, in which ``sums`` travel, or else every
     row.
 
-    A combine of two ranks with many tokens is bound by memory, not by the link: half of all sums are of own tokens, and
-    each of them would be stored, and loaded again. Of few tokens, and of more ranks, the home role is what a call waits
-    for last, and its sums would come behind everything else. docs/lab/combine.md has the figures.
+    A combine of two ranks with many tokens (more than MANY_TOKENS; on CPUs, where all numbers are small, 5 or more) is
+    bound by memory, not by the link: half of all sums are of own tokens, and each of them would be stored, and loaded
+    again. Of fewer tokens, and of more ranks, the home role is what a call waits for last, and its sums would come
+    behind everything else. docs/lab/combine.md has the figures.
 
     Ranks need not choose alike. Sums in a combine format are not among these, because they are encoded and decoded as
-    they travel; nor are those of two nodes, where the network is the bound.
+    they travel; nor are those of two nodes, where the network is the bound; nor those that may come without flags.
     """
     config = workspace.config
-    least = 5 if device.type == "cpu" else LEAST_TOKENS
+    many = config.max_tokens_per_rank > (4 if device.type == "cpu" else MANY_TOKENS) and not workspace.lamport_tokens
     one_node = config.world_size == 2 and not workspace.inter_node_ranks and config.mode == "alltoall"
-    return sums and one_node and config.combine_format is None and config.max_tokens_per_rank >= least
+    return sums and many and one_node and config.combine_format is None
 
 
 @lru_cache(maxsize=256)

@@ -143,20 +143,10 @@ def words_at(mine, rank, token, S: tl.constexpr):
 
 
 @triton.jit
-def awaited_rank(i, slots, S: tl.constexpr):
-    """Return rank ``i``, or, where own rows stay, the one rank that ``slots`` [ranks] may name."""
-    if S.OWN_ROWS_STAY:
-        return tl.max(tl.where(slots >= 0, tl.arange(0, S.WORLD_SIZE_POW2), 0), 0)
-    else:
-        return i
-
-
-@triton.jit
 def leave_zeros(mine, slots, token, n, mask, S: tl.constexpr):
     """Clear words ``n`` of a token's rows, under ``mask``, which have been read, for a later call."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
-        rank = awaited_rank(i, slots, S)
+    for rank in tl.static_range(S.WORLD_SIZE):
         sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, mask)
         tl.store(words_at(mine, rank, token, S) + n, tl.zeros(n.shape, tl.int32), mask=sent)
 
@@ -185,8 +175,7 @@ def sum_rows(mine, slots, token, first, limit, arrivals, S: tl.constexpr):
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
         missing = tl.zeros(n.shape, tl.int32)
         late = tl.zeros(n.shape, tl.int64)
-        for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
-            rank = awaited_rank(i, slots, S)
+        for rank in tl.static_range(S.WORLD_SIZE):
             sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
             words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)
             missing = tl.where(is_missing(words, S), rank + 1, missing)
