@@ -196,7 +196,7 @@ class ReceiverSteps(NamedTuple):
         blame: notes one rank that makes it otherwise.
         prepare: writes the offsets, and waits for what else is needed to unpack messages.
         destination: says where the rows of a source go.
-        unpack_headers: finds the rows of messages, and stores what their headers say.
+        unpack: unpacks messages that have arrived.
     """
 
     wait: Any
@@ -205,7 +205,7 @@ class ReceiverSteps(NamedTuple):
     blame: Any
     prepare: Any
     destination: Any
-    unpack_headers: Any
+    unpack: Any
 
 
 class Source(NamedTuple):
