@@ -208,6 +208,13 @@ class ReceiverSteps(NamedTuple):
     unpack: Any
 
 
+class PlannedSteps(NamedTuple):
+    """What the loop over messages needs of a role whose rows one CTA plans: fields of :class:`ReceiverSteps`."""
+
+    destination: Any
+    unpack: Any
+
+
 class Source(NamedTuple):
     """What a receiver knows of the messages of one source, from its counts.
 
@@ -217,7 +224,7 @@ class Source(NamedTuple):
         programs: its sending CTAs, 0 where messages come in any order.
         most: the most messages of one of these CTAs.
         before, rows: [N] int32, rows for each local expert of the sources before this one, and of this one; over cached
-            routing ``rows`` are those of all sources.
+            routing ``rows`` are those of all sources. With a row table they are not used.
     """
 
     rank: Any

@@ -21,6 +21,7 @@ from moelink.kernels.dispatch.row_offsets import (
     wait_for_counts_signals,
     write_row_offsets,
 )
+from moelink.kernels.dispatch.row_table import renew_table
 from moelink.kernels.dispatch.unpack import (
     load_headers,
     row_of_slot,
@@ -165,6 +166,8 @@ def write_noted_offsets(ok, program, ctx, outputs, received, cached, numbers, sh
         messages = tl.load(cached.received + r * 2, mask=mask, other=0)
         tokens = tl.load(cached.received + r * 2 + 1, mask=mask, other=0)
         write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, shared, S)
+        if S.ROW_TABLE:
+            renew_table(ctx, S)
     return ok
 
 
