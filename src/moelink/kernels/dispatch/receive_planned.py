@@ -29,7 +29,6 @@ from moelink.kernels.dispatch.row_table import (
     first_block,
     first_row,
     groups_in_table,
-    renew_table,
     report_no_table,
     wait_for_table,
 )
@@ -179,16 +178,14 @@ def receive_planned(program, num_programs, peers, outputs, notes, cached, number
     """Run CTA ``program`` of the receiver role, which counts what it receives. ``cached`` is not read."""
     ctx = context_of(peers, _ROLE, program, numbers, S)
     ok = 1 - is_poisoned(peers.record, peers.control, S)
-    if numbers.status != 0:  # a rank that refuses reads nothing
-        if (ok > 0) & (program == 0):
-            renew_table(ctx, S)
-    elif ok > 0:
+    if numbers.status == 0:  # a rank that refuses reads nothing
         if program == 0:
-            ok = plan(ctx, outputs, notes.received, numbers, S)
+            if ok > 0:
+                ok = plan(ctx, outputs, notes.received, numbers, S)
+            else:
+                return_nothing(outputs, notes.received, numbers, S)
         if ok > 0:
             ok = unpack_sources(ctx, program, num_programs, outputs, notes, numbers, S)
-    elif program == 0:
-        return_nothing(outputs, notes.received, numbers, S)
     if ok > 0:
         count_read(ctx, _PHASE, program, num_programs, S, "relaxed")
         stamp(ctx, TOLD, S)

@@ -17,8 +17,9 @@ Row 1 so begins each group, and the difference of two rows is how many rows a so
 that came over the wire is checked.
 
 Who writes: the planner, in each call that counts and of which it has the counts, also if another rank refused the call.
-In other calls nobody reads the table. There receiver CTA 0 only gives the words the call's number
-(:func:`renew_table`), because 31 bits of it tell calls apart only if each word is written in every call.
+Over cached routing nobody reads the table. There receiver CTA 0 only gives the words the call's number
+(:func:`renew_table`), because 31 bits of it tell calls apart only if 2**31 calls never pass without a write. Calls that
+this rank refuses, and refused ones over cached routing, write nothing; each of them ends in an error.
 
 Who waits: every other receiver, once, until all words belong to the call (:func:`wait_for_table`). The planner has the
 lowest number of the receivers, so it has begun before another one waits for it, and it waits for no CTA of this launch
