@@ -194,6 +194,11 @@ def kernels(part):
         workspace = Workspace(moelink.EPConfig(**shape, dispatch_format="fp8_block128", layout="masked"))
         spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
         yield "dispatch_wait_masked-fp8_block128", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
+        few = {**shape, "world_size": 4, "max_tokens_per_rank": 128, "dispatch_format": "fp8_block128"}
+        workspace = Workspace(moelink.EPConfig(**few))
+        assert workspace.row_table
+        spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
+        yield "dispatch_wait_planned-fp8_block128", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
         workspace = Workspace(moelink.EPConfig(**{**shape, "world_size": 2, "max_tokens_per_rank": 1024}))
         assert workspace.lamport_tokens == 1024
         spec = combine_spec(workspace, device, row_weights=True, home_weights=True)

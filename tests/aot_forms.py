@@ -33,12 +33,14 @@ from moelink.kernels.combine import phases
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import CombineSpec, DispatchSpec, combine_spec, dispatch_spec
 from moelink.kernels.launch.own_rows import in_one_launch
+from moelink.memory.protocol import FEW_TOKENS
 from moelink.memory.workspace import Workspace
 
 Form = tuple[str, Any, Any, dict[str, str]]
 """Name, kernel, spec and pointer types."""
 
 WORLD = 2
+PLANNED, GROUPED = "one plans for all: ", ("expert", "alltoall")
 NODES, LEVELS = f"nodes of {WORLD}: ", f"two levels, nodes of {WORLD}: "
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = {
@@ -89,7 +91,8 @@ def narrow_looks(text: str, threads: int) -> list[str]:
 
 def forms() -> Iterator[Form]:
     """Every form of ranks in one node; each format once with an SM limit; each layout of ranks in two nodes with two
-    levels; each format once, and each layout and reduction, of ranks in two nodes."""
+    levels; each format once, and each layout and reduction, of ranks in two nodes; each format once where one receiver
+    plans for all."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
     yield short_rows()
@@ -113,6 +116,12 @@ def forms() -> Iterator[Form]:
         entry = next(config for config in CONFIGS if config.form == form)
         of_entry = list(forms_of(entry, NODES, world_size=2 * WORLD, ranks_per_node=WORLD))
         yield from (of_entry[0], of_entry[1], of_entry[-1])
+    for fmt in FORMATS:
+        entry = next(c for c in CONFIGS if (c.form.dispatch_format, c.form.layout, c.form.mode) == (fmt, *GROUPED))
+        few = dataclasses.replace(entry, max_tokens_per_rank=FEW_TOKENS)
+        planned, cached, *_ = forms_of(few, PLANNED, world_size=2 * WORLD)
+        assert planned[2].ROW_TABLE.value, planned[0]
+        yield from (planned, cached)
 
 
 def short_rows() -> Form:

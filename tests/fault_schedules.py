@@ -30,7 +30,7 @@ WORLD = 3
 SPAN = 300
 """Switches of a schedule without a fault, about."""
 
-GARBAGE = ("messages", "rows", "counts", "firsts", "block_counts")
+GARBAGE = ("messages", "rows", "counts", "row_table", "firsts", "block_counts")
 
 
 class FaultScheduler(Scheduler):

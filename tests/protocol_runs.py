@@ -30,7 +30,7 @@ from moelink.transports.symmetric import SymmetricTransport
 from symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
 
 SEEDS = range(20)
-GARBAGE = ("messages", "rows", "counts", "firsts", "block_counts", "combine_kept")
+GARBAGE = ("messages", "rows", "counts", "row_table", "firsts", "block_counts", "combine_kept")
 INTER_NODE_GARBAGE = (
     "inter_node_kept",
     "staged_counts",

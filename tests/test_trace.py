@@ -99,8 +99,8 @@ def test_json_has_a_track_for_each_rank_and_sm():
     assert sum(e["ph"] == "X" and "cta" in e["args"] for e in events) == len(slices)
 
 
-def small_transports(setup: Any = SETUP, calls: int = 0) -> list[Any]:
-    group = transports(setup, calls=calls)
+def small_transports(setup: Any = SETUP, calls: int = 0, world: int = 2) -> list[Any]:
+    group = transports(setup, world, calls=calls)
     for transport in group:
         transport.open_trace()
     return group
@@ -134,6 +134,21 @@ def test_order_under_schedules(name, seed):
     records = close(group)
     trace_ranks.check_order(records)
     assert {(record.rank, record.role) for record in records} == set(itertools.product(range(2), ROLES))
+
+
+@pytest.mark.parametrize("alignment", [1, 4], ids=["rows", "padding"])
+def test_order_where_one_receiver_plans(alignment):
+    """Four ranks: receivers see the table behind their first message, or before it where they write padding."""
+    setup = dataclasses.replace(SETUP, options=(*SETUP.options, ("expert_alignment", alignment)))
+    cases = [Small(setup, "uniform", seed=2, tokens=(1, 2, 1, 1))]
+    group = small_transports(setup, world=4)
+    results: dict[Any, Any] = {}
+    mains = [rank_main(t, rank, cases, results, fused=True, combine=False) for rank, t in enumerate(group)]
+    play(Scheduler(alignment), group, mains)
+    records = close(group)
+    trace_ranks.check_order(records, planned=True)
+    receivers = [record for record in records if (record.role.phase, record.role.name) == ("dispatch", "receive")]
+    assert {record.rank for record in receivers if "base known" in record.times} == {0, 1, 2, 3}
 
 
 def test_a_closed_trace_stamps_nothing():

@@ -9,6 +9,8 @@ dispatch/route         which rank owns an expert; what precedes a token; block c
 dispatch/counts        the CTA that tells every rank how many messages and rows come
 dispatch/send          the sender role: CTAs that store messages
 dispatch/receive       the receiver role: wait for counts and messages; row_offsets: where rows go
+dispatch/plan          few tokens of four ranks or more: where rows go, by one CTA for all; row_table: where it says so;
+                       receive_planned: the receiver role by that plan
 dispatch/unpack        copies messages to their rows, and zeros the padding of each group
 dispatch/scales        writes the scales of large calls, in a launch of its own
 dispatch/send_cached   the sender role over cached routing; receive_cached: the receiver role

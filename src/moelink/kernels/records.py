@@ -196,7 +196,7 @@ class ReceiverSteps(NamedTuple):
         blame: notes one rank that makes it otherwise.
         prepare: writes the offsets, and waits for what else is needed to unpack messages.
         destination: says where the rows of a source go.
-        unpack_headers: finds the rows of messages, and stores what their headers say.
+        unpack: unpacks messages that have arrived.
     """
 
     wait: Any
@@ -205,7 +205,14 @@ class ReceiverSteps(NamedTuple):
     blame: Any
     prepare: Any
     destination: Any
-    unpack_headers: Any
+    unpack: Any
+
+
+class PlannedSteps(NamedTuple):
+    """What the loop over messages needs of a role whose rows one CTA plans: fields of :class:`ReceiverSteps`."""
+
+    destination: Any
+    unpack: Any
 
 
 class Source(NamedTuple):
@@ -217,7 +224,7 @@ class Source(NamedTuple):
         programs: its sending CTAs, 0 where messages come in any order.
         most: the most messages of one of these CTAs.
         before, rows: [N] int32, rows for each local expert of the sources before this one, and of this one; over cached
-            routing ``rows`` are those of all sources.
+            routing ``rows`` are those of all sources. With a row table they are not used.
     """
 
     rank: Any

@@ -67,6 +67,10 @@ COUNT_HEADER = 8
 most messages of one of them, options, the call whose routing is cached, (unused). Each word carries the call number
 beside its value (``kernels.sync.ll_words``)."""
 
+TABLE_GO, TABLE_NOTHING = 1, 2
+"""What the head of ``row_table`` says: unpack the messages; or nothing, as a rank refused the call or makes another
+one."""
+
 MAX_SENDERS = 512
 """Most sending CTAs: ``block_counts`` has a row for each."""
 
@@ -77,6 +81,9 @@ unless its communicator is for more than MANY_TOKENS."""
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput, and
 others for a compromise."""
+
+ROW_TABLE_RANKS = 4
+"""Fewest ranks for which one receiver of dispatch plans for all (``memory.workspace.Workspace.row_table``)."""
 
 FEW_MESSAGES_IN_PLACE, MESSAGES_IN_PLACE = 4, 16
 """Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): in a communicator

@@ -18,6 +18,8 @@ block_counts         [P, E + R] int32      own sending CTA p: pairs per expert a
 message_flag         [W, T] int64          source s: call whose message in this slot is stored
 counts               [W, 8 + L] int64      source s: status and totals (``protocol``), rows per local expert, each
                                            word with its call number (``kernels.sync.ll_words``)
+row_table            [W + 3, L] int64      own receiver CTA 0: where the rows of each source go, each word with its
+                                           call number (``kernels.dispatch.row_table``); only where it plans for all
 firsts               [W, P + 1] int32      source s: first message of each of its sending CTAs; their number
 messages             [W, T, message] uint8 source s: its messages, in token order without holes
 combine_head         [W] int64             expert's rank r: call whose ``combine_status`` is stored
@@ -101,6 +103,7 @@ from moelink.memory.protocol import (
     MARKS_HEADER,
     MAX_SENDERS,
     POISON_WORDS,
+    ROW_TABLE_RANKS,
     SM_LIMIT_KINDS,
     SM_LIMIT_WORDS,
 )
@@ -271,6 +274,20 @@ class Workspace:
         return self.note_begins[-1] + num_tokens * self.world_size
 
     @property
+    def row_table(self) -> bool:
+        """Whether one receiver CTA of dispatch plans where rows go, for all of its rank
+        (``kernels.dispatch.row_table``); else each plans for itself (``kernels.dispatch.receive``).
+
+        It does with ROW_TABLE_RANKS or more on one node, few tokens, and rows grouped by expert. There the receiver
+        takes 2 to 10 us less, as measured up to 128 tokens; at 512 of four ranks both forms take the same time, and
+        with two ranks, or 4096 tokens, the table costs 2 to 7 % (docs/lab/dispatch.md). With layout "rank" a receiver
+        plans no groups, and counts from another node come too late for the plan to matter; neither was measured.
+        """
+        cfg = self.config
+        few = cfg.max_tokens_per_rank <= FEW_TOKENS and self.world_size >= ROW_TABLE_RANKS
+        return few and not self.inter_node_ranks and cfg.layout != "rank"
+
+    @property
     def combine_parts(self) -> int:
         """Parts in which combine sends the row of a message home. With few tokens a row is split over CTAs, because one
         CTA alone would take several memory latencies for it; a network carries a row whole."""
@@ -316,6 +333,7 @@ class Workspace:
             ("block_counts", i32, (MAX_SENDERS, self.block_counts_width)),
             ("message_flag", i64, (ranks, tokens)),
             ("counts", i64, (ranks, COUNT_HEADER + self.max_local_experts)),
+            *((("row_table", i64, (ranks + 3, self.max_local_experts)),) if self.row_table else ()),
             ("firsts", i32, (ranks, MAX_SENDERS + 1)),
             ("messages", u8, (ranks, tokens, self.message_bytes)),
             ("combine_head", i64, (ranks,)),

@@ -10,7 +10,8 @@ they run one after the other.
 A dispatch over cached routing (``S.CACHED_ROUTING``) uses the same launches with other roles
 (``kernels.dispatch.send_cached``, ``kernels.dispatch.receive_cached``); no other file asks. They read ``notes`` and
 ``cached`` (``received`` and ``counts`` of the earlier call) where another dispatch would count. Otherwise the kernels
-fill in ``notes`` and do not read ``cached``.
+fill in ``notes`` and do not read ``cached``. Where they count, and one receiver plans for all (``S.ROW_TABLE``), the
+receiver role is ``kernels.dispatch.receive_planned``.
 
 Between nodes with two levels (``S.TWO_LEVEL``) the last CTAs of the sender role have a role of their own, that of the
 forwarder (``kernels.dispatch.forward``), which waits for senders of other ranks, as receivers do.
@@ -32,6 +33,7 @@ import triton.language as tl
 from moelink.kernels.dispatch.forward import send_and_forward
 from moelink.kernels.dispatch.receive import receive
 from moelink.kernels.dispatch.receive_cached import receive_cached
+from moelink.kernels.dispatch.receive_planned import receive_planned
 from moelink.kernels.dispatch.send import send
 from moelink.kernels.dispatch.send_cached import send_cached
 from moelink.kernels.launch.sm_limit import run_role, run_roles
@@ -52,6 +54,8 @@ def ep_fused_dispatch_kernel(peers, inputs, outputs, notes, cached, numbers, S: 
         )  # fmt: skip
     elif S.CACHED_ROUTING:
         run_roles(send_cached, sending, receive_cached, receiving, peers.control, _SENT, numbers, S)
+    elif S.ROW_TABLE:
+        run_roles(send, sending, receive_planned, receiving, peers.control, _SENT, numbers, S)
     else:
         run_roles(send, sending, receive, receiving, peers.control, _SENT, numbers, S)
 
@@ -73,4 +77,5 @@ def ep_dispatch_async_kernel(peers, inputs, notes, cached, numbers, S: tl.conste
 def ep_dispatch_wait_kernel(peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run the receiver role alone."""
     arguments = (peers, outputs, notes, cached, numbers)
-    run_role(receive_cached if S.CACHED_ROUTING else receive, arguments, peers.control, _RECEIVED, numbers.programs, S)
+    role: tl.constexpr = receive_cached if S.CACHED_ROUTING else receive_planned if S.ROW_TABLE else receive
+    run_role(role, arguments, peers.control, _RECEIVED, numbers.programs, S)

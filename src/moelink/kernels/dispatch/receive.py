@@ -39,11 +39,9 @@ from moelink.kernels.dispatch.row_offsets import (
 )
 from moelink.kernels.dispatch.unpack import (
     fill_ids_of_no_rows,
-    note_group,
     pad_rows,
     pad_tiles,
-    unpack_group,
-    unpack_headers,
+    unpack_counted,
     who_pads,
 )
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
@@ -150,14 +148,9 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
             if ok > 0:
                 stamp_first(ctx, ARRIVED, S, source.rank)
                 stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
-                if S.IN_PLACE:
-                    note_group(
-                        steps.unpack_headers, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
-                    )
-                else:
-                    unpack_group(
-                        steps.unpack_headers, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
-                    )
+                ok, destination = steps.unpack(
+                    ok, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
+                )
                 stamp_both(ctx, ROW_STORED, LAST_STORED, S)
         at += (ready | ((at < last) & (there == 0))).to(tl.int32)
     return ok
@@ -201,6 +194,25 @@ def blame(ctx, options, origin, S: tl.constexpr):
 
 
 @triton.jit
+def return_nothing(outputs, received, numbers, S: tl.constexpr):
+    """Write the outputs of a call that brought nothing, as CTA 0."""
+    write_nothing(outputs, received, numbers, S)
+    if S.RANK_LAYOUT:
+        fill_ids_of_no_rows(outputs.topk_ids, tl.arange(0, S.WORLD_SIZE_POW2) * 0, numbers, 0, 1, S)
+
+
+@triton.jit
+def note_other_call(blame_other, ctx, refused, options, origin, S: tl.constexpr):
+    """Note the first rank that ``refused`` [ranks] this call, or else, by ``blame_other``, one that makes it
+    otherwise."""
+    peer = tl.min(tl.where(refused != 0, tl.arange(0, S.WORLD_SIZE_POW2), S.WORLD_SIZE), 0)
+    if peer < S.WORLD_SIZE:
+        note_refusal(ctx, peer, _PHASE, _REFUSED)
+    else:
+        blame_other(ctx, options, origin, S)
+
+
+@triton.jit
 def prepare(ok, program, ctx, outputs, received, cached, numbers, shared, S: tl.constexpr):
     """Write offsets and totals as CTA 0; then wait, between nodes, for the firsts.
 
@@ -228,7 +240,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
     ctx = context_of(peers, _ROLE, program, numbers, S)
     ok = -is_poisoned(peers.record, peers.control, S)
     receive_by(
-        ReceiverSteps(wait_for_counts, columns_of, compare, blame, prepare, destination_of, unpack_headers),
+        ReceiverSteps(wait_for_counts, columns_of, compare, blame, prepare, destination_of, unpack_counted),
         ok, ctx, program, num_programs, outputs, notes, cached, numbers, S,
     )  # fmt: skip
 
@@ -256,9 +268,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
         ok = between_nodes_or(ok, quiesce, (ok, program, ctx), S)
     elif ok <= 0:
         if program == 0:
-            write_nothing(outputs, notes.received, numbers, S)
-            if S.RANK_LAYOUT:
-                fill_ids_of_no_rows(outputs.topk_ids, r * 0, numbers, 0, 1, S)
+            return_nothing(outputs, notes.received, numbers, S)
     else:
         shared = numbers.shared_end - numbers.shared_begin
         starts, aligned, shared_rows = group_starts(sizes, shared, numbers.capacity, S)
@@ -269,14 +279,8 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
         wrong, origin = steps.compare(ctx, refused, options, S)
         if tl.max(wrong.to(tl.int32), 0) > 0:
             if program == 0:
-                write_nothing(outputs, notes.received, numbers, S)
-                if S.RANK_LAYOUT:
-                    fill_ids_of_no_rows(outputs.topk_ids, r * 0, numbers, 0, 1, S)
-                peer = tl.min(tl.where(refused != 0, r, S.WORLD_SIZE), 0)
-                if peer < S.WORLD_SIZE:
-                    note_refusal(ctx, peer, _PHASE, _REFUSED)
-                else:
-                    steps.blame(ctx, options, origin, S)
+                return_nothing(outputs, notes.received, numbers, S)
+                note_other_call(steps.blame, ctx, refused, options, origin, S)
                 ok = between_nodes_or(ok, quiesce, (ok, program, ctx), S)
         else:
             bases = starts

@@ -21,7 +21,15 @@ from moelink.kernels.dispatch.row_offsets import (
     wait_for_counts_signals,
     write_row_offsets,
 )
-from moelink.kernels.dispatch.unpack import load_headers, row_of_slot, store_choices, store_slots, store_sources
+from moelink.kernels.dispatch.row_table import renew_table
+from moelink.kernels.dispatch.unpack import (
+    load_headers,
+    row_of_slot,
+    store_choices,
+    store_slots,
+    store_sources,
+    unpack_group,
+)
 from moelink.kernels.numeric import only
 from moelink.kernels.records import CachedRouting, Destination, Placed, ReceiverSteps
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
@@ -158,6 +166,8 @@ def write_noted_offsets(ok, program, ctx, outputs, received, cached, numbers, sh
         messages = tl.load(cached.received + r * 2, mask=mask, other=0)
         tokens = tl.load(cached.received + r * 2 + 1, mask=mask, other=0)
         write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, shared, S)
+        if S.ROW_TABLE:
+            renew_table(ctx, S)
     return ok
 
 
@@ -237,6 +247,13 @@ def unpack_noted(ctx, source, at, valid, message, destination, outputs, notes, n
 
 
 @triton.jit
+def unpack_over_routing(ok, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
+    """Unpack messages as ``unpack.unpack_counted`` does, by what the earlier call noted. Returns the same."""
+    unpack_group(unpack_noted, ctx, source, slot, valid, destination, outputs, notes, numbers, S)
+    return ok, destination
+
+
+@triton.jit
 def receive_cached(program, num_programs, peers, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the receiver role over ``cached`` routing. ``notes`` are those of the call that made
     it."""
@@ -247,7 +264,8 @@ def receive_cached(program, num_programs, peers, outputs, notes, cached, numbers
     ok = tl.where(tl.load(cached.received + 2 * S.WORLD_SIZE) != 0, -1, ok)
     receive_by(
         ReceiverSteps(
-            wait_for_headers, columns_noted, compare_origins, blame_stray, write_noted_offsets, groups_of, unpack_noted
+            wait_for_headers, columns_noted, compare_origins, blame_stray, write_noted_offsets, groups_of,
+            unpack_over_routing,
         ),
         ok, ctx, program, num_programs, outputs, notes, noted, numbers, S,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Compute where rows go from the counts of all sources, and write the outputs that say so: part of dispatch's receiver
 role.
 
-Every CTA sums the very counts that it polled. So between the arrival of the counts and the first row nothing is loaded
-from memory a second time.
+Every CTA sums the very counts that it polled (:func:`wait_for_counts`). So between the arrival of the counts and the
+first row nothing is loaded from memory a second time. Where one CTA plans for all (``kernels.dispatch.plan``) it waits
+for these counts, and every other receiver for the header of its own source (:func:`wait_for_words`).
 
 Over cached routing the offsets come from the earlier call (``kernels.dispatch.receive_cached``).
 
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.sync.ll_words import value_at
+from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.quiesce import first_failure, wait_for_inter_node
 from moelink.kernels.sync.signals import I64, check_timeout, clock, note_malformed, own_block, report_failure
 from moelink.kernels.sync.trace import COUNTS_SEEN, WAITED, arrivals, note_reached, stamp_first
@@ -118,6 +119,25 @@ def wait_for_counts(ctx, cached, source, numbers, S: tl.constexpr):
 
 
 @triton.jit
+def wait_for_words(ctx, first, count, RANKS: tl.constexpr, WORDS: tl.constexpr, S: tl.constexpr):
+    """Wait, on one node, for the first ``count`` words, WORDS at most, of the counts of RANKS sources from ``first``.
+
+    Returns 1, or 0 or -1 after an error.
+    """
+    mine = own_block(ctx.control, S)
+    r = first + tl.arange(0, RANKS)
+    c = tl.arange(0, WORDS)[None, :]
+    words = (mine + S.OFFSET_COUNTS).to(I64) + r[:, None] * S.COUNT_WORDS + c
+    mask = (r < S.WORLD_SIZE)[:, None] & (c < count)
+    came = arrivals(ctx, WAITED, r, S)
+    poison = (mine + S.OFFSET_POISON).to(I64)
+    arrived, missing = wait_ll_words(words, mask, ctx.call, poison, ctx.limit, S.CLOCK, came, S.TRACE)
+    report_failure(arrived, ctx, first + missing, _PHASE, ctx.call, ctx.call - 1, S)
+    stamp_first(ctx, COUNTS_SEEN, S)
+    return arrived
+
+
+@triton.jit
 def header_word(control, source, i, low, high, S: tl.constexpr):
     """Return word ``i`` of the header of ``source`` (a rank, or a block of them; 0 from W on), limited to [low, high].
 
@@ -151,14 +171,21 @@ def _malformed(control, num_local, S: tl.constexpr):
 
 
 @triton.jit
+def rows_told(control, numbers, S: tl.constexpr):
+    """Return how many rows each source sends to each local expert, by its counts [ranks, local experts]."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
+    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)[None, :]
+    words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + _HEADER + e
+    rows = value_at(words, (r < S.WORLD_SIZE) & (e < numbers.num_local_experts))
+    return tl.minimum(tl.maximum(rows, 0), S.MAX_TOKENS * S.TOPK)
+
+
+@triton.jit
 def write_counted_offsets(ctx, outputs, received, numbers, shared, S: tl.constexpr):
     """Write offsets and totals by the counts that came, as CTA 0, and note sources whose counts are out of range."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    e = tl.arange(0, S.MAX_LOCAL_EXPERTS_POW2)[None, :]
     note_malformed(ctx.control, r, _malformed(ctx.control, numbers.num_local_experts, S))
-    words = (own_block(ctx.control, S) + S.OFFSET_COUNTS).to(I64) + r[:, None] * S.COUNT_WORDS + _HEADER + e
-    rows = value_at(words, (r[:, None] < S.WORLD_SIZE) & (e < numbers.num_local_experts))
-    rows = tl.minimum(tl.maximum(rows, 0), S.MAX_TOKENS * S.TOPK)
+    rows = rows_told(ctx.control, numbers, S)
     messages = header_word(ctx.control, r, 1, 0, S.MAX_TOKENS, S)
     tokens = header_word(ctx.control, r, 2, 0, S.MAX_TOKENS, S)
     write_row_offsets(ctx, outputs, received, rows, messages, tokens, numbers, shared, S)

@@ -98,7 +98,7 @@ def note_messages(message_of_row, row, at, S: tl.constexpr):
 def group_at(g, groups, capacity, S: tl.constexpr):
     """Return start, real rows, rows and first scale block of routed group ``g`` (-1: the shared one), within
     ``capacity``."""
-    pick = tl.arange(0, S.POLL_WIDTH) == g
+    pick = tl.arange(0, groups.sizes.shape[0]) == g
     size = tl.sum(tl.where(pick, groups.sizes, 0), 0)
     start = tl.sum(tl.where(pick, groups.starts, 0), 0)
     rows = tl.sum(tl.where(pick, groups.aligned, 0), 0)
@@ -384,17 +384,6 @@ def unpack_headers(ctx, source, at, valid, message, destination, outputs, notes,
 
 
 @triton.jit
-def note_group(unpack, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Do as :func:`unpack_group` where rows and scales stay in the messages: read only the headers.
-
-    The waits for the flags are acquires, and whatever reads the rows is launched after this kernel, so it sees them.
-    """
-    at = source * S.MAX_TOKENS + slot
-    message = own_block(ctx.control, S) + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
-    unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
-
-
-@triton.jit
 def store_rows(words, c, places, tokens_out, S: tl.constexpr):
     """Store ``words``, the words ``c`` of a row, to the rows ``places`` [rows], -1 for none.
 
@@ -410,26 +399,28 @@ def store_rows(words, c, places, tokens_out, S: tl.constexpr):
 
 
 @triton.jit
-def unpack_group(unpack, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Copy the messages ``slot`` [messages] of ``source`` that are ``valid`` to their rows.
-
-    There are S.MESSAGES_PER_STEP of them. ``unpack`` is :func:`unpack_headers`, or what does the same over cached
-    routing. Headers are read for all messages at once; payload and scales of each message are read while those of the
-    one before are stored. Loads leave masked values undefined, because moving in an ``other`` value would wait for the
-    load.
-    """
-    mine = own_block(ctx.control, S)
-    at = source * S.MAX_TOKENS + slot
-    number = tl.where(valid, at, -1)
+def load_first(number, mine, S: tl.constexpr):
+    """Load the first words of the first of the messages numbered ``number`` [messages], -1 for none, and its scales
+    where they are stored with the rows; else the scales are undefined."""
     words = _load_words(mine, _element(number, 0), 0, S)
     scales = number
-    stores_scales: tl.constexpr = S.SCALE_WIDTH > 0 and not S.SCALES_LATER
-    if stores_scales:
+    if S.SCALE_WIDTH > 0 and not S.SCALES_LATER:
         scales = load_scales(mine, _element(number, 0), S)
-    message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
-    to_rows, inner, block = unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
+    return words, scales
+
+
+@triton.jit
+def store_group(ctx, at, number, words, scales, placed, outputs, numbers, S: tl.constexpr):
+    """Store the messages numbered ``at`` [messages] at the rows ``placed``, -1 for none. ``number``: as ``at``, -1 for
+    none. ``words``, ``scales``: of :func:`load_first`.
+
+    Payload and scales of each message are read while those of the one before are stored. Loads leave masked values
+    undefined, because moving in an ``other`` value would wait for the load.
+    """
+    mine = own_block(ctx.control, S)
+    stores_scales: tl.constexpr = S.SCALE_WIDTH > 0 and not S.SCALES_LATER
     if S.SCALES_LATER:
-        note_messages(outputs.scales, to_rows, at, S)
+        note_messages(outputs.scales, placed.row, at, S)
     blocks: tl.constexpr = (S.ROW_WORDS + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
     for j in tl.static_range(S.MESSAGES_PER_STEP * blocks):
         following = words
@@ -440,17 +431,50 @@ def unpack_group(unpack, ctx, source, slot, valid, destination, outputs, notes, 
             if stores_scales and (j + 1) % blocks == 0:
                 following_scales = load_scales(mine, behind, S)
         c = j % blocks * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        places = _row(to_rows, j // blocks)
+        places = _row(placed.row, j // blocks)
         store_rows(words, c, places, outputs.tokens, S)
         if stores_scales and j % blocks == 0:
             store_scales(
                 scales,
                 places,
-                _row(inner, j // blocks),
-                _row(block, j // blocks),
+                _row(placed.inner, j // blocks),
+                _row(placed.block, j // blocks),
                 outputs.scales,
                 numbers.scale_rows,
                 S,
             )
         words = following
         scales = following_scales
+
+
+@triton.jit
+def unpack_group(unpack, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
+    """Copy the messages ``slot`` [messages] of ``source`` that are ``valid`` to their rows.
+
+    There are S.MESSAGES_PER_STEP of them. ``unpack`` is :func:`unpack_headers`, or what does the same over cached
+    routing. Headers are read for all messages at once. Where rows and scales stay in the messages (S.IN_PLACE) only
+    headers are read: the waits for the flags are acquires, and whatever reads the rows is launched after this kernel,
+    so it sees them.
+    """
+    mine = own_block(ctx.control, S)
+    at = source * S.MAX_TOKENS + slot
+    if S.IN_PLACE:
+        message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
+        unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
+    else:
+        number = tl.where(valid, at, -1)
+        words, scales = load_first(number, mine, S)
+        message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
+        to_rows, inner, block = unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
+        placed = Placed(to_rows, valid, inner, block)
+        store_group(ctx, at, number, words, scales, placed, outputs, numbers, S)
+
+
+@triton.jit
+def unpack_counted(ok, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
+    """Unpack messages as :func:`unpack_group` does, by the positions that came with them.
+
+    Returns ``ok``, as nothing can fail, and the destination.
+    """
+    unpack_group(unpack_headers, ctx, source, slot, valid, destination, outputs, notes, numbers, S)
+    return ok, destination

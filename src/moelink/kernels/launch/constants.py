@@ -165,7 +165,7 @@ class DispatchSpec(CommonSpec, RelayConstants):
         MAX_SENDERS: most sending CTAs. SENDERS_PER_STEP: CTAs whose block counts, of BLOCK_COUNT_WORDS each, are read
             at a time. MESSAGES_PER_STEP: messages that a receiver unpacks at a time.
         COUNT_WORDS: words of a source's counts. POLL_WIDTH: words of them that are polled, and summed, at a time.
-        MESSAGE_BYTES: bytes of a message. MESSAGE_*: first byte of a part in it.
+        ROW_TABLE: one receiver plans for all. MESSAGE_BYTES: bytes of a message. MESSAGE_*: first byte of a part in it.
     """
 
     SOURCE: int
@@ -218,6 +218,8 @@ class DispatchSpec(CommonSpec, RelayConstants):
     COUNT_WORDS: int
     COUNT_WORDS_POW2: int
     POLL_WIDTH: int
+    ROW_TABLE: bool
+    OFFSET_ROW_TABLE: int
     OFFSET_BLOCK_COUNTS_FLAG: int
     OFFSET_BLOCK_COUNTS: int
     OFFSET_MESSAGE_FLAG: int
@@ -255,8 +257,8 @@ def dispatch_spec(
     ``quantized``: the rows are of the format itself, with scales beside them. ``cached``: the dispatch uses cached
     routing. ``later``: a later launch may write the scales in their layout.
     """
-    cfg, regions, message = workspace.config, workspace.regions, workspace.message
-    fmt, hidden, power = cfg.format, cfg.hidden_size, triton.next_power_of_2
+    cfg, regions, inter = workspace.config, workspace.regions, partial(inter_node_offset, workspace)
+    fmt, hidden, power, message = cfg.format, cfg.hidden_size, triton.next_power_of_2, workspace.message
     source = _source(fmt, input_dtype, quantized)
     nbytes = fmt.payload_bytes(hidden)
     word = word_of(nbytes)
@@ -290,9 +292,8 @@ def dispatch_spec(
     # The polled counts are used as values: a word, or more, for each thread (``kernels.sync.signals``).
     look = max(shared["MAX_LOCAL_EXPERTS_POW2"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
     return DispatchSpec(
-        **shared, POLL_WIDTH=shared["MAX_LOCAL_EXPERTS_POW2"] if cached else look,
-        SOURCE=source, WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes,
-        BLOCK_SIZE=block,
+        **shared, POLL_WIDTH=shared["MAX_LOCAL_EXPERTS_POW2"] if cached else look, SOURCE=source,
+        WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes, BLOCK_SIZE=block,
         INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
         HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, HAS_INPUT_SCALE=input_scale,
         GROUP_SIZE=group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block, GROUP_BYTES=group * nbytes // hidden,
@@ -305,21 +306,20 @@ def dispatch_spec(
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many and cfg.layout != "masked",
         ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", IN_PLACE=cfg.zero_copy, HAS_WEIGHTS=weights,
         GLOBAL_IDS=cfg.global_ids, CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
-        WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
-        ROWS_PER_MESSAGE=rows, ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone,
-        MAX_SENDERS=MAX_SENDERS, SENDERS_PER_STEP=power(max(1, 8192 // workspace.block_counts_width)),
-        BLOCK_COUNT_WORDS=workspace.block_counts_width, NUM_GROUPS_POW2=power(max(workspace.max_local_experts + 1,
-        cfg.world_size) + 1), MESSAGE_BYTES=workspace.message_bytes, MESSAGE_SCALES=message["scales"].offset,
-        MESSAGE_TOKEN=message["token"].offset, MESSAGE_IDS=message["ids"].offset,
-        MESSAGE_POSITIONS=message["positions"].offset, MESSAGE_WEIGHTS=message["weights"].offset,
+        WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]), ROWS_PER_MESSAGE=rows,
+        ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone, MAX_SENDERS=MAX_SENDERS,
+        SENDERS_PER_STEP=power(max(1, 8192 // workspace.block_counts_width)), MESSAGE_BYTES=workspace.message_bytes,
+        **{f"MESSAGE_{part.name.upper()}": part.offset for part in message if part.name != "payload"},
+        NUM_GROUPS_POW2=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
+        BLOCK_COUNT_WORDS=workspace.block_counts_width,
         COUNT_WORDS=regions["counts"].shape[1], COUNT_WORDS_POW2=power(regions["counts"].shape[1]),
+        ROW_TABLE=workspace.row_table, OFFSET_ROW_TABLE=regions["row_table"].offset if workspace.row_table else 0,
         OFFSET_BLOCK_COUNTS_FLAG=regions["block_counts_flag"].offset,
         OFFSET_BLOCK_COUNTS=regions["block_counts"].offset, OFFSET_MESSAGE_FLAG=regions["message_flag"].offset,
         OFFSET_COUNTS=regions["counts"].offset, OFFSET_FIRSTS=regions["firsts"].offset,
-        OFFSET_MESSAGES=regions["messages"].offset, OFFSET_COUNTS_FLAG=inter_node_offset(workspace, "counts_flag"),
-        OFFSET_FIRSTS_FLAG=inter_node_offset(workspace, "firsts_flag"),
-        OFFSET_STAGED_COUNTS=inter_node_offset(workspace, "staged_counts"), OFFSET_STAGED_FIRSTS=inter_node_offset(
-        workspace, "staged_firsts"), OFFSET_STAGED_MESSAGES=inter_node_offset(workspace, "staged_messages"),
+        OFFSET_MESSAGES=regions["messages"].offset, OFFSET_COUNTS_FLAG=inter("counts_flag"),
+        OFFSET_FIRSTS_FLAG=inter("firsts_flag"), OFFSET_STAGED_COUNTS=inter("staged_counts"),
+        OFFSET_STAGED_FIRSTS=inter("staged_firsts"), OFFSET_STAGED_MESSAGES=inter("staged_messages"),
         **relay_constants(workspace, device, max_block),
     )  # fmt: skip
 
