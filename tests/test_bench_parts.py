@@ -241,10 +241,10 @@ def test_presets() -> None:
     assert {case.distribution for case in PRESETS["skew"]()} == {"uniform", "zipf", "one-rank"}
     assert {case.num_sms for case in PRESETS["sms"]()} >= {8, 64, None}
     by_layout = [
-        [case.tokens for case in PRESETS["layouts"]() if (case.layout, case.zero_copy) == (layout, views)]
-        for layout, views in (("expert", False), ("rank", False), ("rank", True))
+        [case.tokens for case in PRESETS["layouts"]() if (case.layout, case.zero_copy, case.quantised) == form]
+        for form in (("expert", False, False), ("rank", False, False), ("rank", True, False), ("rank", True, True))
     ]
-    assert by_layout[0] == by_layout[1] == by_layout[2]
+    assert all(tokens == [1, 128, 4096] for tokens in by_layout)
     assert Case(tokens=3, layout="rank", zero_copy=True).label == "3 tokens, fp8_block128, by rank, views"
     assert Case(tokens=3, layout="rank", num_sms=8).label == "3 tokens, fp8_block128, 8 SMs, by rank"
     assert {case.layout for case in make_plan("decode", ranks=2, device="cuda", layout="rank").cases} == {"rank"}
