@@ -90,9 +90,9 @@ def narrow_looks(text: str, threads: int) -> list[str]:
 
 
 def forms() -> Iterator[Form]:
-    """Every form of ranks in one node; each format once with an SM limit; each layout of ranks in two nodes with two
-    levels; each format once, and each layout and reduction, of ranks in two nodes; each format once where one receiver
-    plans for all."""
+    """Every form of ranks in one node; each format once with an SM limit, and once where one receiver plans for all;
+    each layout of ranks in two nodes with two levels; each format once, and each layout and reduction, of ranks in two
+    nodes."""
     for entry in CONFIGS:
         yield from forms_of(entry, "", world_size=WORLD)
     yield short_rows()
@@ -102,6 +102,12 @@ def forms() -> Iterator[Form]:
         entry = next(config for config in CONFIGS if config.form.dispatch_format == fmt)
         of_entry = list(forms_of(entry, "budget: ", world_size=WORLD, num_sms=24))
         yield from (of_entry[0], of_entry[-1])
+    for fmt in FORMATS:
+        entry = next(c for c in CONFIGS if (c.form.dispatch_format, c.form.layout, c.form.mode) == (fmt, *GROUPED))
+        few = dataclasses.replace(entry, max_tokens_per_rank=FEW_TOKENS)
+        planned, cached, *_ = forms_of(few, PLANNED, world_size=2 * WORLD)
+        assert planned[2].ROW_TABLE.value, planned[0]
+        yield from (planned, cached)
     places = [config.form for config in CONFIGS if config.form.mode == "alltoall"]
     kinds = list(dict.fromkeys((form.layout, form.pre_reduce, form.fused_shared_expert) for form in places))
     for fmt, (layout, pre_reduce, shared) in zip(FORMATS, [kind for kind in kinds if kind[1]], strict=False):
@@ -116,12 +122,6 @@ def forms() -> Iterator[Form]:
         entry = next(config for config in CONFIGS if config.form == form)
         of_entry = list(forms_of(entry, NODES, world_size=2 * WORLD, ranks_per_node=WORLD))
         yield from (of_entry[0], of_entry[1], of_entry[-1])
-    for fmt in FORMATS:
-        entry = next(c for c in CONFIGS if (c.form.dispatch_format, c.form.layout, c.form.mode) == (fmt, *GROUPED))
-        few = dataclasses.replace(entry, max_tokens_per_rank=FEW_TOKENS)
-        planned, cached, *_ = forms_of(few, PLANNED, world_size=2 * WORLD)
-        assert planned[2].ROW_TABLE.value, planned[0]
-        yield from (planned, cached)
 
 
 def short_rows() -> Form:

@@ -153,8 +153,9 @@ class Generation:
         workspace = Workspace(configs[0])
         memories = create_all(["cpu"] * world, workspace.nbytes)
         for memory in memories:
-            for name in GARBAGE:
-                poison_memory(workspace.regions[name].view(memory.local))
+            for region in workspace.regions:
+                if region.name in GARBAGE:
+                    poison_memory(region.view(memory.local))
         addresses = [PretendedAddress(old, PretendedProbeServer(), scheduler) for old in old_ranks]
         transports = []
         for rank, (config, memory, address) in enumerate(zip(configs, memories, addresses, strict=True)):

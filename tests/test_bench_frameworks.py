@@ -103,9 +103,9 @@ def test_a_contender_that_is_off_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["vllm", "--room", "1"], "--room: expected none with vllm"),
-        (["sglang", "--calls", "2"], "--calls: expected none with sglang"),
-        (["torchtitan", "--tokens", "8", "16"], "--tokens: expected one number with torchtitan"),
+        (["vllm", "--room", "1"], "room: expected none with vllm"),
+        (["sglang", "--calls", "2"], "calls: expected none with sglang"),
+        (["torchtitan", "--tokens", "8", "16"], "tokens: expected one number with torchtitan"),
     ],
 )
 def test_options_of_another_framework_are_refused(

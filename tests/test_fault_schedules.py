@@ -18,6 +18,7 @@ from fault_messages import run_messages
 from fault_schedules import WORLD, FaultScheduler, Oracle, run_schedule
 from moelink.control import failure_detector as detector
 from moelink.kernels.launch import constants as spec
+from moelink.kernels.launch import device
 from moelink.kernels.launch.constants import combine_spec
 from protocol_runs import Small
 
@@ -33,7 +34,7 @@ MESSAGE_SCHEDULES = 420
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultScheduler]]:
     """Kernels read the clock of the scheduler in this list. Specs hold the clock, so none is kept from before."""
     running: list[FaultScheduler] = []
-    monkeypatch.setattr(spec, "host_clock", lambda: running[0].now)
+    monkeypatch.setattr(device, "host_clock", lambda: running[0].now)
     monkeypatch.setattr(detector, "probe_all", fault_schedules.probe_all)
     kept = (spec.dispatch_spec, combine_spec)
     for specs in kept:
@@ -46,7 +47,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultScheduler]]:
 @pytest.mark.parametrize("first", range(0, KERNEL_SCHEDULES, CHUNK))
 def test_kernels_stopped_anywhere(first: int, clocks: list[FaultScheduler]) -> None:
     oracle, seen = Oracle(), Counter()
-    limit = spec.clock_ticks(60.0, torch.device("cpu"))
+    limit = device.clock_ticks(60.0, torch.device("cpu"))
     for seed in range(first, first + CHUNK):
         outcome = run_schedule(seed, BEFORE, AFTER, oracle, clocks, limit=limit)
         survivors = [rank for rank in range(WORLD) if rank != outcome.victim]

@@ -15,7 +15,7 @@ import moelink
 from cases import Setup
 from interleaving import Deadlock, Scheduler
 from moelink.control import failure_detector
-from moelink.kernels.launch import constants
+from moelink.kernels.launch import constants, device
 from moelink.memory.network_faults import Cut, NetworkFaults
 from moelink.testing import run_ranks
 from network_ranks import over_a_network
@@ -31,7 +31,7 @@ ALL, CHUNK = 300, 15
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TimedScheduler]]:
     """Kernels read the clock of the scheduler in this list. Launch constants hold the clock, so none is kept."""
     running: list[TimedScheduler] = []
-    monkeypatch.setattr(constants, "host_clock", lambda: running[0].now)
+    monkeypatch.setattr(device, "host_clock", lambda: running[0].now)
     monkeypatch.setattr(failure_detector, "probe_all", fault_schedules.probe_all)
     kept = (constants.dispatch_spec, constants.combine_spec)
     for specs in kept:

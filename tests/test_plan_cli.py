@@ -98,7 +98,7 @@ def test_text_says_that_times_rest_on_assumptions() -> None:
         "Times rest on assumptions given on the command line",
         "assumed: --net 45",
         "two_level=True",
-        "113.78 MB",
+        "113.79 MB",
     ):
         assert words in said
     assert said.isascii()

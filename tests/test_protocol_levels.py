@@ -19,7 +19,7 @@ from cases import Result, Setup
 from interleaving import Scheduler
 from moelink.kernels.combine import collect
 from moelink.kernels.dispatch import forward, relay, send
-from moelink.kernels.launch import constants
+from moelink.kernels.launch import constants, device
 from protocol_runs import (
     Calls,
     ScheduledProxy,
@@ -209,7 +209,7 @@ def test_the_error_names_the_rank_that_did_not_pass_on(fault, seeds, monkeypatch
     module, name, function = FAULTS[fault]
     monkeypatch.setattr(module, name, function)
     schedulers = []
-    monkeypatch.setattr(constants, "host_clock", lambda: schedulers[-1].now)
+    monkeypatch.setattr(device, "host_clock", lambda: schedulers[-1].now)
     case = Small(NODES, "uniform", seed=1, tokens=(3, 2, 3, 2))
     for seed in seeds:
         schedulers.append(TimedScheduler(seed, patience=10**5))

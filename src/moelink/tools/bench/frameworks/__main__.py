@@ -152,12 +152,12 @@ def _case(args: argparse.Namespace) -> Case | EngineCase:
     if args.framework in ENGINES:
         for name in ("room", "calls"):
             if getattr(args, name) is not None:
-                raise ArgumentError(f"--{name}", f"none with {args.framework}", getattr(args, name))
+                raise ArgumentError(name, f"none with {args.framework}", getattr(args, name))
         several = tuple(dict.fromkeys(args.tokens or engines.SIZES))
         return EngineCase(tokens=several, num_experts=args.experts or 128, **sizes)
     tokens = args.tokens or [4096]
     if len(tokens) != 1:
-        raise ArgumentError("--tokens", f"one number with {args.framework}", tokens)
+        raise ArgumentError("tokens", f"one number with {args.framework}", tokens)
     room = 1.25 if args.room is None else args.room
     return Case(tokens=tokens[0], num_experts=args.experts or 64, room=room or None, **sizes)
 
