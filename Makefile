@@ -111,7 +111,7 @@ upstream-torchtitan: build/torchtitan  ## torchtitan's own tests with moelink's 
 	  -p torchtitan_plugin $(TORCHTITAN_TESTS:%=tests/unit_tests/%.py)
 
 upstream-megatron: build/megatron  ## Megatron-core's own tests of its dispatchers, moelink in their place, on GPUs or else CPUs
-	cd build/megatron && PYTHONPATH=$(CURDIR)/build/megatron:$(CURDIR)/tests:$(CURDIR)/src:$(CURDIR)/build/carried-megatron \
+	cd build/megatron && PYTHONPATH=$(CURDIR)/build/megatron:$(CURDIR)/tests:$(CURDIR)/src$(if $(UPSTREAM_PYTHON),:$(CURDIR)/build/carried-megatron) \
 	  $(call PYTHON_OF,$(FRAMEWORKS_VENV)) -P -m torch.distributed.run --nproc-per-node $(RANKS) --redirects 1:3 \
 	  --log-dir $(CURDIR)/build/megatron-logs -m $(UPSTREAM_PYTEST) --noconftest -p megatron_plugin \
 	  $(MEGATRON_TESTS:%=tests/unit_tests/transformer/moe/%.py)
