@@ -1,11 +1,13 @@
 """Print the cache keys of kernels and of specs, in an order of one's choice. Run without TRITON_INTERPRET.
 
 ``python cache_keys.py forwards`` and ``python cache_keys.py backwards`` print the same lines, sorted.
+Backwards, ``triton.next_power_of_2`` is a plain function, as after an import of SGLang.
 """
 
 import sys
 
 import torch
+import triton
 
 import moelink
 from moelink.kernels import activation
@@ -29,7 +31,13 @@ def spec_of(fmt):
     )
 
 
+def plain(n):
+    return 1 << (n - 1).bit_length() if n > 0 else 1
+
+
 def main(order):
+    if order == "backwards":
+        triton.next_power_of_2 = plain
     work = [*KERNELS, "fp8_block128", "nvfp4", "mxfp4"]
     lines = []
     for item in work if order == "forwards" else reversed(work):

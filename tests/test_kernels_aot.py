@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
+from triton.runtime import JITFunction
 
 from cases import FORMATS
 from matrix_configs import CONFIGS
+from moelink.kernels.launch.cache_keys import settle_cache_key
 from ttir_text import nameless
 
 HERE = Path(__file__).parent
@@ -201,3 +204,24 @@ def test_cache_keys_do_not_depend_on_what_came_before():
     forwards, backwards = (output_of("cache_keys.py", order) for order in ("forwards", "backwards"))
     assert forwards == backwards
     assert len(set(line.split()[1] for line in forwards)) == len(forwards)
+
+
+@triton.constexpr_function
+def width(n):
+    return 2 * n
+
+
+@triton.constexpr_function
+def other_width(n):
+    return 4 * n
+
+
+def store_width(p):
+    p.store(width(8))
+
+
+def test_a_cache_key_covers_functions_that_run_as_a_kernel_compiles(monkeypatch):
+    key = settle_cache_key(JITFunction(store_width)).cache_key
+    assert settle_cache_key(JITFunction(store_width)).cache_key == key
+    monkeypatch.setitem(globals(), "width", other_width)
+    assert settle_cache_key(JITFunction(store_width)).cache_key != key

@@ -1,4 +1,4 @@
-"""Round sums to the dtypes of rows, with the same bits interpreted and compiled.
+"""Round sums to the dtypes of rows, with the same bits interpreted and compiled, and small helpers of kernels.
 
 The interpreter of stock Triton truncates fp32 to bf16. So without NATIVE the functions round with integers. NaN becomes
 0x7fff, as the conversion instruction gives.
@@ -6,6 +6,16 @@ The interpreter of stock Triton truncates fp32 to bf16. So without NATIVE the fu
 
 import triton
 import triton.language as tl
+
+
+@triton.constexpr_function
+def next_power_of_2(n):
+    """Return the least power of two that is ``n``, at least 1, or more. 5 -> 8.
+
+    Kernels call this one, because importing SGLang replaces ``triton.next_power_of_2`` by a plain function, which
+    Triton refuses in a kernel.
+    """
+    return 1 << (n - 1).bit_length()
 
 
 @triton.jit

@@ -42,6 +42,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.row_offsets import group_starts
+from moelink.kernels.numeric import next_power_of_2
 from moelink.kernels.records import Groups
 from moelink.kernels.sync.ll_words import ll_word, value_at, wait_ll_words
 from moelink.kernels.sync.signals import I64, own_block, report_failure
@@ -87,7 +88,7 @@ def publish_table(ctx, rows, starts, bases, most, state, S: tl.constexpr):
 def renew_table(ctx, S: tl.constexpr):
     """Give all words of the table the number of this call, in which nobody reads them."""
     count: tl.constexpr = (S.WORLD_SIZE + 3) * S.MAX_LOCAL_EXPERTS
-    i = tl.arange(0, triton.next_power_of_2(count))
+    i = tl.arange(0, next_power_of_2(count))
     tl.atomic_xchg(_words(ctx.control, 0, i, S), ll_word(ctx.call, i * 0), mask=i < count, sem="relaxed", scope="gpu")
 
 
@@ -101,7 +102,7 @@ def wait_for_table(ctx, S: tl.constexpr):
     report an error (:func:`report_no_table`) where they hold no rows in registers, which a call would spill.
     """
     count: tl.constexpr = (S.WORLD_SIZE + (3 if S.SCALE_LAYOUT == 2 else 2)) * S.MAX_LOCAL_EXPERTS
-    i = tl.arange(0, triton.next_power_of_2(count))[None, :]
+    i = tl.arange(0, next_power_of_2(count))[None, :]
     poison = (own_block(ctx.control, S) + S.OFFSET_POISON).to(I64)
     words = _words(ctx.control, 0, i, S)
     ok, _ = wait_ll_words(words, i < count, ctx.call, poison, 2 * ctx.limit, S.CLOCK)

@@ -4,7 +4,8 @@ whatever it compiled before.
 Triton 3.6 hashes a function together with the constants of the functions it calls. But it leaves out the constants of a
 callee that has not been hashed yet, and it orders constants of one name by the address of their module's globals. So a
 kernel has different keys in different processes: ranks compile again what is in the cache on disk, and a changed
-constant may go unnoticed. This module hashes callees first, and names constants with their module.
+constant may go unnoticed. This module hashes callees first, those that run as a kernel compiles
+(``constexpr_function``) too, and names constants with their module.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import triton.language as tl
 from triton.language import constexpr
 from triton.runtime import JITFunction
+from triton.runtime.jit import JITCallable
 
 
 def settle_cache_key(function: Any) -> Any:
@@ -33,7 +35,7 @@ def _settle(function: JITFunction[Any]) -> None:
     # Set first, because a function may call itself.
     function._moelink_settled = True  # type: ignore[attr-defined]
     names = {name: function.__globals__.get(name) for name in sorted(set(function.fn.__code__.co_names))}
-    callees = {name: value for name, value in names.items() if isinstance(value, JITFunction)}
+    callees = {name: value for name, value in names.items() if isinstance(value, JITCallable)}
     for callee in callees.values():
         settle_cache_key(callee)
     # This fills used_global_vals, which Triton compares at every launch, with those of the callees.
@@ -44,7 +46,7 @@ def _settle(function: JITFunction[Any]) -> None:
         if isinstance(value, constexpr)
     )
     parts = [function.src, str(function.starting_line_number), *map(repr, constants)]
-    parts += [f"{name} {callee.cache_key} {callee.noinline}" for name, callee in callees.items()]
+    parts += [f"{name} {callee.cache_key} {getattr(callee, 'noinline', False)}" for name, callee in callees.items()]
     function.hash = hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

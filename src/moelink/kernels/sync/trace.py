@@ -19,6 +19,7 @@ step 44: word 2 + 6 holds 2**62 - 40, and word 2 + 7, "last published", 44.
 import triton
 import triton.language as tl
 
+from moelink.kernels.numeric import next_power_of_2
 from moelink.kernels.records import Stamps
 from moelink.kernels.sync.internode import I64
 from moelink.memory import trace_layout as layout
@@ -83,7 +84,7 @@ def open_record(peers, role, program, call, S: tl.constexpr):
         record = ((call % _CALLS) * _ROLES + role) * S.TRACE_CTAS + program
         buffer = tl.load(peers.control + _AT)
         at = tl.where((buffer != 0) & (program < S.TRACE_CTAS), buffer + record * (words * 8), 0)
-        w = tl.arange(0, triton.next_power_of_2(words))
+        w = tl.arange(0, next_power_of_2(words))
         value = tl.where(w == 0, call, tl.where(w == 1, _sm(S.CLOCK) + 1, tl.where(w == _HEADER + _BEGUN, begun, 0)))
         tl.store((at + w * 8).to(I64), value, mask=(w < words) & (at != 0))
         tl.debug_barrier()
