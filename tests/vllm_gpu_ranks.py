@@ -76,12 +76,12 @@ def compute(rows: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor
 
 
 def started(ep: moelink.Communicator, lane: int, x: Tensor, ids: Tensor, weights: Tensor, bound: int | None):
-    """Prepare, as the backend does it: what waits for the rows."""
+    """Prepare a microbatch, as the backend does it: what waits for the rows."""
     return ep.lane(lane).dispatch_async(x, ids, weights, max_tokens=bound)
 
 
 def ended(ep: moelink.Communicator, lane: int, y: Tensor, recv: moelink.DispatchOutput, output: Tensor):
-    """Finalize, as the backend does it: what waits for the sums."""
+    """Finalize a microbatch, as the backend does it: what waits for the sums."""
     return ep.lane(lane).combine_async(y, recv, out=output)
 
 
@@ -107,8 +107,8 @@ def answers(rank: int, world_size: int, case: Case, kind: str = "cuda") -> list[
         return compute(recv.tokens, recv.topk_ids, recv.topk_weights, up[own], down[own], first, fp8=case.fp8)
 
     def step(x: Tensor, ids: Tensor, weights: Tensor, output: Tensor, most: int | None) -> None:
-        recv = started(ep, 0, x, ids, weights, most).wait()
-        ended(ep, 0, experts(recv), recv, output).wait()
+        recv = ep.dispatch(x, ids, weights, max_tokens=most)
+        ep.combine(experts(recv), recv, out=output)
 
     def truth(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return compute(x, ids, weights, up, down, 0, fp8=case.fp8)

@@ -229,7 +229,7 @@ def answer(case: Case, rank: int, world_size: int, sizes: list[int], theirs: Ten
     facts = {
         "class": type(made).__name__, "shared": made.ep is beside.prepare_finalize.ep,
         "format": made.ep.config.dispatch_format, "dispatchers": made.num_dispatchers(),
-        "reduced": kernel.output_is_reduced(), "overlap": kernel.can_overlap_shared_experts,
+        "reduced": kernel.output_is_reduced(), "overlap": overlaps(made),
     }  # fmt: skip
     seen: list[int | None] = []
     bound = made._bound
@@ -251,6 +251,11 @@ def answer(case: Case, rank: int, world_size: int, sizes: list[int], theirs: Ten
         x = made.ep.config.format.dequantize(quantised.payload, quantised.scales).to(x.dtype)
     truth = compute(x, up, down, chosen, ids, 0, weigh=not case.on_input)
     return Answer(ours, theirs, truth, made.ep.config.output_rows(max_tokens=seen[-1]), facts | {"bounds": seen})
+
+
+def overlaps(made: Any) -> list[bool]:
+    """Whether vLLM's kernel runs shared experts between the two halves of finalize: without microbatches, with two."""
+    return [type(made)(made.group, made.settings, count).supports_async() for count in (made.microbatches, 2)]
 
 
 def overlapped(rank: int, world_size: int, case: Case, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:

@@ -140,8 +140,12 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         return True
 
     def supports_async(self) -> bool:
-        """True: shared experts, and the other microbatch, compute while rows travel."""
-        return True
+        """True with microbatches: one computes while the rows of the other travel.
+
+        Without them vLLM has nothing to do between the two halves of a step but shared experts, which it runs on a
+        stream of its own if this is False. A call in one piece takes the host less than half the time.
+        """
+        return self.microbatches > 1
 
     def prepare_async(
         self,
@@ -160,10 +164,45 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         kernels run on a stream of their own.
 
         Raises:
+            ArgumentError: as :meth:`prepare`.
+        """
+        number = dbo_current_ubatch_id()
+        given = self._given(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input, quant_config)
+        pending = self._communicator().lane(number).dispatch_async(**given)
+        return _nothing, lambda: self._arrived(number, pending.wait(), quant_config)
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        """Send ``a1``, [tokens, hidden]; return the rows that come here, their scales, ids and weights.
+
+        Raises:
             ArgumentError: ``num_experts`` is not that of the communicator, or weights on the input with more than one
                 expert for a token, as one row carries the token to all experts of a rank.
         """
-        ep, number = self._communicator(), dbo_current_ubatch_id()
+        number = dbo_current_ubatch_id()
+        given = self._given(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input, quant_config)
+        return self._arrived(number, self._communicator().lane(number).dispatch(**given), quant_config)
+
+    def _given(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+    ) -> dict[str, Any]:
+        """What a dispatch is given."""
+        ep = self._communicator()
         if num_experts != ep.config.num_experts:
             raise ArgumentError("num_experts", f"{ep.config.num_experts} physical experts", num_experts)
         if apply_router_weight_on_input:
@@ -175,27 +214,21 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         scales = None
         if self.rows.quantized_by == "vllm":
             a1, scales = _quantize(a1, quant_config)
-        pending = ep.lane(number).dispatch_async(
-            a1.contiguous(),
-            topk_ids.contiguous(),
-            topk_weights.float().contiguous(),
-            scales=None if scales is None else scales.contiguous(),
-            max_tokens=self._bound(len(a1)),
-        )
+        return {
+            "x": a1.contiguous(),
+            "topk_ids": topk_ids.contiguous(),
+            "topk_weights": topk_weights.float().contiguous(),
+            "scales": None if scales is None else scales.contiguous(),
+            "max_tokens": self._bound(len(a1)),
+        }
 
-        def receive() -> Any:
-            recv = pending.wait()
-            self._received[number] = recv
-            tokens, scales = recv.tokens, recv.scales
-            if self.rows.quantized_by == "arrival":
-                tokens, scales = _quantize(tokens, quant_config, swizzled=quant_config.is_scale_swizzled)
-            return tokens, scales, None, recv.topk_ids, recv.topk_weights
-
-        return _nothing, receive
-
-    def prepare(self, *args: Any, **named: Any) -> Any:
-        """Do :meth:`prepare_async`, and wait."""
-        return self.prepare_async(*args, **named)[1]()
+    def _arrived(self, number: int, recv: moelink.DispatchOutput, quant_config: Any) -> Any:
+        """Note what microbatch ``number`` received; return what vLLM's experts are given."""
+        self._received[number] = recv
+        tokens, scales = recv.tokens, recv.scales
+        if self.rows.quantized_by == "arrival":
+            tokens, scales = _quantize(tokens, quant_config, swizzled=quant_config.is_scale_swizzled)
+        return tokens, scales, None, recv.topk_ids, recv.topk_weights
 
     def finalize_async(
         self,
@@ -208,33 +241,52 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Start to bring the experts' outputs home; the second callable waits for ``output``, [tokens, hidden].
 
-        Experts that leave weights and sum to this step get both here, before the rows travel.
+        Raises:
+            StateError: as :meth:`finalize`.
         """
-        ep, number = self._communicator(), dbo_current_ubatch_id()
-        recv, self._received[number] = self._received[number], None
-        if recv is None:
-            raise StateError(
-                "finalize: expected a prepare of the same microbatch before it, got none; call prepare first"
-            )
-        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-        summed = weight_and_reduce_impl.apply(
-            output=None,
-            fused_expert_output=fused_expert_output,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            apply_router_weight_on_input=apply_router_weight_on_input,
+        number = dbo_current_ubatch_id()
+        recv = self._taken(number)
+        summed = _summed(
+            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
-        pending = ep.lane(number).combine_async(summed.contiguous(), recv, out=output)
+        pending = self._communicator().lane(number).combine_async(summed, recv, out=output)
 
         def receive() -> None:
             pending.wait()
 
         return _nothing, receive
 
-    def finalize(self, *args: Any, **named: Any) -> None:
-        """Do :meth:`finalize_async`, and wait."""
-        self.finalize_async(*args, **named)[1]()
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Bring the experts' outputs home and write their sums to ``output``, [tokens, hidden].
+
+        Experts that leave weights and sum to this step get both here, before the rows travel.
+
+        Raises:
+            StateError: no prepare came before it.
+        """
+        number = dbo_current_ubatch_id()
+        recv = self._taken(number)
+        summed = _summed(
+            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        )
+        self._communicator().lane(number).combine(summed, recv, out=output)
+
+    def _taken(self, number: int) -> moelink.DispatchOutput:
+        """Return what microbatch ``number`` received, which is done with after this."""
+        recv, self._received[number] = self._received[number], None
+        if recv is None:
+            raise StateError(
+                "finalize: expected a prepare of the same microbatch before it, got none; call prepare first"
+            )
+        return recv
 
     def _communicator(self) -> moelink.Communicator:
         if self.ep is None:
@@ -253,6 +305,20 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
 def _nothing() -> None:
     """vLLM's hook between two microbatches."""
+
+
+def _summed(reduce: Any, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, weighed: bool) -> Tensor:
+    """Return the experts' outputs, weighed and summed for each row, as the experts want it done."""
+    if isinstance(reduce, TopKWeightAndReduceDelegate):
+        reduce = TopKWeightAndReduceContiguous()
+    made: Tensor = reduce.apply(
+        output=None,
+        fused_expert_output=rows,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        apply_router_weight_on_input=weighed,
+    )
+    return made.contiguous()
 
 
 def _wanted(fused_experts: Any) -> Quantization:
