@@ -93,6 +93,25 @@ def test_counting_all_tokens_is_the_tally_of_all(ranks, shared):
 
 
 @triton.jit
+def _messages(ids, messages, begin, end, S: tl.constexpr):
+    numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 0, 0, 0, 0, 2, 0, 0, 0, 1)
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    tl.store(messages + r, routes.count_messages(ids, begin, end, 0, numbers, 2, S), mask=r < 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_messages_are_counted_without_pairs(ranks):
+    spec = SimpleNamespace(
+        ALLREDUCE=False, FUSED_SHARED_EXPERT=0, EXPERTS_PER_RANK=2, EXTRA_EXPERTS=0, NUM_EXPERTS=4, TOPK=2, TOPK_POW2=2,
+        WORLD_SIZE=ranks, WORLD_SIZE_POW2=ranks,
+    )  # fmt: skip
+    messages, ids = torch.zeros(2, dtype=torch.int32), torch.tensor([[0, 3], [1, 0], [-1, 9], [2, 3]])
+    for begin, end, expected in ((0, 2, [2, 1]), (0, 4, [2, 2]), (1, 3, [1, 0]), (2, 2, [0, 0])):
+        _messages[(1,)](ids, messages, begin, end, S=spec)
+        assert messages.tolist() == expected
+
+
+@triton.jit
 def _sums_before(out, SCAN: tl.constexpr):
     i = tl.arange(0, 4)
     goes = ((i == 0) | (i == 1))[:, None] & (tl.arange(0, 2) == 0)[None, :]

@@ -14,7 +14,8 @@ credit               [2, W] int64          rank d: last dispatch, and combine, w
                                            read; this rank may overwrite them
 sm_limit             [4, 388] int32        own kernels: which CTAs work, when ``num_sms`` is given
 block_counts_flag    [P] int64             own sending CTA p: call whose row of ``block_counts`` is stored
-block_counts         [P, E + R] int32      own sending CTA p: pairs per expert and messages per rank of its tokens
+block_counts         [P, E + R] int32      own sending CTA p: pairs per expert and messages per rank of its tokens;
+                                           [P, R] int64, messages alone, in layout "rank" on one node
 message_flag         [W, T] int64          source s: call whose message in this slot is stored
 counts               [W, 8 + L] int64      source s: status and totals (``protocol``), rows per local expert, each
                                            word with its call number (``kernels.sync.ll_words``)
@@ -209,14 +210,23 @@ class Workspace:
         return ceil_div(self.config.num_experts, self.config.world_size)
 
     @property
+    def senders_count_pairs(self) -> bool:
+        """Whether sending CTAs of dispatch count pairs, by whose positions rows find their places. In layout "rank" they
+        need none; between nodes they count them for the counting CTA (``kernels.dispatch.counts``)."""
+        return self.config.layout != "rank" or self.inter_node_ranks > 0
+
+    @property
     def block_counts_width(self) -> int:
-        """Words of a sending CTA's block counts: a bin per expert and one per rank, each rounded up to a power of 2."""
-        return _power_of_two(self.config.num_experts) + _power_of_two(self.world_size)
+        """Words of a sending CTA's block counts: a bin per rank, and if it counts pairs one per expert, either number
+        rounded up to a power of 2."""
+        pairs = _power_of_two(self.config.num_experts) if self.senders_count_pairs else 0
+        return pairs + _power_of_two(self.world_size)
 
     @property
     def message(self) -> RegionTable:
         """Parts of one message: those of :class:`~moelink.memory.layout.DispatchMessage`, and ``positions``: each
-        slot's position among the pairs of its (source rank, expert), by which rows are unpacked without a sort."""
+        slot's position among the pairs of its (source rank, expert), by which rows are unpacked without a sort (undefined
+        unless ``senders_count_pairs``)."""
         cfg, fmt = self.config, self.config.format
         topk = (cfg.topk,)
         parts: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
@@ -330,7 +340,7 @@ class Workspace:
             ("credit", i64, (2, ranks)),
             ("sm_limit", i32, (SM_LIMIT_KINDS, SM_LIMIT_WORDS)),
             ("block_counts_flag", i64, (MAX_SENDERS,)),
-            ("block_counts", i32, (MAX_SENDERS, self.block_counts_width)),
+            ("block_counts", i32 if self.senders_count_pairs else i64, (MAX_SENDERS, self.block_counts_width)),
             ("message_flag", i64, (ranks, tokens)),
             ("counts", i64, (ranks, COUNT_HEADER + self.max_local_experts)),
             *((("row_table", i64, (ranks + 3, self.max_local_experts)),) if self.row_table else ()),

@@ -6,7 +6,9 @@ tokens it is the last CTA. It sums the block counts of the others (``kernels.dis
 first message slot of each CTA), and after a fence the counts.
 
 Counts travel as LL words (``kernels.sync.ll_words``): a header with the status, the totals and the options, then the
-rows per local expert.
+rows per local expert. In layout "rank" receivers unpack by the header alone. So on one node (not S.SENDERS_COUNT_PAIRS)
+the counting CTA sends the header as soon as messages are counted, and only then counts the pairs of all tokens itself.
+Between nodes header and words travel in one put, so there it counts all before.
 
 Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Rank 0 is told 2 messages and rows [2, 1], rank 1
 2 messages and rows [1, 1].
@@ -16,7 +18,15 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.relay import send_marks
-from moelink.kernels.dispatch.route import count_all, first_of, owner_of, send_firsts, sum_block_counts
+from moelink.kernels.dispatch.route import (
+    count_all,
+    count_messages,
+    first_of,
+    note_invalid,
+    owner_of,
+    send_firsts,
+    sum_block_counts,
+)
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.credit import wait_for_credits
 from moelink.kernels.sync.internode import between_nodes, is_intra_node, own_word_at, put, staged_at
@@ -24,11 +34,10 @@ from moelink.kernels.sync.levels import in_two_levels, stores_at
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import fence, own_block
 from moelink.kernels.sync.trace import COUNTED, LAST_PUBLISHED, PUBLISHED, stamp_after, stamp_both
-from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, INVALID_IDS, PHASE_DISPATCH
+from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
-_INVALID = tl.constexpr(INVALID_IDS)
 _BYTES = tl.constexpr(DISPATCH_BYTES)
 
 
@@ -82,6 +91,18 @@ def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
 
 
 @triton.jit
+def count_every_token(ctx, ids, numbers, S: tl.constexpr):
+    """Count the pairs [experts] and messages [ranks] of all own tokens, and note ids that name no expert (in a call that
+    failed before this, none)."""
+    if numbers.num_tokens <= S.COUNT_BLOCK:
+        pairs, messages, invalid = count_all(ids, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK, S)
+    else:
+        pairs, messages, invalid = count_all(ids, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK_ALL, S)
+    note_invalid(ctx, invalid)
+    return pairs, messages
+
+
+@triton.jit
 def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr):
     """Tell every rank how many messages and rows come, as the counting CTA.
 
@@ -93,12 +114,11 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
     mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
     if alone:
-        if numbers.num_tokens <= S.COUNT_BLOCK:
-            pairs, messages, invalid = count_all(ids, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK, S)
+        if S.SENDERS_COUNT_PAIRS:
+            pairs, messages = count_every_token(ctx, ids, numbers, S)
         else:
-            pairs, messages, invalid = count_all(ids, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK_ALL, S)
-        if invalid > 0:
-            tl.atomic_add(ctx.control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+            pairs = tl.zeros([1], tl.int32)
+            messages = count_messages(ids, 0, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK_MESSAGES, S)
     else:
         ok, pairs, messages = sum_block_counts(ctx, mine, movers, S)
     stamp_after(ctx, COUNTED, messages, S)
@@ -128,7 +148,11 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
         tl.atomic_xchg(
             row[:, None] + h, ll_word(ctx.call, head), mask=mask[:, None] & (h >= 0), sem="relaxed", scope="sys"
         )
-        store_expert_counts(ctx, mine, numbers.first_expert, numbers.num_local_experts, pairs, S)
+        if S.SENDERS_COUNT_PAIRS:
+            store_expert_counts(ctx, mine, numbers.first_expert, numbers.num_local_experts, pairs, S)
+        else:
+            every, _ = count_every_token(ctx, ids, numbers, S)
+            store_expert_counts(ctx, mine, numbers.first_expert, numbers.num_local_experts, every, S)
         stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
         between_nodes(put_counts, (ctx, mine, alone, movers), S)
         in_two_levels(send_marks, (ctx, mine, ids, numbers), S)

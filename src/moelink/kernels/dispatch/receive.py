@@ -1,7 +1,8 @@
 """Receive tokens: the receiver role of dispatch.
 
 Every CTA waits for the ``counts`` of every source, and computes from them where rows go. All CTAs do the same, so none
-waits for another of this launch. CTA 0 writes the offsets and totals. Each other CTA takes messages of one source,
+waits for another of this launch. In layout "rank" the headers of the counts say that already. So on one node
+only CTA 0 waits for the rest, which it writes to the outputs. CTA 0 writes the offsets and totals. Each other CTA takes messages of one source,
 whichever of its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. The waits
 are acquires (``kernels.sync.signals``), so whatever a source stored before its signal is visible.
 
@@ -34,6 +35,7 @@ from moelink.kernels.dispatch.row_offsets import (
     header_word,
     tile_bases,
     wait_for_counts,
+    wait_for_expert_counts,
     write_counted_offsets,
     write_nothing,
 )
@@ -214,12 +216,18 @@ def note_other_call(blame_other, ctx, refused, options, origin, S: tl.constexpr)
 
 @triton.jit
 def prepare(ok, program, ctx, outputs, received, cached, numbers, shared, S: tl.constexpr):
-    """Write offsets and totals as CTA 0; then wait, between nodes, for the firsts.
+    """Write offsets and totals as CTA 0, in layout "rank" on one node once the counts of experts have come; then wait,
+    between nodes, for the firsts.
 
-    Returns 1, or 0 or -1 after an error; on one node ``ok``.
+    Returns 1, or 0 or -1 after an error; ``ok`` where it waits for nothing.
     """
     if program == 0:
-        write_counted_offsets(ctx, outputs, received, numbers, shared, S)
+        if not S.SENDERS_COUNT_PAIRS:
+            ok = wait_for_expert_counts(ctx, numbers, S)
+        if ok > 0:
+            write_counted_offsets(ctx, outputs, received, numbers, shared, S)
+        else:  # the other CTAs may store rows all the same, of a communicator that is poisoned
+            return_nothing(outputs, received, numbers, S)
     return between_nodes_or(ok, wait_for_firsts, (ctx,), S)
 
 

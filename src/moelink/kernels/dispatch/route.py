@@ -13,13 +13,30 @@ rows in stream order.
 
 Example: 3 CTAs with messages [2, 1], [0, 3], [1, 1] for two ranks: CTA 2 starts at slots [2, 4], and the firsts sent
 are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
+
+In layout "rank" on one node (not S.SENDERS_COUNT_PAIRS) a row goes where its slot says. So a sender needs no positions of
+pairs and counts messages alone (:func:`count_messages`). Its block counts are then a word for each rank, in which the
+number of the call stands above the count, as in an LL word. They need no flag, no release and no acquire, because
+nothing else is read by them. A row that no CTA has written for long still names the call that wrote it: a call number
+has 40 bits there.
+
+Example of messages alone: 2 messages of call 3 are the word 3 * 2**24 + 2.
 """
 
 import triton
 import triton.language as tl
 
 from moelink.kernels.sync.internode import direct_or_staged
-from moelink.kernels.sync.signals import I32, I64, publish, report_failure, wait_all
+from moelink.kernels.sync.signals import (
+    I32,
+    I64,
+    block_uniform,
+    check_timeout,
+    clock,
+    publish,
+    report_failure,
+    wait_all,
+)
 from moelink.memory.protocol import INVALID_IDS, PHASE_DISPATCH
 
 
@@ -156,6 +173,22 @@ def count_block(ids, begin, end, me, numbers, BLOCK: tl.constexpr, S: tl.constex
 
 
 @triton.jit
+def count_messages(ids, begin, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
+    """Count the messages per rank [ranks] of tokens [begin, end), ``BLOCK`` tokens at a time.
+
+    Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: [2, 1].
+    """
+    t = tl.arange(0, BLOCK)
+    messages = tl.zeros([BLOCK, S.WORLD_SIZE_POW2], tl.int32)
+    for t0 in range(begin, end, BLOCK):
+        raw = _ids_at(ids, t0 + t, end, S)
+        expert = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
+        owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
+        messages += _many_ranks_of(owner, t0 + t, end, me, numbers.shared_begin, numbers.shared_end, S)
+    return tl.sum(messages, 0)
+
+
+@triton.jit
 def count_all(ids, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
     """Count all tokens [0, end) as :func:`count_block` does, for a CTA that counts tokens of other CTAs.
 
@@ -242,6 +275,13 @@ _INVALID = tl.constexpr(INVALID_IDS)
 
 
 @triton.jit
+def note_invalid(ctx, invalid):
+    """Count ``invalid`` ids that name no expert."""
+    if invalid > 0:
+        tl.atomic_add(ctx.control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def publish_block_counts(mine, program, pairs, messages, call, S: tl.constexpr):
     """Publish the block counts of CTA ``program`` for the CTAs after it."""
     row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + program * S.BLOCK_COUNT_WORDS
@@ -253,20 +293,68 @@ def publish_block_counts(mine, program, pairs, messages, call, S: tl.constexpr):
 
 
 @triton.jit
-def count_own_block(ctx, mine, ids, begin, end, numbers, program, S: tl.constexpr):
-    """Count tokens [begin, end) of CTA ``program`` and publish its block counts."""
-    pairs, sent, invalid = count_block(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S)
-    publish_block_counts(mine, program, pairs, sent, ctx.call, S)
-    if invalid > 0:
-        tl.atomic_add(ctx.control + _INVALID, invalid.to(tl.int64), sem="relaxed", scope="gpu")
+def message_words(mine, p, r, S: tl.constexpr):
+    """Return the addresses of the words for ranks ``r`` in the block counts of CTAs ``p``, where these are messages
+    alone."""
+    return (mine + S.OFFSET_BLOCK_COUNTS).to(I64) + p * S.BLOCK_COUNT_WORDS + r
 
 
 @triton.jit
-def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
-    """Sum the block counts of CTAs [0, ``programs``).
+def count_own_block(ctx, mine, ids, begin, end, numbers, program, S: tl.constexpr):
+    """Count tokens [begin, end) of CTA ``program`` and publish its block counts."""
+    if S.SENDERS_COUNT_PAIRS:
+        pairs, sent, invalid = count_block(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S)
+        publish_block_counts(mine, program, pairs, sent, ctx.call, S)
+        note_invalid(ctx, invalid)
+    else:
+        sent = count_messages(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S)
+        words = message_words(mine, program, tl.arange(0, S.WORLD_SIZE_POW2), S)
+        tl.atomic_xchg(words, (ctx.call << 24) | sent.to(tl.int64), sem="relaxed", scope="gpu")
 
-    Returns 1, or 0 or -1 after an error; then pairs [experts] and messages [ranks].
+
+@triton.jit
+def wait_for_messages(ctx, mine, p, programs, S: tl.constexpr):
+    """Wait for the block counts of those CTAs ``p`` [N] that are below ``programs``, where these are messages alone.
+
+    Returns 1, or 0 or -1 after an error, and the messages [N, ranks]. It polls with loads, as LL words are polled.
     """
+    looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
+    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    words = message_words(mine, p[:, None], r, S)
+    mask = (p < programs)[:, None] & (r >= 0)
+    poison = (mine + S.OFFSET_POISON).to(I64)
+    start = clock(S.CLOCK)
+    look = tl.full([], 0, tl.int32)
+    state = look + 2
+    word = tl.zeros(mask.shape, tl.int64)
+    while state == 2:
+        word = tl.load(words, mask=mask, other=0, volatile=True)
+        late = (mask & ((word >> 24) != ctx.call)).to(tl.int32)
+        here = tl.max(tl.reshape(late, (mask.shape[0] * mask.shape[1],)), 0) == 0
+        state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
+        look += 1
+        if (state == 2) & (look % looks == 0):
+            state = check_timeout(poison, start, ctx.limit, S.CLOCK)
+    tl.debug_barrier()
+    report_failure(state, ctx, ctx.me, _PHASE, ctx.call, ctx.call - 1, S)
+    return state, (word & 0xFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def sum_messages(ctx, mine, programs, S: tl.constexpr):
+    """Do what :func:`sum_block_counts` does where block counts are messages alone."""
+    messages = tl.zeros([S.SENDERS_PER_STEP, S.WORLD_SIZE_POW2], tl.int32)
+    ok = tl.full([], 1, tl.int32)
+    for p0 in range(0, programs, S.SENDERS_PER_STEP):
+        if ok > 0:
+            ok, found = wait_for_messages(ctx, mine, p0 + tl.arange(0, S.SENDERS_PER_STEP), programs, S)
+            messages += found
+    return ok, tl.zeros([1], tl.int32), tl.sum(messages, 0)
+
+
+@triton.jit
+def sum_pairs_and_messages(ctx, mine, programs, S: tl.constexpr):
+    """Do what :func:`sum_block_counts` does where block counts hold pairs."""
     p = tl.arange(0, S.MAX_SENDERS)
     flags = (mine + S.OFFSET_BLOCK_COUNTS_FLAG).to(I64) + p
     ok, _, got = wait_all(flags, p < programs, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
@@ -288,6 +376,19 @@ def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
 
 
 @triton.jit
+def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
+    """Sum the block counts of CTAs [0, ``programs``).
+
+    Returns 1, or 0 or -1 after an error; then pairs [experts] and messages [ranks]. Where no pairs are counted they are
+    [1], a zero.
+    """
+    if S.SENDERS_COUNT_PAIRS:
+        return sum_pairs_and_messages(ctx, mine, programs, S)
+    else:
+        return sum_messages(ctx, mine, programs, S)
+
+
+@triton.jit
 def send_firsts(table, mine, me, programs, S: tl.constexpr):
     """Tell every rank where the messages of each CTA begin. Returns per rank the most messages that one CTA sends
     there."""
@@ -297,8 +398,12 @@ def send_firsts(table, mine, me, programs, S: tl.constexpr):
     to = direct_or_staged(to, mine, r, me, S.OFFSET_STAGED_FIRSTS, 1, 0, (S.MAX_SENDERS + 1) * 4, S)
     p = tl.arange(0, S.MAX_SENDERS)
     mask = (p < programs)[:, None] & (r < S.WORLD_SIZE)[None, :]
-    row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + p * S.BLOCK_COUNT_WORDS + S.NUM_EXPERTS_POW2
-    count = tl.load(row[:, None] + r[None, :], mask=mask, other=0)
+    if S.SENDERS_COUNT_PAIRS:
+        row = (mine + S.OFFSET_BLOCK_COUNTS).to(I32) + p * S.BLOCK_COUNT_WORDS + S.NUM_EXPERTS_POW2
+        count = tl.load(row[:, None] + r[None, :], mask=mask, other=0)
+    else:
+        words = tl.load(message_words(mine, p[:, None], r[None, :], S), mask=mask, other=0, volatile=True)
+        count = (words & 0xFFFFFF).to(tl.int32)
     tl.store(to[None, :] + p[:, None], tl.cumsum(count, 0) - count, mask=mask)
     tl.store(to + programs, tl.sum(count, 0), mask=r < S.WORLD_SIZE)
     return tl.max(count, 0)

@@ -112,10 +112,20 @@ def wait_for_counts(ctx, cached, source, numbers, S: tl.constexpr):
 
     Returns arrived (1, or 0 or -1 after an error), and per local expert [S.POLL_WIDTH] the rows of all sources, of
     those before ``source``, and of ``source``. A second look at the same call does not wait.
+    In layout "rank" on one node it waits for the headers alone, and rows are 0.
     """
     before, missing_before = wait_for_counts_signals(ctx, S)
-    arrived, missing, sizes, earlier, own = _look_at_counts(ctx, source, before > 0, numbers.num_local_experts, S)
+    awaited = numbers.num_local_experts if S.SENDERS_COUNT_PAIRS else 0
+    arrived, missing, sizes, earlier, own = _look_at_counts(ctx, source, before > 0, awaited, S)
     return report_missing(before, missing_before, arrived, missing, ctx, S), sizes, earlier, own
+
+
+@triton.jit
+def wait_for_expert_counts(ctx, numbers, S: tl.constexpr):
+    """Wait for all words of the counts of every source. Returns 1, or 0 or -1 after an error."""
+    arrived, missing, _, _, _ = _look_at_counts(ctx, 0, tl.full([], 1, tl.int1), numbers.num_local_experts, S)
+    report_failure(arrived, ctx, missing, _PHASE, ctx.call, ctx.call - 1, S)
+    return arrived
 
 
 @triton.jit

@@ -30,7 +30,8 @@ What is written at destination d, in row ``me`` of each region:
 All CTAs together count the call as sent. A later call of this rank starts after it in stream order.
 
 The order of messages needs no sort. A message's slot at d is the number of earlier tokens of this rank with any id on
-d. A pair's *position* is the number of earlier pairs (token, then slot) of this rank with the same expert.
+d. A pair's *position* is the number of earlier pairs (token, then slot) of this rank with the same expert. In layout
+"rank" a row's place is its slot. So on one node no positions travel, and only the counting CTA counts pairs.
 
 A row is read one piece of columns at a time, encoded once, and stored to every destination from registers. The CTA
 takes the destinations one after the other, each with all threads, so a piece is quantised once however many ranks it
@@ -70,6 +71,7 @@ from moelink.kernels.dispatch.relay import put_relays, store_relay_headers, with
 from moelink.kernels.dispatch.route import (
     count_all,
     count_before,
+    count_messages,
     count_own_block,
     count_pairs,
     experts_at,
@@ -349,7 +351,12 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     expert = experts_at(inputs.topk_ids, t * S.TOPK + k, k < S.TOPK, S)
     stamp_after(ctx, IDS_READ, expert, S)
     owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-    position, sent = count_before(inputs.topk_ids, t, expert, ctx.me, numbers, S)
+    position = None
+    if S.SENDERS_COUNT_PAIRS:
+        earlier, sent = count_before(inputs.topk_ids, t, expert, ctx.me, numbers, S)
+        position = earlier[None, :]
+    else:
+        sent = count_messages(inputs.topk_ids, 0, t, ctx.me, numbers, S.COUNT_BLOCK_MESSAGES, S)
     stamp_after(ctx, COUNTED, sent, S)
 
     goes = ranks_of(owner[None, :], token, numbers.num_tokens, ctx.me, numbers.shared_begin, numbers.shared_end, S)
@@ -360,7 +367,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         places = message_addresses(base, own, slot, token, ctx.me, mine, S)
-        store_headers(expert[None, :], position[None, :], owner[None, :], token, places, w, numbers.first_expert, 1, S)
+        store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
         in_two_levels(store_relay_headers, (ctx, mine, expert[None, :], own, slot, token), S)
         stamp_first(ctx, FIRST_STORE, S)
         to = tl.sum(places, 0)
@@ -373,6 +380,17 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             following = behind
         publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
+
+
+@triton.jit
+def count_alone(ids, end, me, numbers, S: tl.constexpr):
+    """Count the pairs [experts] and messages [ranks] of tokens [0, ``end``). Where no pairs are counted they are [1], a
+    zero."""
+    if S.SENDERS_COUNT_PAIRS:
+        pairs, sent, _ = count_all(ids, end, me, numbers, S.COUNT_BLOCK_ALL, S)
+        return pairs, sent
+    else:
+        return tl.zeros([1], tl.int32), count_messages(ids, 0, end, me, numbers, S.COUNT_BLOCK_MESSAGES, S)
 
 
 @triton.jit
@@ -398,7 +416,7 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     if S.MAX_TOKENS_ALONE > 0:
         if numbers.num_tokens <= S.MAX_TOKENS_ALONE:
             ok = tl.full([], 1, tl.int32)
-            pairs, sent, _ = count_all(inputs.topk_ids, begin, ctx.me, numbers, S.COUNT_BLOCK_ALL, S)
+            pairs, sent = count_alone(inputs.topk_ids, begin, ctx.me, numbers, S)
         else:
             ok, pairs, sent = share_block_counts(ctx, mine, inputs.topk_ids, begin, end, numbers, program, S)
     else:
@@ -411,7 +429,9 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             token = t0 + tl.arange(0, S.TOKENS_PER_BATCH)
             expert, owner, goes = routes_of(inputs.topk_ids, token, k, end, ctx.me, numbers, S)
             slot = sent[None, :] + sums_before(goes, S.MAX_TOKENS_ALONE == 0)
-            position = positions_of(pairs, expert, owner, i, S)
+            position = None
+            if S.SENDERS_COUNT_PAIRS:
+                position = positions_of(pairs, expert, owner, i, S)
 
             own = (goes > 0) & mask[None, :]
             noted = (token < end)[:, None] & mask[None, :]
@@ -432,7 +452,8 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             publish_messages(ctx, base, mine, own, slot, token, S)
             if t0 + S.TOKENS_PER_BATCH < end:
                 sent += tl.sum(goes, 0)
-                pairs += count_pairs(expert, owner, S.TOKENS_PER_BATCH * S.TOPK_POW2, S)
+                if S.SENDERS_COUNT_PAIRS:
+                    pairs += count_pairs(expert, owner, S.TOKENS_PER_BATCH * S.TOPK_POW2, S)
     return ok
 
 

@@ -11,7 +11,8 @@ The header has the words of ``kernels.dispatch.counts``, and also the number of 
 use routings of different calls, all ranks see it and refuse the call alike (``kernels.dispatch.receive``). The options
 differ from those of a call that counts, so ranks also refuse a mix of the two. After the header go the words for rows
 per expert, empty; a rank over cached routing does not wait for them. A rank that does count waits for them before it
-can look at the options, and every word carries every call's number (``kernels.sync.ll_words``).
+can look at the options (in layout "rank" on one node for the header alone), and every word carries every call's number
+(``kernels.sync.ll_words``).
 
 Why no call overtakes another: as in ``kernels.dispatch.send``, every CTA waits for every destination's credit for the
 previous call before its first store there, this rank grants its own credits before it waits, and every CTA counts its

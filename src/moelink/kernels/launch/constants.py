@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import clock_of, has_native_casts, sm_limit_of, threads_of
@@ -62,7 +63,7 @@ class CommonSpec(Constants):
         EXPERTS_PER_RANK, EXTRA_EXPERTS: the map of experts; the first EXTRA_EXPERTS ranks own one more.
         TOPK, MAX_TOKENS: topk and max_tokens_per_rank. MAX_LOCAL_EXPERTS: most experts of a rank.
         COUNT_BLOCK: tokens that a CTA counts at a time, of its own. COUNT_BLOCK_ALL: the same where it also counts
-            tokens of other CTAs.
+            tokens of other CTAs. COUNT_BLOCK_MESSAGES: the same where it counts messages alone.
         ALLREDUCE: mode "allreduce". FUSED_SHARED_EXPERT: 1 where it is fused. RANK_LAYOUT: layout "rank".
         NATIVE_CASTS: the hardware's casts round as the formats do. MAX_THREADS: most threads of a CTA; 1 where it is
             interpreted. CLOCK: what ``signals.clock`` reads.
@@ -87,6 +88,7 @@ class CommonSpec(Constants):
     MAX_TOKENS: int
     COUNT_BLOCK: int
     COUNT_BLOCK_ALL: int
+    COUNT_BLOCK_MESSAGES: int
     ALLREDUCE: bool
     FUSED_SHARED_EXPERT: int
     RANK_LAYOUT: bool
@@ -111,6 +113,17 @@ class CommonSpec(Constants):
     OFFSET_NODE_FLAG: int
 
 
+def message_block(cfg: EPConfig, ranks: int) -> int:
+    """Return how many tokens a CTA on a GPU counts at a time where it counts messages alone: 2048 ids at most, and less
+    where the counts of ranks would not fit the registers.
+
+    Example: of top-8, 256 for 8 ranks, 32 for 64 ranks, 2 for 2 tokens.
+    """
+    power = triton.next_power_of_2
+    block = (2048 if ranks <= 32 else 256) // power(cfg.topk)
+    return min(max(1, block), 256, power(max(1, cfg.max_tokens_per_rank)))
+
+
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     """Return the fields of :class:`CommonSpec`."""
     cfg, regions = workspace.config, workspace.regions
@@ -122,7 +135,8 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         cfg.world_size, TOPK=cfg.topk, TOPK_POW2=power(cfg.topk), MAX_LOCAL_EXPERTS=local,
         MAX_LOCAL_EXPERTS_POW2=power(local), MAX_TOKENS=max(1, cfg.max_tokens_per_rank), COUNT_BLOCK=max(1, 256 //
         power(cfg.topk)) if device.type != "cpu" else 2, COUNT_BLOCK_ALL=min(max(1, 1024 // power(cfg.topk)),
-        power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16, ALLREDUCE=cfg.mode == "allreduce",
+        power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16, COUNT_BLOCK_MESSAGES=
+        message_block(cfg, ranks) if device.type != "cpu" else 4, ALLREDUCE=cfg.mode == "allreduce",
         FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE_CASTS=has_native_casts(device), MAX_THREADS=threads_of(device), CLOCK=clock_of(device),
         NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", OFFSET_POISON=regions["poison"].offset,
@@ -162,8 +176,9 @@ class DispatchSpec(CommonSpec, RelayConstants):
         TOKENS_PER_BATCH: tokens whose messages a CTA publishes together.
         MAX_TOKENS_ALONE: most tokens of a call in which each CTA counts what precedes its own tokens; 0: only CTAs of
             one token do.
-        MAX_SENDERS: most sending CTAs. SENDERS_PER_STEP: CTAs whose block counts, of BLOCK_COUNT_WORDS each, are read
-            at a time. MESSAGES_PER_STEP: messages that a receiver unpacks at a time.
+        MAX_SENDERS: most sending CTAs. SENDERS_PER_STEP: CTAs whose block counts are read at a time, of
+            BLOCK_COUNT_WORDS words each. SENDERS_COUNT_PAIRS: those of pairs, too. MESSAGES_PER_STEP: messages that a
+            receiver unpacks at a time.
         COUNT_WORDS: words of a source's counts. POLL_WIDTH: words of them that are polled, and summed, at a time.
         ROW_TABLE: one receiver plans for all. MESSAGE_BYTES: bytes of a message. MESSAGE_*: first byte of a part in it.
     """
@@ -209,6 +224,7 @@ class DispatchSpec(CommonSpec, RelayConstants):
     MAX_SENDERS: int
     SENDERS_PER_STEP: int
     BLOCK_COUNT_WORDS: int
+    SENDERS_COUNT_PAIRS: bool
     MESSAGE_BYTES: int
     MESSAGE_SCALES: int
     MESSAGE_TOKEN: int
@@ -282,6 +298,8 @@ def dispatch_spec(
     else:
         many = most > MANY_TOKENS
         batch, gather, alone = min(4, power(max(1, most // 128))), 4 if many else 1, 0 if many else COUNTED_ALONE
+        if not workspace.senders_count_pairs:
+            batch = max(2, batch)  # a loop over single tokens that counts no pairs spills 1300 bytes in Triton 3.6
         if cfg.zero_copy:  # of a message only the header is read, so more of them fit a step
             gather = MESSAGES_IN_PLACE if many else FEW_MESSAGES_IN_PLACE
     layout = NO_SCALES
@@ -308,10 +326,11 @@ def dispatch_spec(
         GLOBAL_IDS=cfg.global_ids, CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]), ROWS_PER_MESSAGE=rows,
         ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone, MAX_SENDERS=MAX_SENDERS,
-        SENDERS_PER_STEP=power(max(1, 8192 // workspace.block_counts_width)), MESSAGE_BYTES=workspace.message_bytes,
+        SENDERS_PER_STEP=min(MAX_SENDERS, power(max(1, (8192 if workspace.senders_count_pairs else 4096) //
+        workspace.block_counts_width))), MESSAGE_BYTES=workspace.message_bytes,
         **{f"MESSAGE_{part.name.upper()}": part.offset for part in message if part.name != "payload"},
         NUM_GROUPS_POW2=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
-        BLOCK_COUNT_WORDS=workspace.block_counts_width,
+        BLOCK_COUNT_WORDS=workspace.block_counts_width, SENDERS_COUNT_PAIRS=workspace.senders_count_pairs,
         COUNT_WORDS=regions["counts"].shape[1], COUNT_WORDS_POW2=power(regions["counts"].shape[1]),
         ROW_TABLE=workspace.row_table, OFFSET_ROW_TABLE=regions["row_table"].offset if workspace.row_table else 0,
         OFFSET_BLOCK_COUNTS_FLAG=regions["block_counts_flag"].offset,
