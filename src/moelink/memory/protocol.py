@@ -86,8 +86,9 @@ ROW_TABLE_RANKS = 4
 """Fewest ranks for which one receiver of dispatch plans for all (``memory.workspace.Workspace.row_table``)."""
 
 FEW_MESSAGES_IN_PLACE, MESSAGES_IN_PLACE = 4, 16
-"""Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): in a communicator
-of up to MANY_TOKENS tokens per rank, and in another one."""
+"""Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): the least, in a
+communicator of up to FEW_TOKENS tokens per rank, and the most, from MANY_TOKENS on. Between them it is a 64th of the
+tokens."""
 
 LAMPORT_BYTES = 1 << 25
 """Most bytes of ``lamport_slots``, a region for sums that return without flags. Communicators of up to FEW_TOKENS

@@ -297,11 +297,12 @@ def dispatch_spec(
         batch, gather, alone = 2, 2, 3 if many else 0
     else:
         many = most > MANY_TOKENS
-        batch, gather, alone = min(4, power(max(1, most // 128))), 4 if many else 1, 0 if many else COUNTED_ALONE
+        batch = min(8 if cfg.zero_copy and not many else 4, power(max(1, most // 128)))
+        gather, alone = 4 if many else 1, 0 if many else COUNTED_ALONE
         if not workspace.senders_count_pairs:
             batch = max(2, batch)  # a loop over single tokens that counts no pairs spills 1300 bytes in Triton 3.6
         if cfg.zero_copy:  # of a message only the header is read, so more of them fit a step
-            gather = MESSAGES_IN_PLACE if many else FEW_MESSAGES_IN_PLACE
+            gather = min(MESSAGES_IN_PLACE, max(FEW_MESSAGES_IN_PLACE, power(max(1, most // 64))))
     layout = NO_SCALES
     if scale_bytes:
         assert fmt.scale_layout is not None
