@@ -189,7 +189,7 @@ def test_the_modular_kernel(by_rank: list[ranks.Everything], name: str) -> None:
         assert made.facts["dispatchers"] == len(by_rank)
         assert made.facts["shared"]
         assert made.facts["reduced"]
-        assert made.facts["overlap"] == [False, True], "vLLM overlaps shared experts itself, unless there are microbatches"
+        assert made.facts["overlap"] == [False, True], "vLLM overlaps shared experts itself without microbatches"
         assert made.facts["bounds"] == [24, 4], "24 is the most there is room for; 3 tokens have room for 4"
         assert made.rows == len(by_rank) * 4
         assert made.ours.shape == (SIZES[rank], ranks.HIDDEN)

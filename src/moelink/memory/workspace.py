@@ -211,8 +211,11 @@ class Workspace:
 
     @property
     def senders_count_pairs(self) -> bool:
-        """Whether sending CTAs of dispatch count pairs, by whose positions rows find their places. In layout "rank" they
-        need none; between nodes they count them for the counting CTA (``kernels.dispatch.counts``)."""
+        """Whether sending CTAs of dispatch count pairs, by whose positions rows find their places.
+
+        In layout "rank" they need none. Between nodes they count them for the counting CTA
+        (``kernels.dispatch.counts``).
+        """
         return self.config.layout != "rank" or self.inter_node_ranks > 0
 
     @property

@@ -92,8 +92,10 @@ def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
 
 @triton.jit
 def count_every_token(ctx, ids, numbers, S: tl.constexpr):
-    """Count the pairs [experts] and messages [ranks] of all own tokens, and note ids that name no expert (in a call that
-    failed before this, none)."""
+    """Count the pairs [experts] and messages [ranks] of all own tokens, and note ids that name no expert.
+
+    A call that failed before this notes none.
+    """
     if numbers.num_tokens <= S.COUNT_BLOCK:
         pairs, messages, invalid = count_all(ids, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK, S)
     else:

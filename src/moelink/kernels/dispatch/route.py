@@ -14,11 +14,11 @@ rows in stream order.
 Example: 3 CTAs with messages [2, 1], [0, 3], [1, 1] for two ranks: CTA 2 starts at slots [2, 4], and the firsts sent
 are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
 
-In layout "rank" on one node (not S.SENDERS_COUNT_PAIRS) a row goes where its slot says. So a sender needs no positions of
-pairs and counts messages alone (:func:`count_messages`). Its block counts are then a word for each rank, in which the
-number of the call stands above the count, as in an LL word. They need no flag, no release and no acquire, because
-nothing else is read by them. A row that no CTA has written for long still names the call that wrote it: a call number
-has 40 bits there.
+In layout "rank" on one node (not S.SENDERS_COUNT_PAIRS) a row goes where its slot says. So a sender needs no positions
+of pairs and counts messages alone (:func:`count_messages`). Its block counts are then a word for each rank, in which
+the number of the call stands above the count, as in an LL word. They need no flag, no release and no acquire, because a
+reader learns nothing else from them. A row that no CTA has written for long still names the call that wrote it: a call
+number has 40 bits there.
 
 Example of messages alone: 2 messages of call 3 are the word 3 * 2**24 + 2.
 """
