@@ -119,6 +119,7 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "formats_2xh200.json": (of_bench, 43),
     "skew_2xh200.json": (of_bench, 15),
     "sms_2xh200.json": (of_bench, 10),
+    "sms_2xh100.json": (of_bench, 14),
     "pairs_2xh200.json": (of_pairs, 32),
     "sweep_bf16_2xh200.json": (of_sweep, 35),
     "sweep_fp8_2xh200.json": (of_sweep, 42),

@@ -227,9 +227,11 @@ class Workspace:
 
     @property
     def message(self) -> RegionTable:
-        """Parts of one message: those of :class:`~moelink.memory.layout.DispatchMessage`, and ``positions``: each
-        slot's position among the pairs of its (source rank, expert), by which rows are unpacked without a sort (undefined
-        unless ``senders_count_pairs``)."""
+        """Parts of one message: those of :class:`~moelink.memory.layout.DispatchMessage`, and ``positions``.
+
+        These are each slot's position among the pairs of its (source rank, expert), by which rows are unpacked without
+        a sort. They are undefined unless ``senders_count_pairs``.
+        """
         cfg, fmt = self.config, self.config.format
         topk = (cfg.topk,)
         parts: list[tuple[str, torch.dtype, tuple[int, ...]]] = [

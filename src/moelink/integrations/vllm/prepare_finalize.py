@@ -143,7 +143,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         """True with microbatches: one computes while the rows of the other travel.
 
         Without them vLLM has nothing to do between the two halves of a step but shared experts, which it runs on a
-        stream of its own if this is False. A call in one piece takes the host less than half the time.
+        stream of its own if this is False. A call in one piece is one launch, on vLLM's stream.
         """
         return self.microbatches > 1
 

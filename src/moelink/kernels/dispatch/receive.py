@@ -1,9 +1,9 @@
 """Receive tokens: the receiver role of dispatch.
 
 Every CTA waits for the ``counts`` of every source, and computes from them where rows go. All CTAs do the same, so none
-waits for another of this launch. In layout "rank" the headers of the counts say where rows go. So on one node only CTA 0
-waits for the other words. CTA 0 writes the offsets and totals. Each other CTA takes messages of one source, whichever of
-its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. The waits are acquires
+waits for another of this launch. In layout "rank" the headers of the counts say where rows go. So on one node only CTA
+0 waits for the other words. CTA 0 writes the offsets and totals. Each other CTA takes messages of one source, whichever
+of its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. The waits are acquires
 (``kernels.sync.signals``), so whatever a source stored before its signal is visible.
 
 Over cached routing some of these steps differ (``kernels.dispatch.receive_cached``). Each role passes its own steps to
