@@ -1,8 +1,8 @@
 """The faults of ``make mutants``: what is wrong and in which file, the text and what replaces it, and the test.
 
 ``mutants_of_kernels`` has those of what runs on the device, ``mutants_of_levels`` those of two levels between nodes,
-``mutants_of_own_rows`` those of own rows in combine, ``mutants_of_bench`` those of comparisons in benchmarks,
-``mutants_of_host`` those of the rest. To add a row, copy three
+``mutants_of_own_rows`` those of own rows in combine, ``mutants_of_counting`` those of counting messages alone,
+``mutants_of_bench`` those of comparisons in benchmarks, ``mutants_of_host`` those of the rest. To add a row, copy three
 lines and change them. Choose a fault that leaves a program which runs, and the narrowest test that must fail;
 ``python tests/mutants.py -k WORD`` tries the rows in which a word occurs.
 """
@@ -10,9 +10,10 @@ lines and change them. Choose a fault that leaves a program which runs, and the 
 from __future__ import annotations
 
 from mutants_of_bench import OF_BENCH
+from mutants_of_counting import OF_COUNTING
 from mutants_of_host import OF_HOST
 from mutants_of_kernels import OF_KERNELS
 from mutants_of_levels import OF_LEVELS
 from mutants_of_own_rows import OF_OWN_ROWS
 
-MUTANTS = (*OF_KERNELS, *OF_LEVELS, *OF_OWN_ROWS, *OF_BENCH, *OF_HOST)
+MUTANTS = (*OF_KERNELS, *OF_LEVELS, *OF_OWN_ROWS, *OF_COUNTING, *OF_BENCH, *OF_HOST)

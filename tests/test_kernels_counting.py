@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+import moelink
 from moelink.kernels.dispatch import route as routes
-from moelink.kernels.records import DispatchNumbers
+from moelink.kernels.dispatch import row_offsets as offsets
+from moelink.kernels.launch.constants import dispatch_spec, message_block
+from moelink.kernels.records import CallContext, DispatchNumbers
+from moelink.kernels.sync.signals import own_block
+from moelink.memory import connect, create_all
+from moelink.memory.protocol import CODE_TIMEOUT, COUNT_HEADER, PHASE_DISPATCH
+from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
@@ -112,6 +120,23 @@ def test_messages_are_counted_without_pairs(ranks):
 
 
 @triton.jit
+def _own_messages(ids, messages, S: tl.constexpr):
+    numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 2, 3, 0, 0, 2, 0, 0, 0, 1)
+    tl.store(messages + tl.arange(0, 2), routes.count_messages(ids, 0, 4, 1, numbers, 2, S))
+
+
+def test_own_tokens_of_the_shared_expert_are_messages():
+    """Rank 1's token 2 is its own shared expert's, whatever its ids."""
+    spec = SimpleNamespace(
+        ALLREDUCE=False, FUSED_SHARED_EXPERT=1, EXPERTS_PER_RANK=2, EXTRA_EXPERTS=0, NUM_EXPERTS=4, TOPK=2, TOPK_POW2=2,
+        WORLD_SIZE=2, WORLD_SIZE_POW2=2,
+    )  # fmt: skip
+    messages = torch.zeros(2, dtype=torch.int32)
+    _own_messages[(1,)](torch.tensor([[0, 1], [1, 0], [-1, 0], [2, 3]]), messages, S=spec)
+    assert messages.tolist() == [3, 2]
+
+
+@triton.jit
 def _sums_before(out, SCAN: tl.constexpr):
     i = tl.arange(0, 4)
     goes = ((i == 0) | (i == 1))[:, None] & (tl.arange(0, 2) == 0)[None, :]
@@ -155,3 +180,168 @@ def test_a_token_counts_what_is_before_it():
     assert (pairs.tolist(), messages.tolist()) == ([0, 1], [1, 1])
     _count_before[(1,)](torch.tensor([[2, -1], [2, 2]]), pairs, messages, S=spec)
     assert (pairs.tolist(), messages.tolist()) == ([1, 2], [0, 1])
+
+
+SENDERS = dict(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=8, layout="rank")
+SOON, LATER = 10**11, 20_000_000  # ticks of the host's clock: of a wait that ends, and of one that must expire
+
+
+class Counting:
+    """Two ranks of layout "rank" on one node, of which rank 0 counts."""
+
+    def __init__(self) -> None:
+        self.workspace = Workspace(moelink.EPConfig(**SENDERS, world_size=2))
+        self.memories = create_all(["cpu"] * 2, self.workspace.nbytes)
+        self.peers = connect(self.memories[0], self.workspace, 0)
+        self.record = torch.zeros(16, dtype=torch.int64)
+        self.spec = dispatch_spec(
+            self.workspace, torch.device("cpu"), input_dtype=torch.bfloat16, quantized=False, weights=False
+        )
+
+    def region(self, name: str, rank: int = 0) -> torch.Tensor:
+        """Region ``name`` of ``rank``."""
+        return self.workspace.regions[name].view(self.memories[rank].local)
+
+    def run(self, kernel, *args, call=3, limit=SOON, **sizes):
+        """Run a kernel as rank 0 in ``call``. Return the six numbers that it may write."""
+        out = torch.zeros(6, dtype=torch.int32)
+        spec = dataclasses.replace(self.spec, **sizes)
+        kernel[(1,)](self.peers.table, self.record, self.region("control"), *args, out, call, limit, S=spec)
+        return out.tolist()
+
+
+@pytest.fixture
+def counting():
+    made = Counting()
+    yield made
+    made.peers.close()
+
+
+@triton.jit
+def _count_own_block(table, record, control, ids, begin, program, out, call, limit, S: tl.constexpr):
+    ctx = CallContext(table, record, control, 0, limit, tl.cast(call, tl.int64))
+    numbers = DispatchNumbers(0, 0, 0, 2, 2, 2, 1, 1, 0, 0, 0, 0, 2, 0, 0, 0, 1)
+    routes.count_own_block(ctx, own_block(control, S), ids, begin, 3, numbers, program, S)
+
+
+@pytest.mark.parametrize("call", [3, 2**38 + 1])
+def test_messages_alone_are_a_word_for_each_rank(counting, call):
+    """2 messages of call 3 are 3 * 2**24 + 2; no other CTA's words change."""
+    ids, words = torch.tensor([[0, 3], [1, 0], [-1, 9]]), counting.region("block_counts")
+    words[:] = -7
+    counting.run(_count_own_block, ids, 0, 1, call=call)
+    assert words[:3].tolist() == [[-7, -7], [call * 2**24 + 2, call * 2**24 + 1], [-7, -7]]
+    counting.run(_count_own_block, ids, 1, 0, call=call)
+    assert words[0].tolist() == [call * 2**24 + 1, call * 2**24]
+
+
+@triton.jit
+def _sum_block_counts(table, record, control, programs, out, call, limit, S: tl.constexpr):
+    ctx = CallContext(table, record, control, 0, limit, tl.cast(call, tl.int64))
+    ok, _, messages = routes.sum_block_counts(ctx, own_block(control, S), programs, S)
+    tl.store(out, ok)
+    tl.store(out + 1 + tl.arange(0, 2), messages)
+
+
+@triton.jit
+def _send_firsts(table, record, control, programs, out, call, limit, S: tl.constexpr):
+    most = routes.send_firsts(table, own_block(control, S), 0, programs, S)
+    tl.store(out + tl.arange(0, 2), most)
+
+
+THREE_CTAS = torch.tensor([[2, 1], [0, 3], [1, 1]])
+
+
+@pytest.mark.parametrize("step", [512, 2])
+def test_a_cta_sums_the_messages_of_those_before_it(counting, step):
+    """CTA 2 starts at slots [2, 4]. What no CTA has written in this call yet, from it on, is neither awaited nor
+    counted."""
+    words = counting.region("block_counts")
+    words[:] = 2 * 2**24 + 5
+    words[:2] = 3 * 2**24 + THREE_CTAS[:2]
+    for programs, expected in ((0, [0, 0]), (1, [2, 1]), (2, [2, 4])):
+        assert counting.run(_sum_block_counts, programs, SENDERS_PER_STEP=step)[:3] == [1, *expected]
+    words[2:4] = 3 * 2**24 + THREE_CTAS[2]
+    for programs, expected in ((2, [2, 4]), (3, [3, 5])):
+        assert counting.run(_sum_block_counts, programs, SENDERS_PER_STEP=step)[:3] == [1, *expected]
+
+
+@pytest.mark.parametrize("other", [2, 4])
+def test_messages_of_another_call_are_waited_for(counting, other):
+    words = counting.region("block_counts")
+    words[:3] = 3 * 2**24 + THREE_CTAS
+    words[1, 0] = other * 2**24
+    assert counting.run(_sum_block_counts, 1, limit=LATER)[:3] == [1, 2, 1]
+    assert counting.run(_sum_block_counts, 2, limit=LATER)[0] == 0
+    assert counting.record[:7].tolist() == [CODE_TIMEOUT, 0, 0, PHASE_DISPATCH, 3, 3, 2]
+    counting.region("poison")[0] = 1
+    assert counting.run(_sum_block_counts, 2)[0] == -1
+
+
+def test_every_rank_is_told_where_messages_of_each_cta_begin(counting):
+    """[0, 2, 2, 3] to rank 0, and [0, 1, 4, 5] to rank 1; of one CTA no more than 2 and 3 messages."""
+    counting.region("block_counts")[:3] = 3 * 2**24 + THREE_CTAS
+    assert counting.run(_send_firsts, 3)[:2] == [2, 3]
+    firsts = [counting.region("firsts", rank)[0, :4].tolist() for rank in range(2)]
+    assert firsts == [[0, 2, 2, 3], [0, 1, 4, 5]]
+
+
+@triton.jit
+def _wait_for_counts(table, record, control, every, out, call, limit, S: tl.constexpr):
+    ctx = CallContext(table, record, control, 0, limit, tl.cast(call, tl.int64))
+    numbers = DispatchNumbers(0, 0, 0, 2, 2, 2, 1, 1, 0, 0, 0, 0, 2, 0, 0, 0, 1)
+    if every:
+        tl.store(out, offsets.wait_for_expert_counts(ctx, numbers, S))
+    else:
+        arrived, _, _, _ = offsets.wait_for_counts(ctx, 0, 1, numbers, S)
+        tl.store(out, arrived)
+
+
+def test_headers_are_waited_for_without_the_words_of_experts(counting):
+    """Only who writes offsets and totals waits for all words of every source."""
+    counts = counting.region("counts")
+    counts[:] = 2 << 32
+    counts[:, :COUNT_HEADER] = 3 << 32
+    assert counting.run(_wait_for_counts, 0, limit=LATER)[0] == 1
+    counts[0, COUNT_HEADER:] = 3 << 32
+    counts[1, COUNT_HEADER] = 3 << 32
+    assert counting.run(_wait_for_counts, 1, limit=LATER)[0] == 0
+    assert counting.record[:7].tolist() == [CODE_TIMEOUT, 0, 1, PHASE_DISPATCH, 3, 3, 2]
+    counts[1, COUNT_HEADER + 1] = 3 << 32
+    assert counting.run(_wait_for_counts, 1)[0] == 1
+
+
+@pytest.mark.parametrize("fields, pairs", [
+    ({"layout": "expert"}, True), ({"layout": "rank"}, False), ({"layout": "rank", "zero_copy": True}, False),
+    ({"layout": "rank", "ranks_per_node": 2}, True),
+])  # fmt: skip
+def test_which_senders_count_pairs(fields, pairs):
+    workspace = Workspace(moelink.EPConfig(**{**SENDERS, **fields}, world_size=4))
+    assert workspace.senders_count_pairs == pairs
+    assert workspace.regions["block_counts"].shape[1] == (4 + 4 if pairs else 4)
+    assert workspace.regions["block_counts"].dtype == (torch.int32 if pairs else torch.int64)
+
+
+def test_tokens_counted_at_a_time_where_messages_are_counted_alone():
+    """Of top-8, 256 for 8 ranks, 32 for 64 ranks, 2 for 2 tokens."""
+
+    def block(ranks, topk=8, most=4096):
+        fields = {**SENDERS, "num_experts": 64, "topk": topk, "max_tokens_per_rank": most}
+        return message_block(moelink.EPConfig(**fields, world_size=ranks), ranks)
+
+    assert [block(8), block(32), block(64), block(8, most=2)] == [256, 256, 32, 2]
+    assert [block(8, topk=9), block(8, topk=1), block(64, topk=1)] == [128, 256, 256]
+
+
+@pytest.mark.parametrize("zero_copy, sizes", [
+    (False, [(2, 1), (2, 1), (4, 1), (4, 4)]), (True, [(2, 4), (2, 4), (8, 16), (4, 16)]),
+])  # fmt: skip
+def test_messages_at_a_time_in_layout_rank(zero_copy, sizes):
+    """What a sender publishes and a receiver reads at a time on a GPU, of 64, 256, 1024 and 4096 tokens at most."""
+    for most, expected in zip((64, 256, 1024, 4096), sizes, strict=True):
+        fields = {**SENDERS, "max_tokens_per_rank": most, "zero_copy": zero_copy}
+        workspace = Workspace(moelink.EPConfig(**fields, world_size=2))
+        spec = dispatch_spec(
+            workspace, torch.device("cuda"), input_dtype=torch.bfloat16, quantized=False, weights=False
+        )
+        assert tuple(int(getattr(n, "value", n)) for n in (spec.TOKENS_PER_BATCH, spec.MESSAGES_PER_STEP)) == expected
