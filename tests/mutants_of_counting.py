@@ -64,7 +64,7 @@ OF_COUNTING = (
            _CALL.format("shared")),
     Mutant("words of experts count from the second token on", "kernels/dispatch/counts.py",
            "every, _ = count_every_token(ctx, ids, numbers, S)", "every, _ = count_every_token(ctx, ids + S.TOPK, numbers._replace(num_tokens=numbers.num_tokens - 1), S)",
-           _CALL.format("shared")),
+           "test_protocol_rank.py::test_rows_of_each_expert_are_told_by_source[8]"),
     Mutant("ids that name no expert are noted by nobody", "kernels/dispatch/counts.py",
            "    note_invalid(ctx, invalid)\n", "",
            "test_protocol_rank.py::test_ids_that_name_no_expert_are_noted_once[rank-1]"),

@@ -183,7 +183,7 @@ def test_a_token_counts_what_is_before_it():
 
 
 SENDERS = dict(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=8, layout="rank")
-SOON, LATER = 10**11, 20_000_000  # ticks of the host's clock: of a wait that ends, and of one that must expire
+SOON, LATER = 5 * 10**9, 20_000_000  # ticks of the host's clock: of a wait that ends, and of one that must expire
 
 
 class Counting:

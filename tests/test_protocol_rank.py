@@ -90,6 +90,7 @@ def test_call_numbers_of_more_than_31_bits(senders, seeds):
             run(seed, SHARED, combine=False, calls=calls)
 
 
+@pytest.mark.quick("each number of tokens is counted in another way")
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 def test_ids_that_name_no_expert_are_noted_once(senders, layout, tokens):
@@ -101,6 +102,17 @@ def test_ids_that_name_no_expert_are_noted_once(senders, layout, tokens):
     x = torch.ones(tokens, 8, dtype=torch.bfloat16)
     transport.dispatch([DispatchRequest(x[: len(each)], each) for each in (ids, none)]).wait()
     assert [rank.errors.take_losses()[1] for rank in transport.ranks] == [2, 0]
+    transport.close()
+
+
+@pytest.mark.quick("each number of tokens is counted in another way")
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_rows_of_each_expert_are_told_by_source(senders, tokens):
+    transport = one_process(RANK.fields, 2)
+    each = [case.data(rank) for case in cases(RANK, (tokens, 5)) for rank in range(2)]
+    recvs = transport.dispatch([DispatchRequest(data.x, data.topk_ids) for data in each]).wait()
+    pairs = torch.stack([torch.bincount(data.topk_ids.flatten(), minlength=3) for data in each], 1)
+    assert torch.cat([recv.handle.counts for recv in recvs]).tolist() == pairs.tolist()
     transport.close()
 
 
