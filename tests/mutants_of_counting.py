@@ -18,11 +18,14 @@ _CALL = "test_protocol_rank.py::test_scenario_under_every_schedule[{}-few]"
 # fmt: off
 OF_COUNTING = (
     Mutant("messages of the call before are taken", "kernels/dispatch/route.py",
-           "((word >> 24) != ctx.call)", "((word >> 24) < ctx.call - 1)",
+           "((word >> 24) != call)", "((word >> 24) < call - 1)",
            _OTHER.format(2)),
     Mutant("messages of a call that was never made are taken", "kernels/dispatch/route.py",
-           "((word >> 24) != ctx.call)", "((word >> 24) < ctx.call)",
+           "((word >> 24) != call)", "((word >> 24) < call)",
            _OTHER.format(4)),
+    Mutant("a call number of 40 bits is compared with a whole one", "kernels/dispatch/route.py",
+           "call = (ctx.call << 24) >> 24", "call = ctx.call",
+           "test_protocol_rank.py::test_call_numbers_of_more_bits_than_words_hold"),
     Mutant("messages are told with 32 bits for the count", "kernels/dispatch/route.py",
            "(ctx.call << 24) | sent", "(ctx.call << 32) | sent",
            _WORDS.format(3)),

@@ -83,10 +83,11 @@ def test_scenario_under_every_schedule(name, senders, seeds):
 
 
 @seeds(1, 3)
-def test_call_numbers_of_more_than_31_bits(senders, seeds):
-    """Counts carry 31 bits of the call, 0 of call 2**31 here. Block counts carry the whole number, up to 2**39 - 1."""
+def test_call_numbers_of_more_bits_than_words_hold(senders, seeds):
+    """Counts carry 31 bits of the call, 0 of call 2**31 here. Block counts carry 40: the sign of a word changes at call
+    2**39, and call 2**40 has 0."""
     for seed in seeds:
-        for calls in (2**31 - 1, 2**39 - 2):
+        for calls in (2**31 - 1, 2**39 - 2, 2**39 - 1, 2**40 - 1):
             run(seed, SHARED, combine=False, calls=calls)
 
 

@@ -17,8 +17,8 @@ are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
 In layout "rank" on one node (not S.SENDERS_COUNT_PAIRS) a row goes where its slot says. So a sender needs no positions
 of pairs and counts messages alone (:func:`count_messages`). Its block counts are then a word for each rank, in which
 the number of the call stands above the count, as in an LL word. They need no flag, no release and no acquire, because a
-reader learns nothing else from them. A row that no CTA has written for long still names the call that wrote it: a call
-number has 40 bits there.
+reader learns nothing else from them. A row that no CTA has written for long still names the call that wrote it: the
+word has the lower 40 bits of the call number.
 
 Example of messages alone: 2 messages of call 3 are the word 3 * 2**24 + 2.
 """
@@ -323,13 +323,14 @@ def wait_for_messages(ctx, mine, p, programs, S: tl.constexpr):
     words = message_words(mine, p[:, None], r, S)
     mask = (p < programs)[:, None] & (r >= 0)
     poison = (mine + S.OFFSET_POISON).to(I64)
+    call = (ctx.call << 24) >> 24  # as the shift of a word returns it
     start = clock(S.CLOCK)
     look = tl.full([], 0, tl.int32)
     state = look + 2
     word = tl.zeros(mask.shape, tl.int64)
     while state == 2:
         word = tl.load(words, mask=mask, other=0, volatile=True)
-        late = (mask & ((word >> 24) != ctx.call)).to(tl.int32)
+        late = (mask & ((word >> 24) != call)).to(tl.int32)
         here = tl.max(tl.reshape(late, (mask.shape[0] * mask.shape[1],)), 0) == 0
         state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
         look += 1
