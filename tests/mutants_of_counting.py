@@ -17,11 +17,11 @@ _CALL = "test_protocol_rank.py::test_scenario_under_every_schedule[{}-few]"
 
 # fmt: off
 OF_COUNTING = (
-    Mutant("messages of the call before are taken", "kernels/dispatch/route.py",
-           "((word >> 24) != call)", "((word >> 24) < call - 1)",
+    Mutant("messages of the call before are taken", "kernels/sync/ll_words.py",
+           "((word >> SHIFT) != number)", "((word >> SHIFT) < number - 1)",
            _OTHER.format(2)),
-    Mutant("messages of a call that was never made are taken", "kernels/dispatch/route.py",
-           "((word >> 24) != call)", "((word >> 24) < call)",
+    Mutant("messages of a call that was never made are taken", "kernels/sync/ll_words.py",
+           "((word >> SHIFT) != number)", "((word >> SHIFT) < number)",
            _OTHER.format(4)),
     Mutant("a call number of 40 bits is compared with a whole one", "kernels/dispatch/route.py",
            "call = (ctx.call << 24) >> 24", "call = ctx.call",

@@ -151,7 +151,7 @@ SYNC = (
            "((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32)", "((tl.cast(call, tl.int64) & 0xFFFFFFFF) << 32)",
            "test_protocol.py::test_call_numbers_of_more_than_31_bits[few]"),
     Mutant("a wait for LL words looks at a row's first alone", "kernels/sync/ll_words.py",
-           "missing = (mask & ((word >> 32)", "missing = (mask & (tl.arange(0, mask.shape[1])[None, :] < 1) & ((word >> 32)",
+           "missing = (mask & ((word >> SHIFT)", "missing = (mask & (tl.arange(0, mask.shape[1])[None, :] < 1) & ((word >> SHIFT)",
            "test_kernels_examples.py::test_tagged_words_wait_for_their_call"),
     Mutant("half a word counts as one that has come", "kernels/sync/lamport_slots.py",
            "((words & 0xFFFF) == 0) | ((words & -65536) == 0)", "(words & 0xFFFF) == 0",

@@ -27,12 +27,10 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.sync.internode import direct_or_staged
+from moelink.kernels.sync.ll_words import wait_ll_words_above
 from moelink.kernels.sync.signals import (
     I32,
     I64,
-    block_uniform,
-    check_timeout,
-    clock,
     publish,
     report_failure,
     wait_all,
@@ -318,25 +316,12 @@ def wait_for_messages(ctx, mine, p, programs, S: tl.constexpr):
 
     Returns 1, or 0 or -1 after an error, and the messages [N, ranks]. It polls with loads, as LL words are polled.
     """
-    looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
     r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
     words = message_words(mine, p[:, None], r, S)
     mask = (p < programs)[:, None] & (r >= 0)
     poison = (mine + S.OFFSET_POISON).to(I64)
     call = (ctx.call << 24) >> 24  # as the shift of a word returns it
-    start = clock(S.CLOCK)
-    look = tl.full([], 0, tl.int32)
-    state = look + 2
-    word = tl.zeros(mask.shape, tl.int64)
-    while state == 2:
-        word = tl.load(words, mask=mask, other=0, volatile=True)
-        late = (mask & ((word >> 24) != call)).to(tl.int32)
-        here = tl.max(tl.reshape(late, (mask.shape[0] * mask.shape[1],)), 0) == 0
-        state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
-        look += 1
-        if (state == 2) & (look % looks == 0):
-            state = check_timeout(poison, start, ctx.limit, S.CLOCK)
-    tl.debug_barrier()
+    state, word, _ = wait_ll_words_above(words, mask, call, 24, poison, ctx.limit, S.CLOCK)
     report_failure(state, ctx, ctx.me, _PHASE, ctx.call, ctx.call - 1, S)
     return state, (word & 0xFFFFFF).to(tl.int32)
 

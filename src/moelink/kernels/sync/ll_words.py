@@ -31,6 +31,42 @@ def value_at(words, mask):
 
 
 @triton.jit
+def wait_ll_words_above(
+    words,
+    mask,
+    number,
+    SHIFT: tl.constexpr,
+    poison,
+    limit,
+    CLOCK: tl.constexpr,
+    arrivals=0,
+    TRACE: tl.constexpr = False,
+):
+    """Poll words (a block [R, N] of int64 pointers) until all under ``mask`` have ``number`` above their lower SHIFT
+    bits.
+
+    Returns (arrived, words, missing): arrived as in ``signals.wait_all``; words and missing [R, N] of the last look.
+    """
+    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    start = clock(CLOCK)
+    look = tl.full([], 0, tl.int32)
+    state = look + 2
+    word = tl.zeros(mask.shape, tl.int64)
+    missing = tl.zeros(mask.shape, tl.int32)
+    while state == 2:
+        word = tl.load(words, mask=mask, other=0, volatile=True)
+        missing = (mask & ((word >> SHIFT) != number)).to(tl.int32)
+        note_reached(arrivals, tl.max(missing, 1) == 0, CLOCK, TRACE)
+        here = tl.max(tl.reshape(missing, (mask.shape[0] * mask.shape[1],)), 0) == 0
+        state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
+        look += 1
+        if (state == 2) & (look % looks == 0):
+            state = check_timeout(poison, start, limit, CLOCK)
+    tl.debug_barrier()
+    return state, word, missing
+
+
+@triton.jit
 def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr, arrivals=0, TRACE: tl.constexpr = False):
     """Wait until all words under ``mask`` (a block [R, N] of int64 pointers) belong to ``call``.
 
@@ -39,21 +75,7 @@ def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr, arrival
     the values again in the form in which they need them, because rearranging a block takes longer. ``arrivals`` [R]:
     where to stamp that a row has come (``kernels.sync.trace``).
     """
-    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
-    start = clock(CLOCK)
-    look = tl.full([], 0, tl.int32)
-    state = look + 2
-    missing = tl.zeros(mask.shape, tl.int32)
-    while state == 2:
-        word = tl.load(words, mask=mask, other=0, volatile=True)
-        missing = (mask & ((word >> 32) != (call & 0x7FFFFFFF))).to(tl.int32)
-        note_reached(arrivals, tl.max(missing, 1) == 0, CLOCK, TRACE)
-        here = tl.max(tl.reshape(missing, (mask.shape[0] * mask.shape[1],)), 0) == 0
-        state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
-        look += 1
-        if (state == 2) & (look % looks == 0):
-            state = check_timeout(poison, start, limit, CLOCK)
-    tl.debug_barrier()
+    state, _, missing = wait_ll_words_above(words, mask, call & 0x7FFFFFFF, 32, poison, limit, CLOCK, arrivals, TRACE)
     row = tl.full([], 0, tl.int32)
     if state != 1:
         rows = tl.arange(0, missing.shape[0])
