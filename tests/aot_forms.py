@@ -136,8 +136,9 @@ def own_rows() -> Iterator[Form]:
     shape: dict[str, Any] = dict(num_experts=30, topk=6, hidden_size=6144, world_size=WORLD, rank=0)
     device = torch.device("cuda")
     for layout, most, shared, dtype in (
-        ("rank", 2048, False, torch.bfloat16), ("expert", 4096, True, torch.float16), ("expert", 2048, True,
-        torch.float32), ("expert", 2048, False, torch.float64),
+        ("rank", 2048, False, torch.bfloat16), ("rank", 256, False, torch.float16), ("rank", 512, False, torch.float32),
+        ("expert", 4096, True, torch.float16), ("expert", 2048, True, torch.float32),
+        ("expert", 2048, False, torch.float64),
     ):  # fmt: skip
         config = moelink.EPConfig(
             **shape, layout=layout, max_tokens_per_rank=most, fused_shared_expert=shared, combine_dtype=dtype

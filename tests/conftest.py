@@ -133,8 +133,7 @@ def blocks(monkeypatch):
     import moelink.memory.workspace as workspaces
 
     def set_blocks(columns, few=workspaces.FEW_TOKENS):
-        for module in (workspaces, specs):
-            monkeypatch.setattr(module, "COMBINE_BLOCK", columns)
+        monkeypatch.setattr(workspaces, "COMBINE_BLOCK", columns)
         monkeypatch.setattr(workspaces, "FEW_TOKENS", few)
 
     specs.combine_spec.cache_clear()

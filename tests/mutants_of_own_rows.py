@@ -10,6 +10,7 @@ from mutants import Mutant
 
 _CALL = "test_own_rows.py::test_a_rank_stores_nothing_in_its_own_block[rank]"
 _CHOICE = "test_own_rows.py::test_own_rows_stay_where_it_is_predicted_to_win"
+_COPIES = "test_own_rows.py::test_a_rank_neither_reads_nor_clears_its_own_slots"
 _EXAMPLE = "test_own_rows.py::test_the_example_of_the_docstring"
 
 # fmt: off
@@ -26,8 +27,8 @@ OF_OWN_ROWS = (
     Mutant("home waits for its own row", "kernels/combine/own_rows.py",
            "return tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, -1, slots)", "return slots",
            _CALL),
-    Mutant("a token without an own row gets that of message 0", "kernels/combine/reduce.py",
-           "y_rows = tl.where(there, numbers.y_rows, 0)", "y_rows = numbers.y_rows",
+    Mutant("a token without an own row gets that of message 0", "kernels/combine/own_rows.py",
+           "tl.where(slot >= 0, y_rows, 0)", "y_rows",
            "test_own_rows.py::test_a_token_may_have_no_own_row"),
     Mutant("the other rank's row is read where own rows would be", "kernels/combine/reduce.py",
            "place = tl.cast((1 - ctx.me) * S.MAX_TOKENS", "place = tl.cast(ctx.me * S.MAX_TOKENS",
@@ -44,6 +45,27 @@ OF_OWN_ROWS = (
     Mutant("own rows stay where sums may come without flags", "kernels/launch/own_rows.py",
            " and not workspace.lamport_tokens\n", "\n",
            _CHOICE),
+    Mutant("without flags the own row is left out", "kernels/combine/reduce.py",
+           "            if S.OWN_ROWS_STAY:\n                total += own", "            if S.OWN_ROWS_STAY:\n                total += 0 * own",
+           _COPIES),
+    Mutant("without flags home waits for its own slot", "kernels/sync/lamport_slots.py",
+           "return (me + 1 + i) % S.WORLD_SIZE", "return (me + i) % S.WORLD_SIZE",
+           _COPIES),
+    Mutant("copies of a hundred tokens stay", "memory/workspace.py",
+           "cfg.max_tokens_per_rank > MANY_COPIES", "cfg.max_tokens_per_rank >= MANY_COPIES",
+           _CHOICE),
+    Mutant("copies of any number of ranks stay", "memory/workspace.py",
+           'two = cfg.layout == "rank" and self.world_size == 2', 'two = cfg.layout == "rank"',
+           _CHOICE),
+    Mutant("copies stay between nodes", "memory/workspace.py",
+           "self.world_size == 2 and not self.inter_node_ranks and cfg.mode", "self.world_size == 2 and cfg.mode",
+           _CHOICE),
+    Mutant("copies stay in a combine format", "memory/workspace.py",
+           "cfg.combine_format is None and cfg.max_tokens_per_rank", "cfg.max_tokens_per_rank",
+           _CHOICE),
+    Mutant("a CTA handles twice as many columns of fp32", "memory/workspace.py",
+           "self.two_copies and self.config.combine_dtype.itemsize == 2", "self.two_copies",
+           "test_own_rows.py::test_columns_that_a_cta_handles_at_a_time"),
     Mutant("own rows stay in a combine format", "kernels/launch/own_rows.py",
            "one_node and config.combine_format is None", "one_node",
            _CHOICE),

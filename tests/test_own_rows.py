@@ -45,6 +45,7 @@ KINDS = {
     "fp32": Setup("bf16", (*SIZES, ("combine_dtype", torch.float32)), num_experts=4, topk=2),
     "fp64": Setup("fp64", SIZES, num_experts=4, topk=1),
 }
+SETUPS = {"flags": EXPERT, "copies": RANK}
 SCENARIOS = {
     name: scenarios(EXPERT)[name]
     for name in ("combines_in_a_row", "two_calls_other_token_counts", "a_rank_with_nothing", "two_communicators")
@@ -61,7 +62,21 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     combine_spec.cache_clear()
 
 
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layout "rank" of more than two tokens: own rows stay, sums have no flags, and rows of 8 columns travel in two
+    parts, as those of 129 to 256 tokens on a GPU do."""
+    monkeypatch.setattr(workspaces, "MANY_COPIES", 2)
+    monkeypatch.setattr(workspaces, "COMBINE_BLOCK", 2)
+    for made in (combine_spec, in_one_launch):
+        made.cache_clear()
+    yield
+    for made in (combine_spec, in_one_launch):
+        made.cache_clear()
+
+
 with_flags = pytest.mark.usefixtures("flags")
+without_flags = pytest.mark.usefixtures("copies")
 
 
 FIELDS: dict[str, Any] = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 4096}
@@ -74,6 +89,12 @@ FIELDS: dict[str, Any] = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "m
     ({"ranks_per_node": 1}, "cuda", False), ({"mode": "allreduce"}, "cuda", False),
     ({"combine_format": "fp8_block128"}, "cuda", False), ({"pre_reduce": False}, "cuda", False),
     ({}, "cpu", True), ({"max_tokens_per_rank": 5}, "cpu", False),
+    ({"layout": "rank", "max_tokens_per_rank": 128}, "cuda", False),
+    ({"layout": "rank", "max_tokens_per_rank": 129}, "cuda", True),
+    ({"layout": "rank", "max_tokens_per_rank": 129}, "cpu", True),
+    ({"layout": "rank", "max_tokens_per_rank": 512, "world_size": 4}, "cuda", False),
+    ({"layout": "rank", "ranks_per_node": 1}, "cuda", False), ({"layout": "rank", "mode": "allreduce"}, "cuda", False),
+    ({"layout": "rank", "combine_format": "fp8_block128"}, "cuda", False),
 ], ids=str)  # fmt: skip
 def test_own_rows_stay_where_it_is_predicted_to_win(fields: dict[str, Any], device: str, stay: bool) -> None:
     workspace = workspaces.Workspace(moelink.EPConfig(**{**FIELDS, "world_size": 2, **fields}))
@@ -87,8 +108,22 @@ def test_own_rows_stay_where_it_is_predicted_to_win(fields: dict[str, Any], devi
     assert not own_rows_stay(workspace, place, sums=False)
 
 
+@pytest.mark.quick("each choice takes milliseconds")
+@pytest.mark.parametrize("layout, most, columns", [
+    ("rank", 128, 2048), ("rank", 129, 4096), ("rank", 8192, 4096), ("expert", 8192, 2048),
+])  # fmt: skip
+def test_columns_that_a_cta_handles_at_a_time(layout: str, most: int, columns: int) -> None:
+    fields = {**FIELDS, "world_size": 2, "layout": layout, "max_tokens_per_rank": most}
+    workspace = workspaces.Workspace(moelink.EPConfig(**fields))
+    assert workspace.combine_block == columns
+    assert workspace.combine_parts == (-(-7168 // columns) if most <= workspaces.FEW_TOKENS else 1)
+    assert workspaces.Workspace(moelink.EPConfig(**fields, combine_dtype=torch.float32)).combine_block == 2048
+
+
 @pytest.mark.parametrize("layout, most, travel, stay", [
     ("rank", 2048, (528, 132), (264, 396)), ("expert", 4096, (528, 132), (264, 396)),
+    ("rank", 1024, (264, 396), (198, 462)), ("rank", 256, (513, 513), (513, 513)),
+    ("rank", 129, (517, 259), (259, 259)),
 ])  # fmt: skip
 def test_what_would_send_own_rows_sums(
     monkeypatch: pytest.MonkeyPatch, layout: str, most: int, travel: tuple[int, int], stay: tuple[int, int]
@@ -127,6 +162,43 @@ def blocks_of(group: Any) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@without_flags
+@seeds(1, 8)
+@pytest.mark.parametrize("name", ["fused_pair", "split_pair", *SCENARIOS])
+def test_scenario_of_copies_under_every_schedule(name: str, seeds: range) -> None:
+    workspace = workspaces.Workspace(RANK.config(WORLD))
+    assert workspace.two_copies
+    assert (workspace.lamport_tokens, workspace.combine_parts) == (5, 2)
+    for seed in seeds:
+        run(2 * seed, **scenarios(RANK)[name])
+
+
+@without_flags
+@pytest.mark.quick("one call")
+def test_a_rank_neither_reads_nor_clears_its_own_slots() -> None:
+    """They hold what could be taken for rows, before and after a fused call."""
+    case = Small(RANK, "uniform", weights="none", seed=1)
+    group, results = transports(RANK, WORLD), {}
+    blocks = blocks_of(group)
+    for rank, block in enumerate(blocks):
+        block["lamport_slots"][rank].fill_(7)
+
+    def main_of(rank: int) -> Any:
+        calls = Calls(group[rank], rank)
+
+        def main() -> None:
+            recv = calls.dispatch(case)
+            results[rank] = Result.of(recv, calls.combine(case, recv))
+
+        return main
+
+    play(Scheduler(3), group, [main_of(rank) for rank in range(WORLD)])
+    check([case], {id(case): results}, world=WORLD)
+    for rank, block in enumerate(blocks):
+        assert (block["lamport_slots"][rank] == 7).all()
+        assert (block["lamport_slots"][1 - rank] == 0).all()
+
+
 @with_flags
 @pytest.mark.parametrize("layout", [pytest.param("rank", marks=pytest.mark.quick("one call")), "expert"])
 def test_a_rank_stores_nothing_in_its_own_block(layout: str) -> None:
@@ -163,11 +235,15 @@ def test_a_token_may_have_no_own_row() -> None:
     run(0, [Small(setup, "uniform", seed=seed)])
 
 
-@with_flags
 @seeds(1, 6)
-def test_fused_and_split_calls_follow_each_other_and_meet(seeds: range) -> None:
+@pytest.mark.parametrize("form", ["flags", "copies"])
+def test_fused_and_split_calls_follow_each_other_and_meet(
+    form: str, seeds: range, request: pytest.FixtureRequest
+) -> None:
     """What one rank chooses does not concern the other."""
-    cases = [dataclasses.replace(one_call(EXPERT)[0], salt=salt) for salt in range(4)]
+    request.getfixturevalue(form)
+    setup = SETUPS[form]
+    cases = [dataclasses.replace(one_call(setup)[0], salt=salt) for salt in range(4)]
     ways = ((True, False, True, False), (False, True, True, False))
     for seed in seeds:
         results: list[dict[int, Result]] = [{} for _ in cases]
@@ -179,23 +255,30 @@ def test_fused_and_split_calls_follow_each_other_and_meet(seeds: range) -> None:
                 (out,) = transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
                 results[number][rank] = Result.of(recv, out)
 
-        play_calls(seed, EXPERT, WORLD, main, proxies=ScheduledProxy)
+        play_calls(seed, setup, WORLD, main, proxies=ScheduledProxy)
         for case, ranks in zip(cases, results, strict=True):
             check([case], {id(case): ranks}, world=WORLD)
 
 
-@with_flags
 @seeds(1, 8)
+@pytest.mark.parametrize("form", ["flags", "copies"])
 @pytest.mark.parametrize("refusing", [0, 1])
-def test_a_refused_call_leaves_nothing_behind(refusing: int, seeds: range) -> None:
+def test_a_refused_call_leaves_nothing_behind(
+    refusing: int, form: str, seeds: range, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(form)
     for seed in seeds:
-        run_refused(seed, one_call(EXPERT)[0], "combine", refusing=refusing)
+        run_refused(seed, one_call(SETUPS[form])[0], "combine", refusing=refusing)
 
 
-@with_flags
 @seeds(1, 4)
-def test_ranks_that_combine_different_dispatches_end_with_an_error(seeds: range) -> None:
-    few, more = (Small(EXPERT, "uniform", seed=seed, tokens=tokens) for seed, tokens in ((1, (2, 1)), (2, (4, 3))))
+@pytest.mark.parametrize("form", ["flags", "copies"])
+def test_ranks_that_combine_different_dispatches_end_with_an_error(
+    form: str, seeds: range, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(form)
+    calls = ((1, (2, 1)), (2, (4, 3)))
+    few, more = (Small(SETUPS[form], "uniform", seed=seed, tokens=tokens) for seed, tokens in calls)
     for seed in seeds:
         run_another(seed, few, more, [1])
 

@@ -285,7 +285,7 @@ def nothing_is_missing(words, S: tl.constexpr):
 
 
 @triton.jit
-def leave_rows(mine, slots, token, n, mask, S: tl.constexpr):
+def leave_rows(mine, me, slots, token, n, mask, S: tl.constexpr):
     pass
 
 

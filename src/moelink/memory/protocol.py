@@ -82,6 +82,10 @@ FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput, and
 others for a compromise."""
 
+MANY_COPIES = 128
+"""Layout "rank" with two ranks: a combine of a communicator of more tokens per rank than this is built for many
+(``memory.workspace.Workspace.two_copies``)."""
+
 ROW_TABLE_RANKS = 4
 """Fewest ranks for which one receiver of dispatch plans for all (``memory.workspace.Workspace.row_table``)."""
 

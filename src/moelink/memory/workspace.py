@@ -100,6 +100,7 @@ from moelink.memory.protocol import (
     COUNT_HEADER,
     FEW_TOKENS,
     LAMPORT_BYTES,
+    MANY_COPIES,
     MANY_TOKENS,
     MARKS_HEADER,
     MAX_SENDERS,
@@ -308,7 +309,26 @@ class Workspace:
         CTA alone would take several memory latencies for it; a network carries a row whole."""
         cfg = self.config
         few = cfg.max_tokens_per_rank <= FEW_TOKENS and not self.inter_node_ranks
-        return ceil_div(cfg.hidden_size, COMBINE_BLOCK) if few else 1
+        return ceil_div(cfg.hidden_size, self.combine_block) if few else 1
+
+    @property
+    def two_copies(self) -> bool:
+        """Whether a token's result is the sum of two rows, each of which its sender only copies, and tokens are many:
+        layout "rank" of two ranks of one node.
+
+        Then CTAs of combine handle more columns at a time, and own rows stay (``kernels.combine.own_rows``). Both were
+        measured to be faster from 256 tokens per rank on, and slower at 128 (docs/lab/combine.md).
+        """
+        cfg = self.config
+        two = cfg.layout == "rank" and self.world_size == 2 and not self.inter_node_ranks and cfg.mode == "alltoall"
+        return two and cfg.pre_reduce and cfg.combine_format is None and cfg.max_tokens_per_rank > MANY_COPIES
+
+    @property
+    def combine_block(self) -> int:
+        """Most columns of a row that a CTA of combine handles at a time. Of more rows than two, or of longer elements,
+        the registers of a thread hold no more than COMBINE_BLOCK."""
+        wide = self.two_copies and self.config.combine_dtype.itemsize == 2
+        return 2 * COMBINE_BLOCK if wide else COMBINE_BLOCK
 
     @property
     def lamport_tokens(self) -> int:

@@ -8,7 +8,8 @@ loads one row for that. ``kernels.launch.own_rows`` chooses the form.
 Who writes and who waits: own rows have no signal, because nothing that this launch stores goes into them. ``y``, the
 row weights and the notes of dispatch are complete before the launch begins, for its expert role reads them, too. The
 notes say which rows of ``y`` are those of a token: ``slot_of`` has its message slot at its own rank, and
-``rows_of_message`` the rows of that message. The home role awaits the flag of the other rank's row alone.
+``rows_of_message`` the rows of that message. The home role awaits the other rank's row alone: its flag, or with few
+tokens of layout "rank" the row itself (``kernels.sync.lamport_slots``), and then it reads the own row before it waits.
 
 Only a fused launch has this form. It reads ``y`` in both roles, so ``y`` need not last longer than before: the stream
 of the launch holds its memory, and a captured graph its address, as they do for the expert role. Between the two
@@ -17,9 +18,11 @@ the other form.
 
 Why calls of both forms may follow each other, and why ranks need not choose alike: only the rank itself stores and
 loads own rows. A fused call leaves its flags for itself as they are. A split call after it raises these flags to its
-own call number, which is higher. Lanes have blocks of their own. As for refused calls: the ranks that learn of one wait
-for rows at the ranks that refuse (``quiesce.wait_until_sent``), and for rows of ranks that combine another dispatch
-(``quiesce.end_waits_for_strays``). No rank counts itself among these. Credits and heads do not change.
+own call number, which is higher. Without flags, a fused call leaves the rank's Lamport slots for itself as they are,
+which is clear: a split call clears the slots that it reads, and home clears all of them after a refused call. Lanes
+have blocks of their own. As for refused calls: the ranks that learn of one wait for rows at the ranks that refuse
+(``quiesce.wait_until_sent``), and for rows of ranks that combine another dispatch (``quiesce.end_waits_for_strays``).
+No rank counts itself among these. Credits and heads do not change.
 
 Sums: an own row is rounded to the row's dtype as if it travelled. Of two rows the order does not matter: +0 plus one
 plus the other is the same sum either way.
@@ -43,13 +46,13 @@ def others_slots(slots, me, S: tl.constexpr):
 
 
 @triton.jit
-def own_rows(notes, slots, me, S: tl.constexpr):
+def own_rows(notes, slots, me, y_rows, S: tl.constexpr):
     """Return where the S.SLOTS_PER_MESSAGE row numbers are that a token with message ``slots`` [ranks] filled on its
-    own rank, and whether there are any."""
-    tl.static_assert(S.WORLD_SIZE == 2 and S.SENDS_SUMS and S.ENCODE_FN is None and S.LAMPORT_TOKENS == 0)
+    own rank, and how many rows of ``y`` they may name: ``y_rows``, or 0 if there are none."""
+    tl.static_assert(S.WORLD_SIZE == 2 and S.SENDS_SUMS and S.ENCODE_FN is None)
     slot = tl.max(tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, slots, -1), 0)
     at = (me * S.MAX_TOKENS + tl.maximum(slot, 0)).to(tl.int64) * S.SLOTS_PER_MESSAGE
-    return notes.rows_of_message + at, slot >= 0
+    return notes.rows_of_message + at, tl.where(slot >= 0, y_rows, 0)
 
 
 @triton.jit

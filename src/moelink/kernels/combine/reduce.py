@@ -371,18 +371,28 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, pa
 
 
 @triton.jit
-def sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """Wait for a token's rows while summing them, and store its result. Rows come without flags, in Lamport slots."""
+def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
+    """Wait for a token's rows while summing them, and store its result. Rows come without flags, in Lamport slots.
+
+    An own row that stays is read before the wait, which hides it.
+    """
     mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
+    if S.OWN_ROWS_STAY:
+        rows, y_rows = own_rows(notes, slots, ctx.me, numbers.y_rows, S)
+        slots = others_slots(slots, ctx.me, S)
     for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
         if ok > 0:
             came = arrivals(ctx, ARRIVED, tl.arange(0, S.WORLD_SIZE_POW2), S)
-            ok, peer, total = sum_rows(mine, slots, token, c0, ctx.limit, came, S)
+            c = c0 + tl.arange(0, S.BLOCK_SIZE)
+            if S.OWN_ROWS_STAY:
+                own = own_sum(inputs, y_rows, rows, c, S)
+            ok, peer, total = sum_rows(mine, ctx.me, slots, token, c0, ctx.limit, came, S)
+            if S.OWN_ROWS_STAY:
+                total += own.to(S.SUM_DTYPE)
             stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
             report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
             if ok > 0:
-                c = c0 + tl.arange(0, S.BLOCK_SIZE)
                 if S.FUSED_SHARED_EXPERT:
                     total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
                 finish(total, outputs, inputs, token, c, S)
@@ -392,10 +402,9 @@ def sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, pa
 
 @triton.jit
 def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """Do as :func:`gather_token` where own rows stay (``kernels.combine.own_rows``)."""
+    """Do as :func:`wait_and_reduce` where own rows stay (``kernels.combine.own_rows``)."""
     mine = own_block(ctx.control, S)
-    rows, there = own_rows(notes, slots, ctx.me, S)
-    y_rows = tl.where(there, numbers.y_rows, 0)
+    rows, y_rows = own_rows(notes, slots, ctx.me, numbers.y_rows, S)
     slots = others_slots(slots, ctx.me, S)
     place = tl.cast((1 - ctx.me) * S.MAX_TOKENS + token, tl.int64)
     source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
@@ -423,9 +432,12 @@ def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts
     small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
     if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
         if small:
-            ok = sum_rows_without_flags(ctx, inputs, slots, outputs, numbers, token, part, parts, S)
+            ok = sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
     if small == 0:
-        ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
+        if S.OWN_ROWS_STAY:
+            ok = gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
+        else:
+            ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
     return ok
 
 
@@ -469,10 +481,7 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
         if ok > 0:
             token = i // parts
             slots = awaited_slots(notes, token, brought, choices, S)
-            if S.OWN_ROWS_STAY:
-                ok = gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
-            else:
-                ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
+            ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
     if S.TWO_LEVEL:
         if brought:
             ok = after_relaying(ok, program, ctx, _COLLECTED, _PHASE, S)

@@ -24,7 +24,6 @@ from moelink.kernels.launch.device import clock_of, has_native_casts, sm_limit_o
 from moelink.kernels.launch.grid import relaying_ctas
 from moelink.kernels.launch.relays import RelayConstants, inter_node_offset, relay_constants
 from moelink.memory.protocol import (
-    COMBINE_BLOCK,
     COUNT_HEADER,
     COUNTED_ALONE,
     FEW_MESSAGES_IN_PLACE,
@@ -448,7 +447,7 @@ def combine_spec(
     return CombineSpec(
         **common(workspace, device), HIDDEN_SIZE=cfg.hidden_size, PARTS_PER_ROW=workspace.combine_parts,
         PARTS_POW2=triton.next_power_of_2(workspace.combine_parts), REDUCES=reduce,
-        BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), COMBINE_BLOCK),
+        BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), workspace.combine_block),
         SENDS_SUMS=sums, OPTIONS=combine_options(sums, by_row and tells_weighed), HAS_ROW_WEIGHTS=by_row,
         HAS_HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk,

@@ -8,7 +8,7 @@ import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.memory.protocol import COMBINE_BLOCK, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MAX_SENDERS
+from moelink.memory.protocol import FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MAX_SENDERS
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
 
@@ -110,7 +110,7 @@ def combine_launch(
     this call. More tokens: four of five CTAs send, one sums. Where sums need no flags, up to MANY_TOKENS, three send
     and two sum, because a sender waits for nothing and a reducer also clears what it read. In layout "rank", whose
     senders only copy, two send and three sum. If ``own_rows_stay`` (``kernels.combine.own_rows``), half of those four
-    or three send, with either layout, and the others sum.
+    or three send, with either layout, and the others sum; of few tokens, as many as the messages that travel.
     """
     if device.type == "cpu":
         return Launch(3, 3)
@@ -122,14 +122,14 @@ def combine_launch(
     senders = 4 if not sums or not workspace.lamport_tokens else 2 if config.layout == "rank" else 3
     send, receive, spread = senders * sms, (5 - senders) * sms, 1
     if config.max_tokens_per_rank <= FEW_TOKENS:
-        parts, messages = workspace.combine_parts, ranks * max(1, num_tokens)
+        parts, messages = workspace.combine_parts, (ranks - own_rows_stay) * max(1, num_tokens)
         shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
         spread = max(shares, default=1)
         send = min(4 * sms - collectors, messages * spread, 5 * sms - 2) + 1
         # On a whole device a CTA that finds no room waits for it. An SM limit does not allow that
         # (``kernels.launch.sm_limit``).
         room = 4 * sms if config.num_sms is None else 5 * sms - send - collectors
-        receive = min(room, ceil_div(config.hidden_size, COMBINE_BLOCK) * max(1, num_tokens) + 1)
+        receive = min(room, ceil_div(config.hidden_size, workspace.combine_block) * max(1, num_tokens) + 1)
     elif own_rows_stay:
         send = (3 if workspace.lamport_tokens else 4) * sms // ranks
         receive = 5 * sms - send

@@ -19,15 +19,17 @@ def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> 
     A combine of two ranks with many tokens (more than MANY_TOKENS; on CPUs, where all numbers are small, 5 or more) is
     bound by memory, not by the link: half of all sums are of own tokens, and each of them would be stored, and loaded
     again. Of fewer tokens, and of more ranks, the home role is what a call waits for last, and its sums would come
-    behind everything else. docs/lab/combine.md has the figures.
+    behind everything else. With layout "rank" an own row is one load, which waits for nothing, so there it pays from
+    fewer tokens on (``Workspace.two_copies``). docs/lab/combine.md has the figures.
 
     Ranks need not choose alike. Sums in a combine format are not among these, because they are encoded and decoded as
-    they travel; nor are those of two nodes, where the network is the bound; nor those that may come without flags.
+    they travel; nor are those of two nodes, where the network is the bound; nor, with layout "expert", those that may
+    come without flags.
     """
     config = workspace.config
     many = config.max_tokens_per_rank > (4 if device.type == "cpu" else MANY_TOKENS) and not workspace.lamport_tokens
     one_node = config.world_size == 2 and not workspace.inter_node_ranks and config.mode == "alltoall"
-    return sums and many and one_node and config.combine_format is None
+    return sums and (workspace.two_copies or (many and one_node and config.combine_format is None))
 
 
 @lru_cache(maxsize=256)

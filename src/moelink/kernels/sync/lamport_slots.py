@@ -143,16 +143,26 @@ def words_at(mine, rank, token, S: tl.constexpr):
 
 
 @triton.jit
-def leave_zeros(mine, slots, token, n, mask, S: tl.constexpr):
+def sender_at(i, me, S: tl.constexpr):
+    """Return the ``i``-th rank whose rows may come to rank ``me``: rank i, or where own rows stay the i-th after it."""
+    if S.OWN_ROWS_STAY:
+        return (me + 1 + i) % S.WORLD_SIZE
+    else:
+        return i
+
+
+@triton.jit
+def leave_zeros(mine, me, slots, token, n, mask, S: tl.constexpr):
     """Clear words ``n`` of a token's rows, under ``mask``, which have been read, for a later call."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    for rank in tl.static_range(S.WORLD_SIZE):
+    for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
+        rank = sender_at(i, me, S)
         sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, mask)
         tl.store(words_at(mine, rank, token, S) + n, tl.zeros(n.shape, tl.int32), mask=sent)
 
 
 @triton.jit
-def sum_rows(mine, slots, token, first, limit, arrivals, S: tl.constexpr):
+def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
     """Wait until columns [first, first + S.BLOCK_SIZE) of a token's rows have arrived, sum them in S.SUM_DTYPE, ranks
     ascending, and store zeros.
 
@@ -175,7 +185,8 @@ def sum_rows(mine, slots, token, first, limit, arrivals, S: tl.constexpr):
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
         missing = tl.zeros(n.shape, tl.int32)
         late = tl.zeros(n.shape, tl.int64)
-        for rank in tl.static_range(S.WORLD_SIZE):
+        for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
+            rank = sender_at(i, me, S)
             sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
             words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)
             missing = tl.where(is_missing(words, S), rank + 1, missing)
@@ -187,7 +198,7 @@ def sum_rows(mine, slots, token, first, limit, arrivals, S: tl.constexpr):
         look += 1
         if (state == 2) & (look % looks == 0):
             state = check_timeout(poison, start, limit, S.CLOCK)
-    leave_zeros(mine, slots, token, n, only(state == 1, inside), S)
+    leave_zeros(mine, me, slots, token, n, only(state == 1, inside), S)
     return state, tl.maximum(tl.max(missing, 0) - 1, 0), total
 
 
