@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +210,23 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
     assert [one["ranks"] for one in render.newest_comparisons([older, document])] == [1], "of those that have them"
     alone = render.comparison_section([document_of(make_plan("decode", ranks=1, device="cuda", tokens=(1,)), {})])
     assert "| 1 token" not in alone, "nobody was measured"
+    remarked = {**document, "remark": "Disturbed."}
+    for text in (render.page([("decode_4xh200.json", remarked)]), render.speed_summary([remarked])):
+        assert text.count("\n\nDisturbed.\n\n* like for like") == 1, "below the table"
+    without = {name: value for name, value in remarked.items() if name != "speed_gate"}
+    assert "Disturbed." in render.page([("decode_4xh200.json", without)])
+
+
+def test_a_remark_is_of_a_result_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "here.json").write_text('{"benchmark": "bench", "device": "cuda", "ranks": 2}')
+    monkeypatch.setattr(render, "results_folder", lambda: tmp_path / "results")
+    (tmp_path / "remarks.json").write_text('{"here.json": "Disturbed."}')
+    ((_, document),) = render.gpu_results("bench")
+    assert document["remark"] == "Disturbed."
+    (tmp_path / "remarks.json").write_text('{"gone.json": "Disturbed."}')
+    with pytest.raises(FileNotFoundError, match=r"expected files of benchmarks/results/, got \['gone.json'\]"):
+        render.gpu_results("bench")
 
 
 def test_other_forms_by_rank_are_information(capsys: pytest.CaptureFixture[str]) -> None:

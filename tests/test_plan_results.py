@@ -114,7 +114,7 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "prefill_2xh200.json": (of_bench, 15),
     "prefill_4xh200.json": (of_bench, 26),
     "decode_2xh100.json": (of_bench, 28),
-    "prefill_2xh100.json": (of_bench, 25),
+    "prefill_2xh100.json": (of_bench, 27),
     "layouts_2xh100.json": (of_bench, 28),
     "formats_2xh200.json": (of_bench, 43),
     "skew_2xh200.json": (of_bench, 15),

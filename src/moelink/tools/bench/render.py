@@ -11,6 +11,9 @@
   on the fewest GPUs.
 * docs/results.md, whole: every result of ``moelink bench`` on GPUs, also that of the preset ``roles``.
 
+What must be said of a result, because something disturbed its run, is in ``benchmarks/remarks.json`` by file. It stands
+below the result's comparisons wherever they are.
+
     python -m moelink.tools.bench.render
 """
 
@@ -80,8 +83,18 @@ def cpu_table(document: dict[str, Any]) -> str:
 
 
 def gpu_results(benchmark: str = BENCHMARK) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file, result) of a benchmark on GPUs by number of ranks, the most first, then file name."""
-    documents = [(path.name, json.loads(path.read_text())) for path in sorted(results_folder().glob("*.json"))]
+    """Return (file, result) of a benchmark on GPUs by number of ranks, the most first, then file name.
+
+    A result has its ``remark``, "" for none.
+
+    Raises:
+        FileNotFoundError: a remark is of a file that is not there.
+    """
+    paths = sorted(results_folder().glob("*.json"))
+    remarks = json.loads((results_folder().parent / "remarks.json").read_text())
+    if lost := remarks.keys() - {path.name for path in paths}:
+        raise FileNotFoundError(f"benchmarks/remarks.json: expected files of benchmarks/results/, got {sorted(lost)}")
+    documents = [(path.name, {**json.loads(path.read_text()), "remark": remarks.get(path.name, "")}) for path in paths]
     found = [(name, d) for name, d in documents if d["benchmark"] == benchmark and d["device"] == "cuda"]
     return sorted(found, key=lambda entry: -entry[1]["ranks"])
 
@@ -160,7 +173,9 @@ def newest_comparisons(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def comparison_section(documents: list[dict[str, Any]]) -> str:
-    """Render the comparisons with FlashInfer of results, and what was published of others; "" where there are none."""
+    """Render the comparisons with FlashInfer of results, what was published of others, and remarks on the results; ""
+    where there is nothing of it."""
+    remarks = dict.fromkeys(document.get("remark", "") for document in documents)
     documents = [document for document in documents if "speed_gate" in document]
     tables = [table_of(document) for document in documents]
     columns = [name for name in COLUMNS if any(name in heads for heads, _ in tables)]
@@ -173,6 +188,7 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
         parts = [markdown([HEAD, *columns], lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
     notes = [summary(one) for one in merged(documents)] if documents else []
     notes += [line for document in documents for line in published_lines(document["published"])]
+    parts += [wrapped(remark) for remark in remarks]
     parts.append("\n".join(wrapped(f"* {note}.") for note in dict.fromkeys(notes)))
     return "\n\n".join(part for part in parts if part)
 
