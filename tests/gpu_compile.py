@@ -12,6 +12,7 @@ processes takes seconds, too.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import multiprocessing
@@ -40,6 +41,14 @@ UNIMPORTANT = ("capacity", "rows_per_expert", "timeout", "transport")
 MASKED_ROWS = 128
 """Rows of an expert in layout "masked": whole tiles of scales, as kernels are told that they are."""
 HALVES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
+
+
+def over_routing(dispatch: Dispatch) -> Dispatch:
+    """The same dispatch over the routing of ``dispatch``."""
+    request = dataclasses.replace(dispatch.request, routing=dispatch.output)
+    return Dispatch(dispatch.rank, request, "compile")
+
+
 PARTS: Mapping[str, Callable[[Dispatch, Combine], None]] = MappingProxyType({
     "dispatch": lambda dispatch, _: dispatch.send_and_receive(),
     "combine": lambda _, combine: combine.send_and_receive(combine.passes[0]),
@@ -47,6 +56,7 @@ PARTS: Mapping[str, Callable[[Dispatch, Combine], None]] = MappingProxyType({
     "dispatch_wait": lambda dispatch, _: dispatch.receive(),
     "combine_async": lambda _, combine: combine.send(combine.passes[0]),
     "combine_wait": lambda _, combine: combine.receive(combine.passes[0]),
+    "over_routing": lambda dispatch, _: over_routing(dispatch).send_and_receive(),
 })  # fmt: skip
 
 
@@ -61,6 +71,7 @@ class Kernel:
         part: one of :data:`PARTS`.
         weights: the call that router weights are given to: "dispatch", "combine" or "none".
         input_dtype: of rows; None for what the format is usually fed.
+        traced: it stamps, as while a trace is open.
     """
 
     fields: tuple[tuple[str, Any], ...]
@@ -69,6 +80,7 @@ class Kernel:
     weights: str = "dispatch"
     input_dtype: torch.dtype | None = None
     id_dtype: torch.dtype = torch.int32
+    traced: bool = False
 
 
 def kernels_of(fields: Mapping[str, Any], world_size: int, parts: Iterable[str] = FUSED, **more: Any) -> list[Kernel]:
@@ -162,6 +174,8 @@ def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), nbytes)
     rank = Rank(config, memory[0], Workspace(config))
     rank.network.load = lambda compiled: None  # what carries puts is started with the first communicator
+    if kernel.traced:
+        rank.open_trace()
     usual = {"fp32": torch.float32, "fp64": torch.float64}.get(config.dispatch_format, torch.bfloat16)
     zeros = functools.partial(torch.zeros, device=device)
     weights = zeros(1, config.topk, dtype=config.weight_dtype)

@@ -26,7 +26,7 @@ import triton
 import gpu_ranks
 import moelink
 from cases import FIELDS, FORMATS, Case, Packed, Result, Setup, check_case
-from gpu_compile import Kernel, compile_all, kernels_of
+from gpu_compile import FUSED, Kernel, compile_all, kernels_of
 from matrix_configs import CONFIGS, Config, describe
 from moelink import reference
 from moelink.arith import align_up
@@ -305,14 +305,15 @@ def cache_entries() -> int:
 
 
 def kernels(configs: Sequence[Config], world_size: int) -> list[Kernel]:
-    """The fused kernels of ``configs``."""
+    """What :func:`run_rounds` launches with ``configs``."""
     return [
         kernel
         for config in configs
         for kernel in kernels_of(
-            config.fields, world_size, weights=config.weights, input_dtype=config.input_dtype, id_dtype=config.id_dtype
+            config.fields, world_size, (*FUSED, "over_routing"), weights=config.weights, input_dtype=config.input_dtype,
+            id_dtype=config.id_dtype,
         )
-    ]
+    ]  # fmt: skip
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu_compile import Kernel, ahead, calls_of, kernels_of
+from gpu_compile import Kernel, ahead, calls_of, kernels_of, over_routing
 
 TESTS = Path(__file__).parent
-NAMED = ("faults", "matrix", "nodes", "processes", "startup", "symmetric")
+NAMED = ("faults", "matrix", "nodes", "processes", "startup", "symmetric", "trace")
 COUNT = """
 import pytest, sys
 from collections import Counter
@@ -72,3 +72,13 @@ def test_calls_to_compile_are_accepted_in_each_layout(bound):
         assert not {"capacity", "rows_per_expert"} & dict(kernel.fields).keys()
         dispatch, combine = calls_of(kernel, torch.device("cpu"))
         assert dispatch.output.tokens.shape == combine.request.y.shape
+        assert over_routing(dispatch).output.tokens.shape == combine.request.y.shape
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_is_compiled_for_a_trace_stamps(traced):
+    fields = {"num_experts": 4, "topk": 1, "hidden_size": 128, "max_tokens_per_rank": 7}
+    for kernel in kernels_of(fields, 2, traced=traced):
+        dispatch, combine = calls_of(kernel, torch.device("cpu"))
+        for plan in (dispatch.launch_plan, combine.launch_plan):
+            assert bool(plan.both.S.TRACE) == traced

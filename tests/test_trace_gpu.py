@@ -7,6 +7,7 @@ import torch
 
 import moelink
 from cases import Case, Setup
+from gpu_compile import FUSED, HALVES, Kernel, kernels_of
 from moelink.memory import create_all
 from moelink.memory.trace_layout import ROLES
 from moelink.memory.workspace import Workspace
@@ -16,9 +17,9 @@ from moelink.tracing.records import read_rows, rows_of
 from moelink.tracing.summary import summarise
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
-from trace_ranks import check_order, traced_replays
+from trace_ranks import REPLAYED, check_order, traced_replays
 
-WORLD = 2
+WORLD, DEVICES = 2, torch.cuda.device_count()
 MICROSECOND = 1000
 
 pytestmark = [
@@ -27,11 +28,21 @@ pytestmark = [
 ]
 
 
+def both(fields: dict[str, object], world_size: int, parts: tuple[str, ...]) -> list[Kernel]:
+    """Kernels that stamp, and the same that do not."""
+    return [kernel for traced in (True, False) for kernel in kernels_of(fields, world_size, parts, traced=traced)]
+
+
+def setup_of(fmt: str, tokens: int) -> Setup:
+    return Setup(fmt, (("max_tokens_per_rank", tokens),))
+
+
+@pytest.mark.kernels(of=lambda fmt, tokens: both(setup_of(fmt, tokens).fields, WORLD, HALVES))
 @pytest.mark.parametrize("tokens", [4, 300, 1100])
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block128"])
 def test_ranks_that_share_a_gpu(fmt, tokens):
     """Two ranks of one process in split form, whose clock is one."""
-    setup = Setup(fmt, (("max_tokens_per_rank", tokens),))
+    setup = setup_of(fmt, tokens)
     configs = [moelink.EPConfig(**setup.fields, world_size=WORLD, rank=rank) for rank in range(WORLD)]
     memories = create_all(["cuda:0"] * WORLD, Workspace(configs[0]).nbytes)
     transport = SymmetricTransport(configs, memories, "test")
@@ -66,25 +77,40 @@ def test_ranks_that_share_a_gpu(fmt, tokens):
     transport.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def config_of(tokens: int, graph: bool = True) -> TraceConfig:
+    return TraceConfig(DEVICES, "cuda", tokens, 4, 64, 4, 1024, "fp8_block128", graph)
+
+
+def kernels_of_trace(tokens: int) -> list[Kernel]:
+    """What a run of ``moelink trace`` launches."""
+    config = config_of(tokens)
+    fields = dict(
+        num_experts=config.experts, topk=config.topk, hidden_size=config.hidden, max_tokens_per_rank=tokens,
+        dispatch_format=config.format,
+    )  # fmt: skip
+    return kernels_of(fields, DEVICES, traced=True)
+
+
+@pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
+@pytest.mark.kernels(of=kernels_of_trace)
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("tokens", [8, 512, 2048])
 def test_ranks_on_gpus_of_their_own(graph, tokens):
-    count = torch.cuda.device_count()
-    found = run_trace(TraceConfig(count, "cuda", tokens, 4, 64, 4, 1024, "fp8_block128", graph))
+    found = run_trace(config_of(tokens, graph))
     print(found.table)
     facts = found.document["otherData"]
     assert facts["unit"] == "ns"
     assert facts["clock_errors"][0] == 0
     assert all(0 < error < 50 * MICROSECOND for error in facts["clock_errors"][1:])
     slices = [event for event in found.document["traceEvents"] if event["ph"] == "X"]
-    assert {event["pid"] for event in slices} == set(range(count))
+    assert {event["pid"] for event in slices} == set(range(DEVICES))
     assert len({event["args"]["call"] for event in slices if event["cat"] == "dispatch"}) == 4
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
+@pytest.mark.kernels(of=lambda: both(REPLAYED, DEVICES, FUSED))
 def test_a_captured_graph_stamps_only_while_a_trace_is_open():
-    for records, errors, same in run_ranks(traced_replays, torch.cuda.device_count()):
+    for records, errors, same in run_ranks(traced_replays, DEVICES):
         assert same
         check_order(records, slack=2 * max(errors) + 2 * MICROSECOND)
         assert {record.call for record in records} >= {4, 5}

@@ -79,13 +79,16 @@ def check_order(records: Iterable[CtaRecord], slack: int = 0, planned: bool = Fa
             assert time is None or record.begin <= time <= record.end + slack, (record, peer)
 
 
+REPLAYED: dict[str, Any] = dict(num_experts=32, topk=4, hidden_size=512, max_tokens_per_rank=64)
+"""Of the communicators of :func:`traced_replays`."""
+
+
 def traced_replays(rank: int, world_size: int) -> Any:
     """The records of replays of a CUDA graph in a trace, their clocks' errors, and whether later replays have the same
     result."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    fields = dict(num_experts=32, topk=4, hidden_size=512, max_tokens_per_rank=64)
-    with moelink.init(**fields, transport="symmetric", device=device) as ep:  # type: ignore[arg-type]
+    with moelink.init(**REPLAYED, transport="symmetric", device=device) as ep:
         data = rank_data(seed=1, rank=rank, num_tokens=64, hidden_size=512, num_experts=32, topk=4)
         x, ids, weights = (tensor.to(device) for tensor in (data.x, data.topk_ids, data.topk_weights))
         y = ep.dispatch(x, ids, weights).tokens.clone()
