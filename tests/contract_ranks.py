@@ -135,6 +135,33 @@ def combine_all(eps: Sequence, buffers: Sequence[Buffers], case: Case) -> list[t
     return outs
 
 
+def warm_up(ep, case: Case, forms: Sequence[str]) -> None:
+    """Compile what calls of ``case`` launch in ``forms``, and what calls with other weights do."""
+    data = case.data(0)
+    ep.warmup(input_dtypes=(data.x.dtype,), id_dtypes=(data.topk_ids.dtype,), forms=forms, shared=case.shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """What ranks of one device launch for a dispatch and a combine of ``case``, or what :func:`warm_up` compiles for a
+    rank: a task of ``gpu_compile``."""
+
+    case: Case
+    world_size: int
+    forms: tuple[str, ...] = ()
+
+    def compile(self) -> None:
+        """On one device nobody waits for a launch that comes later, so the calls are made as they are."""
+        device = f"cuda:{torch.cuda.current_device()}"
+        eps = ranks_of(params_of(self.case.setup, self.world_size), device)
+        if self.forms:
+            warm_up(eps[0], self.case, self.forms)
+            return
+        buffers = [Buffers.allocate(ep, weighted=self.case.weights == "dispatch") for ep in eps]
+        dispatch_all(eps, buffers, self.case)
+        combine_all(eps, buffers, self.case)
+
+
 def run(eps: Sequence, case: Case) -> None:
     """A case through the launchers, against the oracle."""
     buffers = [Buffers.allocate(ep, weighted=case.weights == "dispatch") for ep in eps]

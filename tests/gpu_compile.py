@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +41,7 @@ UNIMPORTANT = ("capacity", "rows_per_expert", "timeout", "transport")
 MASKED_ROWS = 128
 """Rows of an expert in layout "masked": whole tiles of scales, as kernels are told that they are."""
 HALVES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
+HALVES_OVER_ROUTING = ("over_routing_async", "over_routing_wait")
 
 
 def over_routing(dispatch: Dispatch) -> Dispatch:
@@ -57,7 +58,16 @@ PARTS: Mapping[str, Callable[[Dispatch, Combine], None]] = MappingProxyType({
     "combine_async": lambda _, combine: combine.send(combine.passes[0]),
     "combine_wait": lambda _, combine: combine.receive(combine.passes[0]),
     "over_routing": lambda dispatch, _: over_routing(dispatch).send_and_receive(),
+    "over_routing_async": lambda dispatch, _: over_routing(dispatch).send(),
+    "over_routing_wait": lambda dispatch, _: over_routing(dispatch).receive(),
 })  # fmt: skip
+
+
+class Task(Protocol):
+    """What a process compiles; two that are equal are compiled once."""
+
+    def compile(self) -> None:
+        """Compile it on the current device, and leave nothing behind there."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,13 @@ class Kernel:
     id_dtype: torch.dtype = torch.int32
     traced: bool = False
 
+    def compile(self) -> None:
+        """As its calls launch it; nothing is launched."""
+        dispatch, combine = calls_of(self, torch.device("cuda", torch.cuda.current_device()))
+        with dispatch.rank.launcher.preparing():
+            PARTS[self.part](dispatch, combine)
+        dispatch.rank.close()
+
 
 def kernels_of(fields: Mapping[str, Any], world_size: int, parts: Iterable[str] = FUSED, **more: Any) -> list[Kernel]:
     """The kernels of one setup. ``more``: the other fields of :class:`Kernel`."""
@@ -105,10 +122,10 @@ def warmup_kernels(fields: Mapping[str, Any], world_size: int) -> list[Kernel]:
     ]
 
 
-def ahead(tests: Iterable[Any]) -> list[Kernel]:
+def ahead(tests: Iterable[Any]) -> list[Task]:
     """What ``tests``, pytest's items, launch: what their markers ``kernels`` return. Tests that will be skipped launch
     nothing."""
-    found: list[Kernel] = []
+    found: list[Task] = []
     for test in tests:
         marker = test.get_closest_marker("kernels")
         if marker is not None and not any(mark.args[0] for mark in test.iter_markers("skipif")):
@@ -116,20 +133,20 @@ def ahead(tests: Iterable[Any]) -> list[Kernel]:
     return found
 
 
-def named_by(marker: Any, test: Any) -> list[Kernel]:
+def named_by(marker: Any, test: Any) -> list[Task]:
     """What ``marker`` names for ``test``: its function ``of`` takes the parameters that it has names for."""
     function = marker.kwargs["of"]
     parameters = test.callspec.params if hasattr(test, "callspec") else {}
     return list(function(**{name: parameters[name] for name in inspect.signature(function).parameters}))
 
 
-def compile_all(kernels: Sequence[Kernel], *, timeout: float = 900.0) -> float:
-    """Compile ``kernels``, each of them once, and load them on the CUDA devices in turn. Returns the seconds it took.
+def compile_all(given: Sequence[Task], *, timeout: float = 900.0) -> float:
+    """Compile what is ``given``, each of it once, on the CUDA devices in turn. Returns the seconds it took.
 
     Afterwards the processes are gone, and so is what they held on the devices.
     """
     start = time.monotonic()
-    tasks = list(dict.fromkeys(kernels))
+    tasks = list(dict.fromkeys(given))
     if not tasks:
         return 0.0
     context = multiprocessing.get_context("forkserver")
@@ -138,10 +155,10 @@ def compile_all(kernels: Sequence[Kernel], *, timeout: float = 900.0) -> float:
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=take_device, initargs=(context.Value("i", 0),)
     ) as pool:
-        for _ in pool.map(compile_kernel, tasks, timeout=timeout):
+        for _ in pool.map(compile_task, tasks, timeout=timeout):
             pass
     seconds = time.monotonic() - start
-    print(f"{len(tasks)} kernels compiled by {workers} processes in {seconds:.1f} s")
+    print(f"{len(tasks)} kernels, or sets of them, compiled by {workers} processes in {seconds:.1f} s")
     return seconds
 
 
@@ -153,15 +170,12 @@ def take_device(turn: Any) -> None:
         torch.cuda.set_device(turn.value % torch.cuda.device_count())
 
 
-def compile_kernel(kernel: Kernel) -> None:
-    """Compile ``kernel`` as its calls launch it, on the current device; nothing is launched."""
+def compile_task(task: Task) -> None:
+    """Compile ``task`` on the current device; an error names it."""
     try:
-        dispatch, combine = calls_of(kernel, torch.device("cuda", torch.cuda.current_device()))
-        with dispatch.rank.launcher.preparing():
-            PARTS[kernel.part](dispatch, combine)
-        dispatch.rank.close()
+        task.compile()
     except Exception as error:
-        raise RuntimeError(f"{kernel}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{task}: {type(error).__name__}: {error}") from error
 
 
 def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:

@@ -5,13 +5,14 @@ device, so one GPU serves all ranks.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cases import FORMATS, Case, Packed, Result, check_case
-from contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, run, setup
+from contract_ranks import Buffers, Launched, combine_all, dispatch_all, params_of, ranks_of, run, setup, warm_up
 from moelink import contract
 from moelink.contract import warmup
 from moelink.contract.devices import _launches_overlap
@@ -33,6 +34,7 @@ def case_of(fmt: str, fused_shared_expert: bool, **options) -> Case:
     return Case(setup(fmt, fused_shared_expert=fused_shared_expert, **options), "skewed", weights="combine")
 
 
+@pytest.mark.kernels(of=lambda fmt, shared, world_size: [Launched(case_of(fmt, shared), world_size)])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", (3, 2, 8))
 @pytest.mark.parametrize("shared", (True, False), ids=("shared", "routed"))
@@ -45,12 +47,18 @@ def test_one_device_plays_all_ranks(fmt: str, shared: bool, world_size: int, dev
         run(eps, dataclasses.replace(case, seed=seed, scenario=scenario))
 
 
+def with_sums(fmt: str) -> list[Case]:
+    """Cases in which sums travel, and in which nothing does."""
+    options = ({"pre_reduce": True}, {"mode": "allreduce"})
+    return [Case(setup(fmt, fused_shared_expert=True, **each), "repeats", weights="dispatch") for each in options]
+
+
+@pytest.mark.kernels(of=lambda fmt, world_size: [Launched(case, world_size) for case in with_sums(fmt)])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("fmt", ("bf16", "fp8_block128", "nvfp4"))
 def test_sums_travel_and_nothing_travels(fmt: str, world_size: int, device: str) -> None:
-    for options in ({"pre_reduce": True}, {"mode": "allreduce"}):
-        case = Case(setup(fmt, fused_shared_expert=True, **options), "repeats", weights="dispatch")
+    for case in with_sums(fmt):
         run(ranks_of(params_of(case.setup, world_size), device), case)
 
 
@@ -71,6 +79,11 @@ def test_phases_on_one_device(shared: bool, world_size: int, device: str) -> Non
     check_case(case, world_size, [Result(b.fields(), Packed.of(out)) for b, out in zip(buffers, outs, strict=True)])
 
 
+def warmed(case: Case, world_size: int, forms: Sequence[str] = ("fused", "split")) -> list[Launched]:
+    """What :func:`warm_up` compiles, form by form."""
+    return [Launched(case, world_size, (form,)) for form in forms]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_device_combines_a_dispatch_twice(device: str) -> None:
     """Nothing that a rank launches later can grant the credit for the first combine: its own launch has to."""
@@ -85,6 +98,7 @@ def test_one_device_combines_a_dispatch_twice(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=lambda fmt, shared: warmed(case_of(fmt, shared), min(8, torch.cuda.device_count())))
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("warm", (False, True), ids=("cold", "warm"))
 @pytest.mark.parametrize("shared", (True, False), ids=("shared", "routed"))
@@ -168,15 +182,13 @@ def test_a_warmup_of_what_there_is_not_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=lambda case: warmed(case, 2, warmup.FORMS))
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", WARM, ids=lambda case: case.id)
 def test_after_a_warmup_nothing_is_compiled(monkeypatch, case: Case) -> None:
     eps = ranks_of(params_of(case.setup, 2), "cuda:0")
     for ep in eps:
-        data = case.data(0)
-        ep.warmup(
-            input_dtypes=(data.x.dtype,), id_dtypes=(data.topk_ids.dtype,), forms=warmup.FORMS, shared=case.shared
-        )
+        warm_up(ep, case, warmup.FORMS)
     loaded = [set(ep.launcher._loaded) for ep in eps]
     run(eps, case)
     buffers = [Buffers.allocate(ep, weighted=case.weights == "dispatch") for ep in eps]

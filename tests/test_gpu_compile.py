@@ -13,7 +13,7 @@ import torch
 from gpu_compile import Kernel, ahead, calls_of, kernels_of, over_routing
 
 TESTS = Path(__file__).parent
-NAMED = ("faults", "matrix", "nodes", "processes", "startup", "symmetric", "trace")
+NAMED = ("contract", "faults", "matrix", "nodes", "one_device", "processes", "startup", "symmetric", "trace")
 COUNT = """
 import pytest, sys
 from collections import Counter

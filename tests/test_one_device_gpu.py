@@ -10,6 +10,7 @@ import torch
 
 import moelink
 from cases import FORMATS, Case, Result, Setup, check_case, real_shapes
+from gpu_compile import HALVES, HALVES_OVER_ROUTING, Kernel, kernels_of
 from moelink.memory import create_all
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
@@ -22,6 +23,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def kernels(setup: Setup) -> list[Kernel]:
+    """What :func:`check_on_one_device` launches with a setup."""
+    return kernels_of(setup.fields, WORLD, (*HALVES, *HALVES_OVER_ROUTING))
 
 
 def check_on_one_device(cases: list[Case]) -> None:
@@ -49,11 +55,13 @@ def check_on_one_device(cases: list[Case]) -> None:
     transport.close()
 
 
+@pytest.mark.kernels(of=lambda index: kernels(real_shapes()[3 * index].setup))
 @pytest.mark.parametrize("index", range(len(real_shapes()) // 3))
 def test_real_shapes(index):
     check_on_one_device(real_shapes()[3 * index : 3 * index + 3])
 
 
+@pytest.mark.kernels(of=lambda fmt, options: kernels(Setup(fmt, tuple(options.items()))))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format(fmt, options):
@@ -61,8 +69,12 @@ def test_every_format(fmt, options):
     check_on_one_device([Case(setup, scenario, seed=i) for i, scenario in enumerate(("uniform", "holes", "repeats"))])
 
 
+def few_programs(fmt: str) -> Setup:
+    return Setup(fmt, (("num_sms", 4), ("max_tokens_per_rank", 1100)))
+
+
+@pytest.mark.kernels(of=lambda fmt: kernels(few_programs(fmt)))
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block128"])
 def test_many_tokens_on_few_programs(fmt):
     """Tokens in runs, shared tallies and cursors that take turns, as 4096 tokens on a whole device have them."""
-    setup = Setup(fmt, (("num_sms", 4), ("max_tokens_per_rank", 1100)))
-    check_on_one_device([Case(setup, "uniform", seed=1)])
+    check_on_one_device([Case(few_programs(fmt), "uniform", seed=1)])
