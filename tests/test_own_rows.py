@@ -162,6 +162,23 @@ def blocks_of(group: Any) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+def play_pair(setup: Setup, group: Any) -> None:
+    """A fused dispatch and combine of ``group``, against the oracle."""
+    case, results = Small(setup, "uniform", weights="none", seed=1), {}
+
+    def main_of(rank: int) -> Any:
+        calls = Calls(group[rank], rank)
+
+        def main() -> None:
+            recv = calls.dispatch(case)
+            results[rank] = Result.of(recv, calls.combine(case, recv))
+
+        return main
+
+    play(Scheduler(3), group, [main_of(rank) for rank in range(WORLD)])
+    check([case], {id(case): results}, world=WORLD)
+
+
 @without_flags
 @seeds(1, 8)
 @pytest.mark.parametrize("name", ["fused_pair", "split_pair", *SCENARIOS])
@@ -177,23 +194,11 @@ def test_scenario_of_copies_under_every_schedule(name: str, seeds: range) -> Non
 @pytest.mark.quick("one call")
 def test_a_rank_neither_reads_nor_clears_its_own_slots() -> None:
     """They hold what could be taken for rows, before and after a fused call."""
-    case = Small(RANK, "uniform", weights="none", seed=1)
-    group, results = transports(RANK, WORLD), {}
+    group = transports(RANK, WORLD)
     blocks = blocks_of(group)
     for rank, block in enumerate(blocks):
         block["lamport_slots"][rank].fill_(7)
-
-    def main_of(rank: int) -> Any:
-        calls = Calls(group[rank], rank)
-
-        def main() -> None:
-            recv = calls.dispatch(case)
-            results[rank] = Result.of(recv, calls.combine(case, recv))
-
-        return main
-
-    play(Scheduler(3), group, [main_of(rank) for rank in range(WORLD)])
-    check([case], {id(case): results}, world=WORLD)
+    play_pair(RANK, group)
     for rank, block in enumerate(blocks):
         assert (block["lamport_slots"][rank] == 7).all()
         assert (block["lamport_slots"][1 - rank] == 0).all()
@@ -204,22 +209,10 @@ def test_a_rank_neither_reads_nor_clears_its_own_slots() -> None:
 def test_a_rank_stores_nothing_in_its_own_block(layout: str) -> None:
     """Neither rows nor flags; the other rank stores both, or rows alone."""
     setup = RANK if layout == "rank" else EXPERT
-    case = Small(setup, "uniform", weights="none", seed=1)
-    group, results = transports(setup, WORLD), {}
+    group = transports(setup, WORLD)
     blocks = blocks_of(group)
     rows = [blocks[rank]["rows"][rank].clone() for rank in range(WORLD)]
-
-    def main_of(rank: int) -> Any:
-        calls = Calls(group[rank], rank)
-
-        def main() -> None:
-            recv = calls.dispatch(case)
-            results[rank] = Result.of(recv, calls.combine(case, recv))
-
-        return main
-
-    play(Scheduler(3), group, [main_of(rank) for rank in range(WORLD)])
-    check([case], {id(case): results}, world=WORLD)
+    play_pair(setup, group)
     for rank, block in enumerate(blocks):
         assert torch.equal(block["rows"][rank], rows[rank])
         assert int(block["combine_flag"][rank].max()) == 0

@@ -102,7 +102,8 @@ MOST_THREADS = 512
 """Most threads of a CTA of any launch: 8 warps, which have 64 threads on AMD."""
 
 COMBINE_BLOCK = 2048
-"""Most columns of a row that a CTA of combine sums at a time."""
+"""Most columns of a row that a CTA of combine handles at a time; twice as many where rows are few and copied
+(``memory.workspace.Workspace.combine_block``)."""
 
 RING_HEADER_WORDS, RING_ENTRY_WORDS = 8, 8
 """int64 words of a network proxy's ring before its entries: tickets given, number of entries, (unused); and of one
