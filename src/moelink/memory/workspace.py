@@ -312,16 +312,23 @@ class Workspace:
         return ceil_div(cfg.hidden_size, self.combine_block) if few else 1
 
     @property
+    def two_near_ranks(self) -> bool:
+        """Whether sums come from two ranks of one node, and travel in the dtype of combine."""
+        cfg = self.config
+        near = self.world_size == 2 and not self.inter_node_ranks and cfg.mode == "alltoall"
+        return near and cfg.combine_format is None
+
+    @property
     def two_copies(self) -> bool:
         """Whether a token's result is the sum of two rows, each of which its sender only copies, and tokens are many:
         layout "rank" of two ranks of one node.
 
-        Then CTAs of combine handle more columns at a time, and own rows stay (``kernels.combine.own_rows``). Both were
-        measured to be faster from 256 tokens per rank on, and slower at 128 (docs/lab/combine.md).
+        Then CTAs of combine handle more columns at a time, and own rows stay (``kernels.combine.own_rows``). Together
+        they were measured to be faster from 256 tokens per rank on, and slower at 128 (docs/lab/combine.md).
         """
         cfg = self.config
-        two = cfg.layout == "rank" and self.world_size == 2 and not self.inter_node_ranks and cfg.mode == "alltoall"
-        return two and cfg.pre_reduce and cfg.combine_format is None and cfg.max_tokens_per_rank > MANY_COPIES
+        copies = self.two_near_ranks and cfg.layout == "rank" and cfg.pre_reduce
+        return copies and cfg.max_tokens_per_rank > MANY_COPIES
 
     @property
     def combine_block(self) -> int:

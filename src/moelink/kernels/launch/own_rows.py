@@ -28,8 +28,7 @@ def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> 
     """
     config = workspace.config
     many = config.max_tokens_per_rank > (4 if device.type == "cpu" else MANY_TOKENS) and not workspace.lamport_tokens
-    one_node = config.world_size == 2 and not workspace.inter_node_ranks and config.mode == "alltoall"
-    return sums and (workspace.two_copies or (many and one_node and config.combine_format is None))
+    return sums and workspace.two_near_ranks and (many or workspace.two_copies)
 
 
 @lru_cache(maxsize=256)
