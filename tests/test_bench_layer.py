@@ -401,6 +401,9 @@ def test_results_become_tables() -> None:
     for words in ("## layer, 1 rank", "`benchmarks/results/layer_1xgpu.json`", "* moelink bf16: a note.", "NOT faster"):
         assert words in page
     assert render.layer_summary([]) == ""
+    remarked = {**document, "remark": "Disturbed."}
+    for text in (render.layer_summary([remarked]), render.page([], [("layer_1xgpu.json", remarked)])):
+        assert text.count("\n\nDisturbed.") == 1
 
 
 def test_results_are_drawn(tmp_path: Path) -> None:

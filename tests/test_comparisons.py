@@ -219,14 +219,16 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
 
 def test_a_remark_is_of_a_result_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "here.json").write_text('{"benchmark": "bench", "device": "cuda", "ranks": 2}')
+    (tmp_path / "results" / "here.json").write_text('{"benchmark": "moelink bench", "device": "cuda", "ranks": 2}')
+    (tmp_path / "results" / "cpu.json").write_text('{"benchmark": "moelink bench", "device": "cpu"}')
     monkeypatch.setattr(render, "results_folder", lambda: tmp_path / "results")
     (tmp_path / "remarks.json").write_text('{"here.json": "Disturbed."}')
-    ((_, document),) = render.gpu_results("bench")
+    ((_, document),) = render.gpu_results()
     assert document["remark"] == "Disturbed."
-    (tmp_path / "remarks.json").write_text('{"gone.json": "Disturbed."}')
-    with pytest.raises(FileNotFoundError, match=r"expected files of benchmarks/results/, got \['gone.json'\]"):
-        render.gpu_results("bench")
+    for other in ("gone.json", "cpu.json"):
+        (tmp_path / "remarks.json").write_text(json.dumps({other: "Disturbed."}))
+        with pytest.raises(FileNotFoundError, match=rf"expected files of benchmarks/results/, got \['{other}'\]"):
+            render.gpu_results()
 
 
 def test_other_forms_by_rank_are_information(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,8 @@ def test_rows_and_comparisons(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     console.print(roles_view(console, document))
     assert "2.0 (50 %)" in capsys.readouterr().out
     page = render.page([], [], [("roles_preset_h200.json", document)])
+    remarked = {**document, "remark": "Disturbed."}
+    assert render.page([], [], [("roles_preset_h200.json", remarked)]).count("\n\nDisturbed.\n\n") == 1
     assert "## roles, one GPU" in page
     assert "| 8 | 2.0 (50 %) | 3.0 (67 %) |" in page
 

@@ -12,7 +12,7 @@
 * docs/results.md, whole: every result of ``moelink bench`` on GPUs, also that of the preset ``roles``.
 
 What must be said of a result, because something disturbed its run, is in ``benchmarks/remarks.json`` by file. It stands
-below the result's comparisons wherever they are.
+below the result's tables wherever they are.
 
     python -m moelink.tools.bench.render
 """
@@ -40,6 +40,8 @@ from moelink.tools.bench.roles_result import tables as roles_tables
 from moelink.tools.bench.sm_shares import share_lines
 
 COMMAND = "python -m moelink.tools.bench.render"
+SHOWN = (BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK)
+"""Benchmarks whose results on GPUs are shown whole."""
 COMPARISONS_ARE = (
     "*Like for like* is a pair of dispatch and combine by the contract of FlashInfer's one-sided all-to-all, against "
     "FlashInfer: quantised rows come in, and stay by rank where they arrive. The *whole operation* is a pair with rows "
@@ -88,14 +90,14 @@ def gpu_results(benchmark: str = BENCHMARK) -> list[tuple[str, dict[str, Any]]]:
     A result has its ``remark``, "" for none.
 
     Raises:
-        FileNotFoundError: a remark is of a file that is not there.
+        FileNotFoundError: a remark is of a file that is not there, or that no document shows with its remark.
     """
-    paths = sorted(results_folder().glob("*.json"))
+    documents = [(path.name, json.loads(path.read_text())) for path in sorted(results_folder().glob("*.json"))]
+    shown = [(name, d) for name, d in documents if d["benchmark"] in SHOWN and d["device"] == "cuda"]
     remarks = json.loads((results_folder().parent / "remarks.json").read_text())
-    if lost := remarks.keys() - {path.name for path in paths}:
+    if lost := remarks.keys() - dict(shown).keys():
         raise FileNotFoundError(f"benchmarks/remarks.json: expected files of benchmarks/results/, got {sorted(lost)}")
-    documents = [(path.name, {**json.loads(path.read_text()), "remark": remarks.get(path.name, "")}) for path in paths]
-    found = [(name, d) for name, d in documents if d["benchmark"] == benchmark and d["device"] == "cuda"]
+    found = [(name, {**d, "remark": remarks.get(name, "")}) for name, d in shown if d["benchmark"] == benchmark]
     return sorted(found, key=lambda entry: -entry[1]["ranks"])
 
 
@@ -175,7 +177,7 @@ def newest_comparisons(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def comparison_section(documents: list[dict[str, Any]]) -> str:
     """Render the comparisons with FlashInfer of results, what was published of others, and remarks on the results; ""
     where there is nothing of it."""
-    remarks = dict.fromkeys(document.get("remark", "") for document in documents)
+    remarks = remarks_on(documents)
     documents = [document for document in documents if "speed_gate" in document]
     tables = [table_of(document) for document in documents]
     columns = [name for name in COLUMNS if any(name in heads for heads, _ in tables)]
@@ -188,7 +190,7 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
         parts = [markdown([HEAD, *columns], lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
     notes = [summary(one) for one in merged(documents)] if documents else []
     notes += [line for document in documents for line in published_lines(document["published"])]
-    parts += [wrapped(remark) for remark in remarks]
+    parts += remarks
     parts.append("\n".join(wrapped(f"* {note}.") for note in dict.fromkeys(notes)))
     return "\n\n".join(part for part in parts if part)
 
@@ -202,14 +204,18 @@ def _padded(columns: list[str], heads: list[str], rows: list[list[str]]) -> list
 def layer_summary(documents: list[dict[str, Any]]) -> str:
     """Render what README.md and docs/performance.md show of the layer; "" without a result."""
     return "\n\n".join(
-        "\n".join([tables.times_table(document, spread=False), "", wrapped(tables.setting_text(document))])
+        "\n\n".join([
+            tables.times_table(document, spread=False), wrapped(tables.setting_text(document)), *remarks_on([document])
+        ])
         for document in documents
-    )
+    )  # fmt: skip
 
 
 def layer_section(document: dict[str, Any]) -> str:
     """Render one result of the layer in Markdown, whole."""
-    parts = [tables.times_table(document, spread=True), wrapped(tables.setting_text(document))]
+    parts = [
+        tables.times_table(document, spread=True), wrapped(tables.setting_text(document)), *remarks_on([document])
+    ]  # fmt: skip
     parts += ["\n".join(wrapped(f"* {note}") for note in tables.note_lines(document))]
     split = tables.parts_table(document)
     if split:
@@ -235,7 +241,13 @@ def roles_section(document: dict[str, Any]) -> str:
         f"{speed:.0f} GB/s ({document['bandwidth']['method']}). {document['method']}. Memory: "
         f"{document['memory_rule']}."
     )
-    return "\n\n".join([*parts, wrapped(ran), "\n".join(wrapped(f"* {line}.") for line in comparison_lines(document))])
+    notes = "\n".join(wrapped(f"* {line}.") for line in comparison_lines(document))
+    return "\n\n".join([*parts, wrapped(ran), *remarks_on([document]), notes])
+
+
+def remarks_on(documents: list[dict[str, Any]]) -> list[str]:
+    """Return the remarks on results, those that there are."""
+    return [wrapped(document["remark"]) for document in documents if document.get("remark")]
 
 
 def wrapped(text: str) -> str:
