@@ -307,6 +307,12 @@ DISPATCH = (
     Mutant("the first padding row of a group is left as it was", "kernels/dispatch/unpack.py",
            "for inner in range(size + i // num_groups, rows,", "for inner in range(size + 1 + i // num_groups, rows,",
            "test_kernels_examples.py::test_rows_of_the_receive_example"),
+    Mutant("scales that came quantised are those of a batch's first row", "kernels/dispatch/send.py",
+           "scales = ready_scales(inputs.scales, t, S)\n                for", "scales = ready_scales(inputs.scales, t0, S)\n                for",
+           "test_zero_copy.py::test_rows_that_come_quantised_equal_the_oracle[symmetric]"),
+    Mutant("a receiver of rows that stay waits for one message of those it takes", "kernels/dispatch/receive.py",
+           "wait_all(flags, there, ctx.call", "wait_all(flags, there & (slot == tl.max(slot, 0)), ctx.call",
+           "test_zero_copy.py::test_one_sender_is_slow[few]"),
 )
 
 COMBINE = (
@@ -375,7 +381,8 @@ TRACES = (
            "_FIRST_FROM - now, mask", "_FIRST_FROM + now, mask",
            "test_trace.py::test_one_rank_alone"),
     Mutant("a message is stamped as seen before the wait for it", "kernels/dispatch/receive.py",
-           "            ok, got = wait_any(flags", "            stamp_first(ctx, MESSAGE_SEEN, S)\n            ok, got = wait_any(flags",
+           "                ok, got = wait_any(flags",
+           "                stamp_first(ctx, MESSAGE_SEEN, S)\n                ok, got = wait_any(flags",
            "test_trace.py::test_order_under_schedules"),
     Mutant("clocks are compared without the way back", "kernels/sync/clocks.py",
            "(told >> 1) - before - trip // 2", "(told >> 1) - before - trip * 2",

@@ -3,8 +3,10 @@
 Every CTA waits for the ``counts`` of every source, and computes from them where rows go. All CTAs do the same, so none
 waits for another of this launch. In layout "rank" the headers of the counts say where rows go. So on one node only CTA
 0 waits for the other words. CTA 0 writes the offsets and totals. Each other CTA takes messages of one source, whichever
-of its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. The waits are acquires
-(``kernels.sync.signals``), so whatever a source stored before its signal is visible.
+of its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. Where rows stay in the
+messages it waits for all that it takes at a time, because to unpack one that came early would only delay its next look
+at the others. The waits are acquires (``kernels.sync.signals``), so whatever a source stored before its signal is
+visible.
 
 Over cached routing some of these steps differ (``kernels.dispatch.receive_cached``). Each role passes its own steps to
 what both do (:func:`receive_by`).
@@ -61,6 +63,7 @@ from moelink.kernels.sync.signals import (
     note_refusal,
     own_block,
     report_failure,
+    wait_all,
     wait_any,
 )
 from moelink.kernels.sync.trace import (
@@ -96,6 +99,7 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
     """Wait for the ``lane``-th of ``lanes`` shares of the messages of ``source``, and unpack them.
 
     A CTA follows S.MESSAGES_PER_STEP cursors, unpacks whatever has arrived at any of them, and moves these cursors on.
+    With S.IN_PLACE it waits at all of them.
     All shares together have C = lanes x S.MESSAGES_PER_STEP cursors. With ``programs`` = 0 (CTAs count alone, and over
     cached routing) messages arrive in any order, and each cursor takes every C-th. Otherwise they come in columns, one
     for each sending CTA. Messages arrive in order inside a column; columns do not wait for one another. With fewer
@@ -144,9 +148,14 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
         if tl.max(there.to(tl.int32), 0) > 0:
             slot = tl.where(there, slot, 0)
             flags = (mine + S.OFFSET_MESSAGE_FLAG).to(I64) + (source.rank * S.MAX_TOKENS + slot)
-            ok, got = wait_any(flags, there, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)
-            report_failure(ok, ctx, carrier_of(source.rank, ctx.me, S), _PHASE, ctx.call, tl.max(got, 0), S)
-            ready = there & (got >= ctx.call)
+            poison = (mine + S.OFFSET_POISON).to(I64)
+            if S.IN_PLACE:
+                ok, _, least = wait_all(flags, there, ctx.call, poison, ctx.limit, S.CLOCK)
+            else:
+                ok, got = wait_any(flags, there, ctx.call, poison, ctx.limit, S.CLOCK)
+                least = tl.max(got, 0)
+                ready = there & (got >= ctx.call)
+            report_failure(ok, ctx, carrier_of(source.rank, ctx.me, S), _PHASE, ctx.call, least, S)
             if ok > 0:
                 stamp_first(ctx, ARRIVED, S, source.rank)
                 stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)

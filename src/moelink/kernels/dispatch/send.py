@@ -39,8 +39,10 @@ goes to. Whether it goes to a rank is in the mask of the store, not in a branch:
 piece into the store's layout again for each rank, through shared memory and five barriers. The CTA reads a piece before
 it stores the one before, so that reading hides behind storing. For that, nothing may touch a piece between its load and
 its use. Hence masked loads have no ``other`` value (it would be moved in behind the load), and elements of 16 bits are
-loaded as words of two and taken apart where they are encoded. In a format with one scale per row, a row is one piece
-and one group, rounded up to a power of two, so that its largest element is known before the first store.
+loaded as words of two and taken apart where they are encoded. For the same reason the scales of a row that came
+quantised are read before its first piece is stored, and stored after the last one. In a format with one scale per row,
+a row is one piece and one group, rounded up to a power of two, so that its largest element is known before the first
+store.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
@@ -282,19 +284,32 @@ def place_at(places, d):
 
 @triton.jit
 def ready_scales(scales, token, S: tl.constexpr):
-    """Load the scales [scales] of a row that came quantised."""
+    """Load the scales [scales] of row ``token`` if it came quantised; else, and past the last scale, they are
+    undefined."""
     c = tl.arange(0, S.SCALE_WIDTH_POW2)
-    return tl.load(
-        scales.to(S.SCALE_POINTER, bitcast=True) + tl.cast(token, tl.int64) * S.SCALE_WIDTH + c,
-        mask=c < S.SCALE_WIDTH,
-        other=0,
-    )
+    if S.SOURCE == 0 and S.SCALE_WIDTH > 0:
+        source = scales.to(S.SCALE_POINTER, bitcast=True) + tl.cast(token, tl.int64) * S.SCALE_WIDTH
+        return tl.load(source + c, mask=c < S.SCALE_WIDTH)
+    else:
+        return c
 
 
 @triton.jit
-def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr):
-    """Store piece ``piece`` of row ``token`` in the messages at ``places`` [ranks] (int64 addresses, 0 where it does
-    not go)."""
+def store_ready_scales(scales, places, S: tl.constexpr):
+    """Store ``scales``, from :func:`ready_scales`, in the messages at ``places`` [ranks], 0 for none, if the row came
+    quantised."""
+    c = tl.arange(0, S.SCALE_WIDTH_POW2)
+    if S.SOURCE == 0 and S.SCALE_WIDTH > 0:
+        for d in tl.static_range(S.WORLD_SIZE):
+            place = place_at(places, d)
+            to = (place + S.MESSAGE_SCALES).to(S.SCALE_POINTER)
+            tl.store(to + c, scales, mask=only(place != 0, c < S.SCALE_WIDTH))
+
+
+@triton.jit
+def store_piece(row, piece, places, input_scale, S: tl.constexpr):
+    """Store piece ``piece`` of a row in the messages at ``places`` [ranks] (int64 addresses, 0 where it does not go),
+    with the scales of its groups if it is encoded here."""
     payload, scale = in_format(row, input_scale, S)
     if S.SOURCE == 2:
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
@@ -318,17 +333,6 @@ def store_piece(row, piece, scales, token, places, input_scale, S: tl.constexpr)
         for d in tl.static_range(S.WORLD_SIZE):
             place = place_at(places, d)
             tl.store(tl.multiple_of(place.to(S.WORD_POINTER), 16) + c, payload, mask=only(place != 0, c < S.ROW_WORDS))
-        if S.SCALE_WIDTH > 0:
-            if piece == 0:
-                ready = ready_scales(scales, token, S)
-                g = tl.arange(0, S.SCALE_WIDTH_POW2)
-                for d in tl.static_range(S.WORLD_SIZE):
-                    place = place_at(places, d)
-                    tl.store(
-                        (place + S.MESSAGE_SCALES).to(S.SCALE_POINTER) + g,
-                        ready,
-                        mask=only(place != 0, g < S.SCALE_WIDTH),
-                    )
 
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
@@ -347,6 +351,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     following = row
     if S.PIECES_PER_ROW > 1:
         following = load_piece(inputs.x, t, 1, numbers.num_tokens, S)
+    scales = ready_scales(inputs.scales, t, S)
     w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
     expert = experts_at(inputs.topk_ids, t * S.TOPK + k, k < S.TOPK, S)
     stamp_after(ctx, IDS_READ, expert, S)
@@ -375,9 +380,10 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             behind = following
             if piece + 2 < S.PIECES_PER_ROW:
                 behind = load_piece(inputs.x, t, piece + 2, numbers.num_tokens, S)
-            store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
+            store_piece(row, piece, to, inputs.input_scale, S)
             row = following
             following = behind
+        store_ready_scales(scales, to, S)
         publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
 
@@ -443,12 +449,14 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             stamp_first(ctx, FIRST_STORE, S)
             for t in range(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end)):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
+                scales = ready_scales(inputs.scales, t, S)
                 for piece in tl.static_range(S.PIECES_PER_ROW):
                     following = load_piece(
                         inputs.x, t + (piece + 1) // S.PIECES_PER_ROW, (piece + 1) % S.PIECES_PER_ROW, end, S
                     )
-                    store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
+                    store_piece(row, piece, to, inputs.input_scale, S)
                     row = following
+                store_ready_scales(scales, to, S)
             publish_messages(ctx, base, mine, own, slot, token, S)
             if t0 + S.TOKENS_PER_BATCH < end:
                 sent += tl.sum(goes, 0)

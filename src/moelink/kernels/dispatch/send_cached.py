@@ -40,8 +40,10 @@ from moelink.kernels.dispatch.send import (
     load_weights,
     message_addresses,
     publish_messages,
+    ready_scales,
     store_headers,
     store_piece,
+    store_ready_scales,
 )
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import between_nodes
@@ -134,14 +136,16 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
             end = tl.minimum(t0 + N, numbers.num_tokens)
             for t in range(t0, end):
                 to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
+                scales = ready_scales(inputs.scales, t, S)
                 after = tl.where(t + 1 < end, t + 1, behind)
                 for piece in tl.static_range(S.PIECES_PER_ROW):
                     next_token = t
                     if piece + 1 == S.PIECES_PER_ROW:
                         next_token = after
                     following = load_piece(inputs.x, next_token, (piece + 1) % S.PIECES_PER_ROW, numbers.num_tokens, S)
-                    store_piece(row, piece, inputs.scales, t, to, inputs.input_scale, S)
+                    store_piece(row, piece, to, inputs.input_scale, S)
                     row = following
+                store_ready_scales(scales, to, S)
             publish_messages(ctx, base, mine, own, slot, token, S)
             slot = following_slot
     return ok
