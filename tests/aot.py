@@ -81,7 +81,7 @@ def compile_kernel(kernel, spec, target, x, **more):
     from triton.backends.compiler import GPUTarget
 
     amd = target.startswith("gfx")
-    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE_CASTS=not amd)
+    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE_CASTS=not amd, DEPENDENT_LAUNCH=not amd)
     options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False, **more}
     return triton.compile(source_of(kernel, spec, {"x": x}), target=GPUTarget(*TARGETS[target]), options=options)
 
@@ -110,6 +110,13 @@ def bare_loads(ttir):
     loads = re.findall(r"= tt\.load ([^:]*?)(?: \{.*?\})? : tensor<([\dx]+)x", ttir)
     sizes = [math.prod(map(int, shape.split("x"))) for operands, shape in loads if operands.count("%") == 2]
     return sum(size >= 1024 for size in sizes)
+
+
+def before_the_wait(ptx):
+    """How many instructions touch memory before a kernel waits for the launch before it; -1 where it does not wait."""
+    entry = ptx[ptx.index(".entry") :]
+    wait = entry.find("griddepcontrol.wait")
+    return -1 if wait < 0 else sum("param" not in op for op in MEMORY.findall(entry[:wait]))
 
 
 SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
@@ -230,6 +237,8 @@ def main(target, part, prefix=""):
             "instructions": len(re.findall(r"^\s+(?:@!?%?\w+ )?[a-z][\w.:]*.*;", text, re.M)),
             "stack": stack_of(binary.asm["cubin"]) if as_launched else 0,
             "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
+            "before_the_wait": before_the_wait(ptx) if ptx else -1,
+            "allows": text.count("griddepcontrol.launch_dependents"),
         }), flush=True)  # fmt: skip
 
 

@@ -50,6 +50,9 @@ def test_memory_order_and_width_on_nvidia(target, part, count):
         near = {op for op in ops if ".gpu.release" in op or ".cta.release" in op}
         assert near == ({"atom.global.gpu.release.add.u64"} if name == "without_flags_combine_wait" else set()), name
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
+        assert kernel["before_the_wait"] == 0, f"{name} does not wait for the launch before it, or not as its first act"
+        # At its end, and where it waits for other ranks and then works, after the last wait.
+        assert kernel["allows"] >= (1 if "async" in name else 2), f"{name} allows the next launch at its end only"
         assert kernel["local"] == 0, f"{name} spills"
         # Triton 3.6 reorders a reshaped block of values on its way to a histogram, but not the block of its mask.
         assert kernel["masked_histograms"] == 0, f"{name} counts other slots than the mask says"

@@ -193,8 +193,9 @@ def test_a_bound_launch_packs_its_parameters_once(launcher, kernel, monkeypatch)
 class PlayedDriver:
     """libcuda, as far as launches need it; ``parameters`` is what it says of every kernel."""
 
-    def __init__(self, parameters):
-        self.parameters, self.launches, self.status = parameters, [], 0
+    def __init__(self, parameters, version=12030):
+        self.parameters, self.launches, self.status, self.version = parameters, [], 0, version
+        self.early = []
         self.cuFuncGetParamInfo = self._info
 
     def cuLaunchKernelEx(self, config, function, arguments, extra):  # noqa: N802
@@ -202,9 +203,18 @@ class PlayedDriver:
         assert (extra[0], extra[2], extra[4], arguments.value) == (1, 2, None, None)
         # As cuda.h has the struct: seven 32-bit numbers, the stream, the attributes and how many these are.
         *numbers, stream, attributes, many = struct.unpack("@7IQQI", ctypes.string_at(config, 52))
-        assert (attributes, many) == (0, 0)
+        if (
+            many
+        ):  # as cuda.h has the struct: a name, four bytes that are not used, 64 bytes of which the first four count
+            assert (many, struct.unpack("@ii", ctypes.string_at(attributes, 8))[0]) == (1, 6)
+            assert struct.unpack("@i", ctypes.string_at(attributes + 8, 4)) == (1,)
+        self.early.append(many == 1)
         self.launches.append((function.value, numbers[:6], numbers[6], stream, ctypes.string_at(extra[1], size)))
         return self.status
+
+    def cuDriverGetVersion(self, version):  # noqa: N802
+        version._obj.value = self.version
+        return 0
 
     def _info(self, function, index, offset, size):
         if index.value >= len(self.parameters):
@@ -229,11 +239,9 @@ NATURAL = type("Natural", (ctypes.Structure,), {"_fields_": [
 PLACES = [(getattr(NATURAL, name).offset, getattr(NATURAL, name).size) for name, _ in NATURAL._fields_]
 
 
-def played(signature=SIGNATURE, **changes):
-    metadata = SimpleNamespace(**{**METADATA, **changes})
-    return SimpleNamespace(
-        function=7, packed_metadata=(4, 1, 96), metadata=metadata, src=SimpleNamespace(signature=signature)
-    )
+def played(signature=SIGNATURE, ptx="", **changes):
+    metadata, source = SimpleNamespace(**{**METADATA, **changes}), SimpleNamespace(signature=signature)
+    return SimpleNamespace(function=7, packed_metadata=(4, 1, 96), metadata=metadata, src=source, asm={"ptx": ptx})
 
 
 def test_parameters_lie_as_the_members_of_a_struct():
@@ -253,6 +261,20 @@ def test_parameters_lie_as_the_members_of_a_struct():
     library.status = 700
     with pytest.raises(RuntimeError, match="error 700: out of patience"):
         direct.launch(8, 5)
+
+
+WAITING = ".entry kernel() { griddepcontrol.wait; ret; }"
+
+
+@pytest.mark.parametrize(
+    "ptx, version, early", [(WAITING, 12030, True), ("ret;", 12030, False), (WAITING, 12020, False)]
+)
+def test_only_a_kernel_that_waits_may_start_before_the_last_one_has_ended(ptx, version, early):
+    library = PlayedDriver(PLACES, version)
+    direct = DirectKernel.of(played(ptx=ptx), Driver(library))
+    direct.launch(8, 5)
+    direct.apart().launch(8, 5)
+    assert library.early == [early, early]
 
 
 def test_what_only_triton_can_launch_has_no_direct_form():

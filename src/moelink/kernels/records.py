@@ -225,6 +225,7 @@ class Source(NamedTuple):
         most: the most messages of one of these CTAs.
         before, rows: [N] int32, rows for each local expert of the sources before this one, and of this one; over cached
             routing ``rows`` are those of all sources. With a row table they are not used.
+        is_last: the CTA waits for no other rank once it has seen its last message of this one.
     """
 
     rank: Any
@@ -233,6 +234,7 @@ class Source(NamedTuple):
     most: Any
     before: Any
     rows: Any
+    is_last: Any
 
 
 class Destination(NamedTuple):
@@ -384,3 +386,16 @@ class Share(NamedTuple):
 
     begin: Any
     count: Any
+
+
+class Piece(NamedTuple):
+    """A part of a token's result that a CTA of combine's home role stores.
+
+    Attributes:
+        part, parts: every ``parts``-th block of columns from ``part``.
+        is_last: the CTA waits for no other rank once the rows of this part have come.
+    """
+
+    part: Any
+    parts: Any
+    is_last: Any

@@ -35,7 +35,9 @@ from moelink.kernels.combine.row_format import load_columns, row_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.numeric import only, round_to
+from moelink.kernels.records import Piece
 from moelink.kernels.sync.credit import count_read
+from moelink.kernels.sync.dependent_launch import allow_next_launch
 from moelink.kernels.sync.internode import between_nodes_or, intra_node_only
 from moelink.kernels.sync.lamport_slots import (
     clear_rows,
@@ -354,24 +356,28 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
 
 
 @triton.jit
-def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
+def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
     """Wait for a token's rows and store its result, as :func:`gather_token` does. Rows come with flags."""
     ok = tl.full([], 1, tl.int32)
     if S.TWO_LEVEL:
         ok = wait_for_levels(ctx, slots, token, S)
     elif not S.ALLREDUCE:
-        ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
+        ok = wait_for_all_arrivals(ctx, slots, piece.part, piece.parts, S)
     if not S.SENDS_SUMS:
         if ok > 0:
             ok = between_nodes_or(ok, wait_for_inter_node_rows, (ctx, inputs.topk_ids, slots, token, numbers), S)
+    if piece.is_last:
+        allow_next_launch(S)
     if ok > 0:
-        reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
+        reduce_and_copy_to_output(
+            ctx, inputs, slots, notes, outputs, numbers, token, piece.part, piece.parts, S
+        )  # fmt: skip
         stamp_both(ctx, ROW_STORED, LAST_STORED, S)
     return ok
 
 
 @triton.jit
-def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
+def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
     """Wait for a token's rows while summing them, and store its result. Rows come without flags, in Lamport slots.
 
     An own row that stays is read before the wait, which hides it.
@@ -381,13 +387,16 @@ def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, p
     if S.OWN_ROWS_STAY:
         rows, y_rows = own_rows(notes, slots, ctx.me, numbers.y_rows, S)
         slots = others_slots(slots, ctx.me, S)
-    for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
+    step = piece.parts * S.BLOCK_SIZE
+    for c0 in range(piece.part * S.BLOCK_SIZE, S.HIDDEN_SIZE, step):
         if ok > 0:
             came = arrivals(ctx, ARRIVED, tl.arange(0, S.WORLD_SIZE_POW2), S)
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
             if S.OWN_ROWS_STAY:
                 own = own_sum(inputs, y_rows, rows, c, S)
             ok, peer, total = sum_rows(mine, ctx.me, slots, token, c0, ctx.limit, came, S)
+            if piece.is_last & (c0 + step >= S.HIDDEN_SIZE):
+                allow_next_launch(S)
             if S.OWN_ROWS_STAY:
                 total += own.to(S.SUM_DTYPE)
             stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
@@ -401,16 +410,18 @@ def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, p
 
 
 @triton.jit
-def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
+def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
     """Do as :func:`wait_and_reduce` where own rows stay (``kernels.combine.own_rows``)."""
     mine = own_block(ctx.control, S)
     rows, y_rows = own_rows(notes, slots, ctx.me, numbers.y_rows, S)
     slots = others_slots(slots, ctx.me, S)
     place = tl.cast((1 - ctx.me) * S.MAX_TOKENS + token, tl.int64)
     source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
-    ok = wait_for_all_arrivals(ctx, slots, part, parts, S)
+    ok = wait_for_all_arrivals(ctx, slots, piece.part, piece.parts, S)
+    if piece.is_last:
+        allow_next_launch(S)
     if ok > 0:
-        for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
+        for c0 in range(piece.part * S.BLOCK_SIZE, S.HIDDEN_SIZE, piece.parts * S.BLOCK_SIZE):
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
             own = own_sum(inputs, y_rows, rows, c, S)
             total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE) + row_columns(source, c0, tl.max(slots, 0) >= 0, S)
@@ -423,8 +434,8 @@ def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, p
 
 
 @triton.jit
-def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """Wait for a token's rows and store every ``parts``-th block of columns of its result, from ``part``.
+def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
+    """Wait for a token's rows and store a ``piece`` of its result.
 
     The number of tokens in the call decides whether rows come with flags. Returns 1, or 0 or -1 after an error.
     """
@@ -432,12 +443,12 @@ def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, part, parts
     small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
     if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
         if small:
-            ok = sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
+            ok = sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     if small == 0:
         if S.OWN_ROWS_STAY:
-            ok = gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
+            ok = gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
         else:
-            ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S)
+            ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     return ok
 
 
@@ -477,11 +488,13 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     items = numbers.num_tokens * parts
     # Where there are CTAs to spare, the first one sums nothing, because it waits for the heads.
     spare = (num_programs > items).to(tl.int32)
-    for i in range(tl.where(program < spare, items, program - spare), items, tl.maximum(num_programs - spare, 1)):
+    step = tl.maximum(num_programs - spare, 1)
+    for i in range(tl.where(program < spare, items, program - spare), items, step):
         if ok > 0:
             token = i // parts
             slots = awaited_slots(notes, token, brought, choices, S)
-            ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
+            piece = Piece(i % parts, parts, (i + step >= items) & (not S.TWO_LEVEL))
+            ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     if S.TWO_LEVEL:
         if brought:
             ok = after_relaying(ok, program, ctx, _COLLECTED, _PHASE, S)

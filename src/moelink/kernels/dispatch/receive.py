@@ -50,6 +50,7 @@ from moelink.kernels.dispatch.unpack import (
 )
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
+from moelink.kernels.sync.dependent_launch import allow_next_launch
 from moelink.kernels.sync.internode import between_nodes_or
 from moelink.kernels.sync.levels import after_relaying, carrier_of
 from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
@@ -150,12 +151,14 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
             flags = (mine + S.OFFSET_MESSAGE_FLAG).to(I64) + (source.rank * S.MAX_TOKENS + slot)
             poison = (mine + S.OFFSET_POISON).to(I64)
             if S.IN_PLACE:
-                ok, _, least = wait_all(flags, there, ctx.call, poison, ctx.limit, S.CLOCK)
+                ok, _, reached = wait_all(flags, there, ctx.call, poison, ctx.limit, S.CLOCK)
             else:
                 ok, got = wait_any(flags, there, ctx.call, poison, ctx.limit, S.CLOCK)
-                least = tl.max(got, 0)
+                reached = tl.max(got, 0)
                 ready = there & (got >= ctx.call)
-            report_failure(ok, ctx, carrier_of(source.rank, ctx.me, S), _PHASE, ctx.call, least, S)
+            report_failure(ok, ctx, carrier_of(source.rank, ctx.me, S), _PHASE, ctx.call, reached, S)
+            if source.is_last & (tl.max(last - at - ready.to(tl.int32), 0) <= 0):
+                allow_next_launch(S)
             if ok > 0:
                 stamp_first(ctx, ARRIVED, S, source.rank)
                 stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
@@ -316,7 +319,8 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
                     pad_tiles(outputs.scales, groups, numbers, pad, pads, S)
             while (ok > 0) & (number >= 0) & (source < S.WORLD_SIZE):
                 lanes = tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE)
-                known = Source(source, count, programs, most, before, own)
+                is_last = (source + others >= S.WORLD_SIZE) & (not S.TWO_LEVEL)
+                known = Source(source, count, programs, most, before, own, is_last)
                 ok = unpack_messages(steps, ctx, known, lane, lanes, groups, outputs, notes, numbers, S)
                 source += others
                 if (ok > 0) & (source < S.WORLD_SIZE):

@@ -163,7 +163,7 @@ def unpack_sources(ctx, program, num_programs, outputs, notes, numbers, S: tl.co
             count, senders, most = columns_of(ctx.control, 0, source, S)
             count = tl.where(header_word(ctx.control, source, 0, 0, 1, S) != 0, 0, count)
             lanes = tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE)
-            told = Source(source, count, senders, most, 0, 0)
+            told = Source(source, count, senders, most, 0, 0, source + others >= S.WORLD_SIZE)
             ok = unpack_messages(
                 PlannedSteps(seen, unpack_planned), ctx, told, lane, lanes, state, outputs, notes, numbers, S
             )

@@ -20,7 +20,7 @@ import triton.language as tl
 from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
-from moelink.kernels.launch.device import clock_of, has_native_casts, sm_limit_of, threads_of
+from moelink.kernels.launch.device import clock_of, has_dependent_launches, has_native_casts, sm_limit_of, threads_of
 from moelink.kernels.launch.grid import relaying_ctas
 from moelink.kernels.launch.relays import RelayConstants, inter_node_offset, relay_constants
 from moelink.memory.protocol import (
@@ -67,7 +67,8 @@ class CommonSpec(Constants):
         NATIVE_CASTS: the hardware's casts round as the formats do. MAX_THREADS: most threads of a CTA; 1 where it is
             interpreted. CLOCK: what ``signals.clock`` reads.
         NUM_SMS: SMs that the CTAs of a launch may use, 0 for all. SM_ID: how a CTA finds the number of its SM
-            (``kernels.launch.sm_limit``).
+            (``kernels.launch.sm_limit``). DEPENDENT_LAUNCH: a launch may start before the one before it has ended
+            (``kernels.sync.dependent_launch``).
         NODE_SIZE, NODES: ranks of a node, and nodes. NETWORK: who carries bytes to other nodes
             (``kernels.sync.internode``), "" on one node. TWO_LEVEL: as relays (``kernels.sync.levels``).
         TRACE: CTAs stamp what they do (``kernels.sync.trace``). TRACE_CTAS: most CTAs of a role that have a record.
@@ -96,6 +97,7 @@ class CommonSpec(Constants):
     CLOCK: Any
     NUM_SMS: int
     SM_ID: Any
+    DEPENDENT_LAUNCH: bool
     OFFSET_POISON: int
     OFFSET_POISONS: int
     OFFSET_CONTROL: int
@@ -138,9 +140,10 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         message_block(cfg, ranks) if device.type != "cpu" else 4, ALLREDUCE=cfg.mode == "allreduce",
         FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
         NATIVE_CASTS=has_native_casts(device), MAX_THREADS=threads_of(device), CLOCK=clock_of(device),
-        NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", OFFSET_POISON=regions["poison"].offset,
-        OFFSET_POISONS=regions["poisons"].offset, OFFSET_CONTROL=regions["control"].offset,
-        OFFSET_CREDIT=regions["credit"].offset, OFFSET_SM_LIMIT=regions["sm_limit"].offset,
+        NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", DEPENDENT_LAUNCH=has_dependent_launches(device),
+        OFFSET_POISON=regions["poison"].offset, OFFSET_POISONS=regions["poisons"].offset,
+        OFFSET_CONTROL=regions["control"].offset, OFFSET_CREDIT=regions["credit"].offset,
+        OFFSET_SM_LIMIT=regions["sm_limit"].offset,
         NODE_SIZE=workspace.node_size, NODE_SIZE_POW2=power(workspace.node_size), NODES=ranks // workspace.node_size,
         TWO_LEVEL=workspace.two_level, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
         else "nvshmem", TRACE=False, TRACE_CTAS=0, OFFSET_IDLE=inter_node_offset(workspace, "idle"),

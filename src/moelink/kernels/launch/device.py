@@ -33,6 +33,14 @@ def has_native_casts(device: torch.device) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def has_dependent_launches(device: torch.device) -> bool:
+    """Return True where kernels on ``device`` may start before the launch before them has ended
+    (``kernels.sync.dependent_launch``): NVIDIA, sm_90 and newer."""
+    if is_interpreted() or torch.version.hip:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def clock_of(device: torch.device) -> Any:
     """Return the CLOCK of kernels on ``device``; see ``signals.clock``."""
     if device.type == "cpu":

@@ -29,6 +29,12 @@ _ADDRESS = "Q"
 _SCRATCH = 2
 _DEVICE_POINTER = 3
 """CU_POINTER_ATTRIBUTE_DEVICE_POINTER."""
+_STREAM_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may start before the one before it has ended."""
+_WAITS = "griddepcontrol.wait"
+"""The instruction with which a kernel waits for the launch before it (``kernels.sync.dependent_launch``)."""
+_DEPENDENT_IN_GRAPHS = 12030
+"""The first version of the driver that captures such launches into CUDA graphs."""
 
 
 def leaves(signature: Any) -> Iterator[str]:
@@ -93,20 +99,32 @@ class ParameterLayout:
         return places
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of the CUDA driver: its name, and a value of up to 64 bytes whose first integer counts."""
+
+    _fields_ = [("name", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of the CUDA driver: grid, block and stream of a launch, without attributes."""
+    """CUlaunchConfig of the CUDA driver: grid, block, stream and attributes of a launch."""
 
     _fields_ = [
         *[(name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")],
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(LaunchAttribute)), ("num_attributes", ctypes.c_uint),
     ]  # fmt: skip
 
 
 class Driver:
-    """The functions of the CUDA driver that launches need."""
+    """The functions of the CUDA driver that launches need.
+
+    Attributes:
+        dependent: launches may start before the one before them has ended, also in CUDA graphs.
+    """
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        version = ctypes.c_int()
+        self.dependent = not library.cuDriverGetVersion(ctypes.byref(version)) and version.value >= _DEPENDENT_IN_GRAPHS
         self.launch = library.cuLaunchKernelEx  # without argtypes: the arguments are objects of ctypes already
         self._parameter = getattr(library, "cuFuncGetParamInfo", None)
 
@@ -164,7 +182,9 @@ class DirectKernel:
         self.addresses = memoryview(self._buffer).cast("B")[:begin].cast(_ADDRESS)
         self._size = ctypes.c_size_t(size)
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self._buffer), 2, ctypes.addressof(self._size), 0)
-        self._config = LaunchConfig(1, 1, 1, 32 * num_warps, 1, 1, shared, None, None, 0)
+        waits = driver.dependent and _WAITS in loaded.asm["ptx"]
+        early = LaunchAttribute(_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
+        self._config = LaunchConfig(1, 1, 1, 32 * num_warps, 1, 1, shared, None, ctypes.pointer(early), int(waits))
         function = ctypes.c_void_p(int(loaded.function))
         self._arguments = ctypes.byref(self._config), function, ctypes.c_void_p(), extra
         self._latest: Any = None

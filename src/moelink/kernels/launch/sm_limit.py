@@ -24,6 +24,7 @@ that still come take numbers.
 import triton
 import triton.language as tl
 
+from moelink.kernels.sync.dependent_launch import allow_next_launch, wait_for_previous_launch
 from moelink.kernels.sync.signals import I32, own_block
 from moelink.memory.protocol import MAX_SMS, SM_LIMIT_WORDS
 
@@ -88,12 +89,14 @@ def number_of_cta(control, kind, programs, S: tl.constexpr):
 @triton.jit
 def run_role(work, arguments, control, kind, programs, S: tl.constexpr):
     """Do the work of all numbers [0, ``programs``): ``work(number, programs, *arguments, S)`` by one CTA each."""
+    wait_for_previous_launch(S)
     if S.NUM_SMS == 0:
         work(tl.program_id(0), programs, *arguments, S)
     else:
         number = number_of_cta(control, kind, programs, S)
         if number < programs:
             work(number, programs, *arguments, S)
+    allow_next_launch(S)
 
 
 @triton.jit
@@ -103,12 +106,14 @@ def run_roles(sends, sending, receives, receiving, control, kind, numbers, S: tl
     Numbers [0, ``numbers.senders``) do ``sends(number, senders, *sending, S)``, the others of ``numbers.programs`` do
     ``receives``.
     """
+    wait_for_previous_launch(S)
     if S.NUM_SMS == 0:
         _run_either(tl.program_id(0), sends, sending, receives, receiving, numbers, S)
     else:
         number = number_of_cta(control, kind, numbers.programs, S)
         if number < numbers.programs:
             _run_either(number, sends, sending, receives, receiving, numbers, S)
+    allow_next_launch(S)
 
 
 @triton.jit

@@ -1,0 +1,40 @@
+"""Let a launch take its place on the device while the launch before it ends (programmatic dependent launch).
+
+Between the end of one kernel and the first instruction of the next in its stream the device does nothing for more than
+a microsecond. A kernel that is launched as dependent may start earlier: as soon as every CTA of the kernel before it
+has ended or has allowed it (:func:`allow_next_launch`). It must then wait (:func:`wait_for_previous_launch`) before it
+touches memory. The hardware ends that wait once the kernel before has ended as a whole and its stores are visible.
+
+Why nothing changes for the protocol: the wait is the first thing that a CTA does (``kernels.launch.sm_limit``), and
+all else follows it. So whatever relies on stream order, such as counts of calls and credit, finds what it found without
+this. A kernel of another library that is launched as dependent waits in the same way; one that is not starts when this
+one has ended. The launcher gives the attribute only to kernels that wait (``kernels.launch.direct``).
+
+Why no wait gets longer: CTAs of the next launch hold places on the SMs while they wait, which something else might
+need. So a CTA allows them only after its last wait for another rank, or at its end. When all CTAs have, this launch
+waits for no rank any more. It ends whatever the device runs besides, and so does the next launch's wait.
+
+Example: CTA 0 sends and ends, CTA 1 sees the last message and then unpacks it. The next launch starts when CTA 0 has
+ended and CTA 1 has seen the message. Its CTAs go on when CTA 1 has ended.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous_launch(S: tl.constexpr):
+    """Wait until the launch before this one in the stream has ended, and see what it stored."""
+    if S.DEPENDENT_LAUNCH:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def allow_next_launch(S: tl.constexpr):
+    """Allow the next launch in the stream to start, as far as this CTA is concerned."""
+    if S.DEPENDENT_LAUNCH:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
