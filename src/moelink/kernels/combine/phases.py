@@ -27,6 +27,7 @@ from moelink.kernels.combine.reduce import (
     wait_for_inter_node_rows,
 )
 from moelink.kernels.launch.sm_limit import run_role
+from moelink.kernels.records import Piece
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.internode import between_nodes_or
 from moelink.kernels.sync.quiesce import wait_for_choices
@@ -75,7 +76,8 @@ def reduce_tokens(program, num_programs, peers, inputs, outputs, notes, numbers,
         for i in range(program, numbers.num_tokens * parts, num_programs):
             token = i // parts
             slots = awaited_slots(notes, token, brought, choices, S)
-            reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, i % parts, parts, S)
+            piece = Piece(i % parts, parts, False)
+            reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:
             count_read(ctx, _PHASE, program, num_programs, S, "relaxed")

@@ -282,9 +282,8 @@ def wait_for_inter_node_rows(ctx, ids, slots, token, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, part, parts, S: tl.constexpr):
-    """Store every ``parts``-th block of columns, from ``part``, of the result of a token whose rows have all
-    arrived."""
+def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
+    """Store a ``piece`` of the result of a token whose rows have all arrived."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
     mine = tl.load(ctx.table + ctx.me)
@@ -298,7 +297,7 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
         if not S.ALLREDUCE:
             here = here & (tl.load((mine + S.OFFSET_COMBINE_KEPT).to(U8) + token * S.TOPK + k, mask=here, other=0) != 0)
         here = between_nodes_or(here, kept_of_all, (here, mine, inputs.topk_ids, slots, token, ctx.me, numbers), S)
-    for c0 in range(part * S.BLOCK_SIZE, S.HIDDEN_SIZE, parts * S.BLOCK_SIZE):
+    for c0 in range(piece.part * S.BLOCK_SIZE, S.HIDDEN_SIZE, piece.parts * S.BLOCK_SIZE):
         c = c0 + tl.arange(0, S.BLOCK_SIZE)
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
         if S.SENDS_SUMS:
@@ -312,8 +311,8 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
             else:
                 for rank in tl.static_range(S.WORLD_SIZE):
                     sent = tl.max(tl.where(r == rank, slots, -1), 0) >= 0
-                    address = mine + S.OFFSET_ROWS + tl.cast(rank * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
-                    source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
+                    place = tl.cast(rank * S.MAX_TOKENS + token, tl.int64)
+                    source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
                     total += row_columns(source, c0, sent, S)
         else:
             for j in range(numbers.slot_begin, tl.minimum(numbers.slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
@@ -325,12 +324,8 @@ def reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token
                         inputs.y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=only(kept, c < S.HIDDEN_SIZE), other=0.0
                     )
                 else:
-                    address = (
-                        mine
-                        + S.OFFSET_ROWS
-                        + tl.cast(token * S.ROWS_PER_TOKEN + j - numbers.slot_begin, tl.int64) * S.ROW_BYTES
-                    )
-                    source = tl.multiple_of(address.to(S.ROW_POINTER), 16)
+                    place = tl.cast(token * S.ROWS_PER_TOKEN + j - numbers.slot_begin, tl.int64)
+                    source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
                     if S.DECODE_FN is not None:
                         part_j = load_columns(source, c0, kept, S)
                     else:
@@ -369,9 +364,7 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, piece, S
     if piece.is_last:
         allow_next_launch(S)
     if ok > 0:
-        reduce_and_copy_to_output(
-            ctx, inputs, slots, notes, outputs, numbers, token, piece.part, piece.parts, S
-        )  # fmt: skip
+        reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
         stamp_both(ctx, ROW_STORED, LAST_STORED, S)
     return ok
 

@@ -115,16 +115,10 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Driver:
-    """The functions of the CUDA driver that launches need.
-
-    Attributes:
-        dependent: launches may start before the one before them has ended, also in CUDA graphs.
-    """
+    """The functions of the CUDA driver that launches need."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        version = ctypes.c_int()
-        self.dependent = not library.cuDriverGetVersion(ctypes.byref(version)) and version.value >= _DEPENDENT_IN_GRAPHS
         self.launch = library.cuLaunchKernelEx  # without argtypes: the arguments are objects of ctypes already
         self._parameter = getattr(library, "cuFuncGetParamInfo", None)
 
@@ -137,6 +131,12 @@ class Driver:
         while not self._parameter(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), *place):
             found.append((offset.value, size.value))
         return found
+
+    def has_dependent_launches(self) -> bool:
+        """Return whether launches may start before the one before them has ended, also in CUDA graphs."""
+        version = ctypes.c_int()
+        self.check(self._library.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+        return version.value >= _DEPENDENT_IN_GRAPHS
 
     def device_address(self, address: int) -> int:
         """Return the address by which the device reaches pinned host memory."""
@@ -169,9 +169,11 @@ class DirectKernel:
         addresses: the addresses in the buffer, which may be written one by one.
     """
 
-    def __init__(self, loaded: Any, layout: ParameterLayout, driver: Driver) -> None:
+    def __init__(self, loaded: Any, layout: ParameterLayout, driver: Driver, *, dependent: bool = False) -> None:
+        """``dependent``: launches may start before the one before them has ended, because the kernel waits for it."""
         num_warps, _, shared = loaded.packed_metadata
         self._loaded, self._layout = loaded, layout  # the former keeps the device's copy of the kernel
+        self._dependent = dependent
         self._driver, self._launch = driver, driver.launch
         self._addresses = struct.Struct(f"={_ADDRESS * layout.addresses}")
         begin = self._addresses.size
@@ -182,9 +184,8 @@ class DirectKernel:
         self.addresses = memoryview(self._buffer).cast("B")[:begin].cast(_ADDRESS)
         self._size = ctypes.c_size_t(size)
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self._buffer), 2, ctypes.addressof(self._size), 0)
-        waits = driver.dependent and _WAITS in loaded.asm["ptx"]
         early = LaunchAttribute(_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
-        self._config = LaunchConfig(1, 1, 1, 32 * num_warps, 1, 1, shared, None, ctypes.pointer(early), int(waits))
+        self._config = LaunchConfig(1, 1, 1, 32 * num_warps, 1, 1, shared, None, ctypes.pointer(early), int(dependent))
         function = ctypes.c_void_p(int(loaded.function))
         self._arguments = ctypes.byref(self._config), function, ctypes.c_void_p(), extra
         self._latest: Any = None
@@ -200,11 +201,11 @@ class DirectKernel:
             return None
         if driver.parameters(int(loaded.function)) != layout.places:
             return None
-        return cls(loaded, layout, driver)
+        return cls(loaded, layout, driver, dependent=_WAITS in loaded.asm["ptx"] and driver.has_dependent_launches())
 
     def apart(self) -> DirectKernel:
         """Return another direct form of the kernel, with a buffer of its own that begins with the same parameters."""
-        other = DirectKernel(self._loaded, self._layout, self._driver)
+        other = DirectKernel(self._loaded, self._layout, self._driver, dependent=self._dependent)
         other._buffer.raw = self._buffer.raw
         return other
 
