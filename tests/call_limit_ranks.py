@@ -21,6 +21,11 @@ def on_gpus(world_size: int, more: dict[str, Any]) -> dict[str, Any]:
     return {**FIELDS, "num_experts": 8 * world_size, "hidden_size": 512, "max_tokens_per_rank": 600, **more}
 
 
+def limits_on_gpu(rank: int) -> tuple[int, ...]:
+    """Of the calls of a rank; those of even and of odd ranks differ."""
+    return 8 + 8 * (rank % 2), 24 - 8 * (rank % 2), 1 + rank
+
+
 def same(recv: moelink.DispatchOutput, want: moelink.DispatchOutput) -> None:
     """Compare two outputs bit for bit, but for rows past the last."""
     rows = int(want.row_offsets[-1])
@@ -40,7 +45,7 @@ def same_rows(rank: int, world_size: int, more: dict[str, Any]) -> bool:
         torch.cuda.set_device(device)
     with moelink.init(**fields, device=device) as ep:
         config = ep.config
-        limits = (8 + 8 * (rank % 2), 24 - 8 * (rank % 2), 1 + rank) if on_gpu else (1 + rank, 2)
+        limits = limits_on_gpu(rank) if on_gpu else (1 + rank, 2)
         ep.warmup(num_sms=limits)
         for tokens in {config.max_tokens_per_rank, 3}:
             d = rank_data(

@@ -13,7 +13,7 @@ import call_limit_ranks
 import moelink
 import moelink.kernels.launch.constants as constants
 import moelink.transports.symmetric.rank as ranks
-from gpu_compile import FUSED, HALVES, kernels_of
+from gpu_compile import Kernel, kernels_of, warmup_kernels
 from moelink.kernels.launch.grid import Launch
 from moelink.kernels.launch.launcher import Launcher
 from moelink.testing import run_ranks
@@ -191,10 +191,19 @@ def test_ranks_may_pass_different_limits() -> None:
     assert run_ranks(call_limit_ranks.same_rows, 2, {"device": "cpu"}) == [True, True]
 
 
+def kernels(more: dict[str, Any]) -> list[Kernel]:
+    """What :func:`test_ranks_may_pass_different_limits_on_gpus` launches: a call's limit decides as the field does."""
+    fields = call_limit_ranks.on_gpus(WORLD, more)
+    limits = {limit for rank in range(WORLD) for limit in call_limit_ranks.limits_on_gpu(rank)}
+    setups = [fields, *({**fields, "num_sms": limit} for limit in sorted(limits))]
+    routed = [kernel for setup in setups for kernel in kernels_of(setup, WORLD, ["over_routing"])]
+    return routed + [kernel for setup in setups for kernel in warmup_kernels(setup, WORLD)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(WORLD < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("more", [{}, {"num_sms": 32}, {"dispatch_format": "nvfp4"}, {"pre_reduce": False}])
-@pytest.mark.kernels(of=lambda more: kernels_of(call_limit_ranks.on_gpus(WORLD, more), WORLD, [*FUSED, *HALVES]))
+@pytest.mark.kernels(of=kernels)
 def test_ranks_may_pass_different_limits_on_gpus(more: dict[str, Any]) -> None:
     fields = call_limit_ranks.on_gpus(WORLD, more)
     assert run_ranks(call_limit_ranks.same_rows, WORLD, fields, timeout=400) == [True] * WORLD

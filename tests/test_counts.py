@@ -9,6 +9,7 @@ import torch
 
 import moelink
 from cases import Case, Setup, check_case
+from gpu_compile import warmup_kernels
 from moelink.testing import run_ranks
 from op_layers import IDS, H, T, one_rank
 from test_devices import run_devices
@@ -24,6 +25,8 @@ RANK: list[dict[str, Any]] = [
     {"layout": "rank", "capacity": 2},
     {"layout": "rank", "mode": "allreduce"},
 ]
+
+COUNTED: dict[str, Any] = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": T}
 
 
 @pytest.mark.quick("each transport counts in a way of its own")
@@ -111,9 +114,9 @@ def test_a_reused_output_does_not_keep_the_list() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.kernels(of=lambda layout: warmup_kernels(COUNTED | {"layout": layout}, 1))
 def test_a_graph_counts_anew_at_each_replay(layout: str) -> None:
-    sizes: dict[str, Any] = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": T}
-    with moelink.init(**sizes, layout=layout, device="cuda", transport="symmetric") as ep:
+    with moelink.init(**COUNTED, layout=layout, device="cuda", transport="symmetric") as ep:
         x, ids = torch.randn(T, 128, device="cuda").bfloat16(), IDS.cuda()
         ep.warmup()
         ep.dispatch(x, ids).num_recv_per_expert  # noqa: B018 - loads the kernels that it uses
