@@ -233,7 +233,8 @@ def kernel_times(action: Action, *, calls: int, prefix: str, clock: Clock) -> Ke
         prefix: only kernels whose names start with it count ("" for all but memory copies and fills; ranks are then
             aligned by their hosts alone, as aligning devices takes kernels too).
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    # torch 2.11 warns of what happens after a first cycle unless events accumulate; there is one cycle here.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         host_barrier()  # starting a profiler takes longer on some ranks than on others
         if prefix:
             clock.align()
