@@ -15,7 +15,8 @@ from gpu_compile import kernels_of
 from moelink.kernels.combine import reduce
 from moelink.kernels.dispatch import receive
 from moelink.kernels.launch import constants, device, own_rows, sm_limit
-from moelink.testing import run_ranks
+from moelink.memory.workspace import COMBINE_BLOCK
+from moelink.testing import rank_data, run_ranks
 from tiers import seeds
 
 GPUS = min(8, torch.cuda.device_count())
@@ -23,7 +24,16 @@ PLANTED = pytest.mark.quick("a planted fault must be caught")
 EXPERT = Setup("bf16", (("max_tokens_per_rank", 6), ("hidden_size", 8)), num_experts=5, topk=2)
 IN_PLACE = dataclasses.replace(EXPERT, options=(*EXPERT.options, ("layout", "rank"), ("zero_copy", True)))
 BY_ROW = dataclasses.replace(EXPERT, options=(*EXPERT.options, ("pre_reduce", False)))
-SETUPS = {"expert": (EXPERT, 2), "in place": (IN_PLACE, 3), "flags": (BY_ROW, 3), "one plans for all": (EXPERT, 4)}
+STEPS = dataclasses.replace(
+    EXPERT, options=(("max_tokens_per_rank", 16), ("hidden_size", 2 * COMBINE_BLOCK + 8), ("num_sms", 1))
+)
+SETUPS = {
+    "steps": (STEPS, 2),
+    "expert": (EXPERT, 2),
+    "in place": (IN_PLACE, 3),
+    "flags": (BY_ROW, 3),
+    "one plans for all": (EXPERT, 4),
+}
 CACHES = (constants.dispatch_spec, constants.combine_spec, own_rows.in_one_launch)
 
 
@@ -77,10 +87,22 @@ def watch(monkeypatch):
 def play(name, seeds):
     from protocol_runs import Small, run
 
+    class Many(Small):
+        """As many tokens as ``tokens`` says, not at most so many."""
+
+        def data(self, rank):
+            sizes = {"hidden_size": self.setup.fields["hidden_size"], "topk": self.setup.topk}
+            return rank_data(
+                seed=self.seed, rank=rank, num_tokens=self.tokens[rank], num_experts=self.setup.num_experts, **sizes
+            )
+
     setup, world = SETUPS[name]
-    calls = [Small(setup, "uniform", seed=seed, tokens=(3, 4, 5, 1)[:world]) for seed in (1, 2)]
+    tokens = dict(setup.options)["max_tokens_per_rank"] // 2
+    counts = (tokens, tokens + 1, tokens + 2, 1)[:world]
+    calls = [Many(setup, "uniform", seed=seed, tokens=counts) for seed in (1, 2)]
     for seed in seeds:
-        run(seed, calls, world=world)
+        # One sender is slow, so that receivers wait for messages and not only for counts.
+        run(seed, calls, world=world, speed=lambda name: 0.05 if name.endswith("kernel[1]") else 1.0)
 
 
 @seeds(2, 10, why="each setup has other roles")

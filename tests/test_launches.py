@@ -278,8 +278,11 @@ def test_parameters_lie_as_the_members_of_a_struct():
 WAITING = ".entry kernel() { griddepcontrol.wait; ret; }"
 
 
+@pytest.mark.quick("each of three reasons decides alone")
 @pytest.mark.parametrize(
-    "ptx, version, early", [(WAITING, 12030, True), ("ret;", 12030, False), (WAITING, 12020, False)]
+    "ptx, version, early",
+    [(WAITING, 12030, True), ("ret;", 12030, False), (WAITING, 12020, False)],
+    ids=["both", "no wait", "old driver"],
 )
 def test_only_a_kernel_that_waits_may_start_before_the_last_one_has_ended(ptx, version, early):
     library = PlayedDriver(PLACES, version)
