@@ -26,6 +26,7 @@ from moelink.memory.protocol import (
     DISPATCH_SENT,
 )
 from moelink.memory.workspace import Workspace
+from moelink.testing import rank_data
 from moelink.transports.symmetric import SymmetricTransport
 from symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
 
@@ -66,6 +67,18 @@ class Small(Case):
         data = super().data(rank)
         n = min(self.tokens[rank], len(data.x))
         return dataclasses.replace(data, x=data.x[:n], topk_ids=data.topk_ids[:n], topk_weights=data.topk_weights[:n])
+
+
+class Many(Small):
+    """As many tokens as ``tokens`` says, also more than other cases have."""
+
+    def data(self, rank: int) -> Any:
+        setup = self.setup
+        data = rank_data(
+            seed=self.seed, rank=rank, num_tokens=self.tokens[rank], hidden_size=setup.fields["hidden_size"],
+            num_experts=setup.num_experts, topk=setup.topk, dtype=torch.bfloat16,
+        )  # fmt: skip
+        return dataclasses.replace(data, topk_weights=data.topk_weights.to(self.weight_dtype))
 
 
 class ScheduledProxy(NetworkProxy):

@@ -16,7 +16,7 @@ from moelink.kernels.combine import reduce
 from moelink.kernels.dispatch import receive
 from moelink.kernels.launch import constants, device, own_rows, sm_limit
 from moelink.memory.workspace import COMBINE_BLOCK
-from moelink.testing import rank_data, run_ranks
+from moelink.testing import run_ranks
 from tiers import seeds
 
 GPUS = min(8, torch.cuda.device_count())
@@ -85,16 +85,7 @@ def watch(monkeypatch):
 
 
 def play(name, seeds):
-    from protocol_runs import Small, run
-
-    class Many(Small):
-        """As many tokens as ``tokens`` says, not at most so many."""
-
-        def data(self, rank):
-            sizes = {"hidden_size": self.setup.fields["hidden_size"], "topk": self.setup.topk}
-            return rank_data(
-                seed=self.seed, rank=rank, num_tokens=self.tokens[rank], num_experts=self.setup.num_experts, **sizes
-            )
+    from protocol_runs import Many, run
 
     setup, world = SETUPS[name]
     tokens = dict(setup.options)["max_tokens_per_rank"] // 2

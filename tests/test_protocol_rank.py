@@ -5,9 +5,6 @@ As ``test_protocol`` does for the layout "expert". What only this layout has is 
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -17,10 +14,9 @@ from cases import Setup
 from moelink.kernels.dispatch import receive, route
 from moelink.kernels.launch.grid import Launch
 from moelink.memory.workspace import Workspace
-from moelink.testing import rank_data
 from moelink.transports.base import DispatchRequest
 from moelink.transports.symmetric import dispatch as dispatching
-from protocol_runs import Small, caught, run
+from protocol_runs import Many, caught, run
 from symmetric_ranks import one_process
 from tiers import seeds
 
@@ -30,16 +26,7 @@ VIEWS = Setup("bf16", (*OPTIONS, ("zero_copy", True)), num_experts=3, topk=2)
 PLANTED = pytest.mark.quick("a planted fault must be caught")
 
 
-class Many(Small):
-    """As many tokens as ``tokens`` says, more than other cases have."""
-
-    def data(self, rank: int) -> Any:
-        shape = {"hidden_size": 8, "num_experts": 3, "topk": 2}
-        data = rank_data(seed=self.seed, rank=rank, num_tokens=self.tokens[rank], dtype=torch.bfloat16, **shape)
-        return dataclasses.replace(data, topk_weights=data.topk_weights.to(self.weight_dtype))
-
-
-def cases(setup: Setup, *tokens: tuple[int, int]) -> list[Small]:
+def cases(setup: Setup, *tokens: tuple[int, int]) -> list[Many]:
     """Calls of so many tokens by rank."""
     return [Many(setup, "uniform", seed=seed, tokens=each) for seed, each in enumerate(tokens)]
 
