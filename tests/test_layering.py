@@ -118,6 +118,12 @@ def test_the_plots_import_matplotlib_only_when_they_draw() -> None:
     assert "matplotlib" not in modules_after("import moelink.tools.plots")
 
 
+def test_the_benchmarks_choose_the_interpreter_before_triton_is_imported() -> None:
+    """So ``launchers --device cpu`` and ``host calls --device cpu`` need no environment variable."""
+    loaded = modules_after("import moelink.tools.bench.launchers, moelink.tools.bench.host")
+    assert not {name for name in loaded if name == "triton" or name.startswith("moelink.kernels")}
+
+
 def test_the_command_line_answers_without_its_extra() -> None:
     loaded = modules_after("import moelink.tools.cli")
     assert not loaded & {"rich", "typer", "moelink.tools.cli.app"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,10 @@ from moelink.formats import get_format
 from moelink.routing import ExpertMap
 from moelink.tools.bench.contenders import difference_from_truth, expert_factor
 from moelink.tools.bench.peers import FlashInferContender
-from moelink.tools.bench.permute import Permutation, Permuted
 from moelink.tools.bench.workload import Workload
+
+if TYPE_CHECKING:
+    from moelink.tools.bench.permute import Permuted
 
 FLASHINFER_WHOLE = "FlashInfer + permute + sum"
 WHOLE_LEAVES_OUT = (
@@ -33,6 +37,8 @@ class FlashInferWhole(FlashInferContender):
 
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
         """Set up FlashInfer. Collective. Raises UnsupportedError as :class:`FlashInferContender` does."""
+        from moelink.tools.bench.permute import Permutation  # which has kernels
+
         super().__init__(workload, rank=rank, world_size=world_size)
         self._workload = workload
         case, experts = workload.case, ExpertMap(workload.case.num_experts, world_size)
