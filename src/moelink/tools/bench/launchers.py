@@ -75,13 +75,15 @@ def inputs(case: Case, ranks: int, device: torch.device) -> list[Given]:
             seed=7, rank=rank, num_tokens=case.tokens, hidden_size=case.hidden_size, num_experts=case.num_experts,
             topk=case.topk,
         )  # fmt: skip
-        y = torch.randn(capacity_of(case), case.hidden_size, generator=torch.Generator().manual_seed(rank))
+        y = torch.randn(
+            capacity_of(case), case.hidden_size, device=device, generator=torch.Generator(device).manual_seed(rank)
+        )
         found.append(
             Given(
                 data.x.to(device),
                 data.topk_ids.to(device, torch.int32),
                 data.topk_weights.to(device),
-                y.to(device, torch.bfloat16),
+                y.to(torch.bfloat16),
             )
         )
     return found
