@@ -11,6 +11,7 @@ from mutants import Mutant
 _COMPILED = "test_kernels_aot.py::test_memory_order_and_width_on_nvidia[sm_90-kernels-6]"
 _SCHEDULES = "test_dependent_launch.py::test_a_program_waits_for_no_rank_once_it_has_allowed_the_next_launch"
 _ATTRIBUTE = "test_launches.py::test_only_a_kernel_that_waits_may_start_before_the_last_one_has_ended"
+_CALLERS = "test_launches.py::test_a_direct_form_gets_the_callers_table_and_counters"
 
 # fmt: off
 OF_DEPENDENT_LAUNCHES = (
@@ -41,4 +42,10 @@ OF_DEPENDENT_LAUNCHES = (
     Mutant("a bound launch forgets that it may start early", "kernels/launch/direct.py",
            "DirectKernel(self._loaded, self._layout, self._driver, dependent=self._dependent)", "DirectKernel(self._loaded, self._layout, self._driver)",
            _ATTRIBUTE),
+    Mutant("Triton launches the contract's kernels", "kernels/launch/launcher.py",
+           "not hooked and peers.record is self.peers.record:", "not hooked and peers is self.peers:",
+           _CALLERS),
+    Mutant("a direct launch takes the launcher's own table in place of the caller's", "kernels/launch/launcher.py",
+           "        if peers is self.peers:\n            return self._own_addresses\n        return peers.table", "        if peers is not None:\n            return self._own_addresses\n        return peers.table",
+           _CALLERS),
 )

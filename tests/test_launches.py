@@ -168,8 +168,20 @@ def test_a_direct_form_gets_flat_addresses(launcher, kernel, monkeypatch):
     launcher.launch(kernel, records_of(x), NUMBERS, [x], peers=other)
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     launcher.launch(kernel, records_of(x), NUMBERS, [x])
-    assert len(direct.launches) == 1, "Triton launches with other peers, and where there are hooks"
+    assert len(direct.launches) == 1, "Triton launches with another error record, and where there are hooks"
     assert [how for how, *_ in loaded(kernel).launches] == ["run", "hooks"]
+
+
+def test_a_direct_form_gets_the_callers_table_and_counters(launcher, kernel, monkeypatch):
+    """So the launchers of the contract launch as the communicator does, dependent launches included."""
+    direct = DirectForm()
+    monkeypatch.setattr(Launcher, "_load", lambda *_: (Compiled(), direct))
+    launcher._own_addresses = [1, 2, 3]
+    x, table, control = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
+    peers = Peers(table, launcher.peers.record, control)
+    launcher.launch(kernel, records_of(x), NUMBERS, [x], peers=peers)
+    assert direct.launches == [(8, 5, [table.data_ptr(), 2, control.data_ptr(), *[x.data_ptr()] * 4], NUMBERS)]
+    assert not loaded(kernel).launches
 
 
 def test_a_bound_launch_packs_its_parameters_once(launcher, kernel, monkeypatch):

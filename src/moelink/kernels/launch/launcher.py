@@ -200,7 +200,7 @@ class Launcher:
                 themselves.
             numbers: the kernel's record of numbers, which includes the number of CTAs.
             given: those of the records' tensors that are the caller's.
-            peers: a record in place of this launcher's own.
+            peers: a record in place of this launcher's own. With another error record, Triton launches the kernel.
         """
         peers = self.peers if peers is None else peers
         if self._interpreted:
@@ -218,8 +218,8 @@ class Launcher:
             return
         triton_kernel, direct = loaded
         stream, hooked = self.current_stream(), has_hooks()
-        if direct is not None and not hooked and peers is self.peers:
-            direct.pack([*self._own_addresses, *flat_addresses(records(False))], numbers)
+        if direct is not None and not hooked and peers.record is self.peers.record:
+            direct.pack([*self._addresses_of(peers), *flat_addresses(records(False))], numbers)
             direct.launch(kernel.count, stream)
             return
         where = self._own if peers is self.peers else _peer_arguments(peers)
@@ -230,6 +230,12 @@ class Launcher:
         # The same as the line above, without the objects that it makes for hooks.
         function, metadata = triton_kernel.function, triton_kernel.packed_metadata
         triton_kernel.run(kernel.count, 1, 1, stream, function, metadata, None, None, None, *args)
+
+    def _addresses_of(self, peers: Peers) -> Sequence[int]:
+        """The addresses of ``peers``, whose error record is this launcher's, so the driver need not be asked for it."""
+        if peers is self.peers:
+            return self._own_addresses
+        return peers.table.data_ptr(), self._own_addresses[1], peers.control.data_ptr()
 
     def direct_form(
         self, kernel: CompiledKernel, given: Sequence[Tensor], addresses: Sequence[int], numbers: Any
