@@ -193,7 +193,7 @@ def _prefill() -> tuple[Case, ...]:
 
 
 def _formats() -> tuple[Case, ...]:
-    return tuple(Case(tokens=tokens, format=name) for tokens in (128, 4096) for name in FORMATS)
+    return tuple(Case(tokens=tokens, format=name) for tokens in (1, 32, 128, 4096) for name in FORMATS)
 
 
 def _skew() -> tuple[Case, ...]:
