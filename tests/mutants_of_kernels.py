@@ -307,6 +307,9 @@ DISPATCH = (
     Mutant("the first padding row of a group is left as it was", "kernels/dispatch/unpack.py",
            "for inner in range(size + i // num_groups, rows,", "for inner in range(size + 1 + i // num_groups, rows,",
            "test_kernels_examples.py::test_rows_of_the_receive_example"),
+    Mutant("the first words of the rest of a tile are left as they were", "kernels/dispatch/unpack.py",
+           "for step in range(i // num_groups, tl.where(", "for step in range(1 + i // num_groups, tl.where(",
+           "test_kernels_examples.py::test_the_rest_of_each_tile_is_zeroed_by_however_many_ctas[3]"),
     Mutant("scales that came quantised are those of a batch's first row", "kernels/dispatch/send.py",
            "scales = ready_scales(inputs.scales, t, S)\n                for", "scales = ready_scales(inputs.scales, t0, S)\n                for",
            "test_zero_copy.py::test_rows_that_come_quantised_equal_the_oracle[symmetric]"),
@@ -395,6 +398,9 @@ TRACES = (
            "test_trace.py::test_records_are_read_from_their_words"),
 )
 LAUNCH = (
+    Mutant("two receivers zero the tiles of all groups", "kernels/launch/grid.py",
+           'return config.row_alignment > 1 or (in_tiles and config.layout == "expert")', "return config.row_alignment > 1",
+           "test_max_tokens.py::test_whoever_writes_padding_is_not_alone"),
     Mutant("a budget uses one sm_id too many", "kernels/launch/sm_limit.py",
            "< S.NUM_SMS, _USED, _NOT_USED)", "<= S.NUM_SMS, _USED, _NOT_USED)",
            "test_turns.py::test_example[0]"),

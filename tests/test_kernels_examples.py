@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 import moelink
+from moelink.formats import get_format
 from moelink.kernels.combine import reduce
 from moelink.kernels.dispatch import receive_cached
 from moelink.kernels.dispatch import unpack as padding
@@ -19,7 +21,7 @@ from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
 from moelink.kernels.numeric import round_bf16
-from moelink.kernels.records import CallContext, CombineInputs, CombineNumbers, CombineOutputs
+from moelink.kernels.records import CallContext, CombineInputs, CombineNumbers, CombineOutputs, Groups
 from moelink.kernels.sync import internode as network
 from moelink.kernels.sync import ll_words as tagged
 from moelink.kernels.sync import quiesce, signals
@@ -286,6 +288,39 @@ def test_padding_is_for_programs_without_messages():
     assert set(out[:, 1].tolist()) == {68}
     _who[(133,)](out, 133, 35, 128, S=SimpleNamespace(WORLD_SIZE=2, FUSED_SHARED_EXPERT=0))
     assert out.tolist() == [[program, 133] for program in range(133)]
+
+
+@triton.jit
+def _pad_tiles(scales, sizes, starts, aligned, bases, num_programs, S: tl.constexpr):
+    g = tl.arange(0, 4)
+    groups = Groups(tl.load(sizes + g), tl.load(starts + g), tl.load(aligned + g), tl.load(bases + g), 2, 8)
+    padding.pad_tiles(scales, groups, _Numbers(3, 400), tl.program_id(0), num_programs, S)
+
+
+class _Numbers(NamedTuple):
+    num_local_experts: Any
+    capacity: Any
+
+
+@pytest.mark.parametrize("programs", [1, 3, 4, 9, 50])
+def test_the_rest_of_each_tile_is_zeroed_by_however_many_ctas(programs):
+    """A shared group of 2 rows and groups of 120, 0 and 250, aligned to 8 and of 18 words: two steps a row."""
+    layout, sizes = get_format("nvfp4").scale_layout, torch.tensor([2, 120, 0, 250], dtype=torch.int32)
+    aligned = (sizes + 7) // 8 * 8
+    offsets = torch.cat((aligned.new_zeros(1), aligned.cumsum(0, dtype=torch.int32)))
+    padded = torch.full(layout.shape(400, 70, 4), 7, dtype=torch.uint8)
+    expected = padded.clone()
+    layout.clear_padding(expected, row_offsets=offsets, group_sizes=sizes)
+
+    def routed(of_groups):
+        return torch.nn.functional.pad(of_groups[1:], (0, 1))
+
+    spec = SimpleNamespace(SCALE_WIDTH=70, ROW_ALIGNMENT=8, FUSED_SHARED_EXPERT=1)
+    given = map(routed, (sizes, offsets[:-1], aligned, layout.bases(offsets)))
+    _pad_tiles[(programs,)](padded, *given, programs, S=spec)
+    assert (expected == 0).any()
+    assert (expected == 7).any()
+    assert torch.equal(padded, expected)
 
 
 @triton.jit

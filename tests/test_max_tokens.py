@@ -214,6 +214,23 @@ def test_a_large_communicator_takes_the_grid_of_a_small_one(monkeypatch):
         assert got[0] == got[1] != got[2] == got[3]
 
 
+def test_whoever_writes_padding_is_not_alone(monkeypatch):
+    """One message needs few receivers, which would zero the scales of all groups; so there are more for padding."""
+    monkeypatch.setattr(grid, "sm_count", lambda device: 132)
+    fields = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "world_size": 2, "max_tokens_per_rank": 1}
+    receivers = {
+        (name, layout, alignment): grid.dispatch_launch(
+            moelink.EPConfig(dispatch_format=name, layout=layout, expert_alignment=alignment, **fields),
+            torch.device("cuda", 0), 1, encodes=True,
+        ).receive
+        for name in ("mxfp4", "mxfp8", "nvfp4")
+        for layout, alignment in (("expert", 1), ("expert", 8), ("rank", 1))
+    }  # fmt: skip
+    padded = {key for key, receive in receivers.items() if receive == 133}
+    assert padded == {key for key in receivers if key[2] > 1 or (key[0] != "mxfp4" and key[1] == "expert")}
+    assert all(receivers[key] == 5 for key in receivers.keys() - padded)
+
+
 def step(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """Result, and gradient of ``x``."""
     x = x.clone().requires_grad_()
@@ -268,6 +285,7 @@ def test_a_layer_knows_the_bound_where_only_own_tokens_come(mode):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_peak_memory_of_a_decode_step_on_a_gpu():
     """A layer's step of 8 tokens: the same peak on a communicator of 4096 tokens as on one of 8, workspace aside."""
     fields = {"num_experts": 16, "topk": 8, "hidden_size": 2048, "dispatch_format": "fp8_block128"}

@@ -95,9 +95,16 @@ def dispatch_launch(
     if config.zero_copy:
         receive, messages = min(receive, sms), ceil_div(messages, FEW_MESSAGES_IN_PLACE)
     if few:
-        least = sms if config.row_alignment > 1 else 2 * ranks
+        least = sms if _pads(config) else 2 * ranks
         receive = min(receive, 1 + max(least, messages))
     return Launch(send, receive, maxnreg=80, resident=3)
+
+
+def _pads(config: EPConfig) -> bool:
+    """Return whether receivers write padding: rows of a group beyond its real ones, or the rest of a tile of scales."""
+    scales = config.format.scale_layout
+    in_tiles = scales is not None and scales.block_rows > 1
+    return config.row_alignment > 1 or (in_tiles and config.layout == "expert")
 
 
 def combine_launch(
