@@ -209,28 +209,23 @@ def fill_unused_ids(topk_ids, total, capacity, program, num_programs, S: tl.cons
 def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexpr):
     """Zero the scales after each group's real rows, up to the end of its last tile of 128 rows.
 
-    Each CTA takes a group, or several CTAs share one (``pad_rows``): 16 words of each row are one step.
-
     Example: S.ROW_ALIGNMENT 24 and 121 real rows: 144 rows in 2 tiles, so 135 rows of scales are zeroed, in two rounds
     of 128.
     """
     words: tl.constexpr = (S.SCALE_WIDTH + 3) // 4
     steps: tl.constexpr = (words + 15) // 16
-    num_groups = numbers.num_local_experts + S.FUSED_SHARED_EXPERT
-    shares = tl.maximum(num_programs // num_groups, 1)
     j = tl.arange(0, 128)
-    for i in range(program, num_groups * shares, num_programs):
-        _, size, rows, block = group_at(i % num_groups - S.FUSED_SHARED_EXPERT, groups, numbers.capacity, S)
-        end = tl.cdiv(rows, 128) * 128
-        for step in range(i // num_groups, tl.where(size < end, steps, 0), shares):
-            w = step * 16 + tl.arange(0, 16)
-            for j0 in tl.static_range(0, 126 + S.ROW_ALIGNMENT, 128):
-                inner = size + j0 + j
-                tl.store(
-                    scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block, w[None, :], S),
-                    tl.zeros([128, 16], tl.int32),
-                    mask=(inner < end)[:, None] & (w < words)[None, :],
-                )
+    for i in range(program, (numbers.num_local_experts + S.FUSED_SHARED_EXPERT) * steps, num_programs):
+        g = i // steps - S.FUSED_SHARED_EXPERT
+        _, size, rows, block = group_at(g, groups, numbers.capacity, S)
+        w = i % steps * 16 + tl.arange(0, 16)
+        for j0 in tl.static_range(0, 126 + S.ROW_ALIGNMENT, 128):
+            inner = size + j0 + j
+            tl.store(
+                scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block, w[None, :], S),
+                tl.zeros([128, 16], tl.int32),
+                mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (w < words)[None, :],
+            )
 
 
 _ABSENT = tl.constexpr(ROW_ABSENT)
