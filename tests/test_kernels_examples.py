@@ -21,7 +21,14 @@ from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
 from moelink.kernels.numeric import round_bf16
-from moelink.kernels.records import CallContext, CombineInputs, CombineNumbers, CombineOutputs, Groups
+from moelink.kernels.records import (
+    CallContext,
+    CombineInputs,
+    CombineNumbers,
+    CombineOutputs,
+    DispatchOutputs,
+    Groups,
+)
 from moelink.kernels.sync import internode as network
 from moelink.kernels.sync import ll_words as tagged
 from moelink.kernels.sync import quiesce, signals
@@ -300,11 +307,12 @@ def _pad_tiles(scales, sizes, starts, aligned, bases, num_programs, S: tl.conste
 class _Numbers(NamedTuple):
     num_local_experts: Any
     capacity: Any
+    scale_rows: Any = None
 
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 9, 50])
 def test_the_rest_of_each_tile_is_zeroed_by_however_many_ctas(programs):
-    """A shared group of 2 rows and groups of 120, 0 and 250, aligned to 8 and of 18 words: two steps a row."""
+    """A shared group of 2 rows and groups of 120, 0 and 250, aligned to 8 and of 18 words: 18 steps for each tile."""
     layout, sizes = get_format("nvfp4").scale_layout, torch.tensor([2, 120, 0, 250], dtype=torch.int32)
     aligned = (sizes + 7) // 8 * 8
     offsets = torch.cat((aligned.new_zeros(1), aligned.cumsum(0, dtype=torch.int32)))
@@ -315,12 +323,53 @@ def test_the_rest_of_each_tile_is_zeroed_by_however_many_ctas(programs):
     def routed(of_groups):
         return torch.nn.functional.pad(of_groups[1:], (0, 1))
 
-    spec = SimpleNamespace(SCALE_WIDTH=70, ROW_ALIGNMENT=8, FUSED_SHARED_EXPERT=1)
+    spec = SimpleNamespace(SCALE_WIDTH=70, ROW_ALIGNMENT=8, FUSED_SHARED_EXPERT=1, MAX_LOCAL_EXPERTS_POW2=4)
     given = map(routed, (sizes, offsets[:-1], aligned, layout.bases(offsets)))
     _pad_tiles[(programs,)](padded, *given, programs, S=spec)
     assert (expected == 0).any()
     assert (expected == 7).any()
     assert torch.equal(padded, expected)
+
+
+@triton.jit
+def _pad_rows(tokens, scales, info, weights, shared, capacity, program, num_programs, S: tl.constexpr):
+    e = tl.arange(0, 2)
+    starts = shared * 4 + e * 4
+    groups = Groups(3 - e * 2, starts, e * 0 + 4, starts, shared, shared * 4)
+    outputs = DispatchOutputs(tokens, scales, None, None, info, None, weights, None, None, None, None)
+    padding.pad_rows(outputs, groups, _Numbers(2, capacity, 12), program, num_programs, S)
+
+
+def _padded(programs, of, shared, capacity):
+    """Groups of 3 and 1 rows behind ``shared``, aligned to 4: rows of 6 words in two steps, scales in columns."""
+    outputs = [torch.full(shape, 7, dtype=torch.int32) for shape in ((12, 6), (3, 12), (12, 3), (12,))]
+    spec = SimpleNamespace(
+        MAX_LOCAL_EXPERTS_POW2=2, FUSED_SHARED_EXPERT=shared, ROW_ALIGNMENT=4, ROW_WORDS=6, BLOCK_SIZE=4, SCALE_WIDTH=3,
+        SCALE_LAYOUT=1, MASKED=False, SCALES_LATER=False, HAS_WEIGHTS=True, SCALE_DTYPE=tl.int32,
+        **{f"{name}_POINTER": tl.pointer_type(tl.int32) for name in ("WORD", "SCALE", "WEIGHT")},
+    )  # fmt: skip
+    for program in programs:
+        _pad_rows[(1,)](*outputs, shared, capacity, program, of, S=spec)
+    return outputs
+
+
+def test_steps_of_padding_zero_columns_of_rows_of_all_groups():
+    """The example of ``pad_rows``: groups of 3 and 1 rows that start at 0 and 4."""
+    zeroed = [_padded([step], 6, 0, 12)[0].ne(7).nonzero().tolist() for step in range(6)]
+    assert zeroed[0] == [[row, word] for row in (3, 5) for word in range(4)]
+    assert zeroed[1] == [[row, word] for row in (3, 5) for word in (4, 5)]
+    assert [sorted({row for row, _ in step}) for step in zeroed[2:]] == [[6], [6], [7], [7]]
+
+
+@pytest.mark.parametrize("count", [1, 4, 6, 9])
+def test_padding_rows_are_zeroed_by_however_many_ctas(count):
+    """A shared group of 1 row, and row 11, past the capacity, which stays."""
+    tokens, scales, info, weights = _padded(range(count), count, 1, 11)
+    padded = torch.zeros(12, dtype=torch.bool)
+    padded[[1, 2, 3, 7, 9, 10]] = True
+    assert tokens.eq(0).all(1).tolist() == scales.eq(0).all(0).tolist() == weights.eq(0).tolist() == padded.tolist()
+    assert info.eq(-1).all(1).tolist() == padded.tolist()
+    assert all(out[~padded].eq(7).all() for out in (tokens, scales.T, info, weights))
 
 
 @triton.jit

@@ -22,6 +22,11 @@ from moelink.kernels.records import Header, Placed
 from moelink.kernels.sync.signals import I32, note_malformed, own_block
 from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
 
+_ABSENT = tl.constexpr(ROW_ABSENT)
+_DROPPED = tl.constexpr(ROW_DROPPED)
+_STEP = tl.constexpr(4096)
+"""Words that a CTA zeroes at a time: 16 for each of its threads."""
+
 
 @triton.jit
 def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
@@ -95,18 +100,20 @@ def note_messages(message_of_row, row, at, S: tl.constexpr):
 
 
 @triton.jit
-def group_at(g, groups, capacity, S: tl.constexpr):
-    """Return start, real rows, rows and first scale block of routed group ``g`` (-1: the shared one), within
-    ``capacity``."""
-    pick = tl.arange(0, groups.sizes.shape[0]) == g
-    size = tl.sum(tl.where(pick, groups.sizes, 0), 0)
-    start = tl.sum(tl.where(pick, groups.starts, 0), 0)
-    rows = tl.sum(tl.where(pick, groups.aligned, 0), 0)
-    block = tl.sum(tl.where(pick, groups.bases, 0), 0)
-    if g < 0:
-        size += groups.shared
-        rows += groups.shared_rows
-    rows = tl.minimum(start + rows, capacity) - tl.minimum(start, capacity)
+def all_groups(groups, numbers, S: tl.constexpr):
+    """Return start, real rows, rows and first scale block of all groups [N], the shared one first, within capacity.
+
+    What is no group has no rows.
+    """
+    width: tl.constexpr = S.MAX_LOCAL_EXPERTS_POW2 * (1 + S.FUSED_SHARED_EXPERT)
+    g = tl.arange(0, width) - S.FUSED_SHARED_EXPERT
+    routed = (g >= 0) & (g < numbers.num_local_experts)
+    e = tl.where(routed, g, 0)
+    start = tl.where(routed, tl.gather(groups.starts, e, 0), 0)
+    size = tl.where(routed, tl.gather(groups.sizes, e, 0), tl.where(g == -1, groups.shared, 0))
+    rows = tl.where(routed, tl.gather(groups.aligned, e, 0), tl.where(g == -1, groups.shared_rows, 0))
+    block = tl.where(routed, tl.gather(groups.bases, e, 0), 0)
+    rows = tl.minimum(start + rows, numbers.capacity) - tl.minimum(start, numbers.capacity)
     return start, tl.minimum(size, rows), rows, block
 
 
@@ -130,32 +137,37 @@ def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
 def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
     """Zero the padding rows of all groups: at most S.ROW_ALIGNMENT - 1 after each group's real rows.
 
-    Each CTA takes a group, or several CTAs share one. It waits for nothing, and works while messages are on their way.
+    A step zeroes the same columns of the n-th padding row of every group that has so many, and the CTAs share the
+    steps. So each CTA has the same work, however few groups have rows. It waits for nothing, and works while messages
+    are on their way.
+
+    Example: S.ROW_ALIGNMENT 4, group sizes [3, 1], rows of two steps: 3 x 2 steps. Steps 0 and 1 zero rows 3 and 5,
+    steps 2 and 3 row 6, steps 4 and 5 row 7.
     """
-    num_groups = numbers.num_local_experts + S.FUSED_SHARED_EXPERT
-    shares = tl.maximum(num_programs // num_groups, 1)
-    j = tl.arange(0, 4)
-    for i in range(program, num_groups * shares, num_programs):
-        start, size, rows, _ = group_at(i % num_groups - S.FUSED_SHARED_EXPERT, groups, numbers.capacity, S)
-        for inner in range(size + i // num_groups, rows, shares):
-            row = start + inner
-            to = outputs.tokens.to(S.WORD_POINTER, bitcast=True) + row.to(tl.int64) * S.ROW_WORDS
-            for c0 in tl.static_range(0, S.ROW_WORDS, S.BLOCK_SIZE):
-                c = c0 + tl.arange(0, S.BLOCK_SIZE)
-                tl.store(to + c, tl.zeros([S.BLOCK_SIZE], tl.int32).to(S.WORD_POINTER.element_ty), mask=c < S.ROW_WORDS)
-            tl.store(outputs.src_info + row * 3 + j, j * 0 - 1, mask=j < 3)
+    start, size, rows, _ = all_groups(groups, numbers, S)
+    most: tl.constexpr = _STEP // start.shape[0] if start.shape[0] < _STEP else 1
+    width: tl.constexpr = S.BLOCK_SIZE if S.BLOCK_SIZE < most else most
+    columns: tl.constexpr = S.ROW_WORDS if S.ROW_WORDS > S.SCALE_WIDTH else S.SCALE_WIDTH
+    pieces: tl.constexpr = (columns + width - 1) // width
+    j = tl.arange(0, 4)[None, :]
+    for i in range(program, (S.ROW_ALIGNMENT - 1) * pieces, num_programs):
+        here = (size + i // pieces < rows)[:, None]
+        row = (start + size + i // pieces)[:, None]
+        c = (i % pieces * width + tl.arange(0, width))[None, :]
+        none = tl.zeros([start.shape[0], width], tl.int32)
+        to = outputs.tokens.to(S.WORD_POINTER, bitcast=True) + row.to(tl.int64) * S.ROW_WORDS
+        tl.store(to + c, none.to(S.WORD_POINTER.element_ty), mask=here & (c < S.ROW_WORDS))
+        if i % pieces == 0:
+            tl.store(outputs.src_info + row * 3 + j, row * 0 - 1 + j * 0, mask=here & (j < 3))
             if S.HAS_WEIGHTS:
-                tl.store(outputs.weights + row + j, (j * 0).to(S.WEIGHT_POINTER.element_ty), mask=j < 1)
+                tl.store(outputs.weights + row, (row * 0).to(S.WEIGHT_POINTER.element_ty), mask=here)
             if S.SCALES_LATER:
-                tl.store(outputs.scales.to(I32, bitcast=True) + row + j, j * 0 - 1, mask=j < 1)
-            elif S.SCALE_LAYOUT == 0 or S.SCALE_LAYOUT == 1:
-                c = tl.arange(0, S.SCALE_WIDTH_POW2)
+                tl.store(outputs.scales.to(I32, bitcast=True) + row, row * 0 - 1, mask=here)
+        if (S.SCALE_LAYOUT == 0 or S.SCALE_LAYOUT == 1) and not S.SCALES_LATER:
+            if i % pieces * width < S.SCALE_WIDTH:
                 place = scale_places(row, row, row, c, numbers.scale_rows, S)
-                tl.store(
-                    outputs.scales.to(S.SCALE_POINTER, bitcast=True) + place,
-                    tl.zeros([S.SCALE_WIDTH_POW2], tl.int32).to(S.SCALE_DTYPE),
-                    mask=c < S.SCALE_WIDTH,
-                )
+                scales = outputs.scales.to(S.SCALE_POINTER, bitcast=True)
+                tl.store(scales + place, none.to(S.SCALE_DTYPE), mask=here & (c < S.SCALE_WIDTH))
 
 
 @triton.jit
@@ -209,27 +221,25 @@ def fill_unused_ids(topk_ids, total, capacity, program, num_programs, S: tl.cons
 def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexpr):
     """Zero the scales after each group's real rows, up to the end of its last tile of 128 rows.
 
-    Example: S.ROW_ALIGNMENT 24 and 121 real rows: 144 rows in 2 tiles, so 135 rows of scales are zeroed, in two rounds
-    of 128.
+    A step takes the same words of every group's tile, in the order of their addresses (:func:`tile_words`), and zeroes
+    those of rows that are not real. The CTAs share the steps, as in :func:`pad_rows`.
+
+    Example: S.ROW_ALIGNMENT 24 and 121 real rows: 144 rows in 2 tiles. The words at 0, 4, ... 124 of each 128 of the
+    first tile are of rows 0 to 31, and stay; those at 103, 107, ... 127 are of rows 121 to 127, and are zeroed.
     """
+    _, size, rows, block = all_groups(groups, numbers, S)
     words: tl.constexpr = (S.SCALE_WIDTH + 3) // 4
-    steps: tl.constexpr = (words + 15) // 16
-    j = tl.arange(0, 128)
-    for i in range(program, (numbers.num_local_experts + S.FUSED_SHARED_EXPERT) * steps, num_programs):
-        g = i // steps - S.FUSED_SHARED_EXPERT
-        _, size, rows, block = group_at(g, groups, numbers.capacity, S)
-        w = i % steps * 16 + tl.arange(0, 16)
-        for j0 in tl.static_range(0, 126 + S.ROW_ALIGNMENT, 128):
-            inner = size + j0 + j
-            tl.store(
-                scales_out.to(I32, bitcast=True) + tile_words(inner[:, None], block, w[None, :], S),
-                tl.zeros([128, 16], tl.int32),
-                mask=(inner < tl.cdiv(rows, 128) * 128)[:, None] & (w < words)[None, :],
-            )
-
-
-_ABSENT = tl.constexpr(ROW_ABSENT)
-_DROPPED = tl.constexpr(ROW_DROPPED)
+    most: tl.constexpr = _STEP // size.shape[0] if size.shape[0] < _STEP else 1
+    width: tl.constexpr = 128 if most > 128 else most
+    pieces: tl.constexpr = words * 128 // width
+    tiles: tl.constexpr = (253 + S.ROW_ALIGNMENT) // 128
+    for i in range(program, tiles * pieces, num_programs):
+        tile = (size // 128 + i // pieces)[:, None]
+        w = (i % pieces * width + tl.arange(0, width))[None, :]
+        inner = tile * 128 + w % 4 * 32 + w // 4 % 32
+        to = scales_out.to(I32, bitcast=True) + (block[:, None] + tile).to(tl.int64) * (words * 128)
+        mask = (inner >= size[:, None]) & (tile * 128 < rows[:, None])
+        tl.store(to + w, tl.zeros([size.shape[0], width], tl.int32), mask=mask)
 
 
 @triton.jit
