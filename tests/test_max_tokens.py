@@ -226,9 +226,10 @@ def test_whoever_writes_padding_is_not_alone(monkeypatch):
         for name in ("mxfp4", "mxfp8", "nvfp4")
         for layout, alignment in (("expert", 1), ("expert", 8), ("rank", 1))
     }  # fmt: skip
-    padded = {key for key, receive in receivers.items() if receive == 133}
-    assert padded == {key for key in receivers if key[2] > 1 or (key[0] != "mxfp4" and key[1] == "expert")}
-    assert all(receivers[key] == 5 for key in receivers.keys() - padded)
+    assert all(receivers[key] == 133 for key in receivers if key[2] > 1)
+    tiles = {key for key, receive in receivers.items() if receive == 67}
+    assert tiles == {key for key in receivers if key[0] != "mxfp4" and key[1:] == ("expert", 1)}
+    assert {receivers[key] for key in receivers.keys() - tiles if key[2] == 1} == {5}
 
 
 def step(run: Any, x: torch.Tensor) -> list[torch.Tensor]:

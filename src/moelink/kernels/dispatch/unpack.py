@@ -25,7 +25,7 @@ from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
 _ABSENT = tl.constexpr(ROW_ABSENT)
 _DROPPED = tl.constexpr(ROW_DROPPED)
 _STEP = tl.constexpr(4096)
-"""Words that a CTA zeroes at a time: 16 for each of its threads."""
+"""Words of tiles that a CTA zeroes at a time: 16 for each of its threads."""
 
 
 @triton.jit
@@ -137,37 +137,51 @@ def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
 def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
     """Zero the padding rows of all groups: at most S.ROW_ALIGNMENT - 1 after each group's real rows.
 
-    A step zeroes the same columns of the n-th padding row of every group that has so many, and the CTAs share the
-    steps. So each CTA has the same work, however few groups have rows. It waits for nothing, and works while messages
+    Each CTA takes a group that has padding, or several CTAs share one. It waits for nothing, and works while messages
     are on their way.
 
-    Example: S.ROW_ALIGNMENT 4, group sizes [3, 1], rows of two steps: 3 x 2 steps. Steps 0 and 1 zero rows 3 and 5,
-    steps 2 and 3 row 6, steps 4 and 5 row 7.
+    Example: S.ROW_ALIGNMENT 4, group sizes [3, 0, 1], 5 CTAs: CTAs 0 and 2 take the group of row 3, CTAs 1 and 3 that
+    of rows 5 to 7. CTA 2 finds no row left; CTA 1 zeroes rows 5 and 7, CTA 3 row 6. CTA 4 has nothing to do.
     """
     start, size, rows, _ = all_groups(groups, numbers, S)
-    most: tl.constexpr = _STEP // start.shape[0] if start.shape[0] < _STEP else 1
-    width: tl.constexpr = S.BLOCK_SIZE if S.BLOCK_SIZE < most else most
-    columns: tl.constexpr = S.ROW_WORDS if S.ROW_WORDS > S.SCALE_WIDTH else S.SCALE_WIDTH
-    pieces: tl.constexpr = (columns + width - 1) // width
+    padded = (size < rows).to(tl.int32)
+    nth = tl.cumsum(padded, 0) - padded
+    count = tl.sum(padded, 0)
+    shares = tl.maximum(num_programs // tl.maximum(count, 1), 1)
+    c = tl.arange(0, S.BLOCK_SIZE)
+    for i in range(program, count * shares, num_programs):
+        pick = (padded > 0) & (nth == i % count)
+        first = tl.sum(tl.where(pick, start + size, 0), 0)
+        number = tl.sum(tl.where(pick, rows - size, 0), 0)
+        clear_beside_rows(outputs, first, number, i // count, shares, numbers, S)
+        for n in range(i // count, number, shares):
+            to = outputs.tokens.to(S.WORD_POINTER, bitcast=True) + (first + n).to(tl.int64) * S.ROW_WORDS
+            for c0 in tl.static_range(0, S.ROW_WORDS, S.BLOCK_SIZE):
+                none = tl.zeros([S.BLOCK_SIZE], tl.int32).to(S.WORD_POINTER.element_ty)
+                tl.store(to + c0 + c, none, mask=c0 + c < S.ROW_WORDS)
+
+
+@triton.jit
+def clear_beside_rows(outputs, first, number, share, shares, numbers, S: tl.constexpr):
+    """Clear what is beside the ``number`` padding rows from ``first``: sources, weights, and scales that are not in
+    tiles. Rows are taken a few at a time, by ``share`` of ``shares``."""
+    few: tl.constexpr = 4 if S.ROW_ALIGNMENT <= 5 else 32
     j = tl.arange(0, 4)[None, :]
-    for i in range(program, (S.ROW_ALIGNMENT - 1) * pieces, num_programs):
-        here = (size + i // pieces < rows)[:, None]
-        row = (start + size + i // pieces)[:, None]
-        c = (i % pieces * width + tl.arange(0, width))[None, :]
-        none = tl.zeros([start.shape[0], width], tl.int32)
-        to = outputs.tokens.to(S.WORD_POINTER, bitcast=True) + row.to(tl.int64) * S.ROW_WORDS
-        tl.store(to + c, none.to(S.WORD_POINTER.element_ty), mask=here & (c < S.ROW_WORDS))
-        if i % pieces == 0:
-            tl.store(outputs.src_info + row * 3 + j, row * 0 - 1 + j * 0, mask=here & (j < 3))
-            if S.HAS_WEIGHTS:
-                tl.store(outputs.weights + row, (row * 0).to(S.WEIGHT_POINTER.element_ty), mask=here)
-            if S.SCALES_LATER:
-                tl.store(outputs.scales.to(I32, bitcast=True) + row, row * 0 - 1, mask=here)
-        if (S.SCALE_LAYOUT == 0 or S.SCALE_LAYOUT == 1) and not S.SCALES_LATER:
-            if i % pieces * width < S.SCALE_WIDTH:
-                place = scale_places(row, row, row, c, numbers.scale_rows, S)
-                scales = outputs.scales.to(S.SCALE_POINTER, bitcast=True)
-                tl.store(scales + place, none.to(S.SCALE_DTYPE), mask=here & (c < S.SCALE_WIDTH))
+    for n0 in range(share * few, number, shares * few):
+        n = n0 + tl.arange(0, few)[:, None]
+        here = n < number
+        row = first + n
+        tl.store(outputs.src_info + row * 3 + j, row * 0 - 1 + j * 0, mask=here & (j < 3))
+        if S.HAS_WEIGHTS:
+            tl.store(outputs.weights + row, (row * 0).to(S.WEIGHT_POINTER.element_ty), mask=here)
+        if S.SCALES_LATER:
+            tl.store(outputs.scales.to(I32, bitcast=True) + row, row * 0 - 1, mask=here)
+        elif S.SCALE_LAYOUT == 0 or S.SCALE_LAYOUT == 1:
+            c = tl.arange(0, S.SCALE_WIDTH_POW2)[None, :]
+            place = scale_places(row, row, row, c, numbers.scale_rows, S)
+            none = tl.zeros([few, S.SCALE_WIDTH_POW2], tl.int32).to(S.SCALE_DTYPE)
+            to = outputs.scales.to(S.SCALE_POINTER, bitcast=True)
+            tl.store(to + place, none, mask=here & (c < S.SCALE_WIDTH))
 
 
 @triton.jit
@@ -222,7 +236,7 @@ def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexp
     """Zero the scales after each group's real rows, up to the end of its last tile of 128 rows.
 
     A step takes the same words of every group's tile, in the order of their addresses (:func:`tile_words`), and zeroes
-    those of rows that are not real. The CTAs share the steps, as in :func:`pad_rows`.
+    those of rows that are not real. The CTAs share the steps, so each has the same work.
 
     Example: S.ROW_ALIGNMENT 24 and 121 real rows: 144 rows in 2 tiles. The words at 0, 4, ... 124 of each 128 of the
     first tile are of rows 0 to 31, and stay; those at 103, 107, ... 127 are of rows 121 to 127, and are zeroed.

@@ -65,10 +65,11 @@ def dispatch_launch(
     sender tells how many CTAs it has, and receivers share whatever comes. ``forwarders``: CTAs that also run.
 
     These numbers are measured; see docs/performance.md. Three CTAs of 8 warps and 80 registers share an SM. Few tokens:
-    one sending CTA per SM, and one receiving CTA per expected message, or also per SM when there is padding. Many
-    tokens: a sender stores to the links, and whatever else runs on its SM queues behind it, so there are only as many
-    senders as fill the links: 0.6 per SM, 1 if they quantise. The other CTAs receive. Few tokens that are more than SMs
-    have two senders per SM, so that none has two tokens.
+    one sending CTA per SM, and one receiving CTA per expected message. Where receivers write padding there is at least
+    one of them per SM, or per two SMs if only tiles of scales have padding. Many tokens: a sender stores to the links,
+    and whatever else runs on its SM queues behind it, so there are only as many senders as fill the links: 0.6 per SM,
+    1 if they quantise. The other CTAs receive. Few tokens that are more than SMs have two senders per SM, so that none
+    has two tokens.
 
     With an SM limit (``kernels.launch.sm_limit``) the numbers are those of a device that has no other SMs, but a third
     more CTAs send, because so few SMs are far from filling the links.
@@ -95,16 +96,19 @@ def dispatch_launch(
     if config.zero_copy:
         receive, messages = min(receive, sms), ceil_div(messages, FEW_MESSAGES_IN_PLACE)
     if few:
-        least = sms if _pads(config) else 2 * ranks
+        least = max(2 * ranks, _padding_ctas(config, sms))
         receive = min(receive, 1 + max(least, messages))
     return Launch(send, receive, maxnreg=80, resident=3)
 
 
-def _pads(config: EPConfig) -> bool:
-    """Return whether receivers write padding: rows of a group beyond its real ones, or the rest of a tile of scales."""
+def _padding_ctas(config: EPConfig, sms: int) -> int:
+    """Return how many receivers the padding needs: rows of a group beyond its real ones, or the rest of a tile of
+    scales."""
     scales = config.format.scale_layout
     in_tiles = scales is not None and scales.block_rows > 1
-    return config.row_alignment > 1 or (in_tiles and config.layout == "expert")
+    if config.row_alignment > 1:
+        return sms
+    return sms // 2 if in_tiles and config.layout == "expert" else 0
 
 
 def combine_launch(
