@@ -36,7 +36,7 @@ OPTIONS: tuple[tuple[dict[str, Any], str, int], ...] = (
 
 def masked(fmt: str, *, num_experts: int = 7, **options: Any) -> Setup:
     """A setup; rows of scales in tiles are a multiple of 128."""
-    if options.get("rows_per_expert") and fmt == "nvfp4":
+    if options.get("rows_per_expert") and fmt in ("nvfp4", "mxfp8"):
         options["rows_per_expert"] = 128
     return Setup(fmt, (("layout", "masked"), *options.items()), num_experts=num_experts)
 

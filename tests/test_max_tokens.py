@@ -189,7 +189,8 @@ def test_a_decode_step_takes_the_memory_of_a_decode_communicator(fmt, mode, fiel
         with moelink.init_devices(["cpu"] * 2, max_tokens_per_rank=most, **sizes) as ep:
             xs = [torch.zeros(8, 256, dtype=torch.bfloat16)] * 2
             ids = [torch.arange(32).view(8, 4) % 16] * 2
-            recv = ep.dispatch(xs, ids, max_tokens=8 if most > 8 else None)[0]
+            weights = [torch.ones(8, 4)] * 2
+            recv = ep.dispatch(xs, ids, weights, max_tokens=8 if most > 8 else None)[0]
             tensors = [getattr(recv, name) for name in FIELDS]
             y = torch.empty(len(recv.tokens), 256, dtype=torch.bfloat16)
             taken[most] = sum(t.untyped_storage().nbytes() for t in (*tensors, y) if t is not None)
