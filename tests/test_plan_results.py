@@ -118,7 +118,7 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "layouts_2xh100.json": (of_bench, 29),
     "formats_2xh200.json": (of_bench, 43),
     "formats_before_2xh100.json": (of_bench, 92),
-    "formats_after_2xh100.json": (of_bench, 52),
+    "formats_after_2xh100.json": (of_bench, 46),
     "skew_2xh200.json": (of_bench, 15),
     "sms_2xh200.json": (of_bench, 10),
     "sms_2xh100.json": (of_bench, 14),
