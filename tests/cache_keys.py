@@ -13,7 +13,7 @@ import moelink
 from moelink.kernels import activation
 from moelink.kernels.combine import kernel as combine
 from moelink.kernels.dispatch import kernel as dispatch
-from moelink.kernels.dispatch import unpack as padding
+from moelink.kernels.dispatch import padding
 from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.memory.workspace import Workspace

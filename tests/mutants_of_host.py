@@ -56,7 +56,7 @@ CALLS = (
     Mutant("ids of unused rows keep what was there", "transports/collective/outputs.py",
            "out.topk_ids.fill_(-1)", "out.topk_ids",
            "test_counts.py::test_ids_of_unused_rows_are_minus_one_again_in_a_reused_output[True-collective]"),
-    Mutant("kernels leave the ids of unused rows", "kernels/dispatch/unpack.py",
+    Mutant("kernels leave the ids of unused rows", "kernels/dispatch/padding.py",
            "tl.sum(messages, 0), numbers.capacity, program", "numbers.capacity, numbers.capacity, program",
            "test_counts.py::test_ids_of_unused_rows_are_minus_one_again_in_a_reused_output[True-symmetric]"),
     Mutant("kernels return local ids for global ones", "kernels/launch/constants.py",

@@ -15,8 +15,7 @@ import triton.language as tl
 import moelink
 from moelink.formats import get_format
 from moelink.kernels.combine import reduce
-from moelink.kernels.dispatch import receive_cached
-from moelink.kernels.dispatch import unpack as padding
+from moelink.kernels.dispatch import padding, receive_cached, unpack
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
@@ -204,7 +203,7 @@ def test_rows_of_the_masked_examples():
 @triton.jit
 def _places(out, S: tl.constexpr):
     c = tl.arange(0, 4)
-    tl.store(out + c, padding.scale_places(tl.full([1], 5, tl.int32), tl.full([1], 1, tl.int32), 0, c, 4, S))
+    tl.store(out + c, unpack.scale_places(tl.full([1], 5, tl.int32), tl.full([1], 1, tl.int32), 0, c, 4, S))
 
 
 def test_places_of_scales_in_columns_of_each_group():

@@ -11,7 +11,8 @@ dispatch/send          the sender role: CTAs that store messages
 dispatch/receive       the receiver role: wait for counts and messages; row_offsets: where rows go
 dispatch/plan          few tokens of four ranks or more: where rows go, by one CTA for all; row_table: where it says so;
                        receive_planned: the receiver role by that plan
-dispatch/unpack        copies messages to their rows, and zeros the padding of each group
+dispatch/unpack        copies messages to their rows
+dispatch/padding       zeros the padding of each group, while messages are on their way
 dispatch/scales        writes the scales of large calls, in a launch of its own
 dispatch/send_cached   the sender role over cached routing; receive_cached: the receiver role
 combine/kernel         both roles in one launch, or in two

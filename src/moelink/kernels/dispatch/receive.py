@@ -31,6 +31,7 @@ Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIG
 import triton
 import triton.language as tl
 
+from moelink.kernels.dispatch.padding import fill_ids_of_no_rows, pad_rows, pad_tiles, who_pads
 from moelink.kernels.dispatch.row_offsets import (
     columns_of,
     group_starts,
@@ -41,13 +42,7 @@ from moelink.kernels.dispatch.row_offsets import (
     write_counted_offsets,
     write_nothing,
 )
-from moelink.kernels.dispatch.unpack import (
-    fill_ids_of_no_rows,
-    pad_rows,
-    pad_tiles,
-    unpack_counted,
-    who_pads,
-)
+from moelink.kernels.dispatch.unpack import unpack_counted
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.dependent_launch import allow_next_launch

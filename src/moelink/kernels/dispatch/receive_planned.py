@@ -22,6 +22,7 @@ slot 1 of rank 2 names expert 1, position 1. Rank 2's rows of expert 1 begin at 
 import triton
 import triton.language as tl
 
+from moelink.kernels.dispatch.padding import pad_rows, pad_tiles, who_pads
 from moelink.kernels.dispatch.plan import plan
 from moelink.kernels.dispatch.receive import return_nothing, unpack_messages
 from moelink.kernels.dispatch.row_offsets import columns_of, header_word, wait_for_words
@@ -32,16 +33,7 @@ from moelink.kernels.dispatch.row_table import (
     report_no_table,
     wait_for_table,
 )
-from moelink.kernels.dispatch.unpack import (
-    load_first,
-    load_headers,
-    pad_rows,
-    pad_tiles,
-    store_group,
-    store_slots,
-    store_sources,
-    who_pads,
-)
+from moelink.kernels.dispatch.unpack import load_first, load_headers, store_group, store_slots, store_sources
 from moelink.kernels.records import Placed, PlannedSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.signals import context_of, is_poisoned, note_malformed, own_block
