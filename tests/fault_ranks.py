@@ -185,6 +185,7 @@ def stop_for(seconds: float) -> None:
         os.kill(parent, signal.SIGCONT)
         os._exit(0)
     os.kill(parent, signal.SIGSTOP)
+    time.sleep(0.2)  # another thread may have taken the signal, and this one run on for a moment
 
 
 def strike(transport: str, place: str, number: int, blow: Any) -> None:

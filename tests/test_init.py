@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import moelink
 from fault_ranks import FIELDS, check_round_trip
 from init_ranks import SPARE, TIMEOUT, faults_of, run_schedule
 from moelink.control.meeting import Meeting
-from moelink.control.probe import ProbeServer
+from moelink.control.probe import Address, ProbeServer
 from moelink.control.roster import LEFT, WAITING, Entry
 from moelink.control.stores import BoundedError, LauncherStore, bounded, peek, reach, serve
 from moelink.testing import run_ranks
@@ -178,6 +179,23 @@ def test_who_gives_up_while_it_is_probed_is_not_named_for_who_never_came() -> No
         meeting.wait()
     meeting.abandon()
     servers[1].close()
+
+
+def test_who_gave_up_before_is_not_named_for_who_is_silent() -> None:
+    """Rank 0 gave up a moment before rank 2, because rank 1 does not answer."""
+    store, server = dist.HashStore(), ProbeServer()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1], server.address.token)
+        for rank, state in enumerate((LEFT, WAITING)):
+            store.set(f"entry/{rank}", Entry(state, bytes(16), address, has_group=True).encode())
+        meeting = Meeting(
+            lambda: store, lambda *_: None, rank=2, world_size=3, address=server.address,
+            deadline=time.monotonic() + 0.3,
+        )  # fmt: skip
+        with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*does not answer"):
+            meeting.wait()
+        meeting.abandon()
+    server.close()
 
 
 def test_a_room_is_voided_when_a_member_left_before_it_came() -> None:

@@ -293,9 +293,9 @@ class Meeting:
             everybody = self._read_entries()
             lost = [rank for rank in lost if everybody.get(rank) == entries[rank]]
         left = [rank for rank, entry in everybody.items() if entry.state == LEFT]
-        # A rank that gave up a moment ago did so because of one that is missing here, too: name that one.
-        missing = [rank for rank in range(self.world_size) if rank not in everybody] or left
         silent = [rank for rank, result in results.items() if result.reached < 0 and not result.lost]
+        # A rank that gave up a moment ago did so because of one that is missing or silent here, too: name that one.
+        missing = [rank for rank in range(self.world_size) if rank not in everybody] or ([] if silent else left)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         if lost:
             raise _SetbackError(Setback(lost[0], GONE_IN_WORDS, lost=True))
@@ -331,7 +331,9 @@ class Meeting:
                 if self._closed.is_set():
                     raise _SetbackError(Setback(self.rank, "it gave up"))
                 if now > self.deadline:
-                    raise _SetbackError(self._suspect() or Setback(-1, "gloo's mesh was not connected"))
+                    suspect = self._suspect()
+                    self._hear()  # a rank that gave up first says why, and ends then
+                    raise _SetbackError(suspect or Setback(-1, "gloo's mesh was not connected"))
                 if now > next_look:
                     next_look = now + 5 * _PAUSE_SECONDS
                     self._hear()
