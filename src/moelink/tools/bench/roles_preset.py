@@ -119,7 +119,7 @@ def make_roles_plan(
             raise ConfigError("tokens", "at least 1", case.tokens)
         if case.topk > case.experts:
             raise ConfigError("topk", f"at most experts = {case.experts}", case.topk)
-    given = {} if rounds is None and not smoke else {"rounds": rounds or 1}
+    given = {"rounds": rounds} if rounds is not None else {"rounds": 1} if smoke else {}
     return RolesPlan(preset=preset, cases=tuple(cases), device=device, peers=peers, timeout=timeout, **given)
 
 
