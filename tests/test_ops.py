@@ -59,13 +59,14 @@ def test_opcheck(setup: dict[str, Any]) -> None:
         own = leaf(weights) if late else None
         refused = ep.config.fused_shared_expert or ep.config.mode == "allreduce"
         shared = None if refused else leaf(x)
+        bias = None if ep.config.mode == "allreduce" else leaf(x[0])
         by_slot = torch.rand(len(rows), K, dtype=weights.dtype)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (library.dispatch, (leaf(x), IDS, leaf(weights), None, None, [], False)),
             (library.dispatch, (leaf(x), IDS, None, None, None, saved, False)),
             (library.dispatch, (leaf(x), IDS, None, None, None, [], True)),
             (library.combine, (leaf(rows), row_weights, own, shared, None, None, IDS, None, saved, True)),
-            (library.combine, (leaf(rows), None, None, None, leaf(x[0]), None, IDS, None, saved, True)),
+            (library.combine, (leaf(rows), None, None, None, bias, None, IDS, None, saved, True)),
             (library.dispatch_backward, (rows, by_slot, IDS, saved)),
             (library.dispatch_backward, (None, by_slot, IDS, saved)),
             (library.dispatch_backward, (rows, None, IDS, saved)),
