@@ -330,6 +330,17 @@ def test_the_rest_of_each_tile_is_zeroed_by_however_many_ctas(programs):
     assert torch.equal(padded, expected)
 
 
+def test_words_of_a_tile_are_zeroed_by_their_rows():
+    """The example of ``pad_tiles``: 121 real rows of 144."""
+    scales, none = torch.full((2, 128), 7, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    sizes, aligned = (torch.tensor([rows, 0, 0, 0], dtype=torch.int32) for rows in (121, 144))
+    spec = SimpleNamespace(SCALE_WIDTH=4, ROW_ALIGNMENT=24, FUSED_SHARED_EXPERT=0, MAX_LOCAL_EXPERTS_POW2=4)
+    _pad_tiles[(1,)](scales, sizes, none, aligned, none, 1, S=spec)
+    assert scales[0].eq(0).nonzero().flatten().tolist() == list(range(103, 128, 4))
+    assert scales[0, :125:4].eq(7).all()
+    assert scales[1].eq(0).all()
+
+
 @triton.jit
 def _pad_rows(tokens, scales, info, weights, shared, capacity, program, num_programs, S: tl.constexpr):
     e = tl.arange(0, 4)

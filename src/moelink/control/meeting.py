@@ -42,9 +42,9 @@ Why an attempt cannot be mixed up with another:
   nobody in step 4.
 
 Why it ends: all calls of the store are made in a thread that the rank does not wait for after its deadline, and so are
-gloo's. At the deadline a rank names, in this order, a rank whose process is gone, one that has not come, and one whose
-probe server does not answer. A rank whose process is gone counts as not come yet in steps 1 and 2, because a launcher
-may be starting it again; in steps 3 and 4 it ends the attempt at once.
+gloo's. At the deadline a rank names, in this order, a rank whose process is gone, one that has not come, one whose
+probe server does not answer, and one that has given up. A rank whose process is gone counts as not come yet in steps 1
+and 2, because a launcher may be starting it again; in steps 3 and 4 it ends the attempt at once.
 
 As in every agreement over a network that may fail, the last step can fail on one rank and not on another: a rank that
 dies or is cut off in step 4 may leave some with a communicator. Their first call then names it, and ``init`` works
@@ -293,16 +293,16 @@ class Meeting:
             everybody = self._read_entries()
             lost = [rank for rank in lost if everybody.get(rank) == entries[rank]]
         left = [rank for rank, entry in everybody.items() if entry.state == LEFT]
+        missing = [rank for rank in range(self.world_size) if rank not in everybody]
         silent = [rank for rank, result in results.items() if result.reached < 0 and not result.lost]
-        # A rank that gave up a moment ago did so because of one that is missing or silent here, too: name that one.
-        missing = [rank for rank in range(self.world_size) if rank not in everybody] or ([] if silent else left)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         if lost:
             raise _SetbackError(Setback(lost[0], GONE_IN_WORDS, lost=True))
-        if missing:
-            raise _SetbackError(Setback(missing[0], _say(missing, "", "have not called init", "has not called init")))
-        if silent:
+        if silent and not missing:
             raise _SetbackError(Setback(silent[0], _say(silent, "called init and", "do not answer", "does not answer")))
+        # A rank that gave up a moment ago did so because of one that is missing or silent here, too: name that one.
+        if absent := missing or left:
+            raise _SetbackError(Setback(absent[0], _say(absent, "", "have not called init", "has not called init")))
         raise _SetbackError(Setback(others[0] if others else -1, "the ranks came too late to meet"))
 
     def _join(self, room: Any, roster: Sequence[Entry]) -> bool:

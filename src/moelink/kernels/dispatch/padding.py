@@ -106,17 +106,19 @@ def clear_beside_rows(outputs, first, number, share, shares, numbers, S: tl.cons
 def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexpr):
     """Zero the scales after each group's real rows, up to the end of its last tile of 128 rows.
 
-    A step takes the same words of every group's tile, in the order of their addresses (:func:`tile_words`), and zeroes
-    those of rows that are not real. The CTAs share the steps, so each has the same work.
+    A step takes the same words of every group's tile, in the order of their addresses (``unpack.tile_words``), and
+    zeroes those of rows that are not real. The CTAs share the steps, so each has the same work.
 
     Example: S.ROW_ALIGNMENT 24 and 121 real rows: 144 rows in 2 tiles. The words at 0, 4, ... 124 of each 128 of the
-    first tile are of rows 0 to 31, and stay; those at 103, 107, ... 127 are of rows 121 to 127, and are zeroed.
+    first tile are of rows 0 to 31, and stay; those at 103, 107, ... 127 are of rows 121 to 127, and are zeroed, as is
+    the second tile.
     """
     _, size, rows, block = all_groups(groups, numbers, S)
     words: tl.constexpr = (S.SCALE_WIDTH + 3) // 4
     most: tl.constexpr = _STEP // size.shape[0] if size.shape[0] < _STEP else 1
     width: tl.constexpr = 128 if most > 128 else most
     pieces: tl.constexpr = words * 128 // width
+    # Up to 127 real rows, S.ROW_ALIGNMENT - 1 of padding, and 127 to the end of a tile.
     tiles: tl.constexpr = (253 + S.ROW_ALIGNMENT) // 128
     for i in range(program, tiles * pieces, num_programs):
         tile = (size // 128 + i // pieces)[:, None]
