@@ -38,6 +38,7 @@ from moelink.formats.base import Format
 from moelink.formats.device.casts import as_float, as_int
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
 from moelink.kernels.launch.device import is_interpreted
+from moelink.kernels.scale_tiles import row_of_word, word_in_tiles
 
 TILES = "tiles_128x4"
 LAYOUTS = ("row_major", "transposed", TILES)
@@ -107,7 +108,7 @@ def clear_tails(
             block = start // 128 + tl.load(scales_offsets + g) + size // 128
             word = tl.arange(0, AT_ONCE * 128)
             tile = i % PIECES * AT_ONCE + word // 128
-            inner = word % 128 // 4 + word % 4 * 32
+            inner = row_of_word(word % 128)
             to = scales.to(tl.pointer_type(tl.int32), bitcast=True) + block.to(tl.int64) * (TILES_PER_ROW * 128)
             tl.store(to + tile * 128 + word % 128, word * 0, mask=(inner >= size % 128) & (tile < TILES_PER_ROW))
 
@@ -193,7 +194,7 @@ def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, token
             inner = (row - start).to(tl.int32)
             block = start // 128 + tl.load(scales_offsets + expert, mask=here, other=0) + inner // 128
             tile = block.to(tl.int64) * ((W + 3) // 4) + group // 4
-            to = scales + (tile * 32 + inner % 32) * 16 + inner % 128 // 32 * 4
+            to = scales + word_in_tiles(tile, inner) * 4
             tl.store(to + group % 4, scale, mask=here)
             # Columns past the row's end, in its last tile.
             for j in tl.static_range(W % 4, 4 if W % 4 > 0 else 0):

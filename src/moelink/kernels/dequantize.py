@@ -31,6 +31,7 @@ from moelink.kernels.activation import (
     scales_per_word,
 )
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+from moelink.kernels.scale_tiles import place_in_tiles
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
@@ -86,8 +87,7 @@ def scale_of(scales, row_offsets, scales_offsets, row, group, here, rows, S: tl.
         inner = (row - start).to(tl.int32)
         block = start // 128 + tl.load(scales_offsets + expert) + inner // 128
         tile = block.to(tl.int64) * ((W + 3) // 4) + group // 4
-        at = (tile * 32 + inner % 32) * 16 + inner % 128 // 32 * 4 + group % 4
-        return tl.load(scales + at, mask=here, other=0)
+        return tl.load(scales + place_in_tiles(tile, inner, group), mask=here, other=0)
 
 
 @triton.jit(do_not_specialize=["rows"])

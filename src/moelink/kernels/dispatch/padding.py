@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.unpack import row_of_slot, scale_places
+from moelink.kernels.scale_tiles import row_of_word
 from moelink.kernels.sync.signals import I32
 
 _STEP = tl.constexpr(4096)
@@ -123,7 +124,7 @@ def pad_tiles(scales_out, groups, numbers, program, num_programs, S: tl.constexp
     for i in range(program, tiles * pieces, num_programs):
         tile = (size // 128 + i // pieces)[:, None]
         w = (i % pieces * width + tl.arange(0, width))[None, :]
-        inner = tile * 128 + w % 4 * 32 + w // 4 % 32
+        inner = tile * 128 + row_of_word(w % 128)
         to = scales_out.to(I32, bitcast=True) + (block[:, None] + tile).to(tl.int64) * (words * 128)
         mask = (inner >= size[:, None]) & (tile * 128 < rows[:, None])
         tl.store(to + w, tl.zeros([size.shape[0], width], tl.int32), mask=mask)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.launch.sm_limit import run_role
+from moelink.kernels.scale_tiles import row_of_word
 from moelink.kernels.sync.signals import I32, own_block
 from moelink.memory.protocol import DISPATCH_RECEIVED
 
@@ -62,7 +63,7 @@ def lay_out(
     while i < tl.max(ends, 0) * blocks:
         begin, rows, tile = tile_of(begins, sizes, ends, i // blocks)
         # Addresses ascend along j in either layout.
-        inner = tile * _ROWS + (j % 4 * 32 + j // 4 if S.SCALE_LAYOUT == 2 else j)
+        inner = tile * _ROWS + (row_of_word(j) if S.SCALE_LAYOUT == 2 else j)
         row = begin + inner
         at = tl.load(message_of_row + row, mask=inner < rows, other=-1)
         real = (at >= 0) & (at < S.WORLD_SIZE * S.MAX_TOKENS)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from moelink.kernels.numeric import only
 from moelink.kernels.records import Header, Placed
+from moelink.kernels.scale_tiles import place_in_tiles, word_in_tiles
 from moelink.kernels.sync.signals import I32, note_malformed, own_block
 from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
 
@@ -36,7 +37,7 @@ def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
         return c.to(tl.int64) * scale_rows + row
     elif S.SCALE_LAYOUT == 2:
         tile = (block + inner // 128).to(tl.int64) * ((S.SCALE_WIDTH + 3) // 4) + c // 4
-        return (tile * 32 + inner % 32) * 16 + inner % 128 // 32 * 4 + c % 4
+        return place_in_tiles(tile, inner, c)
     else:
         return row.to(tl.int64) * S.SCALE_WIDTH + c
 
@@ -45,7 +46,7 @@ def scale_places(row, inner, block, c, scale_rows, S: tl.constexpr):
 def tile_words(inner, block, w, S: tl.constexpr):
     """Return the offsets of words of four scales in 128x4 tiles, for rows (a column) at words w ([1, m])."""
     tile = (block + inner // 128).to(tl.int64) * ((S.SCALE_WIDTH + 3) // 4) + w
-    return (tile * 32 + inner % 32) * 4 + inner % 128 // 32
+    return word_in_tiles(tile, inner)
 
 
 @triton.jit
