@@ -32,7 +32,7 @@ from moelink.kernels.combine import kernel as combine
 from moelink.kernels.combine import phases
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import CombineSpec, DispatchSpec, combine_spec, dispatch_spec
-from moelink.kernels.launch.own_rows import in_one_launch
+from moelink.kernels.launch.own_rows import in_one_launch, in_two_launches
 from moelink.memory.protocol import FEW_TOKENS
 from moelink.memory.workspace import Workspace
 
@@ -144,10 +144,13 @@ def own_rows() -> Iterator[Form]:
             **shape, layout=layout, max_tokens_per_rank=most, fused_shared_expert=shared, combine_dtype=dtype
         )
         spec = combine_spec(Workspace(config), device, row_weights=True, home_weights=False, epilogue="bias")
-        spec = in_one_launch(spec, Workspace(config), device)
+        apart, spec = in_two_launches(spec, Workspace(config)), in_one_launch(spec, Workspace(config), device)
         assert spec.OWN_ROWS_STAY.value == 1
         pointers = dict.fromkeys(("y", "out", "shared", "epilogue"), NAMES[dtype])
         yield f"own rows stay: {layout} {most} {dtype} combine", combine.ep_fused_combine_kernel, spec, pointers
+        if layout == "rank":
+            yield f"own rows stored: {most} {dtype} combine_async", combine.ep_combine_async_kernel, apart, pointers
+            yield f"own rows stored: {most} {dtype} combine_wait", combine.ep_combine_wait_kernel, apart, pointers
 
 
 def contract_forms() -> Iterator[Form]:

@@ -14,7 +14,8 @@ import triton.language as tl
 
 import moelink
 from moelink.formats import get_format
-from moelink.kernels.combine import reduce
+from moelink.kernels import scale_tiles
+from moelink.kernels.combine import finish
 from moelink.kernels.dispatch import padding, receive_cached, unpack
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
@@ -342,6 +343,29 @@ def test_words_of_a_tile_are_zeroed_by_their_rows():
 
 
 @triton.jit
+def _tile_places(rows, words, places):
+    word = tl.arange(0, 128)
+    row = scale_tiles.row_of_word(word)
+    tl.store(rows + word, row)
+    tl.store(words + word, scale_tiles.word_in_tiles(0, row))
+    tl.store(places + word, scale_tiles.place_in_tiles(1, word, 2))
+
+
+def test_words_and_scales_are_found_in_tiles():
+    """The example of ``scale_tiles``, and the layout's own order."""
+    rows, words, places = torch.empty(3, 128, dtype=torch.int32)
+    _tile_places[(1,)](rows, words, places)
+    assert rows[:6].tolist() == [0, 32, 64, 96, 1, 33]
+    assert words.tolist() == list(range(128))
+    layout, row = get_format("mxfp8").scale_layout, torch.arange(128)
+    tiles, scales = torch.zeros(layout.shape(128, 8, 1), dtype=torch.uint8), torch.zeros(128, 8, dtype=torch.uint8)
+    scales[:, 6] = row
+    layout.scatter(tiles, scales, rows=row, groups=row * 0, row_offsets=torch.tensor([0, 128]))
+    assert places[33] == 512 + 22
+    assert torch.equal(tiles.flatten()[places.long()], row.to(torch.uint8))
+
+
+@triton.jit
 def _pad_rows(tokens, scales, info, weights, shared, capacity, program, num_programs, S: tl.constexpr):
     e = tl.arange(0, 4)
     size = tl.where(e == 0, 3, tl.where(e == 2, 1, 0))
@@ -399,8 +423,8 @@ def test_a_call_is_counted_by_all_its_programs():
 def _finish(y, out, shared, bias, S: tl.constexpr):
     c = tl.arange(0, 2)
     numbers = CombineNumbers(0, 0, 0, 4, 1, 3, 4, 0, 1, 0, 0, 0, 1)
-    total = c * 0 + 1.5 + reduce.shared_expert_output(y, numbers, 3, c, S).to(S.SUM_DTYPE)
-    reduce.finish(total, CombineOutputs(out, (bias,)), CombineInputs(y, y, y, y, shared, bias), 3, c, S)
+    total = c * 0 + 1.5 + finish.shared_expert_output(y, numbers, 3, c, S).to(S.SUM_DTYPE)
+    finish.finish(total, CombineOutputs(out, (bias,)), CombineInputs(y, y, y, y, shared, bias), 3, c, S)
 
 
 def test_a_result_is_its_rows_and_what_is_added():

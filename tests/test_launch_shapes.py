@@ -144,6 +144,20 @@ def test_sums_go_without_flags_where_there_is_room(monkeypatch, world_size, most
     assert (launch.send, launch.receive) == programs
     rows = workspaces.Workspace(moelink.EPConfig(**fields, world_size=world_size, pre_reduce=False))
     assert rows.lamport_tokens == 0
+    by_rank = workspaces.Workspace(moelink.EPConfig(**fields, world_size=world_size, layout="rank"))
+    assert world_size == 2 or by_rank.lamport_tokens == small
     for block, sums in ((workspace, False), (rows, True)):
         none = cut.combine_launch(block, device, most, sums=sums)
         assert (none.send, none.receive) == (programs if most <= 256 else (528, 132))
+
+
+@pytest.mark.quick("each choice takes milliseconds")
+@pytest.mark.parametrize("most, small, fields", [
+    (128, 128, {}), (1025, 1025, {}), (4096, 4096, {}), (4681, 4681, {}), (4682, 0, {}),
+    (2340, 2340, {"combine_dtype": torch.float32}), (2341, 0, {"combine_dtype": torch.float32}),
+], ids=str)  # fmt: skip
+def test_sums_of_two_copies_go_without_flags_where_there_is_more_room(most, small, fields):
+    sizes = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": most, "world_size": 2}
+    workspace = workspaces.Workspace(moelink.EPConfig(**sizes, layout="rank", **fields))
+    assert workspace.lamport_tokens == small
+    assert ("lamport_slots" in {region.name for region in workspace.regions}) == (small > 0)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import moelink
 import moelink.memory.workspace as workspaces
 from cases import Result, Setup
 from interleaving import Scheduler
+from moelink.kernels.combine import reduce
+from moelink.kernels.combine.own_rows import find_own_rows
 from moelink.kernels.launch import grid
 from moelink.kernels.launch.constants import combine_spec
-from moelink.kernels.launch.own_rows import in_one_launch, own_rows_stay
+from moelink.kernels.launch.own_rows import in_one_launch, in_two_launches, own_rows_stay
+from moelink.kernels.records import RoutingNotes
 from moelink.transports.base import CombineRequest, DispatchRequest
 from protocol_runs import (
     Calls,
@@ -45,7 +51,7 @@ KINDS = {
     "fp32": Setup("bf16", (*SIZES, ("combine_dtype", torch.float32)), num_experts=4, topk=2),
     "fp64": Setup("fp64", SIZES, num_experts=4, topk=1),
 }
-SETUPS = {"flags": EXPERT, "copies": RANK}
+SETUPS = {"flags": EXPERT, "copies": RANK, "copies_with_flags": RANK}
 SCENARIOS = {
     name: scenarios(EXPERT)[name]
     for name in ("combines_in_a_row", "two_calls_other_token_counts", "a_rank_with_nothing", "two_communicators")
@@ -68,11 +74,18 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     parts, as those of 129 to 256 tokens on a GPU do."""
     monkeypatch.setattr(workspaces, "MANY_COPIES", 2)
     monkeypatch.setattr(workspaces, "COMBINE_BLOCK", 2)
-    for made in (combine_spec, in_one_launch):
+    for made in (combine_spec, in_one_launch, in_two_launches):
         made.cache_clear()
     yield
-    for made in (combine_spec, in_one_launch):
+    for made in (combine_spec, in_one_launch, in_two_launches):
         made.cache_clear()
+
+
+@pytest.fixture
+def copies_with_flags(monkeypatch: pytest.MonkeyPatch, copies: None) -> None:
+    """The same with more tokens than slots have room for: rows travel whole, and home sums them in two parts."""
+    monkeypatch.setattr(workspaces, "LAMPORT_BYTES_OF_COPIES", 0)
+    monkeypatch.setattr(workspaces, "FEW_TOKENS", 2)
 
 
 with_flags = pytest.mark.usefixtures("flags")
@@ -121,8 +134,9 @@ def test_columns_that_a_cta_handles_at_a_time(layout: str, most: int, columns: i
 
 
 @pytest.mark.parametrize("layout, most, travel, stay", [
-    ("rank", 2048, (528, 132), (264, 396)), ("expert", 4096, (528, 132), (264, 396)),
-    ("rank", 1024, (264, 396), (198, 462)), ("rank", 256, (513, 513), (513, 513)),
+    ("rank", 8192, (528, 132), (264, 396)), ("expert", 4096, (528, 132), (264, 396)),
+    ("rank", 4096, (264, 396), (165, 495)), ("rank", 1024, (264, 396), (165, 495)),
+    ("rank", 256, (513, 513), (513, 513)),
     ("rank", 129, (517, 259), (259, 259)),
 ])  # fmt: skip
 def test_what_would_send_own_rows_sums(
@@ -162,16 +176,17 @@ def blocks_of(group: Any) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def play_pair(setup: Setup, group: Any) -> None:
-    """A fused dispatch and combine of ``group``, against the oracle."""
-    case, results = Small(setup, "uniform", weights="none", seed=1), {}
+def play_pair(setup: Setup, group: Any, *, fused: bool = True) -> None:
+    """A dispatch and combine of ``group``, against the oracle."""
+    case, results = Small(setup, "uniform", weights="none", seed=1, tokens=(5, 4)), {}
 
     def main_of(rank: int) -> Any:
         calls = Calls(group[rank], rank)
 
         def main() -> None:
             recv = calls.dispatch(case)
-            results[rank] = Result.of(recv, calls.combine(case, recv))
+            (out,) = calls.transport.combine(combine_requests(case, [rank], [recv]), fused=fused).wait()
+            results[rank] = Result.of(recv, out)
 
         return main
 
@@ -190,18 +205,96 @@ def test_scenario_of_copies_under_every_schedule(name: str, seeds: range) -> Non
         run(2 * seed, **scenarios(RANK)[name])
 
 
+@pytest.mark.usefixtures("copies_with_flags")
+@seeds(1, 8)
+@pytest.mark.parametrize("name", ["fused_pair", "split_pair", *SCENARIOS])
+def test_scenario_of_copies_with_flags_under_every_schedule(name: str, seeds: range) -> None:
+    workspace = workspaces.Workspace(RANK.config(WORLD))
+    assert workspace.two_copies
+    assert (workspace.lamport_tokens, workspace.combine_parts) == (0, 1)
+    for seed in seeds:
+        run(2 * seed, **scenarios(RANK)[name])
+
+
 @without_flags
 @pytest.mark.quick("one call")
-def test_a_rank_neither_reads_nor_clears_its_own_slots() -> None:
-    """They hold what could be taken for rows, before and after a fused call."""
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_rank_neither_reads_nor_clears_its_own_slots(fused: bool) -> None:
+    """They hold what could be taken for rows, before and after a call. Only a split call stores own rows."""
     group = transports(RANK, WORLD)
     blocks = blocks_of(group)
     for rank, block in enumerate(blocks):
         block["lamport_slots"][rank].fill_(7)
-    play_pair(RANK, group)
+        block["rows"].fill_(7)
+    play_pair(RANK, group, fused=fused)
     for rank, block in enumerate(blocks):
         assert (block["lamport_slots"][rank] == 7).all()
         assert (block["lamport_slots"][1 - rank] == 0).all()
+        assert (block["rows"][rank] == 7).all() == fused
+        assert (block["rows"][1 - rank] == 7).all()
+        assert int(block["combine_flag"].max()) == 0
+
+
+@triton.jit
+def _find(notes, slots, out, S: tl.constexpr):
+    r = tl.arange(0, 2)
+    tl.store(out, find_own_rows(notes, tl.load(slots + r), 2, 1, True, S))
+    tl.store(out + 1, find_own_rows(notes, tl.load(slots + r), 2, 1, False, S))
+
+
+@pytest.mark.quick("each form has another name")
+@pytest.mark.parametrize("stay, slots_per_message, name", [(1, 3, 5), (1, 1, 9), (0, 1, 7)])
+def test_what_names_own_rows(stay: int, slots_per_message: int, name: int) -> None:
+    """The example of ``own_rows``: message (1, 0) has row 9."""
+    rows = torch.full((2 * 5 * slots_per_message,), -1, dtype=torch.int32)
+    rows[5] = 9
+    notes, out = RoutingNotes(rows, None, None, None, None), torch.zeros(2, dtype=torch.int32)
+    spec = SimpleNamespace(
+        WORLD_SIZE=2, WORLD_SIZE_POW2=2, MAX_TOKENS=5, SLOTS_PER_MESSAGE=slots_per_message, OWN_ROWS_STAY=stay,
+        SENDS_SUMS=True, ENCODE_FN=None,
+    )  # fmt: skip
+    _find[(1,)](notes, torch.tensor([3, 0], dtype=torch.int32), out, S=spec)
+    assert out.tolist() == [name, -1]
+    _find[(1,)](notes, torch.tensor([3, -1], dtype=torch.int32), out, S=spec)
+    assert out.tolist() == [-1, -1]
+
+
+@without_flags
+def test_copies_are_summed_whole_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of more than 1024 tokens, and of fewer."""
+    for most in (0, 5):
+        monkeypatch.setattr(reduce, "_MANY_TOKENS", tl.constexpr(most))
+        for fused in (True, False):
+            play_pair(RANK, transports(RANK, WORLD), fused=fused)
+
+
+@triton.jit
+def _parts(out, num_programs, S: tl.constexpr):
+    for i in range(2):
+        tl.store(out + i, reduce.parts_of_token(1024 + i, num_programs, S))
+
+
+@pytest.mark.quick("two forms")
+@pytest.mark.parametrize("apart, programs, parts", [
+    (1, 495, [2, 1]), (0, 495, [1, 1]), (0, 2049, [2, 1]), (1, 2050, [2, 2])
+])  # fmt: skip
+def test_parts_of_copies(apart: int, programs: int, parts: list[int]) -> None:
+    """1024 and 1025 tokens, of two blocks of columns."""
+    spec = SimpleNamespace(HIDDEN_SIZE=7168, BLOCK_SIZE=4096, OWN_ROWS_APART=apart, SLOTS_PER_MESSAGE=1)
+    out = torch.zeros(2, dtype=torch.int32)
+    _parts[(1,)](out, programs, S=spec)
+    assert out.tolist() == parts
+
+
+@pytest.mark.usefixtures("copies_with_flags")
+@pytest.mark.quick("one call")
+def test_copies_that_are_stored_raise_no_flags() -> None:
+    group = transports(RANK, WORLD)
+    blocks = blocks_of(group)
+    play_pair(RANK, group, fused=False)
+    for rank, block in enumerate(blocks):
+        assert int(block["combine_flag"][rank].max()) == 0
+        assert int(block["combine_flag"][1 - rank].max()) == 1
 
 
 @with_flags
@@ -229,7 +322,7 @@ def test_a_token_may_have_no_own_row() -> None:
 
 
 @seeds(1, 6)
-@pytest.mark.parametrize("form", ["flags", "copies"])
+@pytest.mark.parametrize("form", SETUPS)
 def test_fused_and_split_calls_follow_each_other_and_meet(
     form: str, seeds: range, request: pytest.FixtureRequest
 ) -> None:
@@ -254,7 +347,7 @@ def test_fused_and_split_calls_follow_each_other_and_meet(
 
 
 @seeds(1, 8)
-@pytest.mark.parametrize("form", ["flags", "copies"])
+@pytest.mark.parametrize("form", SETUPS)
 @pytest.mark.parametrize("refusing", [0, 1])
 def test_a_refused_call_leaves_nothing_behind(
     refusing: int, form: str, seeds: range, request: pytest.FixtureRequest
@@ -265,7 +358,7 @@ def test_a_refused_call_leaves_nothing_behind(
 
 
 @seeds(1, 4)
-@pytest.mark.parametrize("form", ["flags", "copies"])
+@pytest.mark.parametrize("form", SETUPS)
 def test_ranks_that_combine_different_dispatches_end_with_an_error(
     form: str, seeds: range, request: pytest.FixtureRequest
 ) -> None:

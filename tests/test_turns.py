@@ -106,7 +106,8 @@ def test_the_ctas_of_a_whole_device(monkeypatch):
     assert ctas(4096) == ((79, 316), (528, 132))
     assert ctas(512) == ((79, 316), (396, 264))
     assert ctas(512, layout="rank") == ((79, 316), (264, 396))
-    assert ctas(4096, layout="rank", zero_copy=True) == ((264, 131), (528, 132))
+    assert ctas(4096, layout="rank", zero_copy=True) == ((264, 131), (264, 396))
+    assert ctas(8192, layout="rank", zero_copy=True) == ((264, 131), (528, 132))
     assert ctas(1024, layout="rank", zero_copy=True) == ((132, 132), (264, 396))
     assert [ctas(most)[0][0] for most in (132, 133, 256)] == [132, 264, 264]
     assert ctas(256, layout="rank", zero_copy=True)[0] == (132, 65)

@@ -19,6 +19,7 @@ combine/kernel         both roles in one launch, or in two
 combine/send           the expert role: ``send_tokens_back``
 combine/own_rows       rows of a rank's own tokens that do not travel, with two ranks and many tokens
 combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
+combine/finish         what is added to a token's sum, and the store
 combine/phases         the home role in launches of its own: wait, ``copy_shared_expert_outputs``, reduce
 =====================  ==============================================================================================
 
@@ -27,7 +28,7 @@ The parts that they are built from:
 =====================  ==============================================================================================
 sync/signals           publish, wait, report failure: the memory order of every signal
 sync/ll_words          words that carry their call number, and so need no signal
-sync/lamport_slots     rows that are their own signal: sums of small calls travel home without flags
+sync/lamport_slots     rows that are their own signal: sums that travel home without flags
 sync/credit            when a rank may overwrite a peer's block
 sync/internode         puts to ranks of other nodes, if there are any; quiesce: waiting for puts that nobody will read
 sync/trace             stamps of what a CTA does, where a trace asks for them; clocks: compares those of the ranks
@@ -36,6 +37,7 @@ launch/grid            how many CTAs a launch has, and what each of them does; s
 launch/own_rows        which combines keep own rows where they are
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled
 numeric                rounding
+scale_tiles            where scales are in tiles of 128 rows
 scale_rows             gradients of combine, and conversions between dtypes, for the rows that exist
 activation, epilogues  SiLU and quantise between the two grouped products; Triton halves of the built-in epilogues
 =====================  ==============================================================================================

@@ -100,6 +100,7 @@ from moelink.memory.protocol import (
     COUNT_HEADER,
     FEW_TOKENS,
     LAMPORT_BYTES,
+    LAMPORT_BYTES_OF_COPIES,
     MANY_COPIES,
     MANY_TOKENS,
     MARKS_HEADER,
@@ -342,10 +343,11 @@ class Workspace:
         """Most tokens of a call whose sums return through Lamport slots, without flags.
 
         It is 0 (sums have flags) between nodes, without pre_reduce, with a combine format, above MANY_TOKENS, and when
-        4-byte words do not divide a row. Between FEW_TOKENS and MANY_TOKENS it is all tokens or 0, because one launch
-        grid serves both.
+        4-byte words do not divide a row. Above FEW_TOKENS it is all tokens or 0, because one launch grid serves both.
+        Where a sum is two copies (:attr:`two_copies`), MANY_TOKENS is no limit, and there is more room.
 
-        Example: for rows of 14336 bytes 2 ranks have room for 1170 tokens each, 4 for 585, and 8 for 292.
+        Example: for rows of 14336 bytes 2 ranks have room for 1170 tokens each, 4 for 585, and 8 for 292; with layout
+        "rank" 2 ranks have room for 4681.
         """
         cfg = self.config
         whole = cfg.combine_dtype.itemsize in (2, 4) and cfg.combine_row_bytes % 4 == 0
@@ -353,10 +355,11 @@ class Workspace:
             return 0
         if cfg.combine_format is not None:
             return 0
-        tokens, room = cfg.max_tokens_per_rank, LAMPORT_BYTES // (self.world_size * self.row_bytes)
+        tokens = cfg.max_tokens_per_rank
+        room = (LAMPORT_BYTES_OF_COPIES if self.two_copies else LAMPORT_BYTES) // (self.world_size * self.row_bytes)
         if tokens <= FEW_TOKENS:
             return min(tokens, room)
-        return tokens if tokens <= min(MANY_TOKENS, room) else 0
+        return tokens if tokens <= (room if self.two_copies else min(MANY_TOKENS, room)) else 0
 
     @property
     def regions(self) -> RegionTable:

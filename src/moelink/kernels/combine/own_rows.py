@@ -1,28 +1,34 @@
-"""Add rows of a rank's own tokens where they are read: combine of two ranks with many tokens (S.OWN_ROWS_STAY).
+"""Add rows of a rank's own tokens where they are: combine of two ranks with many tokens (S.OWN_ROWS_APART).
 
 An own row is the sum of the rows that a token filled at experts of its own home rank. Elsewhere it travels like any
-other: the expert role stores it in the rank's own block, and the home role loads it again. Where own rows stay, the
-expert role sends to the other rank only, and the home role computes them from ``y`` in registers. With layout "rank" it
-loads one row for that. ``kernels.launch.own_rows`` chooses the form.
+other: the expert role stores it in the rank's own block and signals it, and the home role waits for it. Where own rows
+are apart, the home role awaits the other rank's row alone: its flag, or with layout "rank" the row itself
+(``kernels.sync.lamport_slots``), and then it reads the own row before it waits. ``kernels.launch.own_rows`` chooses one
+of two forms:
 
-Who writes and who waits: own rows have no signal, because nothing that this launch stores goes into them. ``y``, the
-row weights and the notes of dispatch are complete before the launch begins, for its expert role reads them, too. The
-notes say which rows of ``y`` are those of a token: ``slot_of`` has its message slot at its own rank, and
-``rows_of_message`` the rows of that message. The home role awaits the other rank's row alone: its flag, or with few
-tokens of layout "rank" the row itself (``kernels.sync.lamport_slots``), and then it reads the own row before it waits.
+* In a fused launch own rows *stay* (S.OWN_ROWS_STAY): the expert role sends to the other rank only, and the home role
+  computes own rows from ``y``, in registers. With layout "rank" it loads one row for that.
+* In the two launches of a split call a caller may write to ``y`` between them. So the expert role *stores* own rows, in
+  ``rows`` of its own block, and the home role loads them. This is for rows that are copies, with layout "rank". Those
+  of layout "expert" travel like any others, and so do all rows of a split call of the contract.
 
-Only a fused launch has this form. It reads ``y`` in both roles, so ``y`` need not last longer than before: the stream
-of the launch holds its memory, and a captured graph its address, as they do for the expert role. Between the two
-launches of a split call a caller may write to ``y``, and the last phase of the contract has no ``y`` at all. They keep
-the other form.
+Who writes and who waits: own rows have no signal. What they are computed from is complete before a fused launch begins,
+for its expert role reads it, too: ``y``, the row weights, and the notes of dispatch, of which ``slot_of`` has a token's
+message slot at its own rank, and ``rows_of_message`` the rows of that message. What is stored is stored by the launch
+of the expert role, and read by that of the home role, which follows in stream order. Only the rank itself stores there:
+the next call does so in stream order, too. ``y`` need not last longer than the launch of the expert role: its stream
+holds its memory, and a captured graph its address.
 
-Why calls of both forms may follow each other, and why ranks need not choose alike: only the rank itself stores and
-loads own rows. A fused call leaves its flags for itself as they are. A split call after it raises these flags to its
-own call number, which is higher. Without flags, a fused call leaves the rank's Lamport slots for itself as they are,
-which is clear: a split call clears the slots that it reads, and home clears all of them after a refused call. Lanes
-have blocks of their own. As for refused calls: the ranks that learn of one wait for rows at the ranks that refuse
-(``quiesce.wait_until_sent``), and for rows of ranks that combine another dispatch (``quiesce.end_waits_for_strays``).
-No rank counts itself among these. Credits and heads do not change.
+Why calls of all forms may follow each other, and why ranks need not choose alike: only the rank itself stores and loads
+own rows. Where they are apart, a call leaves its flags for itself as they are. A call after it in which own rows travel
+raises these flags to its own call number, which is higher. Without flags, it leaves the rank's Lamport slots for itself
+as they are, which is clear: a call in which own rows travel clears the slots that it reads, and home clears all of them
+after a refused call. Lanes have blocks of their own. As for refused calls: the ranks that learn of one wait for rows at
+the ranks that refuse (``quiesce.wait_until_sent``), and for rows of ranks that combine another dispatch
+(``quiesce.end_waits_for_strays``). No rank counts itself among these. Credits and heads do not change.
+
+What names an own row of a fused launch is read one or two parts of results ahead (:func:`find_own_rows`), because it is
+a chain of two loads. It is read only if dispatch brought its rows to the end; otherwise its notes name nothing.
 
 Sums: an own row is rounded to the row's dtype as if it travelled. Of two rows the order does not matter: +0 plus one
 plus the other is the same sum either way.
@@ -30,13 +36,17 @@ plus the other is the same sum either way.
 Example: three slots; token 0 of rank 0 filled there rows [0, -1, 1] of ``y``, with weights 0.5 and 1; y[0] = 2 and
 y[1] = 2**-8. The own row in bf16 is round(1 + 2**-8) = 1. Rank 1 sends 2**-8, and home stores round(2**-8 + 1) = 1.
 With an own row that is not rounded it would store 1 + 2**-7.
+
+Example of what names own rows: 5 tokens per rank at most; token 2 of rank 1 has message slot 0 there, and that message
+row 9 of ``y``. They are named by 5, the number of message (1, 0); with one row a message by 9; and where the row was
+stored by 7, the number of its place (1, 2).
 """
 
 import triton
 import triton.language as tl
 
 from moelink.kernels.combine.send import weighted_row
-from moelink.kernels.numeric import round_to
+from moelink.kernels.numeric import only, round_to
 
 
 @triton.jit
@@ -46,22 +56,39 @@ def others_slots(slots, me, S: tl.constexpr):
 
 
 @triton.jit
-def own_rows(notes, slots, me, y_rows, S: tl.constexpr):
-    """Return where the S.SLOTS_PER_MESSAGE row numbers are that a token with message ``slots`` [ranks] filled on its
-    own rank, and how many rows of ``y`` they may name: ``y_rows``, or 0 if there are none."""
+def find_own_rows(notes, slots, token, me, exists, S: tl.constexpr):
+    """Look up what names the own rows of ``token``, with message ``slots`` [ranks]: the number of its message; where a
+    message has one row, that row of ``y``; where the row was stored, its place in ``rows``. Less than 0 for none, and
+    if the token does not exist.
+    """
     tl.static_assert(S.WORLD_SIZE == 2 and S.SENDS_SUMS and S.ENCODE_FN is None)
     slot = tl.max(tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, slots, -1), 0)
-    at = (me * S.MAX_TOKENS + tl.maximum(slot, 0)).to(tl.int64) * S.SLOTS_PER_MESSAGE
-    return notes.rows_of_message + at, tl.where(slot >= 0, y_rows, 0)
+    goes = exists & (slot >= 0)
+    message = tl.where(goes, me * S.MAX_TOKENS + slot, -1)
+    if not S.OWN_ROWS_STAY:
+        return tl.where(goes, me * S.MAX_TOKENS + token, -1)
+    elif S.SLOTS_PER_MESSAGE == 1:
+        return tl.load(notes.rows_of_message + message, mask=message >= 0, other=-1)
+    else:
+        return message
 
 
 @triton.jit
-def own_sum(inputs, y_rows, rows, c, S: tl.constexpr):
-    """Return the own row of a token at columns ``c``, as it would have travelled. ``rows``: of
-    :func:`own_rows`."""
+def own_sum(mine, inputs, notes, y_rows, own, c, S: tl.constexpr):
+    """Return the own row of a token at columns ``c``, as it would have travelled. ``own``: from
+    :func:`find_own_rows`. ``mine``: the address of this rank's block."""
+    if not S.OWN_ROWS_STAY:
+        row = (mine + S.OFFSET_ROWS + tl.maximum(own, 0).to(tl.int64) * S.ROW_BYTES).to(S.ROW_POINTER)
+        return tl.load(tl.multiple_of(row, 16) + c, mask=only(own >= 0, c < S.HIDDEN_SIZE), other=0.0)
     total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
-    step: tl.constexpr = 4 if S.SLOTS_PER_MESSAGE % 4 == 0 else 2 if S.SLOTS_PER_MESSAGE % 2 == 0 else 1
-    for first in range(0, S.SLOTS_PER_MESSAGE, step):
-        for k in tl.static_range(step):
-            total += weighted_row(inputs.y, y_rows, inputs.row_weights, inputs.row_weights, rows, first + k, c, S)
+    weights = inputs.row_weights
+    if S.SLOTS_PER_MESSAGE == 1:
+        total += weighted_row(inputs.y, y_rows, weights, weights, own, c, S)
+    else:
+        rows = notes.rows_of_message + tl.maximum(own, 0).to(tl.int64) * S.SLOTS_PER_MESSAGE
+        y_rows = tl.where(own >= 0, y_rows, 0)
+        step: tl.constexpr = 4 if S.SLOTS_PER_MESSAGE % 4 == 0 else 2 if S.SLOTS_PER_MESSAGE % 2 == 0 else 1
+        for first in range(0, S.SLOTS_PER_MESSAGE, step):
+            for k in tl.static_range(step):
+                total += weighted_row(inputs.y, y_rows, weights, weights, tl.load(rows + first + k), c, S)
     return round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS)

@@ -17,11 +17,11 @@ the second copies shared rows 0 and 1; CTA i of the third stores out[i] = round(
 import triton
 import triton.language as tl
 
+from moelink.kernels.combine.finish import shared_expert_output
 from moelink.kernels.combine.reduce import (
     awaited_slots,
     parts_of_token,
     reduce_and_copy_to_output,
-    shared_expert_output,
     wait_for_all_arrivals,
     wait_for_heads,
     wait_for_inter_node_rows,

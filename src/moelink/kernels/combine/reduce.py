@@ -21,16 +21,14 @@ In allreduce mode nothing travels: rows are read where they are, and no signal i
 
 Example: W = 3, token 5 went to ranks 0 and 2 (``slot_of[5] = [5, -1, 0]``): wait for flag (0, 5) and flag (2, 0), then
 out = round(row(0, 5) + row(2, 5)).
-
-Example of the additions: a token's rows sum to 1.5, the shared expert gives 0.25, ``shared=`` 2 and a bias 1: 4.75 is
-stored.
 """
 
 import triton
 import triton.language as tl
 
 from moelink.kernels.combine.collect import sum_of_levels, wait_for_levels
-from moelink.kernels.combine.own_rows import others_slots, own_rows, own_sum
+from moelink.kernels.combine.finish import finish, shared_expert_output
+from moelink.kernels.combine.own_rows import find_own_rows, others_slots, own_sum
 from moelink.kernels.combine.row_format import load_columns, row_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
@@ -88,41 +86,15 @@ from moelink.memory.protocol import (
     CODE_ROUTING,
     COMBINE_COLLECTED,
     COMBINE_RECEIVED,
+    MANY_TOKENS,
     OPTIONS_BY_ROW,
     PHASE_COMBINE,
 )
 
-
-@triton.jit
-def shared_expert_output(y, numbers, token, c, S: tl.constexpr):
-    """Load the fused shared expert's row of this token: row token - shared_begin of this rank's own expert outputs, or
-    zeros where it has none."""
-    row = token - numbers.shared_begin
-    keep = (row >= 0) & (token < numbers.shared_end) & (row < numbers.y_rows)
-    return tl.load(y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0)
-
-
-@triton.jit
-def finish(total, outputs, inputs, token, c, S: tl.constexpr):
-    """Add ``shared=`` and the epilogue's tensor, and store row ``token``, or call the epilogue's hook, which stores
-    it."""
-    at = tl.cast(token, tl.int64) * S.HIDDEN_SIZE + c
-    if S.HAS_SHARED:
-        total += tl.load(inputs.shared + at, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)
-    if S.EPILOGUE == "bias":
-        total += tl.load(inputs.epilogue + c, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)
-    elif S.EPILOGUE == "residual":
-        total += tl.load(inputs.epilogue + at, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)
-    if S.HOOK is not None:
-        rows = tl.full([1, 1], 0, tl.int64) + token
-        S.HOOK(outputs.epilogue_tensors, rows, c.to(tl.int64)[None, :], total[None, :], (c < S.HIDDEN_SIZE)[None, :])
-    else:
-        tl.store(outputs.out + at, round_to(total, S.OUT_DTYPE, S.NATIVE_CASTS), mask=c < S.HIDDEN_SIZE)
-
-
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)
 _COLLECTED = tl.constexpr(COMBINE_COLLECTED)
+_MANY_TOKENS = tl.constexpr(MANY_TOKENS)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _FLAGS = tl.constexpr(128)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
@@ -370,28 +342,27 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, piece, S
 
 
 @triton.jit
-def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
+def sum_rows_without_flags(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S: tl.constexpr):
     """Wait for a token's rows while summing them, and store its result. Rows come without flags, in Lamport slots.
 
-    An own row that stays is read before the wait, which hides it.
+    An own row that is apart is read before the wait, which hides it.
     """
     mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
-    if S.OWN_ROWS_STAY:
-        rows, y_rows = own_rows(notes, slots, ctx.me, numbers.y_rows, S)
+    if S.OWN_ROWS_APART:
         slots = others_slots(slots, ctx.me, S)
     step = piece.parts * S.BLOCK_SIZE
     for c0 in range(piece.part * S.BLOCK_SIZE, S.HIDDEN_SIZE, step):
         if ok > 0:
             came = arrivals(ctx, ARRIVED, tl.arange(0, S.WORLD_SIZE_POW2), S)
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
-            if S.OWN_ROWS_STAY:
-                own = own_sum(inputs, y_rows, rows, c, S)
+            if S.OWN_ROWS_APART:
+                beside = own_sum(mine, inputs, notes, numbers.y_rows, own, c, S)
             ok, peer, total = sum_rows(mine, ctx.me, slots, token, c0, ctx.limit, came, S)
             if piece.is_last & (c0 + step >= S.HIDDEN_SIZE):
                 allow_next_launch(S)
-            if S.OWN_ROWS_STAY:
-                total += own.to(S.SUM_DTYPE)
+            if S.OWN_ROWS_APART:
+                total += beside.to(S.SUM_DTYPE)
             stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
             report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
             if ok > 0:
@@ -403,10 +374,9 @@ def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, p
 
 
 @triton.jit
-def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
-    """Do as :func:`wait_and_reduce` where own rows stay (``kernels.combine.own_rows``)."""
+def gather_beside_own_rows(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S: tl.constexpr):
+    """Do as :func:`wait_and_reduce` where own rows are apart (``kernels.combine.own_rows``)."""
     mine = own_block(ctx.control, S)
-    rows, y_rows = own_rows(notes, slots, ctx.me, numbers.y_rows, S)
     slots = others_slots(slots, ctx.me, S)
     place = tl.cast((1 - ctx.me) * S.MAX_TOKENS + token, tl.int64)
     source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
@@ -416,9 +386,9 @@ def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, p
     if ok > 0:
         for c0 in range(piece.part * S.BLOCK_SIZE, S.HIDDEN_SIZE, piece.parts * S.BLOCK_SIZE):
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
-            own = own_sum(inputs, y_rows, rows, c, S)
+            beside = own_sum(mine, inputs, notes, numbers.y_rows, own, c, S)
             total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE) + row_columns(source, c0, tl.max(slots, 0) >= 0, S)
-            total += own.to(S.SUM_DTYPE)
+            total += beside.to(S.SUM_DTYPE)
             if S.FUSED_SHARED_EXPERT:
                 total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
             finish(total, outputs, inputs, token, c, S)
@@ -427,8 +397,8 @@ def gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, p
 
 
 @triton.jit
-def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: tl.constexpr):
-    """Wait for a token's rows and store a ``piece`` of its result.
+def gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S: tl.constexpr):
+    """Wait for a token's rows and store a ``piece`` of its result. ``own`` names its own rows, where these are apart.
 
     The number of tokens in the call decides whether rows come with flags. Returns 1, or 0 or -1 after an error.
     """
@@ -436,10 +406,10 @@ def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: t
     small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)
     if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
         if small:
-            ok = sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
+            ok = sum_rows_without_flags(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S)
     if small == 0:
-        if S.OWN_ROWS_STAY:
-            ok = gather_beside_own_rows(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
+        if S.OWN_ROWS_APART:
+            ok = gather_beside_own_rows(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S)
         else:
             ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     return ok
@@ -447,9 +417,23 @@ def gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S: t
 
 @triton.jit
 def parts_of_token(num_tokens, num_programs, S: tl.constexpr):
-    """Return into how many parts of its columns a token is divided: all blocks if the CTAs suffice, else 1."""
+    """Return into how many parts of its columns a token is divided: all blocks if the CTAs suffice, else 1.
+
+    All blocks, too, of up to MANY_TOKENS tokens where the own row is a copy that is apart: after a call's last row has
+    come only one part of it is left to do. More tokens are read faster as a whole.
+    """
     blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
-    return tl.where(num_tokens * blocks <= num_programs, blocks, 1)
+    divided = num_tokens * blocks <= num_programs
+    if S.OWN_ROWS_APART and S.SLOTS_PER_MESSAGE == 1:
+        divided = divided | (num_tokens <= _MANY_TOKENS)
+    return tl.where(divided, blocks, 1)
+
+
+@triton.jit
+def load_slots(notes, token, exists, S: tl.constexpr):
+    """Load the message slots [ranks] of ``token``. They are undefined if it does not exist, and past the last rank."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    return tl.load(notes.slot_of + token * S.WORLD_SIZE + r, mask=only(exists, r < S.WORLD_SIZE))
 
 
 @triton.jit
@@ -482,12 +466,28 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     # Where there are CTAs to spare, the first one sums nothing, because it waits for the heads.
     spare = (num_programs > items).to(tl.int32)
     step = tl.maximum(num_programs - spare, 1)
-    for i in range(tl.where(program < spare, items, program - spare), items, step):
+    first = tl.where(program < spare, items, program - spare)
+    own = tl.full([], -1, tl.int32)
+    if S.OWN_ROWS_APART:
+        # What names own rows is read two parts ahead, and one: it is two loads, of which one waits for the other. If
+        # dispatch brought nothing, or not to its end, its notes name nothing.
+        noted = tl.where(brought & (ok > 0), items, 0)
+        near = load_slots(notes, first // parts, first < noted, S)
+        far = load_slots(notes, (first + step) // parts, first + step < noted, S)
+        next_own = find_own_rows(notes, near, first // parts, ctx.me, first < noted, S)
+    for i in range(first, items, step):
+        token = i // parts
+        if S.OWN_ROWS_APART:
+            own = next_own
+            slots = tl.where(brought, near, -1)
+            next_own = find_own_rows(notes, far, (i + step) // parts, ctx.me, i + step < noted, S)
+            near = far
+            far = load_slots(notes, (i + 2 * step) // parts, i + 2 * step < noted, S)
         if ok > 0:
-            token = i // parts
-            slots = awaited_slots(notes, token, brought, choices, S)
+            if not S.OWN_ROWS_APART:
+                slots = awaited_slots(notes, token, brought, choices, S)
             piece = Piece(i % parts, parts, (i + step >= items) & (not S.TWO_LEVEL))
-            ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
+            ok = gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S)
     if S.TWO_LEVEL:
         if brought:
             ok = after_relaying(ok, program, ctx, _COLLECTED, _PHASE, S)

@@ -15,7 +15,8 @@ rank learns of a refusal even when no rows were due to it. Where messages travel
 is the only CTA. A rank that refuses the call sends no rows but raises all flags. Where a combine takes several passes
 over the slots, a refused combine ends with the first pass, because the rank that refuses makes only one call.
 
-A rank is not one of its own homes where its own rows stay (``kernels.combine.own_rows``).
+A rank is not one of its own homes where its own rows stay, and signals none of them where they are stored
+(``kernels.combine.own_rows``).
 
 Sums: the accumulator starts at +0, slots ascend, each product is rounded before it is added (no fused multiply-add),
 and the sum is rounded once to the row's dtype, or encoded in the combine format (``kernels.combine.row_format``). A
@@ -71,9 +72,9 @@ def is_refused(control, call, slot_begin):
 
 
 @triton.jit
-def weighted_row(y, y_rows, row_weights, home_weights, rows, k, c, S: tl.constexpr):
-    """Return row ``rows[k]`` at columns ``c`` times its weight, or zeros: a summand of :func:`weighted_sum`."""
-    row = tl.load(rows + k)
+def weighted_row(y, y_rows, row_weights, home_weight, row, c, S: tl.constexpr):
+    """Return row ``row`` of ``y`` at columns ``c`` times its weight, or zeros where it is not below ``y_rows``: a
+    summand of :func:`weighted_sum`. ``home_weight``: a pointer to the weight of its slot."""
     keep = (row >= 0) & (row < y_rows)
     source = y + row.to(tl.int64) * S.HIDDEN_SIZE
     part = tl.load(source + c, mask=only(keep, c < S.HIDDEN_SIZE), other=0.0, eviction_policy=S.EVICTION).to(
@@ -82,7 +83,7 @@ def weighted_row(y, y_rows, row_weights, home_weights, rows, k, c, S: tl.constex
     if S.HAS_ROW_WEIGHTS:
         part = part * tl.load(row_weights + row, mask=keep, other=0.0)
     elif S.HAS_HOME_WEIGHTS:
-        part = part * tl.load(home_weights + k, mask=keep, other=0.0)
+        part = part * tl.load(home_weight, mask=keep, other=0.0)
     return part
 
 
@@ -95,7 +96,7 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
     """
     total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
     for k in tl.static_range(S.SLOTS_PER_MESSAGE):
-        total += weighted_row(y, y_rows, row_weights, home_weights, rows, k, c, S)
+        total += weighted_row(y, y_rows, row_weights, home_weights + k, tl.load(rows + k), c, S)
     return total
 
 
@@ -303,6 +304,10 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
     p = tl.arange(0, S.PARTS_POW2)
     flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place_at_stop(home, ctx.me, S) * S.MAX_TOKENS * S.PARTS_PER_ROW
     small = is_small(ctx.control, tl.load(notes.received + home * 2 + 1), ctx.call, S)
+    flagged = small == 0
+    if S.OWN_ROWS_APART:  # own rows, if they are sent at all, have no signal
+        small = small & (home != ctx.me)
+        flagged = flagged & (home != ctx.me)
     if S.PARTS_PER_ROW == 1:
         for slot in range(lane, tl.load(notes.received + home * 2), lanes):
             at = home * S.MAX_TOKENS + slot
@@ -318,7 +323,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                 stamp_first(ctx, FIRST_STORE, S)
             else:
                 in_one_level(put_kept, (ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, True), S)
-            if small == 0:
+            if flagged:
                 publish(
                     flags + slot + p,
                     intra_node_only(p < 1, stop, ctx.me, S),
@@ -346,7 +351,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                 inputs, tl.where(valid, numbers.y_rows, 0), numbers.slot_begin, S,
             )  # fmt: skip
             stamp_first(ctx, FIRST_STORE, S)
-            if small == 0:
+            if flagged:
                 shared = only(there, p < parts)
                 publish(
                     flags + (slot * S.PARTS_PER_ROW + begin) + p, shared, tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call

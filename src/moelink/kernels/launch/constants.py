@@ -368,7 +368,8 @@ class CombineSpec(CommonSpec):
         EVICTION: how experts' rows are loaded, as Triton names it. Up to MANY_TOKENS they are the first to leave the L2
             cache, which holds what comes over the links and what the next calls need. With more tokens all of that
             leaves the cache in any case, and fewer instructions matter more.
-        COLLECTORS: collecting CTAs, 0 with one level. OWN_ROWS_STAY: 1 where ``kernels.combine.own_rows`` says.
+        COLLECTORS: collecting CTAs, 0 with one level. OWN_ROWS_APART, OWN_ROWS_STAY: 1 where
+            ``kernels.combine.own_rows`` says.
         KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
             else by the message.
     """
@@ -414,6 +415,7 @@ class CombineSpec(CommonSpec):
     OFFSET_STAGED_ROWS: int
     OFFSET_NODE_ROWS: int
     COLLECTORS: int
+    OWN_ROWS_APART: int
     OWN_ROWS_STAY: int
 
 
@@ -469,5 +471,6 @@ def combine_spec(
         STAGED_BY_ROW=not cfg.pre_reduce, OFFSET_ROW_FLAG=inter("row_flag"),
         OFFSET_INTER_NODE_KEPT=inter("inter_node_kept"), OFFSET_STAGED_STATUS=inter("staged_status"),
         OFFSET_STAGED_KEPT=inter("staged_kept"), OFFSET_STAGED_ROWS=inter("staged_rows"),
-        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_STAY=0,
+        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_APART=0,
+        OWN_ROWS_STAY=0,
     )  # fmt: skip

@@ -120,8 +120,8 @@ def combine_launch(
     parts, and one for each part of a token; and one more in either role, which tells or checks that all ranks are in
     this call. More tokens: four of five CTAs send, one sums. Where sums need no flags, up to MANY_TOKENS, three send
     and two sum, because a sender waits for nothing and a reducer also clears what it read. In layout "rank", whose
-    senders only copy, two send and three sum. If ``own_rows_stay`` (``kernels.combine.own_rows``), half of those four
-    or three send, with either layout, and the others sum; of few tokens, as many as the messages that travel.
+    senders only copy, two send and three sum. If ``own_rows_stay`` (``kernels.combine.own_rows``), two send and three
+    sum, and where sums need no flags 1.25 send; of few tokens, as many as the messages that travel.
     """
     if device.type == "cpu":
         return Launch(3, 3)
@@ -142,7 +142,7 @@ def combine_launch(
         room = 4 * sms if config.num_sms is None else 5 * sms - send - collectors
         receive = min(room, ceil_div(config.hidden_size, workspace.combine_block) * max(1, num_tokens) + 1)
     elif own_rows_stay:
-        send = (3 if workspace.lamport_tokens else 4) * sms // ranks
+        send = 5 * sms // 4 if workspace.lamport_tokens else 2 * sms
         receive = 5 * sms - send
     else:
         send -= collectors

@@ -1,4 +1,5 @@
-"""Choose the combines in which rows of a rank's own tokens stay where they are (``kernels.combine.own_rows``)."""
+"""Choose the combines in which rows of a rank's own tokens stay where they are, or are stored without a signal
+(``kernels.combine.own_rows``)."""
 
 from __future__ import annotations
 
@@ -35,4 +36,12 @@ def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> 
 def in_one_launch(spec: CombineSpec, workspace: Workspace, device: torch.device) -> CombineSpec:
     """Return the launch constants ``spec`` for a launch of both roles."""
     stay = own_rows_stay(workspace, device, sums=bool(spec.SENDS_SUMS))
-    return dataclasses.replace(spec, OWN_ROWS_STAY=1) if stay else spec
+    return dataclasses.replace(spec, OWN_ROWS_APART=1, OWN_ROWS_STAY=1) if stay else spec
+
+
+@lru_cache(maxsize=256)
+def in_two_launches(spec: CombineSpec, workspace: Workspace) -> CombineSpec:
+    """Return the launch constants ``spec`` for a launch of one role: own rows that are copies are stored without a
+    signal (``Workspace.two_copies``)."""
+    stored = bool(spec.SENDS_SUMS) and workspace.two_copies
+    return dataclasses.replace(spec, OWN_ROWS_APART=1) if stored else spec

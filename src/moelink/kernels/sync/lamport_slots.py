@@ -144,8 +144,9 @@ def words_at(mine, rank, token, S: tl.constexpr):
 
 @triton.jit
 def sender_at(i, me, S: tl.constexpr):
-    """Return the ``i``-th rank whose rows may come to rank ``me``: rank i, or where own rows stay the i-th after it."""
-    if S.OWN_ROWS_STAY:
+    """Return the ``i``-th rank whose rows may come to rank ``me``: rank i, or where own rows are apart the i-th after
+    it."""
+    if S.OWN_ROWS_APART:
         return (me + 1 + i) % S.WORLD_SIZE
     else:
         return i
@@ -155,7 +156,7 @@ def sender_at(i, me, S: tl.constexpr):
 def leave_zeros(mine, me, slots, token, n, mask, S: tl.constexpr):
     """Clear words ``n`` of a token's rows, under ``mask``, which have been read, for a later call."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
+    for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_APART):
         rank = sender_at(i, me, S)
         sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, mask)
         tl.store(words_at(mine, rank, token, S) + n, tl.zeros(n.shape, tl.int32), mask=sent)
@@ -185,7 +186,7 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
         missing = tl.zeros(n.shape, tl.int32)
         late = tl.zeros(n.shape, tl.int64)
-        for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
+        for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_APART):
             rank = sender_at(i, me, S)
             sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
             words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)

@@ -13,7 +13,7 @@ from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.grid import combine_launch, shared_bounds
 from moelink.kernels.launch.launcher import CompiledKernel
-from moelink.kernels.launch.own_rows import in_one_launch
+from moelink.kernels.launch.own_rows import in_one_launch, in_two_launches
 from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs, RoutingNotes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import Blank
@@ -71,7 +71,7 @@ class LaunchPlan:
         senders = fused.send + spec.COLLECTORS if travels else 0
         slots = () if reduce else (config.topk,)
         dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
-        how: Any = {"S": spec, "launch": launch, **_EXACT}
+        how: Any = {"S": in_two_launches(spec, workspace), "launch": launch, **_EXACT}
         shared_begin, shared_end = shared_bounds(config, num_tokens)
         numbers = CombineNumbers(
             me=rank.me, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
