@@ -64,10 +64,10 @@ def find_own_rows(notes, slots, token, me, exists, S: tl.constexpr):
     tl.static_assert(S.WORLD_SIZE == 2 and S.SENDS_SUMS and S.ENCODE_FN is None)
     slot = tl.max(tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, slots, -1), 0)
     goes = exists & (slot >= 0)
-    message = tl.where(goes, me * S.MAX_TOKENS + slot, -1)
     if not S.OWN_ROWS_STAY:
         return tl.where(goes, me * S.MAX_TOKENS + token, -1)
-    elif S.SLOTS_PER_MESSAGE == 1:
+    message = tl.where(goes, me * S.MAX_TOKENS + slot, -1)
+    if S.SLOTS_PER_MESSAGE == 1:
         return tl.load(notes.rows_of_message + message, mask=message >= 0, other=-1)
     else:
         return message

@@ -11,7 +11,7 @@ bits set for a NaN, and codes and scales of one block would have to be polled as
 Who writes and who waits: the expert's rank r stores row (r, token) of ``lamport_slots`` at the home rank, inverted; no
 other peer stores there. The home rank waits until no part of the rows of its token is zero, sums them and stores zeros.
 Home had ``num_tokens`` tokens, which dispatch told the expert's rank, and :func:`is_small` decides from it which form
-the call has.
+the call has. How many are few, ``Workspace.lamport_tokens`` says: with layout "rank" of two ranks, thousands.
 
 Why the next call cannot overtake, and no row is taken for one of another call: a rank stores only after home has
 granted credit for the call before (``kernels.sync.credit``), and home grants it after the launch that stored the zeros.
