@@ -52,11 +52,17 @@ def slow_first(name: str) -> float:
     return 0.05 if name.endswith("kernel[0]") else 1.0
 
 
+def slow_senders(name: str) -> float:
+    """CTAs that send rows are slow, so that a receiver looks at a message as soon as its flag is there."""
+    return 0.02 if name.endswith(("dispatch_kernel[0]", "dispatch_kernel[1]", "dispatch_kernel[2]")) else 1.0
+
+
 SCENARIOS = {
     "shared": dict(cases=SHARED),
     "shared_split": dict(cases=SHARED, fused=False),
     "shared_after_alone": dict(cases=[*FEW, *ALONE, *SHARED], combine=False),
     "views": dict(cases=cases(VIEWS, (4, 5))),
+    "views_of_slow_senders": dict(cases=cases(VIEWS, (6, 8)), speed=slow_senders),
     "late_words": dict(cases=SHARED, combine=False, speed=late_words),
 }
 

@@ -44,6 +44,10 @@ quantised are read before its first piece is stored, and stored after the last o
 a row is one piece and one group, rounded up to a power of two, so that its largest element is known before the first
 store.
 
+The headers of a batch are stored before its rows, but after them where rows stay in the messages (S.IN_PLACE): links
+then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). Either way the release of the flags comes
+after both.
+
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
 destination 1 gets tokens 0, 2 in slots 0, 1 with local ids [-1, 1], [-1, 0]. Counts: [2, 1] for rank 0, [1, 1] for rank
@@ -444,7 +448,8 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             tl.store(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
             places = message_addresses(base, own, slot, token, ctx.me, mine, S)
             w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
-            store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
+            if not S.IN_PLACE:
+                store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
             in_two_levels(store_relay_headers, (ctx, mine, expert, own, slot, token), S)
             stamp_first(ctx, FIRST_STORE, S)
             for t in range(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end)):
@@ -457,6 +462,8 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
                     store_piece(row, piece, to, inputs.input_scale, S)
                     row = following
                 store_ready_scales(scales, to, S)
+            if S.IN_PLACE:
+                store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
             publish_messages(ctx, base, mine, own, slot, token, S)
             if t0 + S.TOKENS_PER_BATCH < end:
                 sent += tl.sum(goes, 0)
