@@ -65,8 +65,8 @@ test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moeli
 	  tests/test_megatron.py tests/test_megatron_settings.py tests/test_docs_frameworks.py tests/test_bench_frameworks.py
 	$(MAKE) upstream-torchtitan upstream-megatron
 
-gpu-test: $(STAMP)  ## tests that need CUDA devices
-	$(BIN)/pytest -m gpu
+gpu-test: $(STAMP)  ## tests that need CUDA devices, file by file, and the matrix at real sizes
+	$(BIN)/python tests/gpu_files.py
 
 ENGINES := vllm sglang
 # With NEWEST=1 environments get the newest releases of the ranges that moelink accepts (integrations/versions.py).

@@ -31,6 +31,7 @@ from starving import starvation  # noqa: E402
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full tier: all parameter sets of every test")
+    parser.addoption("--compiled", action="store_true", help="kernels of GPU tests are compiled already (gpu_files.py)")
 
 
 def pytest_configure(config):
@@ -143,9 +144,10 @@ def blocks(monkeypatch):
 
 def pytest_collection_finish(session):
     """On GPU machines: what the selected GPU tests launch is in Triton's cache before the first of them begins, so none
-    of it counts as the time of a test. Workers of pytest-xdist compile side by side what their tests need."""
-    worker = hasattr(session.config, "workerinput")
-    if torch.cuda.is_available() and not worker and not session.config.option.collectonly:
+    of it counts as the time of a test. Workers of pytest-xdist compile side by side what their tests need; with
+    ``--compiled`` it is there already."""
+    others = hasattr(session.config, "workerinput") or session.config.option.compiled
+    if torch.cuda.is_available() and not others and not session.config.option.collectonly:
         from gpu_compile import ahead, compile_all
 
         compile_all(ahead(item for item in session.items if item.get_closest_marker("gpu")))

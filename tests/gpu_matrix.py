@@ -321,13 +321,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The complete matrix at real sizes.")
     parser.add_argument("--dry", action="store_true", help="print the configurations and the counts per pair of values")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="only these")
+    parser.add_argument("--compiled", action="store_true", help="its kernels are compiled already")
     args = parser.parse_args()
     if args.dry:
         print(describe())
         return
     world_size = min(8, torch.cuda.device_count())
     configs = [config for config in CONFIGS if config.form.dispatch_format in args.formats]
-    compile_all(kernels(configs, world_size))
+    if not args.compiled:
+        compile_all(kernels(configs, world_size))
     found = differences_of(jobs_of(configs, world_size), world_size, timeout=500)
     print("\n".join(found) or "everything is equal")
     raise SystemExit(bool(found))

@@ -1,7 +1,6 @@
 """Symmetric memory on CUDA devices: kernels write to peers through the table of pointers. Run by hand on GPUs."""
 
 import os
-import socket
 import warnings
 
 import pytest
@@ -13,6 +12,7 @@ import triton.language as tl
 from memory_ranks import run_ranks, values
 from moelink.errors import ArgumentError, ClosedError
 from moelink.memory import Members, TorchMemory, create_all
+from moelink.testing import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,12 +112,7 @@ def share_a_device(rank, world_size, exchange, port):
     TorchMemory.create(NBYTES, device=torch.device("cuda", 0), group=dist.group.WORLD, exchange=exchange)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
+@pytest.mark.alone("compares what is free on a device before and after")
 @pytest.mark.parametrize("backend", ["nccl", "gloo", "members"])
 def test_processes_write_to_each_other(backend):
     for held, given_back in values(run_ranks(torch.cuda.device_count(), use_torch_memory, free_port(), backend)):

@@ -51,6 +51,7 @@ def start_up(rank: int, world_size: int) -> dict[str, float]:
         return {"warmup": warm - start, "first": first - warm, "known": known, "later": len(compiled)}
 
 
+@pytest.mark.alone("takes the time")
 @pytest.mark.kernels(of=lambda: warmup_kernels(FIELDS, WORLD))
 def test_a_start_with_a_warm_cache_takes_less_than_ten_seconds():
     for rank, found in enumerate(run_ranks(start_up, max(1, WORLD), timeout=250)):

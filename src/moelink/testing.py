@@ -8,10 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -28,11 +30,24 @@ class RankHungError(AssertionError):
     """Ranks did not finish in time; the message names them."""
 
 
+_PORTS = range(10_000, 32_768)
+"""Below those that Linux and macOS give to programs that ask for any."""
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago.
+
+    It is none that a system gives to a program that asks for any port, because many programs do so, and the caller may
+    take seconds to bind it.
+
+    Raises:
+        OSError: no free port was found.
+    """
+    for port in random.SystemRandom().sample(_PORTS, min(100, len(_PORTS))):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"expected a free port from {_PORTS[0]} to {_PORTS[-1]}, got none")
 
 
 def run_ranks(

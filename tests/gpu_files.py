@@ -1,0 +1,180 @@
+"""Run the GPU tests file by file, several files at a time, and the matrix at real sizes.
+
+    python gpu_files.py                     # all of them, as ``make gpu-test`` does
+    python gpu_files.py --workers 2 test_symmetric_gpu.py test_lanes.py
+
+The kernels of all files are compiled first, by all processors at once. A file that compiled for itself would start as
+many processes again, and several such files together need more memory than a machine has. Files whose tests name no
+kernels (marker ``kernels``) need not wait for that. Files with tests that are marked ``alone`` come last, one at a
+time.
+
+It prints a line for each file as it ends: status, seconds, and pytest's closing line. Logs are files of a folder. The
+exit status is 1 when a file failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_matrix
+from gpu_compile import Task, ahead, compile_all
+from matrix_configs import CONFIGS
+
+TESTS = Path(__file__).parent
+MATRIX = Path(gpu_matrix.__file__).name
+LONG = ("test_moe_gpu.py", "test_nodes_gpu.py", "test_matrix_gpu.py", MATRIX, "test_symmetric_gpu.py")
+"""Files that take minutes: they begin before the others, so that none of them is alone at the end."""
+LIMIT = 1200.0
+"""Seconds after which a file is given up."""
+CLOSING = re.compile(r"\b(passed|failed|skipped|deselected|errors?|no tests ran)\b.* in [\d.]+s")
+NO_TESTS = 5
+"""pytest's exit status where a file was skipped as a whole."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of GPU tests, or the matrix.
+
+    Attributes:
+        name: of the file in ``tests/``.
+        tasks: what its tests launch, to be compiled before; skipped tests launch nothing.
+        alone: nothing else may run beside it.
+    """
+
+    name: str
+    tasks: tuple[Task, ...] = ()
+    alone: bool = False
+
+    def command(self, compiled: bool) -> list[str]:
+        """What runs it. ``compiled``: its kernels are in the cache already."""
+        start = [] if self.name == MATRIX else ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        return [sys.executable, *start, str(TESTS / self.name), *["--compiled"] * compiled]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a file ended: its exit status, the seconds it took, and pytest's closing line, or else its last line."""
+
+    name: str
+    status: int
+    seconds: float
+    closing: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether no test failed."""
+        return self.status in (0, NO_TESTS)
+
+    def __str__(self) -> str:
+        word = "passed" if self.passed else f"FAILED ({self.status})"
+        return f"{word:12} {self.seconds:5.0f} s  {self.name:28} {self.closing}"
+
+
+def files_of(names: Sequence[str]) -> list[File]:
+    """The files among ``names`` that have GPU tests, long ones first; without names all, and the matrix."""
+    found: dict[str, list[Any]] = {}
+
+    class Collected:
+        def pytest_collection_finish(self, session: Any) -> None:
+            for item in session.items:
+                found.setdefault(item.path.name, []).append(item)
+
+    chosen = [str(TESTS / name) for name in names if name != MATRIX] or ([] if names else [str(TESTS)])
+    printed = io.StringIO()
+    if chosen:
+        with contextlib.redirect_stdout(printed):
+            status = pytest.main(
+                ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *chosen], plugins=[Collected()]
+            )
+        if status not in (0, NO_TESTS):
+            raise SystemExit(f"GPU tests cannot be collected:\n{printed.getvalue()}")
+    files = [
+        File(name, tuple(ahead(items)), any(item.get_closest_marker("alone") for item in items))
+        for name, items in found.items()
+    ]
+    if not names or MATRIX in names:
+        files.append(File(MATRIX, tuple(gpu_matrix.kernels(CONFIGS, max(1, min(8, torch.cuda.device_count()))))))
+    return sorted(files, key=lambda file: LONG.index(file.name) if file.name in LONG else len(LONG))
+
+
+def run(file: File, logs: Path, compiled: bool) -> Outcome:
+    """Run ``file``; what it prints goes to a file of ``logs``."""
+    began = time.monotonic()
+    log = logs / f"{Path(file.name).stem}.txt"
+    with log.open("w") as stream:
+        try:
+            command = file.command(compiled)
+            status = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["printed nothing"]
+    closing = next((line for line in reversed(lines) if CLOSING.search(line)), lines[-1])
+    return Outcome(file.name, status, time.monotonic() - began, closing)
+
+
+def run_all(files: Sequence[File], logs: Path, workers: int) -> list[Outcome]:
+    """Compile, and run ``files``, up to ``workers`` at a time. Prints each outcome as it comes."""
+    outcomes: list[Outcome] = []
+
+    def note(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        print(outcome, flush=True)
+
+    beside = [file for file in files if not file.alone]
+    with ThreadPoolExecutor(workers) as pool:
+        ends: list[Future[Outcome]] = [pool.submit(run, file, logs, True) for file in beside if not file.tasks]
+        compiled = compile_kernels(files)
+        ends += [pool.submit(run, file, logs, compiled) for file in beside if file.tasks]
+        for end in as_completed(ends):
+            note(end.result())
+    for file in files:
+        if file.alone:
+            note(run(file, logs, compiled))
+    return outcomes
+
+
+def compile_kernels(files: Sequence[File]) -> bool:
+    """Compile what all ``files`` launch. Where one kernel cannot be compiled, say so and return False: its own file
+    compiles again, and fails."""
+    try:
+        compile_all([task for file in files for task in file.tasks])
+    except RuntimeError as error:
+        print(error, flush=True)
+        return False
+    return True
+
+
+def main() -> None:
+    """See the docstring of the module."""
+    parser = argparse.ArgumentParser(description="GPU tests, file by file, several files at a time.")
+    parser.add_argument("names", nargs="*", help=f"files of tests/, {MATRIX} among them; without any, all")
+    parser.add_argument("--workers", type=int, default=4, help="files at a time (%(default)s)")
+    parser.add_argument("--logs", type=Path, help="folder of the logs; a new one by default")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("expected a CUDA device, got none: run this on a GPU machine")
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="gpu-tests-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    outcomes = run_all(files_of(options.names), logs, options.workers)
+    failed = [outcome.name for outcome in outcomes if not outcome.passed]
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} files passed; logs are in {logs}")
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

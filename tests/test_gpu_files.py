@@ -1,0 +1,119 @@
+"""The run of the GPU tests by file: its order and what it reports, without GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import gpu_files
+from gpu_files import MATRIX, NO_TESTS, File, run_all
+
+LIST = """
+import json, sys
+from gpu_files import files_of
+print(json.dumps([[file.name, file.alone] for file in files_of(sys.argv[1:])]))
+"""
+
+
+@dataclass(frozen=True)
+class Script(File):
+    """A file that appends its name to ``order``, prints ``text`` and ends with ``status``."""
+
+    order: str = ""
+    text: str = ""
+    status: int = 0
+
+    def command(self, compiled):
+        note = f"with open({self.order!r}, 'a') as order: order.write('{self.name} {compiled}\\n')"
+        return [sys.executable, "-c", f"{note}\nprint({self.text!r}); exit({self.status})"]
+
+
+def listed(*names):
+    """Names of the files, and whether they run alone, as a process lists them that runs no tests."""
+    command = [sys.executable, "-c", LIST, *names]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(gpu_files.TESTS), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [tuple(each) for each in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_only_files_with_gpu_tests_run_and_long_ones_begin():
+    found = listed("test_turns_gpu.py", "test_formats.py", "test_startup_gpu.py", MATRIX, "test_moe_gpu.py")
+    assert found[:2] == [("test_moe_gpu.py", False), (MATRIX, False)]
+    assert sorted(found[2:]) == [("test_startup_gpu.py", True), ("test_turns_gpu.py", False)]
+
+
+def test_long_files_are_files():
+    assert all((gpu_files.TESTS / name).is_file() for name in gpu_files.LONG)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A function that makes a :class:`Script`, and one that returns what ran, in order."""
+    order = tmp_path / "order"
+
+    def make(name, **fields):
+        return Script(f"{name}.py", order=str(order), **fields)
+
+    return make, lambda: order.read_text().splitlines()
+
+
+def test_kernels_are_compiled_once_before_the_files_that_launch_them(script, tmp_path, monkeypatch, capsys):
+    make, order = script
+    compiled = []
+    monkeypatch.setattr(gpu_files, "compile_all", lambda tasks: compiled.append((list(tasks), order())))
+    monkeypatch.setattr(gpu_files.ThreadPoolExecutor, "submit", lambda pool, fn, *args: now(fn, *args))
+    files = [
+        make("a", tasks=("x",), alone=True),
+        make("b", tasks=("x", "y"), text="1 passed in 2.5s\nlate\n"),
+        make("c"),
+    ]
+    outcomes = run_all(files, tmp_path, workers=1)
+    assert compiled == [(["x", "x", "y"], ["c.py True"])]
+    assert order() == ["c.py True", "b.py True", "a.py True"]
+    assert {outcome.name: outcome.closing for outcome in outcomes} == {
+        "a.py": "printed nothing", "b.py": "1 passed in 2.5s", "c.py": "printed nothing",
+    }  # fmt: skip
+    assert (tmp_path / "b.txt").read_text().startswith("1 passed in 2.5s\nlate")
+    assert "b.py" in capsys.readouterr().out
+
+
+def test_a_kernel_that_cannot_be_compiled_is_left_to_its_file(script, tmp_path, monkeypatch, capsys):
+    make, order = script
+
+    def refuse(tasks):
+        raise RuntimeError("Kernel(x): no such word")
+
+    monkeypatch.setattr(gpu_files, "compile_all", refuse)
+    (outcome,) = run_all([make("a", tasks=("x",), status=1)], tmp_path, workers=1)
+    assert order() == ["a.py False"]
+    assert not outcome.passed
+    assert "FAILED (1)" in str(outcome)
+    assert "no such word" in capsys.readouterr().out
+
+
+@pytest.mark.quick("each takes milliseconds")
+@pytest.mark.parametrize(("status", "passed"), [(0, True), (NO_TESTS, True), (1, False), (2, False)])
+def test_a_file_without_tests_has_not_failed(script, tmp_path, status, passed):
+    make, _ = script
+    assert gpu_files.run(make("a", status=status), tmp_path, True).passed is passed
+
+
+def test_commands():
+    assert File("test_x.py").command(True)[1:] == [
+        "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(gpu_files.TESTS / "test_x.py"), "--compiled",
+    ]  # fmt: skip
+    assert File(MATRIX).command(False)[1:] == [str(Path(gpu_files.TESTS, MATRIX))]
+
+
+def now(function, *args):
+    """A future of what ``function`` returns, which runs at once."""
+    end = gpu_files.Future()
+    end.set_result(function(*args))
+    return end
