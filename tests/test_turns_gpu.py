@@ -10,7 +10,7 @@ from moelink.kernels.launch.grid import grid, sm_count
 from moelink.memory.protocol import SM_LIMIT_WORDS
 from turn_kernels import Budget, note
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("budget, programs", [(1, 3), (8, 23), (24, 71), (24, 24), (64, 192), (131, 393)])
