@@ -74,8 +74,8 @@ There ``rows`` and ``combine_flag`` of a rank of another node, which nothing els
 send through this one: those of rank ``m N + j`` are the rows of this node's j-th rank for the rank of this one's place
 on node m.
 
-Size: T x (W x message + (W or K) x row) bytes, up to 32 MiB of Lamport slots, and the flags. Nothing is double
-buffered. Send buffers exist between nodes only.
+Size: T x (W x message + (W or K) x row) bytes, up to 32 MiB of Lamport slots, or 128 with layout "rank" of two ranks,
+and the flags. Nothing is double buffered. Send buffers exist between nodes only.
 
 Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
 8 x 128 x 14336 bytes = 14 MiB, Lamport slots as much, everything else 0.6 MiB.

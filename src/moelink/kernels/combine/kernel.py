@@ -48,6 +48,6 @@ def ep_combine_async_kernel(peers, inputs, notes, numbers, S: tl.constexpr):
 @triton.jit
 def ep_combine_wait_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """Run the home role alone."""
-    tl.static_assert(not S.OWN_ROWS_STAY)  # the caller may have changed y since the other launch
+    tl.static_assert(not S.OWN_ROWS_STAY)  # they were stored (``own_rows``)
     arguments = (peers, inputs, outputs, notes, numbers)
     run_role(gather_home, arguments, peers.control, _RECEIVED, numbers.programs, S)

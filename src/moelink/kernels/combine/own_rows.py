@@ -8,16 +8,16 @@ of two forms:
 
 * In a fused launch own rows *stay* (S.OWN_ROWS_STAY): the expert role sends to the other rank only, and the home role
   computes own rows from ``y``, in registers. With layout "rank" it loads one row for that.
-* In the two launches of a split call a caller may write to ``y`` between them. So the expert role *stores* own rows, in
-  ``rows`` of its own block, and the home role loads them. This is for rows that are copies, with layout "rank". Those
-  of layout "expert" travel like any others, and so do all rows of a split call of the contract.
+* In the two launches of a split call the expert role *stores* own rows, in ``rows`` of its own block, and the home role
+  loads them. They could stay there, too, because inputs must not change before ``wait`` has returned; that is not
+  built. This is for rows that are copies, with layout "rank". Those of layout "expert" travel like any others, and so
+  do all rows of a split call of the contract, whose second launch is not given ``y``.
 
 Who writes and who waits: own rows have no signal. What they are computed from is complete before a fused launch begins,
 for its expert role reads it, too: ``y``, the row weights, and the notes of dispatch, of which ``slot_of`` has a token's
 message slot at its own rank, and ``rows_of_message`` the rows of that message. What is stored is stored by the launch
 of the expert role, and read by that of the home role, which follows in stream order. Only the rank itself stores there:
-the next call does so in stream order, too. ``y`` need not last longer than the launch of the expert role: its stream
-holds its memory, and a captured graph its address.
+the next call does so in stream order, too.
 
 Why calls of all forms may follow each other, and why ranks need not choose alike: only the rank itself stores and loads
 own rows. Where they are apart, a call leaves its flags for itself as they are. A call after it in which own rows travel

@@ -44,9 +44,10 @@ quantised are read before its first piece is stored, and stored after the last o
 a row is one piece and one group, rounded up to a power of two, so that its largest element is known before the first
 store.
 
-The headers of a batch are stored before its rows, but after them where rows stay in the messages (S.IN_PLACE): links
-then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). Either way the release of the flags comes
-after both.
+With many tokens the headers of a batch are stored before its rows, but after them where rows stay in the messages
+(S.IN_PLACE): links then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the
+first store before that row then. A single token's header is always first. The release of the flags comes after header
+and row in every case.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);

@@ -1,4 +1,4 @@
-"""Send and read the sums of small calls in Lamport slots: rows that are their own signal, so that they need no flags.
+"""Send and read sums in Lamport slots: rows that are their own signal, so that they need no flags.
 
 A row with a flag costs a fence between the two: the sender waits until the row has arrived before it may publish the
 flag, which takes a round trip between two GPUs. With few tokens that is most of a call, with 512 an eighth. So the home
@@ -24,6 +24,8 @@ sum, rows come that no rank awaits. All ranks learn of such a call, and each not
 after it has the other form, with flags, on all ranks, so no rank stores in Lamport slots then. Once every rank has
 begun that call, all rows of the refused call have arrived, and home clears them (:func:`clear_rows`). Notes are in two
 words, for odd and even calls, so that the note of one call does not disturb CTAs that still ask about the call before.
+If that call is refused as well, the rank that refuses it clears nothing. As long as refusals follow each other, calls
+have flags, and slots stay unused; the first call that the rank makes after them still follows a refusal, and clears.
 
 Example: up to 4 tokens, rows of 32 bytes: row 1 of rank 2 begins 32 * (2 * 4 + 1) bytes into the region. Call 5 is
 refused: word 0 says 6, so call 6 has flags; word 1 still says what call 5 itself was.
