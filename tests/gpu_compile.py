@@ -12,9 +12,11 @@ processes takes seconds, too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import multiprocessing
 import os
 import time
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import pytest
 import torch
 
 import moelink
@@ -120,6 +123,27 @@ def warmup_kernels(fields: Mapping[str, Any], world_size: int) -> list[Kernel]:
         for weights in ("dispatch", "none")
         for kernel in kernels_of(fields, world_size, (*FUSED, *HALVES), weights=weights)
     ]
+
+
+def gpu_tests(paths: Iterable[str]) -> list[Any]:
+    """The GPU tests of the files and folders ``paths``, pytest's items in order, in a process that runs no tests.
+
+    Raises:
+        SystemExit: pytest cannot collect them; the message is what it printed.
+    """
+    found: list[Any] = []
+
+    class Collected:
+        def pytest_collection_finish(self, session: Any) -> None:
+            found.extend(session.items)
+
+    printed = io.StringIO()
+    arguments = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *paths]
+    with contextlib.redirect_stdout(printed):
+        status = pytest.main(arguments, plugins=[Collected()])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit(f"GPU tests cannot be collected:\n{printed.getvalue()}")
+    return found
 
 
 def ahead(tests: Iterable[Any]) -> list[Task]:

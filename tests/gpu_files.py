@@ -15,8 +15,6 @@ exit status is 1 when a file failed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import re
 import subprocess
 import sys
@@ -32,7 +30,7 @@ import pytest
 import torch
 
 import gpu_matrix
-from gpu_compile import Task, ahead, compile_all
+from gpu_compile import Task, ahead, compile_all, gpu_tests
 from matrix_configs import CONFIGS
 
 TESTS = Path(__file__).parent
@@ -42,8 +40,6 @@ LONG = ("test_moe_gpu.py", "test_nodes_gpu.py", "test_matrix_gpu.py", MATRIX, "t
 LIMIT = 1200.0
 """Seconds after which a file is given up."""
 CLOSING = re.compile(r"\b(passed|failed|skipped|deselected|errors?|no tests ran)\b.* in [\d.]+s")
-NO_TESTS = 5
-"""pytest's exit status where a file was skipped as a whole."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,8 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether no test failed."""
-        return self.status in (0, NO_TESTS)
+        """Whether no test failed. A file that was skipped as a whole has none."""
+        return self.status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
     def __str__(self) -> str:
         word = "passed" if self.passed else f"FAILED ({self.status})"
@@ -88,21 +84,9 @@ class Outcome:
 def files_of(names: Sequence[str]) -> list[File]:
     """The files among ``names`` that have GPU tests, long ones first; without names all, and the matrix."""
     found: dict[str, list[Any]] = {}
-
-    class Collected:
-        def pytest_collection_finish(self, session: Any) -> None:
-            for item in session.items:
-                found.setdefault(item.path.name, []).append(item)
-
     chosen = [str(TESTS / name) for name in names if name != MATRIX] or ([] if names else [str(TESTS)])
-    printed = io.StringIO()
-    if chosen:
-        with contextlib.redirect_stdout(printed):
-            status = pytest.main(
-                ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *chosen], plugins=[Collected()]
-            )
-        if status not in (0, NO_TESTS):
-            raise SystemExit(f"GPU tests cannot be collected:\n{printed.getvalue()}")
+    for item in gpu_tests(chosen) if chosen else ():
+        found.setdefault(item.path.name, []).append(item)
     files = [
         File(name, tuple(ahead(items)), any(item.get_closest_marker("alone") for item in items))
         for name, items in found.items()

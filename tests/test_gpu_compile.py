@@ -15,20 +15,16 @@ from gpu_compile import Kernel, ahead, calls_of, kernels_of, over_routing
 TESTS = Path(__file__).parent
 NAMED = ("contract", "faults", "matrix", "nodes", "one_device", "processes", "startup", "symmetric", "trace")
 COUNT = """
-import pytest, sys
+import sys
 from collections import Counter
-from gpu_compile import named_by
+from gpu_compile import gpu_tests, named_by
 
-class Plugin:
-    def pytest_collection_finish(self, session):
-        count = Counter()
-        for item in session.items:
-            marker = item.get_closest_marker("kernels")
-            if marker is not None:
-                count[item.module.__name__] += len(named_by(marker, item))
-        print("counted", dict(count))
-
-sys.exit(pytest.main(["--collect-only", "-q", "-m", "gpu", *sys.argv[1:]], plugins=[Plugin()]))
+count = Counter()
+for item in gpu_tests(sys.argv[1:]):
+    marker = item.get_closest_marker("kernels")
+    if marker is not None:
+        count[item.module.__name__] += len(named_by(marker, item))
+print("counted", dict(count))
 """
 
 
@@ -58,7 +54,7 @@ def test_markers_are_called_with_the_parameters_they_name():
 
 def test_gpu_tests_say_what_they_launch():
     files = [str(TESTS / f"test_{name}_gpu.py") for name in NAMED]
-    command = [sys.executable, "-c", COUNT, "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-c", COUNT, *files]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=200)
     counted = "".join(line for line in done.stdout.splitlines() if line.startswith("counted"))
     assert all(f"'test_{name}_gpu'" in counted for name in NAMED), done.stdout + done.stderr
