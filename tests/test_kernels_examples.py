@@ -16,7 +16,7 @@ import moelink
 from moelink.formats import get_format
 from moelink.kernels import scale_tiles
 from moelink.kernels.combine import finish
-from moelink.kernels.dispatch import padding, receive_cached, unpack
+from moelink.kernels.dispatch import padding, receive_cached, send, unpack
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
@@ -169,6 +169,29 @@ def test_messages_of_the_send_example():
     assert parts(1, 2) == ([[0], [2]], [[-1, 1], [-1, 0]], [[0, 0], [0, 0]], [1, 1], 2)
     assert recvs[0].src_info[:3].tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 0]]
     assert recvs[0].handle.plan.parts.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
+
+
+@triton.jit
+def _order(out, me, token, S: tl.constexpr):
+    for i in tl.static_range(S.WORLD_SIZE):
+        tl.store(out + i, send.nth_rank(i, me, token, S))
+
+
+def test_ranks_that_a_token_goes_to_take_turns():
+    def order(world, me, token):
+        out = torch.zeros(world, dtype=torch.int32)
+        _order[(1,)](out, me, token, S=SimpleNamespace(WORLD_SIZE=world))
+        return out.tolist()
+
+    assert (order(4, 2, 0), order(4, 2, 1)) == ([3, 0, 1, 2], [0, 1, 3, 2])
+    for world in (1, 2, 3, 5, 8):
+        for token in (0, 1, 2, 1023):
+            orders = [order(world, me, token) for me in range(world)]
+            for me, ranks in enumerate(orders):
+                assert sorted(ranks) == list(range(world))
+                assert ranks[-1] == me
+            for same in zip(*orders, strict=True):
+                assert len(set(same)) == world, "at each step every rank is stored to by one"
 
 
 def test_rows_of_the_receive_example():

@@ -34,15 +34,15 @@ d. A pair's *position* is the number of earlier pairs (token, then slot) of this
 "rank" a row's place is its slot. So on one node no positions travel, and only the counting CTA counts pairs.
 
 A row is read one piece of columns at a time, encoded once, and stored to every destination from registers. The CTA
-takes the destinations one after the other, each with all threads, so a piece is quantised once however many ranks it
-goes to. Whether it goes to a rank is in the mask of the store, not in a branch: in a branch Triton 3.6 rearranges the
-piece into the store's layout again for each rank, through shared memory and five barriers. The CTA reads a piece before
-it stores the one before, so that reading hides behind storing. For that, nothing may touch a piece between its load and
-its use. Hence masked loads have no ``other`` value (it would be moved in behind the load), and elements of 16 bits are
-loaded as words of two and taken apart where they are encoded. For the same reason the scales of a row that came
-quantised are read before its first piece is stored, and stored after the last one. In a format with one scale per row,
-a row is one piece and one group, rounded up to a power of two, so that its largest element is known before the first
-store.
+takes the destinations one after the other (:func:`nth_rank`), each with all threads, so a piece is quantised once
+however many ranks it goes to. Whether it goes to a rank is in the mask of the store, not in a branch: in a branch
+Triton 3.6 rearranges the piece into the store's layout again for each rank, through shared memory and five barriers.
+The CTA reads a piece before it stores the one before, so that reading hides behind storing. For that, nothing may touch
+a piece between its load and its use. Hence masked loads have no ``other`` value (it would be moved in behind the load),
+and elements of 16 bits are loaded as words of two and taken apart where they are encoded. For the same reason the
+scales of a row that came quantised are read before its first piece is stored, and stored after the last one. In a
+format with one scale per row, a row is one piece and one group, rounded up to a power of two, so that its largest
+element is known before the first store.
 
 With many tokens the headers of a batch are stored before its rows, but after them where rows stay in the messages
 (S.IN_PLACE): links then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the
@@ -282,6 +282,19 @@ def in_format(row, input_scale, S: tl.constexpr):
 
 
 @triton.jit
+def nth_rank(i, me, token, S: tl.constexpr):
+    """Return the ``i``-th rank that rank ``me`` stores token ``token`` to: the others first, which take turns with
+    ``token``, and itself last.
+
+    If all CTAs of all ranks began with rank 0, the links to rank 0 would be crowded while the others carry nothing.
+
+    Example: rank 2 of 4 stores token 0 to ranks 3, 0, 1, 2, and token 1 to 0, 1, 3, 2.
+    """
+    others: tl.constexpr = S.WORLD_SIZE - 1 if S.WORLD_SIZE > 1 else 1
+    return tl.where(i < S.WORLD_SIZE - 1, (me + 1 + (i + token) % others) % S.WORLD_SIZE, me)
+
+
+@triton.jit
 def place_at(places, d):
     """Return element d of ``places`` [ranks] as a scalar."""
     return tl.sum(tl.where(tl.arange(0, places.shape[0]) == d, places, 0), 0)
@@ -300,21 +313,21 @@ def ready_scales(scales, token, S: tl.constexpr):
 
 
 @triton.jit
-def store_ready_scales(scales, places, S: tl.constexpr):
-    """Store ``scales``, from :func:`ready_scales`, in the messages at ``places`` [ranks], 0 for none, if the row came
-    quantised."""
+def store_ready_scales(scales, token, places, me, S: tl.constexpr):
+    """Store ``scales``, from :func:`ready_scales`, in the messages of row ``token`` of rank ``me`` at ``places``
+    [ranks], 0 for none, if the row came quantised."""
     c = tl.arange(0, S.SCALE_WIDTH_POW2)
     if S.SOURCE == 0 and S.SCALE_WIDTH > 0:
-        for d in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, d)
+        for i in tl.static_range(S.WORLD_SIZE):
+            place = place_at(places, nth_rank(i, me, token, S))
             to = (place + S.MESSAGE_SCALES).to(S.SCALE_POINTER)
             tl.store(to + c, scales, mask=only(place != 0, c < S.SCALE_WIDTH))
 
 
 @triton.jit
-def store_piece(row, piece, places, input_scale, S: tl.constexpr):
-    """Store piece ``piece`` of a row in the messages at ``places`` [ranks] (int64 addresses, 0 where it does not go),
-    with the scales of its groups if it is encoded here."""
+def store_piece(row, piece, token, places, me, input_scale, S: tl.constexpr):
+    """Store piece ``piece`` of row ``token`` of rank ``me`` in the messages at ``places`` [ranks] (int64 addresses, 0
+    where it does not go), with the scales of its groups if it is encoded here."""
     payload, scale = in_format(row, input_scale, S)
     if S.SOURCE == 2:
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
@@ -322,21 +335,21 @@ def store_piece(row, piece, places, input_scale, S: tl.constexpr):
         row_bytes: tl.constexpr = S.HIDDEN_SIZE * S.GROUP_BYTES // S.GROUP_SIZE
         if S.GROUP_SCALES > S.NUM_SCALE_GROUPS:
             scale = tl.where(g < S.NUM_SCALE_GROUPS, scale, 0).to(scale.dtype)
-        for d in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, d)
+        for i in tl.static_range(S.WORLD_SIZE):
+            place = place_at(places, nth_rank(i, me, token, S))
             goes = place != 0
             tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < row_bytes))
             to = (place + S.MESSAGE_SCALES).to(S.GROUP_SCALE_POINTER)
             tl.store(to + g, scale, mask=only(goes, g < S.GROUP_SCALES))
     elif S.SOURCE == 1:
         c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        for d in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, d)
+        for i in tl.static_range(S.WORLD_SIZE):
+            place = place_at(places, nth_rank(i, me, token, S))
             tl.store(tl.multiple_of(place.to(S.ROW_POINTER), 16) + c, payload, mask=only(place != 0, c < S.HIDDEN_SIZE))
     else:
         c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        for d in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, d)
+        for i in tl.static_range(S.WORLD_SIZE):
+            place = place_at(places, nth_rank(i, me, token, S))
             tl.store(tl.multiple_of(place.to(S.WORD_POINTER), 16) + c, payload, mask=only(place != 0, c < S.ROW_WORDS))
 
 
@@ -385,10 +398,10 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             behind = following
             if piece + 2 < S.PIECES_PER_ROW:
                 behind = load_piece(inputs.x, t, piece + 2, numbers.num_tokens, S)
-            store_piece(row, piece, to, inputs.input_scale, S)
+            store_piece(row, piece, t, to, ctx.me, inputs.input_scale, S)
             row = following
             following = behind
-        store_ready_scales(scales, to, S)
+        store_ready_scales(scales, t, to, ctx.me, S)
         publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
 
@@ -460,9 +473,9 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
                     following = load_piece(
                         inputs.x, t + (piece + 1) // S.PIECES_PER_ROW, (piece + 1) % S.PIECES_PER_ROW, end, S
                     )
-                    store_piece(row, piece, to, inputs.input_scale, S)
+                    store_piece(row, piece, t, to, ctx.me, inputs.input_scale, S)
                     row = following
-                store_ready_scales(scales, to, S)
+                store_ready_scales(scales, t, to, ctx.me, S)
             if S.IN_PLACE:
                 store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
             publish_messages(ctx, base, mine, own, slot, token, S)
