@@ -124,7 +124,7 @@ SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
 
 PARTS = ("kernels", "variants", "scales", "home", "in_place", "own_rows")
 """Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats;
-layout "rank", copied and with ``zero_copy``; combine of two ranks whose own rows travel and stay."""
+layout "rank", copied and with ``zero_copy``; combine of two ranks whose own rows stay, or travel."""
 
 
 def kernels(part):
@@ -137,7 +137,7 @@ def kernels(part):
     from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
     from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
     from moelink.kernels.launch.constants import combine_spec, dispatch_spec
-    from moelink.kernels.launch.own_rows import in_one_launch
+    from moelink.kernels.launch.own_rows import with_own_rows
     from moelink.memory.workspace import Workspace
 
     device = torch.device("cuda")
@@ -155,8 +155,12 @@ def kernels(part):
             fields = {**shape, "max_tokens_per_rank": most, "world_size": 2, "layout": layout}
             workspace = Workspace(moelink.EPConfig(**fields))
             spec = combine_spec(workspace, device, row_weights=True, home_weights=False)
-            for way, of in (("travel", spec), ("stay", in_one_launch(spec, workspace, device))):
-                yield f"{layout}-{most}-{way}", combine.ep_fused_combine_kernel, of, "*bf16"
+            stay = with_own_rows(spec, workspace, device)
+            if not workspace.two_copies:
+                yield f"{layout}-{most}-travel", combine.ep_fused_combine_kernel, spec, "*bf16"
+            yield f"{layout}-{most}-stay", combine.ep_fused_combine_kernel, stay, "*bf16"
+            yield f"{layout}-{most}-async", combine.ep_combine_async_kernel, stay, "*bf16"
+            yield f"{layout}-{most}-wait", combine.ep_combine_wait_kernel, stay, "*bf16"
         return
     if part == "in_place":
         for name, more in (("copied", {}), ("in_place", {"zero_copy": True})):

@@ -32,7 +32,7 @@ from moelink.kernels.combine import kernel as combine
 from moelink.kernels.combine import phases
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import CombineSpec, DispatchSpec, combine_spec, dispatch_spec
-from moelink.kernels.launch.own_rows import in_one_launch, in_two_launches
+from moelink.kernels.launch.own_rows import with_own_rows
 from moelink.memory.protocol import FEW_TOKENS
 from moelink.memory.workspace import Workspace
 
@@ -144,13 +144,13 @@ def own_rows() -> Iterator[Form]:
             **shape, layout=layout, max_tokens_per_rank=most, fused_shared_expert=shared, combine_dtype=dtype
         )
         spec = combine_spec(Workspace(config), device, row_weights=True, home_weights=False, epilogue="bias")
-        apart, spec = in_two_launches(spec, Workspace(config)), in_one_launch(spec, Workspace(config), device)
+        spec = with_own_rows(spec, Workspace(config), device)
         assert spec.OWN_ROWS_STAY.value == 1
         pointers = dict.fromkeys(("y", "out", "shared", "epilogue"), NAMES[dtype])
-        yield f"own rows stay: {layout} {most} {dtype} combine", combine.ep_fused_combine_kernel, spec, pointers
-        if layout == "rank":
-            yield f"own rows stored: {most} {dtype} combine_async", combine.ep_combine_async_kernel, apart, pointers
-            yield f"own rows stored: {most} {dtype} combine_wait", combine.ep_combine_wait_kernel, apart, pointers
+        name = f"own rows stay: {layout} {most} {dtype} combine"
+        yield name, combine.ep_fused_combine_kernel, spec, pointers
+        yield f"{name}_async", combine.ep_combine_async_kernel, spec, pointers
+        yield f"{name}_wait", combine.ep_combine_wait_kernel, spec, pointers
 
 
 def contract_forms() -> Iterator[Form]:
@@ -205,6 +205,7 @@ def forms_of(entry: Config, prefix: str, **more: Any) -> Iterator[Form]:
         workspace, device, row_weights=row, home_weights=home, shared=row,
         epilogue="bias" if row else "residual" if home else "",
     )  # fmt: skip
+    spec = with_own_rows(spec, workspace, device)
     pointers = dict.fromkeys(("y", "out", "shared", "epilogue"), y)
     pointers |= dict.fromkeys(("row_weights", "home_weights"), weight)
     yield f"{prefix}{entry.name} combine", combine.ep_fused_combine_kernel, spec, pointers

@@ -34,7 +34,7 @@ SETUPS = {
     "flags": (BY_ROW, 3),
     "one plans for all": (EXPERT, 4),
 }
-CACHES = (constants.dispatch_spec, constants.combine_spec, own_rows.in_one_launch, own_rows.in_two_launches)
+CACHES = (constants.dispatch_spec, constants.combine_spec, own_rows.with_own_rows)
 
 
 class Watch:

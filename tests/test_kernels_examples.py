@@ -498,12 +498,15 @@ def test_bf16_rounding_equals_torch():
 
 @pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("options", [{}, {"pre_reduce": False}, {"dispatch_format": "fp8_block128"}])
-def test_workspace_is_within_its_bound(ranks, options):
-    fields = {**dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096), **options}
+@pytest.mark.parametrize("options", [
+    {}, {"pre_reduce": False}, {"dispatch_format": "fp8_block128"}, {"layout": "rank"},
+])  # fmt: skip
+@pytest.mark.parametrize("most", [1, 129, 4096, 4681, 8192])
+def test_workspace_is_within_its_bound(ranks, options, most):
+    fields = {**dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=most), **options}
     config = moelink.EPConfig(**fields, world_size=ranks)
     rows = ranks if config.pre_reduce else max(ranks, config.topk)
-    bound = 1.1 * 4096 * (ranks * config.dispatch_message.nbytes + rows * config.combine_row_bytes) + 64 * 2**20
+    bound = 1.1 * most * (ranks * config.dispatch_message.nbytes + rows * config.combine_row_bytes) + 64 * 2**20
     assert Workspace(config).nbytes <= bound
 
 

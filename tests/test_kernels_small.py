@@ -24,10 +24,28 @@ def _address(block, out, S: tl.constexpr):
 def test_rows_of_small_calls_lie_side_by_side():
     """The example of ``kernels.sync.lamport_slots``, in a region at offset 640 of a block at address 1024."""
     out = torch.zeros(1, dtype=torch.int64)
-    _address[(1,)](
-        torch.tensor([1024, 2]), out, S=SimpleNamespace(OFFSET_LAMPORT_SLOTS=640, LAMPORT_TOKENS=4, ROW_BYTES=32)
-    )
-    assert out.item() - 1024 - 640 == 32 * (2 * 4 + 1)
+    sizes = {"OFFSET_LAMPORT_SLOTS": 640, "LAMPORT_TOKENS": 4, "ROW_BYTES": 32}
+    for ranks, rank, row in ((3, 2, 2 * 4 + 1), (1, 0, 1), (1, 1, 1)):
+        _address[(1,)](torch.tensor([1024, rank]), out, S=SimpleNamespace(**sizes, LAMPORT_RANKS=ranks))
+        assert out.item() - 1024 - 640 == 32 * row
+
+
+@triton.jit
+def _clear(block, S: tl.constexpr):
+    lamport_slots.clear_rows(tl.load(block), S)
+
+
+@pytest.mark.quick("each workspace has other slots")
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_only_slots_are_cleared(ranks):
+    """Of two ranks, or of one where own rows stay. What is before and behind them belongs to others."""
+    region = torch.full((5 + 3 * 8 * 2 + 5,), 7, dtype=torch.int32)
+    slots = SimpleNamespace(OFFSET_LAMPORT_SLOTS=5 * 4, LAMPORT_RANKS=ranks, LAMPORT_TOKENS=3, ROW_BYTES=32)
+    _clear[(1,)](torch.tensor([region.data_ptr()]), S=SimpleNamespace(**vars(slots), WORLD_SIZE=2, BLOCK_SIZE=16))
+    end = 5 + 3 * 8 * ranks
+    assert (region[5:end] == 0).all()
+    assert (region[:5] == 7).all()
+    assert (region[end:] == 7).all()
 
 
 @triton.jit

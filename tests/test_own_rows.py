@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 import moelink
 import moelink.memory.workspace as workspaces
@@ -20,9 +22,11 @@ from moelink.kernels.combine import reduce
 from moelink.kernels.combine.own_rows import find_own_rows
 from moelink.kernels.launch import grid
 from moelink.kernels.launch.constants import combine_spec
-from moelink.kernels.launch.own_rows import in_one_launch, in_two_launches, own_rows_stay
+from moelink.kernels.launch.own_rows import own_rows_stay, with_own_rows
 from moelink.kernels.records import RoutingNotes
+from moelink.kernels.sync import lamport_slots
 from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.symmetric import combine as combining
 from protocol_runs import (
     Calls,
     ScheduledProxy,
@@ -54,8 +58,20 @@ KINDS = {
 SETUPS = {"flags": EXPERT, "copies": RANK, "copies_with_flags": RANK}
 SCENARIOS = {
     name: scenarios(EXPERT)[name]
-    for name in ("combines_in_a_row", "two_calls_other_token_counts", "a_rank_with_nothing", "two_communicators")
+    for name in (
+        "split_pair",
+        "combines_in_a_row",
+        "two_calls_other_token_counts",
+        "a_rank_with_nothing",
+        "two_communicators",
+    )
 }
+
+
+def forget_specs() -> None:
+    """What was chosen for equal configurations depends on the limits that fixtures change."""
+    combine_spec.cache_clear()
+    with_own_rows.cache_clear()
 
 
 @pytest.fixture
@@ -63,9 +79,9 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sums have flags behind them, as those of many tokens on a GPU have."""
     monkeypatch.setattr(workspaces, "LAMPORT_BYTES", 0)
     monkeypatch.setattr(workspaces, "FEW_TOKENS", 2)
-    combine_spec.cache_clear()
+    forget_specs()
     yield
-    combine_spec.cache_clear()
+    forget_specs()
 
 
 @pytest.fixture
@@ -74,11 +90,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     parts, as those of 129 to 256 tokens on a GPU do."""
     monkeypatch.setattr(workspaces, "MANY_COPIES", 2)
     monkeypatch.setattr(workspaces, "COMBINE_BLOCK", 2)
-    for made in (combine_spec, in_one_launch, in_two_launches):
-        made.cache_clear()
+    forget_specs()
     yield
-    for made in (combine_spec, in_one_launch, in_two_launches):
-        made.cache_clear()
+    forget_specs()
 
 
 @pytest.fixture
@@ -113,12 +127,37 @@ def test_own_rows_stay_where_it_is_predicted_to_win(fields: dict[str, Any], devi
     workspace = workspaces.Workspace(moelink.EPConfig(**{**FIELDS, "world_size": 2, **fields}))
     place = torch.device(device)
     spec = combine_spec(workspace, torch.device("cpu"), row_weights=False, home_weights=False)
-    assert spec.OWN_ROWS_STAY == 0, "a launch of one role"
+    assert spec.OWN_ROWS_STAY == 0, "as the contract sends them in split calls"
     assert own_rows_stay(workspace, place, sums=bool(spec.SENDS_SUMS)) == stay
-    together = in_one_launch(spec, workspace, place)
-    assert int(stay) == together.OWN_ROWS_STAY
-    assert stay or together is spec
+    chosen = with_own_rows(spec, workspace, place)
+    assert int(stay) == chosen.OWN_ROWS_STAY
+    assert stay or chosen is spec
     assert not own_rows_stay(workspace, place, sums=False)
+
+
+@pytest.mark.quick("all choices take a second")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_rank_has_slots_for_itself_unless_its_own_rows_stay(device: str) -> None:
+    """What the workspace and the launches decide apart."""
+    found = set()
+    for layout, most, world, more, lamport, sums in itertools.product(
+        ("rank", "expert"), (1, 4, 5, 128, 129, 1024, 1025, 4096, 8192), (1, 2, 3),
+        ({}, {"mode": "allreduce"}, {"ranks_per_node": 1}, {"pre_reduce": False}, {"combine_format": "mxfp8"},
+        {"combine_dtype": torch.float32}), (True, False), (True, False),
+    ):  # fmt: skip
+        if layout == "rank" and "pre_reduce" in more:
+            continue  # no configuration has both
+        fields = {**FIELDS, "layout": layout, "max_tokens_per_rank": most, "world_size": world, **more}
+        workspace = workspaces.Workspace(moelink.EPConfig(**fields), lamport=lamport)
+        kind = {"row_weights": False, "home_weights": False, "reduce": sums}
+        spec = combine_spec(workspace, torch.device("cpu"), **kind)
+        spec = with_own_rows(spec, workspace, torch.device(device))
+        if spec.SENDS_SUMS and spec.LAMPORT_TOKENS:
+            assert world - spec.OWN_ROWS_STAY == spec.LAMPORT_RANKS, fields
+            slots = workspace.regions["lamport_slots"]
+            assert slots.shape[:2] == (spec.LAMPORT_RANKS, spec.LAMPORT_TOKENS)
+            found.add((world, int(spec.LAMPORT_RANKS)))
+    assert found == {(1, 1), (2, 1), (2, 2), (3, 3)}
 
 
 @pytest.mark.quick("each choice takes milliseconds")
@@ -176,9 +215,13 @@ def blocks_of(group: Any) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def play_pair(setup: Setup, group: Any, *, fused: bool = True) -> None:
+def pair_of(setup: Setup) -> Small:
+    return Small(setup, "uniform", weights="none", seed=1, tokens=(5, 4))
+
+
+def play_pair(case: Small, group: Any, *, fused: bool = True) -> None:
     """A dispatch and combine of ``group``, against the oracle."""
-    case, results = Small(setup, "uniform", weights="none", seed=1, tokens=(5, 4)), {}
+    results: dict[int, Result] = {}
 
     def main_of(rank: int) -> Any:
         calls = Calls(group[rank], rank)
@@ -196,7 +239,7 @@ def play_pair(setup: Setup, group: Any, *, fused: bool = True) -> None:
 
 @without_flags
 @seeds(1, 8)
-@pytest.mark.parametrize("name", ["fused_pair", "split_pair", *SCENARIOS])
+@pytest.mark.parametrize("name", ["fused_pair", *SCENARIOS])
 def test_scenario_of_copies_under_every_schedule(name: str, seeds: range) -> None:
     workspace = workspaces.Workspace(RANK.config(WORLD))
     assert workspace.two_copies
@@ -207,7 +250,7 @@ def test_scenario_of_copies_under_every_schedule(name: str, seeds: range) -> Non
 
 @pytest.mark.usefixtures("copies_with_flags")
 @seeds(1, 8)
-@pytest.mark.parametrize("name", ["fused_pair", "split_pair", *SCENARIOS])
+@pytest.mark.parametrize("name", ["fused_pair", *SCENARIOS])
 def test_scenario_of_copies_with_flags_under_every_schedule(name: str, seeds: range) -> None:
     workspace = workspaces.Workspace(RANK.config(WORLD))
     assert workspace.two_copies
@@ -216,42 +259,81 @@ def test_scenario_of_copies_with_flags_under_every_schedule(name: str, seeds: ra
         run(2 * seed, **scenarios(RANK)[name])
 
 
+both = pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+
+
 @without_flags
 @pytest.mark.quick("one call")
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-def test_a_rank_neither_reads_nor_clears_its_own_slots(fused: bool) -> None:
-    """They hold what could be taken for rows, before and after a call. Only a split call stores own rows."""
+@both
+def test_own_rows_need_no_slots(fused: bool) -> None:
+    """A block holds slots for the other rank's rows, which are clear afterwards, and ``rows`` stay as they are."""
     group = transports(RANK, WORLD)
     blocks = blocks_of(group)
-    for rank, block in enumerate(blocks):
-        block["lamport_slots"][rank].fill_(7)
+    for block in blocks:
         block["rows"].fill_(7)
-    play_pair(RANK, group, fused=fused)
-    for rank, block in enumerate(blocks):
-        assert (block["lamport_slots"][rank] == 7).all()
-        assert (block["lamport_slots"][1 - rank] == 0).all()
-        assert (block["rows"][rank] == 7).all() == fused
-        assert (block["rows"][1 - rank] == 7).all()
+        assert block["lamport_slots"].shape[:2] == (1, 5)
+    play_pair(pair_of(RANK), group, fused=fused)
+    for block in blocks:
+        assert (block["lamport_slots"] == 0).all()
+        assert (block["rows"] == 7).all()
         assert int(block["combine_flag"].max()) == 0
+
+
+@without_flags
+def test_a_launch_that_sends_own_rows_without_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be stored in slots of the other rank's rows. No home role gets as far as to notice that."""
+    monkeypatch.setattr(combining, "with_own_rows", lambda spec, workspace, device: spec)
+    monkeypatch.setattr(reduce, "sum_rows", None)
+    with pytest.raises(InterpreterError, match="AssertionError"):
+        play_pair(pair_of(RANK), transports(RANK, WORLD), fused=False)
+
+
+@without_flags
+def test_launches_of_a_refusal_have_a_slot_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler asks for it where a refusal sends and awaits none."""
+    rank, made = transports(RANK, WORLD)[0].ranks[0], {}
+    compiled = rank.launcher.kernel
+
+    def kernel(function: Any, *args: Any, **options: Any) -> Any:
+        made[function] = options["S"]
+        return compiled(function, *args, **options)
+
+    monkeypatch.setattr(rank.launcher, "kernel", kernel)
+    monkeypatch.setattr(rank.launcher, "launch", lambda *args: None)
+    combining.refuse_combine(rank)
+    for function in (combining.kernels.ep_combine_async_kernel, combining.kernels.ep_combine_wait_kernel):
+        assert made[function].LAMPORT_TOKENS > 0
+        assert made[function].LAMPORT_RANKS == WORLD - made[function].OWN_ROWS_STAY
+
+
+@triton.jit
+def _sum(out, S: tl.constexpr):
+    lamport_slots.sum_rows(out, 0, out, 0, 0, 0, 0, S)
+
+
+def test_a_launch_that_awaits_own_rows_without_slots_is_refused() -> None:
+    """It would take the other rank's row for its own."""
+    with pytest.raises(InterpreterError, match="AssertionError"):
+        _sum[(1,)](torch.zeros(2), S=SimpleNamespace(WORLD_SIZE=2, LAMPORT_RANKS=1, OWN_ROWS_STAY=0))
 
 
 @triton.jit
 def _find(notes, slots, out, S: tl.constexpr):
     r = tl.arange(0, 2)
-    tl.store(out, find_own_rows(notes, tl.load(slots + r), 2, 1, True, S))
-    tl.store(out + 1, find_own_rows(notes, tl.load(slots + r), 2, 1, False, S))
+    tl.store(out, find_own_rows(notes, tl.load(slots + r), 1, True, S))
+    tl.store(out + 1, find_own_rows(notes, tl.load(slots + r), 1, False, S))
 
 
 @pytest.mark.quick("each form has another name")
-@pytest.mark.parametrize("stay, slots_per_message, name", [(1, 3, 5), (1, 1, 9), (0, 1, 7)])
-def test_what_names_own_rows(stay: int, slots_per_message: int, name: int) -> None:
+@pytest.mark.parametrize("slots_per_message, name", [(3, 5), (1, 9)])
+def test_what_names_own_rows(slots_per_message: int, name: int) -> None:
     """The example of ``own_rows``: message (1, 0) has row 9."""
     rows = torch.full((2 * 5 * slots_per_message,), -1, dtype=torch.int32)
     rows[5] = 9
     notes, out = RoutingNotes(rows, None, None, None, None), torch.zeros(2, dtype=torch.int32)
     spec = SimpleNamespace(
-        WORLD_SIZE=2, WORLD_SIZE_POW2=2, MAX_TOKENS=5, SLOTS_PER_MESSAGE=slots_per_message, OWN_ROWS_STAY=stay,
-        SENDS_SUMS=True, ENCODE_FN=None,
+        WORLD_SIZE=2, WORLD_SIZE_POW2=2, MAX_TOKENS=5, SLOTS_PER_MESSAGE=slots_per_message, SENDS_SUMS=True,
+        ENCODE_FN=None,
     )  # fmt: skip
     _find[(1,)](notes, torch.tensor([3, 0], dtype=torch.int32), out, S=spec)
     assert out.tolist() == [name, -1]
@@ -265,7 +347,7 @@ def test_copies_are_summed_whole_and_in_parts(monkeypatch: pytest.MonkeyPatch) -
     for most in (0, 5):
         monkeypatch.setattr(reduce, "_MANY_TOKENS", tl.constexpr(most))
         for fused in (True, False):
-            play_pair(RANK, transports(RANK, WORLD), fused=fused)
+            play_pair(pair_of(RANK), transports(RANK, WORLD), fused=fused)
 
 
 @triton.jit
@@ -275,41 +357,50 @@ def _parts(out, num_programs, S: tl.constexpr):
 
 
 @pytest.mark.quick("two forms")
-@pytest.mark.parametrize("apart, programs, parts", [
+@pytest.mark.parametrize("stay, programs, parts", [
     (1, 495, [2, 1]), (0, 495, [1, 1]), (0, 2049, [2, 1]), (1, 2050, [2, 2])
 ])  # fmt: skip
-def test_parts_of_copies(apart: int, programs: int, parts: list[int]) -> None:
+def test_parts_of_copies(stay: int, programs: int, parts: list[int]) -> None:
     """1024 and 1025 tokens, of two blocks of columns."""
-    spec = SimpleNamespace(HIDDEN_SIZE=7168, BLOCK_SIZE=4096, OWN_ROWS_APART=apart, SLOTS_PER_MESSAGE=1)
+    spec = SimpleNamespace(HIDDEN_SIZE=7168, BLOCK_SIZE=4096, OWN_ROWS_STAY=stay, SLOTS_PER_MESSAGE=1)
     out = torch.zeros(2, dtype=torch.int32)
     _parts[(1,)](out, programs, S=spec)
     assert out.tolist() == parts
 
 
-@pytest.mark.usefixtures("copies_with_flags")
 @pytest.mark.quick("one call")
-def test_copies_that_are_stored_raise_no_flags() -> None:
-    group = transports(RANK, WORLD)
+@both
+@pytest.mark.parametrize("form", ["flags", "copies_with_flags"])
+def test_a_rank_stores_nothing_in_its_own_block(form: str, fused: bool, request: pytest.FixtureRequest) -> None:
+    """Neither rows nor flags, by expert or by rank; the other rank stores both."""
+    request.getfixturevalue(form)
+    setup = SETUPS[form]
+    group = transports(setup, WORLD)
     blocks = blocks_of(group)
-    play_pair(RANK, group, fused=False)
+    rows = [block["rows"].clone() for block in blocks]
+    play_pair(pair_of(setup), group, fused=fused)
     for rank, block in enumerate(blocks):
+        assert torch.equal(block["rows"][rank], rows[rank][rank])
+        assert not torch.equal(block["rows"][1 - rank], rows[rank][1 - rank])
         assert int(block["combine_flag"][rank].max()) == 0
         assert int(block["combine_flag"][1 - rank].max()) == 1
 
 
 @with_flags
-@pytest.mark.parametrize("layout", [pytest.param("rank", marks=pytest.mark.quick("one call")), "expert"])
-def test_a_rank_stores_nothing_in_its_own_block(layout: str) -> None:
-    """Neither rows nor flags; the other rank stores both, or rows alone."""
-    setup = RANK if layout == "rank" else EXPERT
-    group = transports(setup, WORLD)
-    blocks = blocks_of(group)
-    rows = [blocks[rank]["rows"][rank].clone() for rank in range(WORLD)]
-    play_pair(setup, group)
-    for rank, block in enumerate(blocks):
-        assert torch.equal(block["rows"][rank], rows[rank])
-        assert int(block["combine_flag"][rank].max()) == 0
-        assert int(block["combine_flag"][1 - rank].max()) == 1
+def test_launches_of_a_split_call_have_the_grid_of_a_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs share a message as ``spread`` says; were it that of another grid, half of them would have nothing to do."""
+    grids = {True: grid.Launch(4, 5, spread=2), False: grid.Launch(7, 1)}
+    monkeypatch.setattr(combining, "combine_launch", lambda *args, own_rows_stay, **kind: grids[own_rows_stay])
+    rank = transports(EXPERT, WORLD)[0].ranks[0]
+    plan = combining.LaunchPlan.of(
+        rank, num_tokens=5, reduce=True, row_weights=False, home_weights=False, shared=False, epilogue="", hook=None,
+        raw_sums=False, num_sms=None,
+    )  # fmt: skip
+    assert (plan.send.programs, plan.receive.programs, plan.both.programs) == (4, 5, 9)
+    assert [numbers.spread for numbers in (plan.sending, plan.receiving, plan.fused)] == [2, 2, 2]
+    assert plan.fused.senders == 4
+    assert plan.send.S is plan.receive.S is plan.both.S
+    assert plan.send.S.OWN_ROWS_STAY == 1
 
 
 @with_flags

@@ -325,9 +325,10 @@ def test_no_role_has_more_ctas_than_records(monkeypatch, tokens, num_sms):
             assert max(1 + cut.programs, dispatch.receive, combine.send, combine.receive) <= most
 
 
-@pytest.mark.parametrize("numbers", [(2,), (0, 1), (8, 11), (45, 53, 57), (121, 122, 241, 242)], ids=str)
+@pytest.mark.parametrize("numbers", [(2,), (0, 1), (8, 11), (45, 53, 57), (121, 122, 241, 242), (463, 472)], ids=str)
 def test_without_a_trace_kernels_are_those_without_stamps(numbers):
-    """Dispatch, cached dispatch and combine: not an instruction is added. With a trace there are stamps."""
+    """Dispatch, cached dispatch and combine, also where own rows stay: not an instruction is added. With a trace there
+    are stamps."""
     found = [json.loads(line) for line in output_of("trace_forms.py", *map(str, numbers)) if line.startswith("{")]
     assert len(found) == len(numbers)
     for form in found:

@@ -26,7 +26,7 @@ from moelink.hooks import Hook
 from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import CombineSpec, combine_spec
 from moelink.kernels.launch.grid import Launch, combine_launch, shared_bounds
-from moelink.kernels.launch.own_rows import in_one_launch
+from moelink.kernels.launch.own_rows import with_own_rows
 from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs
 from moelink.memory.pointers import COMBINE
 from moelink.memory.protocol import STATUS_OK
@@ -95,7 +95,7 @@ def prepare_fused_combine(
 ) -> Prepared:
     """Check the arguments of :func:`ep_fused_combine`; the result launches it."""
     given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
-    spec = in_one_launch(given.spec, ep.workspace, ep.device)
+    spec = with_own_rows(given.spec, ep.workspace, ep.device)
     how = launch_of(ep, len(topk_ids), spec)
     senders = 0 if spec.ALLREDUCE else how.send
     numbers = given.numbers._replace(programs=senders + how.receive, senders=senders, spread=how.spread)

@@ -98,7 +98,7 @@ LAMPORT_BYTES = 1 << 25
 """Most bytes of ``lamport_slots``, a region for sums that return without flags. Communicators of up to FEW_TOKENS
 tokens per rank have it, and of up to MANY_TOKENS where it has room for all sums of a call."""
 
-LAMPORT_BYTES_OF_COPIES = 1 << 27
+LAMPORT_BYTES_OF_COPIES = 1 << 26
 """The same where a sum is two copies (``memory.workspace.Workspace.two_copies``). Then half of the sums travel, and
 flags take longer than reading and clearing the slots, however many tokens a communicator is for."""
 

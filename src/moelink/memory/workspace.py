@@ -31,7 +31,8 @@ combine_kept         [T, K] uint8          the expert's rank: 1 if the row of (t
 rows                 [W, T, row] or        expert's rank r: sums of its rows per token (pre_reduce), or every row
                      [T, K, row] uint8
 lamport_slots        [W, G, row] uint8     expert's rank r: the same sums in a call of up to G tokens, inverted; zeros
-                                           where none has arrived (``kernels.sync``); only where G > 0
+                                           where none has arrived (``kernels.sync``); only where G > 0. [1, G, row]
+                                           where a rank sends none to itself (``lamport_ranks``)
 ===================  ====================  ==============================================================
 
 Between nodes, with ``N`` ranks a node, there are also the regions for puts, and the signals behind them
@@ -74,7 +75,7 @@ There ``rows`` and ``combine_flag`` of a rank of another node, which nothing els
 send through this one: those of rank ``m N + j`` are the rows of this node's j-th rank for the rank of this one's place
 on node m.
 
-Size: T x (W x message + (W or K) x row) bytes, up to 32 MiB of Lamport slots, or 128 with layout "rank" of two ranks,
+Size: T x (W x message + (W or K) x row) bytes, up to 32 MiB of Lamport slots, or 64 with layout "rank" of two ranks,
 and the flags. Nothing is double buffered. Send buffers exist between nodes only.
 
 Example: 8 ranks, 128 tokens, fp8_block128 of 7168, topk 8: messages 8 x 128 x 7552 bytes = 7.4 MiB, rows
@@ -356,10 +357,21 @@ class Workspace:
         if cfg.combine_format is not None:
             return 0
         tokens = cfg.max_tokens_per_rank
-        room = (LAMPORT_BYTES_OF_COPIES if self.two_copies else LAMPORT_BYTES) // (self.world_size * self.row_bytes)
+        room = (LAMPORT_BYTES_OF_COPIES if self.two_copies else LAMPORT_BYTES) // (self.lamport_ranks * self.row_bytes)
         if tokens <= FEW_TOKENS:
             return min(tokens, room)
         return tokens if tokens <= (room if self.two_copies else min(MANY_TOKENS, room)) else 0
+
+    @property
+    def lamport_ranks(self) -> int:
+        """Ranks that have Lamport slots in a rank's block: all, but where a sum is two copies (:attr:`two_copies`) the
+        other rank alone.
+
+        There own rows stay in every combine in which sums travel (``kernels.launch.own_rows``), so no rank sends to
+        itself, waits for a row of its own, or clears one. Nor does it stand in for itself: it stands in for ranks that
+        refuse a call or make it otherwise than itself.
+        """
+        return self.world_size - self.two_copies
 
     @property
     def regions(self) -> RegionTable:
@@ -367,6 +379,7 @@ class Workspace:
         cfg, ranks = self.config, self.world_size
         tokens = max(1, cfg.max_tokens_per_rank)
         copies = ranks if cfg.pre_reduce else cfg.topk
+        slots = (self.lamport_ranks, self.lamport_tokens, self.row_bytes)
         i64, i32, u8 = torch.int64, torch.int32, torch.uint8
         return RegionTable.pack(
             ("poison", i64, (1,)),
@@ -386,7 +399,7 @@ class Workspace:
             ("combine_status", i64, (ranks,)),
             ("combine_kept", u8, (tokens, cfg.topk)),
             ("rows", u8, (copies, tokens, self.row_bytes)),
-            *((("lamport_slots", u8, (ranks, self.lamport_tokens, self.row_bytes)),) if self.lamport_tokens else ()),
+            *((("lamport_slots", u8, slots),) if self.lamport_tokens else ()),
             *(self._network_regions(tokens) if self.inter_node_ranks else ()),
         )
 

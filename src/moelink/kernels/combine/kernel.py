@@ -38,7 +38,6 @@ def ep_fused_combine_kernel(peers, inputs, outputs, notes, numbers, S: tl.conste
 @triton.jit
 def ep_combine_async_kernel(peers, inputs, notes, numbers, S: tl.constexpr):
     """Run the expert role alone, with two levels together with the collector's."""
-    tl.static_assert(not S.OWN_ROWS_STAY)  # the home role of another launch awaits them
     arguments = (peers, inputs, notes, numbers)
     run_role(
         send_and_collect if S.TWO_LEVEL else send_tokens_back, arguments, peers.control, _SENT, numbers.programs, S
@@ -48,6 +47,5 @@ def ep_combine_async_kernel(peers, inputs, notes, numbers, S: tl.constexpr):
 @triton.jit
 def ep_combine_wait_kernel(peers, inputs, outputs, notes, numbers, S: tl.constexpr):
     """Run the home role alone."""
-    tl.static_assert(not S.OWN_ROWS_STAY)  # they were stored (``own_rows``)
     arguments = (peers, inputs, outputs, notes, numbers)
     run_role(gather_home, arguments, peers.control, _RECEIVED, numbers.programs, S)

@@ -1,34 +1,34 @@
-"""Add rows of a rank's own tokens where they are: combine of two ranks with many tokens (S.OWN_ROWS_APART).
+"""Add rows of a rank's own tokens where they are: combine of two ranks with many tokens (S.OWN_ROWS_STAY).
 
 An own row is the sum of the rows that a token filled at experts of its own home rank. Elsewhere it travels like any
 other: the expert role stores it in the rank's own block and signals it, and the home role waits for it. Where own rows
-are apart, the home role awaits the other rank's row alone: its flag, or with layout "rank" the row itself
-(``kernels.sync.lamport_slots``), and then it reads the own row before it waits. ``kernels.launch.own_rows`` chooses one
-of two forms:
+*stay*, the expert role sends to the other rank only, and the home role computes own rows from ``y``, in registers. It
+awaits the other rank's row alone: its flag, or with layout "rank" the row itself (``kernels.sync.lamport_slots``). With
+layout "rank" an own row is one load, so there the home role begins it before it waits.
 
-* In a fused launch own rows *stay* (S.OWN_ROWS_STAY): the expert role sends to the other rank only, and the home role
-  computes own rows from ``y``, in registers. With layout "rank" it loads one row for that.
-* In the two launches of a split call the expert role *stores* own rows, in ``rows`` of its own block, and the home role
-  loads them. They could stay there, too, because inputs must not change before ``wait`` has returned; that is not
-  built. This is for rows that are copies, with layout "rank". Those of layout "expert" travel like any others, and so
-  do all rows of a split call of the contract, whose second launch is not given ``y``.
+``kernels.launch.own_rows`` chooses, for a fused launch and for the two launches of a split call alike. In split calls
+of the contract all rows travel: what sends them does not know whether the phases follow, which are not given ``y``
+(``kernels.combine.phases``).
 
-Who writes and who waits: own rows have no signal. What they are computed from is complete before a fused launch begins,
-for its expert role reads it, too: ``y``, the row weights, and the notes of dispatch, of which ``slot_of`` has a token's
-message slot at its own rank, and ``rows_of_message`` the rows of that message. What is stored is stored by the launch
-of the expert role, and read by that of the home role, which follows in stream order. Only the rank itself stores there:
-the next call does so in stream order, too.
+Who writes and who waits: own rows have no signal. What they are computed from is complete before the launch of the home
+role begins: ``y``, the row weights, and the notes of dispatch, of which ``slot_of`` has a token's message slot at its
+own rank, and ``rows_of_message`` the rows of that message. In a split call the caller must not change these until
+``wait`` has returned. By then the home role is launched, on the stream on which the expert role ran, and what the
+caller launches afterwards follows it. So the home role reads what the expert role read.
 
-Why calls of all forms may follow each other, and why ranks need not choose alike: only the rank itself stores and loads
-own rows. Where they are apart, a call leaves its flags for itself as they are. A call after it in which own rows travel
-raises these flags to its own call number, which is higher. Without flags, it leaves the rank's Lamport slots for itself
-as they are, which is clear: a call in which own rows travel clears the slots that it reads, and home clears all of them
-after a refused call. Lanes have blocks of their own. As for refused calls: the ranks that learn of one wait for rows at
-the ranks that refuse (``quiesce.wait_until_sent``), and for rows of ranks that combine another dispatch
-(``quiesce.end_waits_for_strays``). No rank counts itself among these. Credits and heads do not change.
+Why the next call cannot overtake: own rows are stored nowhere, so no call can overwrite them or take them for its own.
+Nothing is held for them either: the workspace has no Lamport slots for a rank's own rows where these come without flags
+(``Workspace.lamport_ranks``).
 
-What names an own row of a fused launch is read one or two parts of results ahead (:func:`find_own_rows`), because it is
-a chain of two loads. It is read only if dispatch brought its rows to the end; otherwise its notes name nothing.
+Why calls of all forms may follow each other, and why ranks need not choose alike: only the rank itself would store and
+load own rows. Where they stay, a call leaves its flags for itself as they are. A call after it in which own rows travel
+raises these flags to its own call number, which is higher. Lanes have blocks of their own. As for refused calls: the
+ranks that learn of one wait for rows at the ranks that refuse (``quiesce.wait_until_sent``), and for rows of ranks that
+combine another dispatch (``quiesce.end_waits_for_strays``). No rank counts itself among these. Credits and heads do not
+change.
+
+What names an own row is read one or two parts of results ahead (:func:`find_own_rows`), because it is a chain of two
+loads. It is read only if dispatch brought its rows to the end; otherwise its notes name nothing.
 
 Sums: an own row is rounded to the row's dtype as if it travelled. Of two rows the order does not matter: +0 plus one
 plus the other is the same sum either way.
@@ -37,16 +37,15 @@ Example: three slots; token 0 of rank 0 filled there rows [0, -1, 1] of ``y``, w
 y[1] = 2**-8. The own row in bf16 is round(1 + 2**-8) = 1. Rank 1 sends 2**-8, and home stores round(2**-8 + 1) = 1.
 With an own row that is not rounded it would store 1 + 2**-7.
 
-Example of what names own rows: 5 tokens per rank at most; token 2 of rank 1 has message slot 0 there, and that message
-row 9 of ``y``. They are named by 5, the number of message (1, 0); with one row a message by 9; and where the row was
-stored by 7, the number of its place (1, 2).
+Example of what names own rows: 5 tokens per rank at most; a token of rank 1 has message slot 0 there, and that message
+row 9 of ``y``. They are named by 5, the number of message (1, 0); with one row a message by 9.
 """
 
 import triton
 import triton.language as tl
 
 from moelink.kernels.combine.send import weighted_row
-from moelink.kernels.numeric import only, round_to
+from moelink.kernels.numeric import round_to
 
 
 @triton.jit
@@ -56,17 +55,12 @@ def others_slots(slots, me, S: tl.constexpr):
 
 
 @triton.jit
-def find_own_rows(notes, slots, token, me, exists, S: tl.constexpr):
-    """Look up what names the own rows of ``token``, with message ``slots`` [ranks]: the number of its message; where a
-    message has one row, that row of ``y``; where the row was stored, its place in ``rows``. Less than 0 for none, and
-    if the token does not exist.
-    """
+def find_own_rows(notes, slots, me, exists, S: tl.constexpr):
+    """Look up what names the own rows of a token with message ``slots`` [ranks]: the number of its message, or where a
+    message has one row, that row of ``y``. Less than 0 for none, and if the token does not exist."""
     tl.static_assert(S.WORLD_SIZE == 2 and S.SENDS_SUMS and S.ENCODE_FN is None)
     slot = tl.max(tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, slots, -1), 0)
-    goes = exists & (slot >= 0)
-    if not S.OWN_ROWS_STAY:
-        return tl.where(goes, me * S.MAX_TOKENS + token, -1)
-    message = tl.where(goes, me * S.MAX_TOKENS + slot, -1)
+    message = tl.where(exists & (slot >= 0), me * S.MAX_TOKENS + slot, -1)
     if S.SLOTS_PER_MESSAGE == 1:
         return tl.load(notes.rows_of_message + message, mask=message >= 0, other=-1)
     else:
@@ -74,12 +68,9 @@ def find_own_rows(notes, slots, token, me, exists, S: tl.constexpr):
 
 
 @triton.jit
-def own_sum(mine, inputs, notes, y_rows, own, c, S: tl.constexpr):
+def own_sum(inputs, notes, y_rows, own, c, S: tl.constexpr):
     """Return the own row of a token at columns ``c``, as it would have travelled. ``own``: from
-    :func:`find_own_rows`. ``mine``: the address of this rank's block."""
-    if not S.OWN_ROWS_STAY:
-        row = (mine + S.OFFSET_ROWS + tl.maximum(own, 0).to(tl.int64) * S.ROW_BYTES).to(S.ROW_POINTER)
-        return tl.load(tl.multiple_of(row, 16) + c, mask=only(own >= 0, c < S.HIDDEN_SIZE), other=0.0)
+    :func:`find_own_rows`."""
     total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
     weights = inputs.row_weights
     if S.SLOTS_PER_MESSAGE == 1:

@@ -345,23 +345,23 @@ def wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, piece, S
 def sum_rows_without_flags(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S: tl.constexpr):
     """Wait for a token's rows while summing them, and store its result. Rows come without flags, in Lamport slots.
 
-    An own row that is apart is read before the wait, which hides it.
+    An own row that stays is read before the wait, which hides it.
     """
     mine = own_block(ctx.control, S)
     ok = tl.full([], 1, tl.int32)
-    if S.OWN_ROWS_APART:
+    if S.OWN_ROWS_STAY:
         slots = others_slots(slots, ctx.me, S)
     step = piece.parts * S.BLOCK_SIZE
     for c0 in range(piece.part * S.BLOCK_SIZE, S.HIDDEN_SIZE, step):
         if ok > 0:
             came = arrivals(ctx, ARRIVED, tl.arange(0, S.WORLD_SIZE_POW2), S)
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
-            if S.OWN_ROWS_APART:
-                beside = own_sum(mine, inputs, notes, numbers.y_rows, own, c, S)
+            if S.OWN_ROWS_STAY:
+                beside = own_sum(inputs, notes, numbers.y_rows, own, c, S)
             ok, peer, total = sum_rows(mine, ctx.me, slots, token, c0, ctx.limit, came, S)
             if piece.is_last & (c0 + step >= S.HIDDEN_SIZE):
                 allow_next_launch(S)
-            if S.OWN_ROWS_APART:
+            if S.OWN_ROWS_STAY:
                 total += beside.to(S.SUM_DTYPE)
             stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
             report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
@@ -375,7 +375,7 @@ def sum_rows_without_flags(ctx, inputs, slots, own, notes, outputs, numbers, tok
 
 @triton.jit
 def gather_beside_own_rows(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S: tl.constexpr):
-    """Do as :func:`wait_and_reduce` where own rows are apart (``kernels.combine.own_rows``)."""
+    """Do as :func:`wait_and_reduce` where own rows stay (``kernels.combine.own_rows``)."""
     mine = own_block(ctx.control, S)
     slots = others_slots(slots, ctx.me, S)
     place = tl.cast((1 - ctx.me) * S.MAX_TOKENS + token, tl.int64)
@@ -386,7 +386,7 @@ def gather_beside_own_rows(ctx, inputs, slots, own, notes, outputs, numbers, tok
     if ok > 0:
         for c0 in range(piece.part * S.BLOCK_SIZE, S.HIDDEN_SIZE, piece.parts * S.BLOCK_SIZE):
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
-            beside = own_sum(mine, inputs, notes, numbers.y_rows, own, c, S)
+            beside = own_sum(inputs, notes, numbers.y_rows, own, c, S)
             total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE) + row_columns(source, c0, tl.max(slots, 0) >= 0, S)
             total += beside.to(S.SUM_DTYPE)
             if S.FUSED_SHARED_EXPERT:
@@ -398,7 +398,7 @@ def gather_beside_own_rows(ctx, inputs, slots, own, notes, outputs, numbers, tok
 
 @triton.jit
 def gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S: tl.constexpr):
-    """Wait for a token's rows and store a ``piece`` of its result. ``own`` names its own rows, where these are apart.
+    """Wait for a token's rows and store a ``piece`` of its result. ``own`` names its own rows, where these stay.
 
     The number of tokens in the call decides whether rows come with flags. Returns 1, or 0 or -1 after an error.
     """
@@ -408,7 +408,7 @@ def gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece,
         if small:
             ok = sum_rows_without_flags(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S)
     if small == 0:
-        if S.OWN_ROWS_APART:
+        if S.OWN_ROWS_STAY:
             ok = gather_beside_own_rows(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S)
         else:
             ok = wait_and_reduce(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
@@ -419,12 +419,12 @@ def gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece,
 def parts_of_token(num_tokens, num_programs, S: tl.constexpr):
     """Return into how many parts of its columns a token is divided: all blocks if the CTAs suffice, else 1.
 
-    All blocks, too, of up to MANY_TOKENS tokens where the own row is a copy that is apart: after a call's last row has
+    All blocks, too, of up to MANY_TOKENS tokens where the own row is a copy that stays: after a call's last row has
     come only one part of it is left to do. More tokens are read faster as a whole.
     """
     blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
     divided = num_tokens * blocks <= num_programs
-    if S.OWN_ROWS_APART and S.SLOTS_PER_MESSAGE == 1:
+    if S.OWN_ROWS_STAY and S.SLOTS_PER_MESSAGE == 1:
         divided = divided | (num_tokens <= _MANY_TOKENS)
     return tl.where(divided, blocks, 1)
 
@@ -468,23 +468,23 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     step = tl.maximum(num_programs - spare, 1)
     first = tl.where(program < spare, items, program - spare)
     own = tl.full([], -1, tl.int32)
-    if S.OWN_ROWS_APART:
+    if S.OWN_ROWS_STAY:
         # What names own rows is read two parts ahead, and one: it is two loads, of which one waits for the other. If
         # dispatch brought nothing, or not to its end, its notes name nothing.
         noted = tl.where(brought & (ok > 0), items, 0)
         near = load_slots(notes, first // parts, first < noted, S)
         far = load_slots(notes, (first + step) // parts, first + step < noted, S)
-        next_own = find_own_rows(notes, near, first // parts, ctx.me, first < noted, S)
+        next_own = find_own_rows(notes, near, ctx.me, first < noted, S)
     for i in range(first, items, step):
         token = i // parts
-        if S.OWN_ROWS_APART:
+        if S.OWN_ROWS_STAY:
             own = next_own
             slots = tl.where(brought, near, -1)
-            next_own = find_own_rows(notes, far, (i + step) // parts, ctx.me, i + step < noted, S)
+            next_own = find_own_rows(notes, far, ctx.me, i + step < noted, S)
             near = far
             far = load_slots(notes, (i + 2 * step) // parts, i + 2 * step < noted, S)
         if ok > 0:
-            if not S.OWN_ROWS_APART:
+            if not S.OWN_ROWS_STAY:
                 slots = awaited_slots(notes, token, brought, choices, S)
             piece = Piece(i % parts, parts, (i + step >= items) & (not S.TWO_LEVEL))
             ok = gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S)

@@ -15,8 +15,7 @@ rank learns of a refusal even when no rows were due to it. Where messages travel
 is the only CTA. A rank that refuses the call sends no rows but raises all flags. Where a combine takes several passes
 over the slots, a refused combine ends with the first pass, because the rank that refuses makes only one call.
 
-A rank is not one of its own homes where its own rows stay, and signals none of them where they are stored
-(``kernels.combine.own_rows``).
+A rank is not one of its own homes where its own rows stay (``kernels.combine.own_rows``).
 
 Sums: the accumulator starts at +0, slots ascend, each product is rounded before it is added (no fused multiply-add),
 and the sum is rounded once to the row's dtype, or encoded in the combine format (``kernels.combine.row_format``). A
@@ -205,6 +204,7 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
         )
         flip = tl.full([], 0, tl.int32)
         if S.LAMPORT_TOKENS > 0:
+            tl.static_assert(S.LAMPORT_RANKS == S.WORLD_SIZE - S.OWN_ROWS_STAY)  # each row has a slot of its own
             flip -= small.to(tl.int32)
             valid = valid & ((small == 0) | (token < S.LAMPORT_TOKENS))
             address = tl.where(small, row_at(home, ctx.me, token, S), address)
@@ -304,10 +304,6 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
     p = tl.arange(0, S.PARTS_POW2)
     flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place_at_stop(home, ctx.me, S) * S.MAX_TOKENS * S.PARTS_PER_ROW
     small = is_small(ctx.control, tl.load(notes.received + home * 2 + 1), ctx.call, S)
-    flagged = small == 0
-    if S.OWN_ROWS_APART:  # own rows, if they are sent at all, have no signal
-        small = small & (home != ctx.me)
-        flagged = flagged & (home != ctx.me)
     if S.PARTS_PER_ROW == 1:
         for slot in range(lane, tl.load(notes.received + home * 2), lanes):
             at = home * S.MAX_TOKENS + slot
@@ -323,7 +319,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                 stamp_first(ctx, FIRST_STORE, S)
             else:
                 in_one_level(put_kept, (ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, True), S)
-            if flagged:
+            if small == 0:
                 publish(
                     flags + slot + p,
                     intra_node_only(p < 1, stop, ctx.me, S),
@@ -351,7 +347,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                 inputs, tl.where(valid, numbers.y_rows, 0), numbers.slot_begin, S,
             )  # fmt: skip
             stamp_first(ctx, FIRST_STORE, S)
-            if flagged:
+            if small == 0:
                 shared = only(there, p < parts)
                 publish(
                     flags + (slot * S.PARTS_PER_ROW + begin) + p, shared, tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call

@@ -364,12 +364,11 @@ class CombineSpec(CommonSpec):
             scales begin, and their type. ROW_DTYPE is then that of codes.
         EPILOGUE: "", "bias" or "residual". HOOK: a Triton function that stores the result instead, or None.
         LAMPORT_TOKENS: most tokens of a home rank to which sums travel without flags (``kernels.sync.lamport_slots``);
-            0: they never do.
+            0: they never do. LAMPORT_RANKS: ranks that have slots for them at a home rank.
         EVICTION: how experts' rows are loaded, as Triton names it. Up to MANY_TOKENS they are the first to leave the L2
             cache, which holds what comes over the links and what the next calls need. With more tokens all of that
             leaves the cache in any case, and fewer instructions matter more.
-        COLLECTORS: collecting CTAs, 0 with one level. OWN_ROWS_APART, OWN_ROWS_STAY: 1 where
-            ``kernels.combine.own_rows`` says.
+        COLLECTORS: collecting CTAs, 0 with one level. OWN_ROWS_STAY: 1 where ``kernels.launch.own_rows`` says.
         KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
             else by the message.
     """
@@ -404,6 +403,7 @@ class CombineSpec(CommonSpec):
     OFFSET_COMBINE_KEPT: int
     OFFSET_ROWS: int
     LAMPORT_TOKENS: int
+    LAMPORT_RANKS: int
     OFFSET_LAMPORT_SLOTS: int
     EVICTION: str
     KEPT_BYTES: int
@@ -415,7 +415,6 @@ class CombineSpec(CommonSpec):
     OFFSET_STAGED_ROWS: int
     OFFSET_NODE_ROWS: int
     COLLECTORS: int
-    OWN_ROWS_APART: int
     OWN_ROWS_STAY: int
 
 
@@ -465,12 +464,12 @@ def combine_spec(
         ROW_BYTES=workspace.row_bytes, OFFSET_COMBINE_HEAD=regions["combine_head"].offset,
         OFFSET_COMBINE_FLAG=regions["combine_flag"].offset, OFFSET_COMBINE_STATUS=regions["combine_status"].offset,
         OFFSET_COMBINE_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
-        LAMPORT_TOKENS=most_small, OFFSET_LAMPORT_SLOTS=regions["lamport_slots"].offset if most_small else 0,
+        LAMPORT_TOKENS=most_small, LAMPORT_RANKS=workspace.lamport_ranks,
+        OFFSET_LAMPORT_SLOTS=regions["lamport_slots"].offset if most_small else 0,
         EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
         KEPT_BYTES=0 if workspace.two_level or not workspace.inter_node_ranks else regions["inter_node_kept"].shape[2],
         STAGED_BY_ROW=not cfg.pre_reduce, OFFSET_ROW_FLAG=inter("row_flag"),
         OFFSET_INTER_NODE_KEPT=inter("inter_node_kept"), OFFSET_STAGED_STATUS=inter("staged_status"),
         OFFSET_STAGED_KEPT=inter("staged_kept"), OFFSET_STAGED_ROWS=inter("staged_rows"),
-        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_APART=0,
-        OWN_ROWS_STAY=0,
+        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_STAY=0,
     )  # fmt: skip

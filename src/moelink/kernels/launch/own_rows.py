@@ -1,5 +1,4 @@
-"""Choose the combines in which rows of a rank's own tokens stay where they are, or are stored without a signal
-(``kernels.combine.own_rows``)."""
+"""Choose the combines in which rows of a rank's own tokens stay where they are (``kernels.combine.own_rows``)."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from moelink.memory.workspace import Workspace
 
 
 def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> bool:
-    """Return whether own rows stay where they are in a fused launch of combine, in which ``sums`` travel, or else every
-    row.
+    """Return whether own rows stay where they are in a combine in which ``sums`` travel, or else every row.
 
     A combine of two ranks with many tokens (more than MANY_TOKENS; on CPUs, where all numbers are small, 5 or more) is
     bound by memory, not by the link: half of all sums are of own tokens, and each of them would be stored, and loaded
@@ -26,6 +24,9 @@ def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> 
     Ranks need not choose alike. Sums in a combine format are not among these, because they are encoded and decoded as
     they travel; nor are those of two nodes, where the network is the bound; nor, with layout "expert", those that may
     come without flags.
+
+    So where sums come without flags, own rows stay if and only if ``Workspace.two_copies``, on every device. By the
+    same property the workspace has no Lamport slots for own rows (``Workspace.lamport_ranks``).
     """
     config = workspace.config
     many = config.max_tokens_per_rank > (4 if device.type == "cpu" else MANY_TOKENS) and not workspace.lamport_tokens
@@ -33,15 +34,11 @@ def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> 
 
 
 @lru_cache(maxsize=256)
-def in_one_launch(spec: CombineSpec, workspace: Workspace, device: torch.device) -> CombineSpec:
-    """Return the launch constants ``spec`` for a launch of both roles."""
+def with_own_rows(spec: CombineSpec, workspace: Workspace, device: torch.device) -> CombineSpec:
+    """Return the launch constants ``spec`` with the choice of :func:`own_rows_stay`, for a launch of either role or of
+    both.
+
+    All launches of a call must have the same choice: own rows that one role does not send, the other must not await.
+    """
     stay = own_rows_stay(workspace, device, sums=bool(spec.SENDS_SUMS))
-    return dataclasses.replace(spec, OWN_ROWS_APART=1, OWN_ROWS_STAY=1) if stay else spec
-
-
-@lru_cache(maxsize=256)
-def in_two_launches(spec: CombineSpec, workspace: Workspace) -> CombineSpec:
-    """Return the launch constants ``spec`` for a launch of one role: own rows that are copies are stored without a
-    signal (``Workspace.two_copies``)."""
-    stored = bool(spec.SENDS_SUMS) and workspace.two_copies
-    return dataclasses.replace(spec, OWN_ROWS_APART=1) if stored else spec
+    return dataclasses.replace(spec, OWN_ROWS_STAY=1) if stay else spec

@@ -11,7 +11,9 @@ bits set for a NaN, and codes and scales of one block would have to be polled as
 Who writes and who waits: the expert's rank r stores row (r, token) of ``lamport_slots`` at the home rank, inverted; no
 other peer stores there. The home rank waits until no part of the rows of its token is zero, sums them and stores zeros.
 Home had ``num_tokens`` tokens, which dispatch told the expert's rank, and :func:`is_small` decides from it which form
-the call has. How many are few, ``Workspace.lamport_tokens`` says: with layout "rank" of two ranks, thousands.
+the call has. How many are few, ``Workspace.lamport_tokens`` says: with layout "rank" of two ranks, thousands. There own
+rows stay (``kernels.combine.own_rows``), so a home rank has slots for the rows of the other rank alone
+(``Workspace.lamport_ranks``).
 
 Why the next call cannot overtake, and no row is taken for one of another call: a rank stores only after home has
 granted credit for the call before (``kernels.sync.credit``), and home grants it after the launch that stored the zeros.
@@ -27,8 +29,9 @@ words, for odd and even calls, so that the note of one call does not disturb CTA
 If that call is refused as well, the rank that refuses it clears nothing. As long as refusals follow each other, calls
 have flags, and slots stay unused; the first call that the rank makes after them still follows a refusal, and clears.
 
-Example: up to 4 tokens, rows of 32 bytes: row 1 of rank 2 begins 32 * (2 * 4 + 1) bytes into the region. Call 5 is
-refused: word 0 says 6, so call 6 has flags; word 1 still says what call 5 itself was.
+Example: up to 4 tokens, rows of 32 bytes: row 1 of rank 2 begins 32 * (2 * 4 + 1) bytes into the region. Where only
+one rank has slots, its row 1 begins after 32 bytes, whatever rank it is. Call 5 is refused: word 0 says 6, so call 6
+has flags; word 1 still says what call 5 itself was.
 
 Example: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) travel as 0xc07f, 0xbfff, which home loads as the word 0xbfffc07f.
 A NaN is 0x7fff and travels as 0x8000; 0xffff would travel as zero, so it is made 0x7fff.
@@ -78,8 +81,13 @@ def is_small(control, num_tokens, call, S: tl.constexpr):
 
 @triton.jit
 def row_at(block, rank, number, S: tl.constexpr):
-    """Return the address of row (``rank``, ``number``) in the block at address ``block``."""
-    return block + S.OFFSET_LAMPORT_SLOTS + tl.cast(rank * S.LAMPORT_TOKENS + number, tl.int64) * S.ROW_BYTES
+    """Return the address of row (``rank``, ``number``) in the block at address ``block``. Where only one rank has slots
+    there, ``rank`` is that one."""
+    if S.LAMPORT_RANKS == 1:
+        slot = tl.cast(number, tl.int64)
+    else:
+        slot = tl.cast(rank * S.LAMPORT_TOKENS + number, tl.int64)
+    return block + S.OFFSET_LAMPORT_SLOTS + slot * S.ROW_BYTES
 
 
 @triton.jit
@@ -87,7 +95,7 @@ def clear_rows(mine, S: tl.constexpr):
     """Store zeros in all Lamport slots of this rank."""
     i = tl.arange(0, S.BLOCK_SIZE)
     words = tl.multiple_of(row_at(mine, 0, 0, S).to(I32), 16)
-    count = S.WORLD_SIZE * S.LAMPORT_TOKENS * (S.ROW_BYTES // 4)
+    count = S.LAMPORT_RANKS * S.LAMPORT_TOKENS * (S.ROW_BYTES // 4)
     for c0 in range(0, count, S.BLOCK_SIZE):
         tl.store(words + c0 + i, tl.zeros([S.BLOCK_SIZE], tl.int32), mask=c0 + i < count)
 
@@ -146,9 +154,8 @@ def words_at(mine, rank, token, S: tl.constexpr):
 
 @triton.jit
 def sender_at(i, me, S: tl.constexpr):
-    """Return the ``i``-th rank whose rows may come to rank ``me``: rank i, or where own rows are apart the i-th after
-    it."""
-    if S.OWN_ROWS_APART:
+    """Return the ``i``-th rank whose rows may come to rank ``me``: rank i, or where own rows stay the i-th after it."""
+    if S.OWN_ROWS_STAY:
         return (me + 1 + i) % S.WORLD_SIZE
     else:
         return i
@@ -158,7 +165,7 @@ def sender_at(i, me, S: tl.constexpr):
 def leave_zeros(mine, me, slots, token, n, mask, S: tl.constexpr):
     """Clear words ``n`` of a token's rows, under ``mask``, which have been read, for a later call."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_APART):
+    for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
         rank = sender_at(i, me, S)
         sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, mask)
         tl.store(words_at(mine, rank, token, S) + n, tl.zeros(n.shape, tl.int32), mask=sent)
@@ -174,6 +181,7 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
     are summed meanwhile: the sum is valid if no row was missing. ``arrivals`` [ranks]: where to stamp that a rank's row
     has come (``kernels.sync.trace``).
     """
+    tl.static_assert(S.LAMPORT_RANKS == S.WORLD_SIZE - S.OWN_ROWS_STAY)  # each row that comes has a slot of its own
     looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
     poison = (mine + S.OFFSET_POISON).to(I64)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -188,7 +196,7 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
         missing = tl.zeros(n.shape, tl.int32)
         late = tl.zeros(n.shape, tl.int64)
-        for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_APART):
+        for i in tl.static_range(S.WORLD_SIZE - S.OWN_ROWS_STAY):
             rank = sender_at(i, me, S)
             sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
             words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)

@@ -13,7 +13,7 @@ from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.grid import combine_launch, shared_bounds
 from moelink.kernels.launch.launcher import CompiledKernel
-from moelink.kernels.launch.own_rows import in_one_launch, in_two_launches
+from moelink.kernels.launch.own_rows import with_own_rows
 from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs, RoutingNotes
 from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
 from moelink.output import Blank
@@ -62,16 +62,14 @@ class LaunchPlan:
             workspace, rank.device, reduce=reduce, row_weights=row_weights, home_weights=home_weights,
             shared=shared, epilogue=epilogue, hook=hook, raw_sums=raw_sums, tells_weighed=True,
         )  # fmt: skip
-        spec = rank.in_form(spec)
-        together = in_one_launch(spec, workspace, rank.device)
-        sums, stay = bool(spec.SENDS_SUMS), bool(together.OWN_ROWS_STAY)
-        launch = combine_launch(workspace, rank.device, num_tokens, sums=sums)
-        fused = combine_launch(workspace, rank.device, num_tokens, sums=sums, own_rows_stay=stay)
+        spec = with_own_rows(rank.in_form(spec), workspace, rank.device)
+        sums, stay = bool(spec.SENDS_SUMS), bool(spec.OWN_ROWS_STAY)
+        launch = combine_launch(workspace, rank.device, num_tokens, sums=sums, own_rows_stay=stay)
         travels = not spec.ALLREDUCE
-        senders = fused.send + spec.COLLECTORS if travels else 0
+        senders = launch.send + spec.COLLECTORS if travels else 0
         slots = () if reduce else (config.topk,)
         dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
-        how: Any = {"S": in_two_launches(spec, workspace), "launch": launch, **_EXACT}
+        how: Any = {"S": spec, "launch": launch, **_EXACT}
         shared_begin, shared_end = shared_bounds(config, num_tokens)
         numbers = CombineNumbers(
             me=rank.me, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
@@ -80,8 +78,7 @@ class LaunchPlan:
         )  # fmt: skip
         send = kernel(kernels.ep_combine_async_kernel, launch.send + spec.COLLECTORS, **how)
         receive = kernel(kernels.ep_combine_wait_kernel, launch.receive, **how)
-        how |= {"S": together, "launch": fused}
-        both = kernel(kernels.ep_fused_combine_kernel, senders + fused.receive, **how)
+        both = kernel(kernels.ep_fused_combine_kernel, senders + launch.receive, **how)
         return cls(
             send=send,
             receive=receive,
@@ -222,6 +219,7 @@ class Combine:
 def refuse_combine(rank: Rank) -> None:
     """Take part in a combine that this rank refuses: send only the word that it does."""
     spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
+    spec = with_own_rows(spec, rank.workspace, rank.device)
     if spec.ALLREDUCE:
         return
     how: Any = {"S": spec, "launch": combine_launch(rank.workspace, rank.device, 0, sums=True), **_EXACT}
