@@ -25,6 +25,8 @@ from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.own_rows import own_rows_stay, with_own_rows
 from moelink.kernels.records import RoutingNotes
 from moelink.kernels.sync import lamport_slots
+from moelink.memory.trace_layout import ROLES
+from moelink.tracing.records import read_rows, rows_of
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import combine as combining
 from protocol_runs import (
@@ -384,6 +386,27 @@ def test_a_rank_stores_nothing_in_its_own_block(form: str, fused: bool, request:
         assert not torch.equal(block["rows"][1 - rank], rows[rank][1 - rank])
         assert int(block["combine_flag"][rank].max()) == 0
         assert int(block["combine_flag"][1 - rank].max()) == 1
+
+
+@pytest.mark.quick("one call")
+@both
+@pytest.mark.parametrize("form", SETUPS)
+def test_no_row_is_seen_where_none_is_awaited(form: str, fused: bool, request: pytest.FixtureRequest) -> None:
+    """The only token of either rank chose an expert of rank 0, whose row rank 1 awaits, and rank 0 does not."""
+    request.getfixturevalue(form)
+    setup = dataclasses.replace(SETUPS[form], topk=1)
+    cases = (Small(setup, "uniform", weights="none", seed=seed, tokens=(1, 1)) for seed in range(50))
+    case = next(case for case in cases if all(int(case.data(rank).topk_ids[0, 0]) < 2 for rank in range(WORLD)))
+    group = transports(setup, WORLD)
+    for transport in group:
+        transport.open_trace()
+    play_pair(case, group, fused=fused)
+    for rank, transport in enumerate(group):
+        rows = rows_of(transport.close_trace()[0].numpy())
+        home = [record.times for record in read_rows(rows, rank) if record.role is ROLES[3]]
+        assert any("result stored" in times for times in home)
+        for name in ("row seen", "last row seen"):
+            assert any(name in times for times in home) == (rank == 1), name
 
 
 @with_flags

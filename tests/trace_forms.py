@@ -22,7 +22,7 @@ from aot_forms import TARGET, Form, forms, lower
 from ttir_text import nameless
 
 STAMP = re.compile(
-    r"^ *(?:stamp|stamp_first|stamp_after|stamp_both|note_reached|note_whole)\(.*\)\n"
+    r"^ *(?:stamp|stamp_first|stamp_after|stamp_both|stamp_awaited|note_reached|note_whole)\(.*\)\n"
     r"|^ *came = arrivals\(.*\n", re.M,
 )  # fmt: skip
 """Lines that do nothing but stamp."""

@@ -77,6 +77,7 @@ from moelink.kernels.sync.trace import (
     WAITED,
     arrivals,
     stamp,
+    stamp_awaited,
     stamp_both,
     stamp_first,
 )
@@ -206,7 +207,7 @@ def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
         for other in range(1, S.PARTS_PER_ROW):
             if ok > 0:
                 ok, peer, got = wait_all(flags + other, slots >= 0, ctx.call, poison, ctx.limit, S.CLOCK)
-    stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
+    stamp_awaited(ctx, MESSAGE_SEEN, LAST_MESSAGE, slots, S)
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     return ok
 
@@ -363,7 +364,7 @@ def sum_rows_without_flags(ctx, inputs, slots, own, notes, outputs, numbers, tok
                 allow_next_launch(S)
             if S.OWN_ROWS_STAY:
                 total += beside.to(S.SUM_DTYPE)
-            stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
+            stamp_awaited(ctx, MESSAGE_SEEN, LAST_MESSAGE, slots, S)
             report_failure(ok, ctx, peer, _PHASE, ctx.call, ctx.call - 1, S)
             if ok > 0:
                 if S.FUSED_SHARED_EXPERT:

@@ -140,6 +140,15 @@ def stamp_both(ctx, first: tl.constexpr, last: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def stamp_awaited(ctx, first: tl.constexpr, last: tl.constexpr, slots, S: tl.constexpr):
+    """Do as :func:`stamp_both` behind a wait for a token's rows, if it awaited any. ``slots`` [ranks]: the message slot
+    of each row, -1 for none."""
+    if S.TRACE:
+        if tl.max(slots, 0) >= 0:
+            stamp_both(ctx, first, last, S)
+
+
+@triton.jit
 def _keep_first(at, now, mask):
     """Store the time ``now`` at the addresses ``at`` under ``mask``, where no earlier one is."""
     tl.atomic_max(at.to(I64), _FIRST_FROM - now, mask=mask, sem="relaxed", scope="gpu")
