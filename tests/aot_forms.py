@@ -220,7 +220,8 @@ def main(divisor: int = 1, *parts: int) -> int:
         try:
             module = lower(kernel, spec, pointers).module
             wrong = []
-            small = isinstance(spec, CombineSpec) and spec.LAMPORT_TOKENS.value
+            awaits = kernel is not combine.ep_combine_async_kernel
+            small = isinstance(spec, CombineSpec) and spec.LAMPORT_TOKENS.value and awaits
             # The text takes longer than the rest; dispatches with a budget are one for each format.
             if small or (isinstance(spec, DispatchSpec) and spec.NUM_SMS.value and not spec.CACHED_ROUTING.value):
                 text = str(module)
