@@ -112,7 +112,7 @@ OF_OWN_ROWS = (
            "test_own_rows.py::test_no_row_is_seen_where_none_is_awaited[copies-split]"),
     Mutant("copies are summed in parts however many tokens there are", "kernels/combine/reduce.py",
            "divided | (num_tokens <= _MANY_TOKENS)", "divided | (num_tokens > 0)",
-           "test_own_rows.py::test_parts_of_copies[1-495-parts0]"),
+           "test_own_rows.py::test_parts_of_tokens[2048-495-parts0]"),
     Mutant("own rows stay in a combine format", "memory/workspace.py",
            "return near and cfg.combine_format is None", "return near",
            _CHOICE),

@@ -359,12 +359,12 @@ def _parts(out, num_programs, S: tl.constexpr):
 
 
 @pytest.mark.quick("two forms")
-@pytest.mark.parametrize("stay, programs, parts", [
-    (1, 495, [2, 1]), (0, 495, [1, 1]), (0, 2049, [2, 1]), (1, 2050, [2, 2])
+@pytest.mark.parametrize("most, programs, parts", [
+    (2048, 495, [2, 1]), (0, 495, [1, 1]), (0, 2049, [2, 1]), (2048, 2050, [2, 2])
 ])  # fmt: skip
-def test_parts_of_copies(stay: int, programs: int, parts: list[int]) -> None:
-    """1024 and 1025 tokens, of two blocks of columns."""
-    spec = SimpleNamespace(HIDDEN_SIZE=7168, BLOCK_SIZE=4096, OWN_ROWS_STAY=stay, SLOTS_PER_MESSAGE=1)
+def test_parts_of_tokens(most: int, programs: int, parts: list[int]) -> None:
+    """1024 and 1025 tokens, of two blocks of columns, where up to ``most`` come without flags."""
+    spec = SimpleNamespace(HIDDEN_SIZE=7168, BLOCK_SIZE=4096, LAMPORT_TOKENS=most)
     out = torch.zeros(2, dtype=torch.int32)
     _parts[(1,)](out, programs, S=spec)
     assert out.tolist() == parts

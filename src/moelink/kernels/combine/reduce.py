@@ -420,12 +420,12 @@ def gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece,
 def parts_of_token(num_tokens, num_programs, S: tl.constexpr):
     """Return into how many parts of its columns a token is divided: all blocks if the CTAs suffice, else 1.
 
-    All blocks, too, of up to MANY_TOKENS tokens where the own row is a copy that stays: after a call's last row has
-    come only one part of it is left to do. More tokens are read faster as a whole.
+    All blocks, too, of up to MANY_TOKENS tokens whose rows come without flags: each part is awaited for itself, so
+    after a call's last row has come only one part of it is left to do. More tokens are read faster as a whole.
     """
     blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
     divided = num_tokens * blocks <= num_programs
-    if S.OWN_ROWS_STAY and S.SLOTS_PER_MESSAGE == 1:
+    if S.LAMPORT_TOKENS > 0:
         divided = divided | (num_tokens <= _MANY_TOKENS)
     return tl.where(divided, blocks, 1)
 
