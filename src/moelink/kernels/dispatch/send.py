@@ -282,16 +282,15 @@ def in_format(row, input_scale, S: tl.constexpr):
 
 
 @triton.jit
-def nth_rank(i, me, token, S: tl.constexpr):
-    """Return the ``i``-th rank that rank ``me`` stores token ``token`` to: the others first, which take turns with
-    ``token``, and itself last.
+def nth_rank(i, me, S: tl.constexpr):
+    """Return the ``i``-th rank that rank ``me`` stores a row to: first the next one, and itself last.
 
-    If all CTAs of all ranks began with rank 0, the links to rank 0 would be crowded while the others carry nothing.
+    So at each step every rank is stored to by one other. If all ranks began with rank 0, its links would be crowded
+    while the others carry nothing.
 
-    Example: rank 2 of 4 stores token 0 to ranks 3, 0, 1, 2, and token 1 to 0, 1, 3, 2.
+    Example: rank 2 of 4 stores to ranks 3, 0, 1, 2.
     """
-    others: tl.constexpr = S.WORLD_SIZE - 1 if S.WORLD_SIZE > 1 else 1
-    return tl.where(i < S.WORLD_SIZE - 1, (me + 1 + (i + token) % others) % S.WORLD_SIZE, me)
+    return (me + 1 + i) % S.WORLD_SIZE
 
 
 @triton.jit
@@ -313,21 +312,21 @@ def ready_scales(scales, token, S: tl.constexpr):
 
 
 @triton.jit
-def store_ready_scales(scales, token, places, me, S: tl.constexpr):
-    """Store ``scales``, from :func:`ready_scales`, in the messages of row ``token`` of rank ``me`` at ``places``
-    [ranks], 0 for none, if the row came quantised."""
+def store_ready_scales(scales, places, me, S: tl.constexpr):
+    """Store ``scales``, from :func:`ready_scales`, in the messages of rank ``me`` at ``places`` [ranks], 0 for
+    none, if the row came quantised."""
     c = tl.arange(0, S.SCALE_WIDTH_POW2)
     if S.SOURCE == 0 and S.SCALE_WIDTH > 0:
         for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, token, S))
+            place = place_at(places, nth_rank(i, me, S))
             to = (place + S.MESSAGE_SCALES).to(S.SCALE_POINTER)
             tl.store(to + c, scales, mask=only(place != 0, c < S.SCALE_WIDTH))
 
 
 @triton.jit
-def store_piece(row, piece, token, places, me, input_scale, S: tl.constexpr):
-    """Store piece ``piece`` of row ``token`` of rank ``me`` in the messages at ``places`` [ranks] (int64 addresses, 0
-    where it does not go), with the scales of its groups if it is encoded here."""
+def store_piece(row, piece, places, me, input_scale, S: tl.constexpr):
+    """Store piece ``piece`` of a row in the messages of rank ``me`` at ``places`` [ranks] (int64 addresses, 0 where it
+    does not go), with the scales of its groups if it is encoded here."""
     payload, scale = in_format(row, input_scale, S)
     if S.SOURCE == 2:
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
@@ -336,7 +335,7 @@ def store_piece(row, piece, token, places, me, input_scale, S: tl.constexpr):
         if S.GROUP_SCALES > S.NUM_SCALE_GROUPS:
             scale = tl.where(g < S.NUM_SCALE_GROUPS, scale, 0).to(scale.dtype)
         for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, token, S))
+            place = place_at(places, nth_rank(i, me, S))
             goes = place != 0
             tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < row_bytes))
             to = (place + S.MESSAGE_SCALES).to(S.GROUP_SCALE_POINTER)
@@ -344,12 +343,12 @@ def store_piece(row, piece, token, places, me, input_scale, S: tl.constexpr):
     elif S.SOURCE == 1:
         c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, token, S))
+            place = place_at(places, nth_rank(i, me, S))
             tl.store(tl.multiple_of(place.to(S.ROW_POINTER), 16) + c, payload, mask=only(place != 0, c < S.HIDDEN_SIZE))
     else:
         c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
         for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, token, S))
+            place = place_at(places, nth_rank(i, me, S))
             tl.store(tl.multiple_of(place.to(S.WORD_POINTER), 16) + c, payload, mask=only(place != 0, c < S.ROW_WORDS))
 
 
@@ -398,10 +397,10 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             behind = following
             if piece + 2 < S.PIECES_PER_ROW:
                 behind = load_piece(inputs.x, t, piece + 2, numbers.num_tokens, S)
-            store_piece(row, piece, t, to, ctx.me, inputs.input_scale, S)
+            store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
             row = following
             following = behind
-        store_ready_scales(scales, t, to, ctx.me, S)
+        store_ready_scales(scales, to, ctx.me, S)
         publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
 
@@ -473,9 +472,9 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
                     following = load_piece(
                         inputs.x, t + (piece + 1) // S.PIECES_PER_ROW, (piece + 1) % S.PIECES_PER_ROW, end, S
                     )
-                    store_piece(row, piece, t, to, ctx.me, inputs.input_scale, S)
+                    store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
                     row = following
-                store_ready_scales(scales, t, to, ctx.me, S)
+                store_ready_scales(scales, to, ctx.me, S)
             if S.IN_PLACE:
                 store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
             publish_messages(ctx, base, mine, own, slot, token, S)

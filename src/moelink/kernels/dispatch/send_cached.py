@@ -143,9 +143,9 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
                     if piece + 1 == S.PIECES_PER_ROW:
                         next_token = after
                     following = load_piece(inputs.x, next_token, (piece + 1) % S.PIECES_PER_ROW, numbers.num_tokens, S)
-                    store_piece(row, piece, t, to, ctx.me, inputs.input_scale, S)
+                    store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
                     row = following
-                store_ready_scales(scales, t, to, ctx.me, S)
+                store_ready_scales(scales, to, ctx.me, S)
             publish_messages(ctx, base, mine, own, slot, token, S)
             slot = following_slot
     return ok

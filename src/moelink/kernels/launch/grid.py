@@ -121,7 +121,8 @@ def combine_launch(
     this call. More tokens: four of five CTAs send, one sums. Where sums need no flags, up to MANY_TOKENS, three send
     and two sum, because a sender waits for nothing and a reducer also clears what it read. In layout "rank", whose
     senders only copy, two send and three sum. If ``own_rows_stay`` (``kernels.combine.own_rows``), two send and three
-    sum, and where sums need no flags 1.25 send; of few tokens, as many as the messages that travel.
+    sum, and where sums need no flags 1.25 send; of few tokens, as many as the messages that travel, or as their parts
+    up to three for each SM.
     """
     if device.type == "cpu":
         return Launch(3, 3)
@@ -134,7 +135,8 @@ def combine_launch(
     send, receive, spread = senders * sms, (5 - senders) * sms, 1
     if config.max_tokens_per_rank <= FEW_TOKENS:
         parts, messages = workspace.combine_parts, (ranks - own_rows_stay) * max(1, num_tokens)
-        shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= 4 * sms]
+        most = (3 if own_rows_stay else 4) * sms
+        shares = [share for share in range(1, parts + 1) if parts % share == 0 and messages * share <= most]
         spread = max(shares, default=1)
         send = min(4 * sms - collectors, messages * spread, 5 * sms - 2) + 1
         # On a whole device a CTA that finds no room waits for it. An SM limit does not allow that
