@@ -20,7 +20,7 @@ import io
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -168,26 +168,55 @@ def compile_all(given: Sequence[Task], *, timeout: float = 900.0) -> float:
     """Compile what is ``given``, each of it once, on the CUDA devices in turn. Returns the seconds it took.
 
     Afterwards the processes are gone, and so is what they held on the devices.
+
+    Raises:
+        RuntimeError: something cannot be compiled; the message names it.
     """
     start = time.monotonic()
-    tasks = list(dict.fromkeys(given))
+    for _, error in compile_in_turn([given], timeout=timeout):
+        if error is not None:
+            raise error
+    return time.monotonic() - start
+
+
+def compile_in_turn(
+    groups: Sequence[Sequence[Task]], *, timeout: float = 900.0
+) -> Iterator[tuple[int, RuntimeError | None]]:
+    """Compile ``groups`` of tasks, each task once, and yield the number of each group when all of it is compiled, or
+    with the first error of it. Groups that come first are compiled first; after the last, the processes are gone.
+
+    Compiling gives way to other processes of this machine, such as the tests of a group that is compiled.
+
+    Raises:
+        TimeoutError: a group was not compiled ``timeout`` seconds after this began.
+    """
+    start = time.monotonic()
+    tasks = list(dict.fromkeys(task for group in groups for task in group))
     if not tasks:
-        return 0.0
+        yield from ((number, None) for number in range(len(groups)))
+        return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "moelink"])
     workers = min(len(tasks), len(os.sched_getaffinity(0)), MAX_WORKERS)
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=take_device, initargs=(context.Value("i", 0),)
     ) as pool:
-        for _ in pool.map(compile_task, tasks, timeout=timeout):
-            pass
+        ends = {task: pool.submit(compile_task, task) for task in tasks}
+        for number, group in enumerate(groups):
+            error = None
+            for task in group:
+                try:
+                    ends[task].result(max(0.0, start + timeout - time.monotonic()))
+                except RuntimeError as raised:
+                    error = error or raised
+            yield number, error
     seconds = time.monotonic() - start
-    print(f"{len(tasks)} kernels, or sets of them, compiled by {workers} processes in {seconds:.1f} s")
-    return seconds
+    print(f"{len(tasks)} kernels, or sets of them, compiled by {workers} processes in {seconds:.1f} s", flush=True)
 
 
 def take_device(turn: Any) -> None:
-    """A worker's first act: the next device in turn is its own."""
+    """A worker's first act: the next device in turn is its own, and other processes go first."""
+    os.nice(10)
     torch.set_num_threads(1)
     with turn.get_lock():
         turn.value += 1

@@ -3,10 +3,10 @@
     python gpu_files.py                     # all of them, as ``make gpu-test`` does
     python gpu_files.py --workers 2 test_symmetric_gpu.py test_lanes.py
 
-The kernels of all files are compiled first, by all processors at once. A file that compiled for itself would start as
-many processes again, and several such files together need more memory than a machine has. Files whose tests name no
-kernels (marker ``kernels``) need not wait for that. Files with tests that are marked ``alone`` come last, one at a
-time.
+The kernels of all files are compiled by all processors at once, file by file. A file runs as soon as its own kernels
+are compiled; one whose tests name none (marker ``kernels``) runs at once. If each file compiled for itself, it would
+start as many processes again, and several such files together need more memory than a machine has. Files with tests
+that are marked ``alone`` come last, one at a time, when nothing is compiled any more.
 
 It prints a line for each file as it ends: status, seconds, and pytest's closing line. Logs are files of a folder. The
 exit status is 1 when a file failed.
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ import pytest
 import torch
 
 import gpu_matrix
-from gpu_compile import Task, ahead, compile_all, gpu_tests
+from gpu_compile import Task, ahead, compile_in_turn, gpu_tests
 from matrix_configs import CONFIGS
 
 TESTS = Path(__file__).parent
 MATRIX = Path(gpu_matrix.__file__).name
-LONG = ("test_moe_gpu.py", "test_nodes_gpu.py", "test_matrix_gpu.py", MATRIX, "test_symmetric_gpu.py")
+LONG = (
+    "test_moe_gpu.py", "test_transformers_gpu.py", "test_vllm_gpu.py", "test_nodes_gpu.py", "test_matrix_gpu.py",
+    MATRIX, "test_symmetric_gpu.py",
+)  # fmt: skip
 """Files that take minutes: they begin before the others, so that none of them is alone at the end."""
 LIMIT = 1200.0
 """Seconds after which a file is given up."""
@@ -112,35 +115,34 @@ def run(file: File, logs: Path, compiled: bool) -> Outcome:
 
 
 def run_all(files: Sequence[File], logs: Path, workers: int) -> list[Outcome]:
-    """Compile, and run ``files``, up to ``workers`` at a time. Prints each outcome as it comes."""
+    """Compile, and run ``files``, up to ``workers`` at a time. Prints each outcome as it comes.
+
+    A file of which a kernel cannot be compiled compiles it again, and fails.
+    """
     outcomes: list[Outcome] = []
 
-    def note(outcome: Outcome) -> None:
+    def note(file: File, compiled: bool) -> None:
+        outcome = run(file, logs, compiled)
         outcomes.append(outcome)
         print(outcome, flush=True)
 
-    beside = [file for file in files if not file.alone]
+    named = [file for file in files if file.tasks]
+    compiled = dict.fromkeys((file.name for file in files), True)
     with ThreadPoolExecutor(workers) as pool:
-        ends: list[Future[Outcome]] = [pool.submit(run, file, logs, True) for file in beside if not file.tasks]
-        compiled = compile_kernels(files)
-        ends += [pool.submit(run, file, logs, compiled) for file in beside if file.tasks]
-        for end in as_completed(ends):
-            note(end.result())
+        ends = [pool.submit(note, file, True) for file in files if not file.tasks and not file.alone]
+        for number, error in compile_in_turn([file.tasks for file in named]):
+            file = named[number]
+            if error is not None:
+                print(error, flush=True)
+                compiled[file.name] = False
+            if not file.alone:
+                ends.append(pool.submit(note, file, compiled[file.name]))
+    for end in ends:
+        end.result()
     for file in files:
         if file.alone:
-            note(run(file, logs, compiled))
+            note(file, compiled[file.name])
     return outcomes
-
-
-def compile_kernels(files: Sequence[File]) -> bool:
-    """Compile what all ``files`` launch. Where one kernel cannot be compiled, say so and return False: its own file
-    compiles again, and fails."""
-    try:
-        compile_all([task for file in files for task in file.tasks])
-    except RuntimeError as error:
-        print(error, flush=True)
-        return False
-    return True
 
 
 def main() -> None:

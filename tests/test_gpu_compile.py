@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpu_compile import Kernel, ahead, calls_of, kernels_of, over_routing
+import gpu_compile
+from gpu_compile import Kernel, ahead, calls_of, compile_all, compile_in_turn, kernels_of, over_routing, take_device
 
 TESTS = Path(__file__).parent
 NAMED = ("contract", "faults", "matrix", "nodes", "one_device", "processes", "startup", "symmetric", "trace")
@@ -50,6 +53,42 @@ def test_markers_are_called_with_the_parameters_they_name():
     few = (("num_experts", 4), ("topk", 1), ("hidden_size", 128))
     some = (*few, ("max_tokens_per_rank", 7))
     assert ahead(tests) == [Kernel(some, 2, "dispatch"), Kernel(some, 2, "combine"), Kernel(few, 2, "combine")]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A task that appends its name to a file, or fails."""
+
+    name: str
+    order: str
+    fails: bool = False
+
+    def compile(self):
+        with open(self.order, "a") as order:
+            order.write(f"{self.name} {os.nice(0)}\n")
+        if self.fails:
+            raise ValueError("no such word")
+
+
+def test_groups_are_compiled_in_turn_and_each_task_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_compile, "MAX_WORKERS", 1)
+    monkeypatch.setattr(gpu_compile, "take_device", take_turn)
+    a, b, c, d = (Note(name, str(tmp_path / "order"), fails=name == "b") for name in "abcd")
+    found = list(compile_in_turn([[a, b], [], [a, c], [d]], timeout=120))
+    lines = (tmp_path / "order").read_text().splitlines()
+    assert lines == ["a 10", "b 10", "c 10", "d 10"]
+    assert [(number, error is None) for number, error in found] == [(0, False), (1, True), (2, True), (3, True)]
+    assert "Note(name='b'" in str(found[0][1])
+    assert "no such word" in str(found[0][1])
+    with pytest.raises(RuntimeError, match="no such word"):
+        compile_all([a, b], timeout=120)
+    assert list(compile_in_turn([[], []])) == [(0, None), (1, None)]
+
+
+def take_turn(turn):
+    """What :func:`gpu_compile.take_device` does where there is no device."""
+    torch.cuda.set_device, torch.cuda.device_count = lambda device: None, lambda: 1
+    take_device(turn)
 
 
 def test_gpu_tests_say_what_they_launch():

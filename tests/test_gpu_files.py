@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +65,17 @@ def script(tmp_path):
     return make, lambda: order.read_text().splitlines()
 
 
-def test_kernels_are_compiled_once_before_the_files_that_launch_them(script, tmp_path, monkeypatch, capsys):
+def test_a_file_runs_when_its_kernels_are_compiled(script, tmp_path, monkeypatch, capsys):
     make, order = script
-    compiled = []
-    monkeypatch.setattr(gpu_files, "compile_all", lambda tasks: compiled.append((list(tasks), order())))
+    compiled, lines = [], []
+
+    def compile_in_turn(groups):
+        for number, tasks in enumerate(groups):
+            compiled.append(tasks)
+            yield number, None
+            lines.append(order())
+
+    monkeypatch.setattr(gpu_files, "compile_in_turn", compile_in_turn)
     monkeypatch.setattr(gpu_files.ThreadPoolExecutor, "submit", lambda pool, fn, *args: now(fn, *args))
     files = [
         make("a", tasks=("x",), alone=True),
@@ -75,7 +83,8 @@ def test_kernels_are_compiled_once_before_the_files_that_launch_them(script, tmp
         make("c"),
     ]
     outcomes = run_all(files, tmp_path, workers=1)
-    assert compiled == [(["x", "x", "y"], ["c.py True"])]
+    assert compiled == [("x",), ("x", "y")]
+    assert lines == [["c.py True"], ["c.py True", "b.py True"]]
     assert order() == ["c.py True", "b.py True", "a.py True"]
     assert {outcome.name: outcome.closing for outcome in outcomes} == {
         "a.py": "printed nothing", "b.py": "1 passed in 2.5s", "c.py": "printed nothing",
@@ -84,18 +93,25 @@ def test_kernels_are_compiled_once_before_the_files_that_launch_them(script, tmp
     assert "b.py" in capsys.readouterr().out
 
 
-def test_a_kernel_that_cannot_be_compiled_is_left_to_its_file(script, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_kernel_that_cannot_be_compiled_is_left_to_its_file(script, tmp_path, monkeypatch, capsys, alone):
     make, order = script
-
-    def refuse(tasks):
-        raise RuntimeError("Kernel(x): no such word")
-
-    monkeypatch.setattr(gpu_files, "compile_all", refuse)
-    (outcome,) = run_all([make("a", tasks=("x",), status=1)], tmp_path, workers=1)
-    assert order() == ["a.py False"]
+    error = RuntimeError("Kernel(x): no such word")
+    monkeypatch.setattr(gpu_files, "compile_in_turn", lambda groups: [(0, error), (1, None)])
+    files = [make("a", tasks=("x",), status=1, alone=alone), make("b", tasks=("y",), alone=True)]
+    outcome, other = run_all(files, tmp_path, workers=1)
+    assert order() == ["a.py False", "b.py True"]
+    assert other.passed
     assert not outcome.passed
     assert "FAILED (1)" in str(outcome)
     assert "no such word" in capsys.readouterr().out
+
+
+def test_what_goes_wrong_beside_the_files_is_raised(script, tmp_path, monkeypatch):
+    make, _ = script
+    monkeypatch.setattr(gpu_files, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_all([make("a")], tmp_path, workers=1)
 
 
 @pytest.mark.quick("each takes milliseconds")
@@ -114,6 +130,6 @@ def test_commands():
 
 def now(function, *args):
     """A future of what ``function`` returns, which runs at once."""
-    end = gpu_files.Future()
+    end = Future()
     end.set_result(function(*args))
     return end
