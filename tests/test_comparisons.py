@@ -206,8 +206,17 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
     assert f"{said} by rank, views, quantised." in " ".join(both.split()), "of all results together"
     assert both.count("whole operation: faster in 4 of 4 cases") == 1
     older = {name: value for name, value in {**document, "ranks": 4}.items() if name != "speed_gate"}
-    assert render.newest_comparisons([older, {**document, "preset": "prefill"}, document])[0]["preset"] == "decode"
-    assert [one["ranks"] for one in render.newest_comparisons([older, document])] == [1], "of those that have them"
+    before, prefill = {**document, "date": "2000-01-01"}, {**document, "preset": "prefill"}
+    assert render.compared_on([older, prefill, document, before]) == [(1, [document, prefill])], (
+        "the newest that have them"
+    )
+    assert render.newest([older, document]) == [(4, [older]), (1, [document])]
+    sections = render.comparison_sections([document, {**document, "ranks": 2}, {**document, "preset": "skew"}])
+    assert sections.startswith("**2 GPUs**\n\n| ")
+    assert sections.count("\n**1 GPU**\n\n| ") == 1
+    assert sections.count("| 1 token, fp8_block128 | 9.0 : 9.9 (1.10)") == 2
+    assert sections.count("DeepEP V2 on 8 × H20-3e") == 1
+    assert "by rank, views, quantised |" not in readme, "the table of phases has rows by expert"
     alone = render.comparison_section([document_of(make_plan("decode", ranks=1, device="cuda", tokens=(1,)), {})])
     assert "| 1 token" not in alone, "nobody was measured"
     remarked = {**document, "remark": "Disturbed."}

@@ -125,25 +125,31 @@ def medians(row: dict[str, Any] | None) -> str:
 
 
 def compact_table(documents: list[dict[str, Any]]) -> str:
-    """Render medians of results with the same contenders: a line per case, a column per contender, ours first."""
-    names = dict.fromkeys(row["contender"] for document in documents for row in document["rows"])
+    """Render medians of results: a line per case with rows by expert, a column per contender, ours first."""
+    named = [(document, row) for document in documents for row in document["rows"]]
+    names = dict.fromkeys(row["contender"] for document, row in named if by_expert(document["cases"][row["case"]]))
     order = sorted(names, key=lambda name: ("symmetric" not in name, "collective" in name))
     heads = " | ".join(f"**{name}**" if "symmetric" in name else name for name in order)
     lines = [f"| dispatch / combine / both, µs | {heads} |", f"|---|{'---:|' * len(order)}"]
     for document in documents:
         for index, case in enumerate(document["cases"]):
             rows = {row["contender"]: row for row in document["rows"] if row["case"] == index}
-            lines.append(f"| {case['label']} | {' | '.join(medians(rows.get(name)) for name in order)} |")
+            if by_expert(case):
+                lines.append(f"| {case['label']} | {' | '.join(medians(rows.get(name)) for name in order)} |")
     return "\n".join(lines)
+
+
+def by_expert(case: dict[str, Any]) -> bool:
+    """Return whether rows of a result's case are by expert; results of before there were others say nothing."""
+    return bool(case["case"].get("layout", "expert") == "expert")
 
 
 def speed_summary(documents: list[dict[str, Any]]) -> str:
     """Render what README.md shows of the presets decode and prefill; "" without a result of them."""
-    chosen = [document for document in documents if document["preset"] in ("decode", "prefill")]
-    most = max((document["ranks"] for document in chosen), default=0)
-    chosen = [document for document in chosen if document["ranks"] == most]
-    if not chosen:
+    found = newest(documents)
+    if not found:
         return ""
+    most, chosen = found[0]
     head = chosen[0]
     case, versions = head["cases"][0]["case"], head["versions"]
     table = compact_table(chosen)
@@ -157,7 +163,7 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
         f"{head['commit'][:7]}, {head['date']}. [docs/results.md](docs/results.md) has percentiles and commands."
     )
     notes = [wrapped(f"* {note}") for note in leaving_out(chosen)]
-    compared = comparison_section(newest_comparisons(documents))
+    compared = "".join(comparison_section(chosen) for _, chosen in compared_on(documents)[:1])
     return "\n".join([table, "", wrapped(text), "", *notes, *(["", compared] if compared else [])])
 
 
@@ -167,11 +173,28 @@ def markdown(heads: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def newest_comparisons(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results of decode and prefill that have comparisons, on the most GPUs; decode first."""
-    found = [each for each in documents if each["preset"] in ("decode", "prefill") and "speed_gate" in each]
-    most = max((document["ranks"] for document in found), default=0)
-    return sorted((each for each in found if each["ranks"] == most), key=lambda each: str(each["preset"]))
+def newest(documents: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return the newest results of decode and prefill, decode first, by number of GPUs, the most first."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for each in sorted(documents, key=lambda each: str(each["date"])):
+        if each["preset"] in ("decode", "prefill"):
+            found[each["ranks"], each["preset"]] = each
+    numbers = sorted({ranks for ranks, _ in found}, reverse=True)
+    return [(number, [found[key] for key in sorted(found) if key[0] == number]) for number in numbers]
+
+
+def compared_on(documents: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return the same of results that have comparisons."""
+    return newest([each for each in documents if "speed_gate" in each])
+
+
+def comparison_sections(documents: list[dict[str, Any]]) -> str:
+    """Render the comparisons of each number of GPUs; what was published of others follows the first."""
+    parts: list[str] = []
+    for number, chosen in compared_on(documents):
+        shown = [{**each, "published": each["published"] if not parts else []} for each in chosen]
+        parts += [f"**{number} GPU{'s' * (number != 1)}**", comparison_section(shown)]
+    return "\n\n".join(parts)
 
 
 def comparison_section(documents: list[dict[str, Any]]) -> str:
@@ -370,7 +393,7 @@ def rendered() -> dict[Path, str]:
     picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
     start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
-    compared = comparison_section(newest_comparisons([document for _, document in results]))
+    compared = comparison_sections([document for _, document in results])
     host = "\n\n".join(
         text if text.startswith("|") else wrapped(text) for text in host_table.host_summary(host_table.results(HOST))
     )
