@@ -34,7 +34,7 @@ OF_OWN_ROWS = (
            "place = tl.cast((1 - ctx.me) * S.MAX_TOKENS", "place = tl.cast(ctx.me * S.MAX_TOKENS",
            _CALL),
     Mutant("own rows are sent, those of the other rank are not", "kernels/combine/send.py",
-           "(i + S.OWN_ROWS_STAY + numbers.me) % S.WORLD_SIZE", "(i + numbers.me) % S.WORLD_SIZE",
+           "(i + S.OWN_ROWS_STAY + me) % S.WORLD_SIZE", "(i + me) % S.WORLD_SIZE",
            _CALL),
     Mutant("own rows stay with any number of ranks", "memory/workspace.py",
            "near = self.world_size == 2 and", "near = self.world_size >= 2 and",

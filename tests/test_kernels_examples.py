@@ -16,7 +16,7 @@ import moelink
 from moelink.formats import get_format
 from moelink.kernels import scale_tiles
 from moelink.kernels.combine import finish
-from moelink.kernels.dispatch import padding, receive_cached, send, unpack
+from moelink.kernels.dispatch import padding, pieces, receive_cached, unpack
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
@@ -174,7 +174,7 @@ def test_messages_of_the_send_example():
 @triton.jit
 def _order(out, me, S: tl.constexpr):
     for i in tl.static_range(S.WORLD_SIZE):
-        tl.store(out + i, send.nth_rank(i, me, S))
+        tl.store(out + i, pieces.nth_rank(i, me, S))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.send import columns_of
+from moelink.kernels.dispatch.pieces import columns_of
 from moelink.kernels.sync import lamport_slots
 from moelink.memory.protocol import COMBINE_WITH_FLAGS, CONTROL_WORDS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,17 @@ import zero_copy_ranks
 from cases import FIELDS, Case, Packed, Result, Setup, check_case, check_rows
 from moelink import ops, reference
 from moelink.config import EPConfig
+from moelink.kernels.combine import in_place
 from moelink.kernels.dispatch import receive
+from moelink.kernels.launch.grid import Launch
+from moelink.kernels.records import CombineInputs, CombineNumbers
 from moelink.kernels.sync import credit
+from moelink.memory import workspace as workspaces
 from moelink.memory.layout import REGION_ALIGNMENT
 from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal, run_ranks
 from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric.rank import Rank
 from protocol_runs import Small, caught, run
 from symmetric_ranks import combine_requests, dispatch_requests, one_process, over
@@ -101,6 +107,87 @@ def test_rows_that_come_quantised_equal_the_oracle(name, filled_memory):
     outs = transport.combine(asked).wait()
     check_case(case, 2, [dataclasses.replace(t, combined=Packed.of(o)) for t, o in zip(taken, outs, strict=True)])
     transport.close()
+
+
+@pytest.mark.quick("each launch shares the blocks in another way")
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize("few", [2, 256], ids=["whole", "parts"])
+@pytest.mark.parametrize("world, send, receive, spread", [(3, 3, 1, 3), (3, 2, 40, 1), (3, 8, 3, 3), (2, 1, 5, 1)])
+def test_answers_of_several_blocks_equal_the_oracle(monkeypatch, blocks, world, send, receive, spread, few, flags):
+    """Rows of 44 columns go home in 3 blocks of 16, by one CTA or by several, for one home rank or for all of them,
+    with flags and without. Of two ranks, own rows stay."""
+    blocks(16 if world == 3 else 8, few=few)
+    monkeypatch.setattr(workspaces, "MANY_COPIES", 2)
+    for name in ("LAMPORT_BYTES", "LAMPORT_BYTES_OF_COPIES") if flags else ():
+        monkeypatch.setattr(workspaces, name, 0)
+    launch = Launch(send, receive, spread=spread if few == 256 else 1)
+    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: launch)
+    setup = zero_copy("bf16", hidden_size=44)
+    space = workspaces.Workspace(setup.config(world))
+    assert (space.combine_parts, space.two_copies) == (1 if few == 2 else 3, world == 2)
+    assert bool(space.lamport_tokens) != flags
+    transport = one_process(setup.fields, world)
+    for seed in range(2):
+        check(transport, Case(setup, "holes", seed=seed, small=True), world)
+    transport.check()
+    transport.close()
+
+
+@triton.jit
+def _share(out, item, numbers, S: tl.constexpr):
+    slot, begin, each = in_place.share_of(item, numbers, S)
+    tl.store(out, slot)
+    tl.store(out + 1, begin)
+    tl.store(out + 2, each)
+
+
+def test_shares_of_answers():
+    """The example of the docstring, and messages that are sent whole."""
+    out = torch.zeros(3, dtype=torch.int32)
+    numbers = CombineNumbers(**dict.fromkeys(CombineNumbers._fields, 0) | {"spread": 2})
+    for parts, found in ((4, [2, 2, 2]), (1, [5, 0, 4])):
+        _share[(1,)](out, 5, numbers, S=SimpleNamespace(HIDDEN_SIZE=64, BLOCK_SIZE=16, PARTS_PER_ROW=parts))
+        assert out.tolist() == found
+
+
+@triton.jit
+def _store(out, fits, valid, S: tl.constexpr):
+    loaded = tl.full([S.BLOCK_SIZE], 3.0, tl.float32)
+    in_place.store_block(out, loaded, 1, fits, valid, 0, S)
+
+
+@pytest.mark.quick("two conditions")
+@pytest.mark.parametrize("fits, valid, stored", [(1, 1, 3.0), (0, 1, 0.0), (1, 0, -1.0)])
+def test_an_answer_that_has_no_row_is_zeros(fits, valid, stored):
+    """What was loaded then is undefined."""
+    out = torch.full((40,), -1.0)
+    _store[(1,)](out, fits, valid, S=SimpleNamespace(
+        HIDDEN_SIZE=20, BLOCK_SIZE=16, SUM_DTYPE=tl.float32, ROW_DTYPE=tl.float32, NATIVE_CASTS=0, LAMPORT_TOKENS=0,
+    ))  # fmt: skip
+    assert out[16:20].eq(stored).all()
+    assert out[:16].eq(-1).all()
+    assert out[20:].eq(-1).all()
+
+
+@triton.jit
+def _answer(y, out, numbers, S: tl.constexpr):
+    c = tl.arange(0, S.BLOCK_SIZE)
+    inputs = CombineInputs(y, y, y, y, y, y)
+    for slot in range(S.SLOTS):
+        row = in_place.load_block(inputs, 1, slot, 0, slot >= 0, numbers, S)
+        tl.store(out + slot * S.BLOCK_SIZE + c, tl.where(slot < 5, row, -1.0))
+
+
+def test_answers_are_where_the_slot_says():
+    """``y`` has 5 rows for each of two home ranks: rank 1's slot 2 is row 7. There is no slot 5."""
+    y, out = torch.arange(160.0).view(10, 16), torch.zeros(6, 16)
+    numbers = CombineNumbers(**dict.fromkeys(CombineNumbers._fields, 0) | {"y_rows": 10})
+    _answer[(1,)](y, out, numbers, S=SimpleNamespace(
+        WORLD_SIZE=2, HIDDEN_SIZE=16, BLOCK_SIZE=16, EVICTION="", SLOTS=6,
+    ))  # fmt: skip
+    assert out[2].equal(y[7])
+    assert out[:5].equal(y[5:])
+    assert out[5].eq(-1).all()
 
 
 @pytest.mark.parametrize("fmt", ["fp8_block128_e8m0", "mxfp8", "fp32", "fp64", *FORMATS])

@@ -7,7 +7,7 @@ records                what kernels receive: peers, inputs, outputs, notes, numb
 dispatch/kernel        both roles in one launch, or in two
 dispatch/route         which rank owns an expert; what precedes a token; block counts
 dispatch/counts        the CTA that tells every rank how many messages and rows come
-dispatch/send          the sender role: CTAs that store messages
+dispatch/send          the sender role: CTAs that store messages; pieces: how a row is read, encoded and stored
 dispatch/receive       the receiver role: wait for counts and messages; row_offsets: where rows go
 dispatch/plan          few tokens of four ranks or more: where rows go, by one CTA for all; row_table: where it says so;
                        receive_planned: the receiver role by that plan
@@ -17,6 +17,7 @@ dispatch/scales        writes the scales of large calls, in a launch of its own
 dispatch/send_cached   the sender role over cached routing; receive_cached: the receiver role
 combine/kernel         both roles in one launch, or in two
 combine/send           the expert role: ``send_tokens_back``
+combine/in_place       the same for rows that stayed in the messages
 combine/own_rows       rows of a rank's own tokens that do not travel, with two ranks and many tokens
 combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
 combine/finish         what is added to a token's sum, and the store

@@ -29,8 +29,8 @@ its own experts, and in slot 1 of rank 2 at rank 5. It notes [-1, 0, ..] and [-1
 import triton
 import triton.language as tl
 
+from moelink.kernels.dispatch.pieces import place_at
 from moelink.kernels.dispatch.route import first_of, owner_of
-from moelink.kernels.dispatch.send import place_at
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.levels import lanes_of, peer_of, relaying_context
 from moelink.kernels.sync.signals import (

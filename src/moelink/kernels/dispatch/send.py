@@ -33,21 +33,11 @@ The order of messages needs no sort. A message's slot at d is the number of earl
 d. A pair's *position* is the number of earlier pairs (token, then slot) of this rank with the same expert. In layout
 "rank" a row's place is its slot. So on one node no positions travel, and only the counting CTA counts pairs.
 
-A row is read one piece of columns at a time, encoded once, and stored to every destination from registers. The CTA
-takes the destinations one after the other (:func:`nth_rank`), each with all threads, so a piece is quantised once
-however many ranks it goes to. Whether it goes to a rank is in the mask of the store, not in a branch: in a branch
-Triton 3.6 rearranges the piece into the store's layout again for each rank, through shared memory and five barriers.
-The CTA reads a piece before it stores the one before, so that reading hides behind storing. For that, nothing may touch
-a piece between its load and its use. Hence masked loads have no ``other`` value (it would be moved in behind the load),
-and elements of 16 bits are loaded as words of two and taken apart where they are encoded. For the same reason the
-scales of a row that came quantised are read before its first piece is stored, and stored after the last one. In a
-format with one scale per row, a row is one piece and one group, rounded up to a power of two, so that its largest
-element is known before the first store.
+A row goes out piece by piece (``kernels.dispatch.pieces``): the CTA reads a piece before it stores the one before.
 
-With many tokens the headers of a batch are stored before its rows, but after them where rows stay in the messages
-(S.IN_PLACE): links then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the
-first store before that row then. A single token's header is always first. The release of the flags comes after header
-and row in every case.
+The headers of a batch are stored before its rows, but after them where rows stay in the messages (S.IN_PLACE): links
+then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the first store before
+that row then. The release of the flags comes after header and row in every case.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
@@ -63,17 +53,13 @@ has sent [1, 2] messages and [1, 0, 0, 2] pairs: slots are [1, 2] and [2, -], po
 Example of places: token 5 goes to ranks 0 and 2 of 3, in slots 4 and 0 there. Its places are the addresses of message
 (me, 4) of rank 0, 0 for rank 1, and the address of message (me, 0) of rank 2; local ids there are [1, -1] and [-1, 0]
 if its experts are theirs.
-
-Example of a piece: bf16 columns 1.0, 2.0 (bits 0x3f80, 0x4000) are read as the word 0x40003f80.
-
-Example of scales: hidden size 640. In fp8_token a piece has 1024 columns, 640 of the row and 384 zeros, 640 of which
-are stored, and one scale. In fp8_block128_e8m0 it has 8 groups, 5 of the row; they and 3 zeros are 2 words of scales.
 """
 
 import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.counts import send_counts
+from moelink.kernels.dispatch.pieces import load_piece, ready_scales, store_piece, store_ready_scales
 from moelink.kernels.dispatch.relay import put_relays, store_relay_headers, with_relays
 from moelink.kernels.dispatch.route import (
     count_all,
@@ -90,7 +76,6 @@ from moelink.kernels.dispatch.route import (
     sum_block_counts,
     sums_before,
 )
-from moelink.kernels.numeric import only, round_to
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import (
     direct_or_staged,
@@ -100,7 +85,7 @@ from moelink.kernels.sync.internode import (
     staged_at,
 )
 from moelink.kernels.sync.levels import column_of, in_one_level, in_two_levels
-from moelink.kernels.sync.signals import I32, I64, U8, context_of, count_arrival, fence, own_block, publish
+from moelink.kernels.sync.signals import I32, I64, context_of, count_arrival, fence, own_block, publish
 from moelink.kernels.sync.trace import (
     COUNTED,
     FIRST_STORE,
@@ -216,142 +201,6 @@ def publish_messages(ctx, base, mine, own, slot, token, S: tl.constexpr):
     in_two_levels(put_relays, (ctx, mine, own, token), S)
 
 
-@triton.jit
-def load_piece(x, token, piece, end, S: tl.constexpr):
-    """Load the columns of piece ``piece`` of row ``token`` as they are in memory.
-
-    Values of a token from ``end`` on, and past the end of the row, are undefined.
-    """
-    if S.SOURCE == 2:
-        g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
-        if S.INPUT_DTYPE.primitive_bitwidth == 16:
-            c = g[:, None] * (S.GROUP_SIZE // 2) + tl.arange(0, S.GROUP_SIZE // 2)[None, :]
-            source = x.to(I32, bitcast=True) + tl.cast(token, tl.int64) * (S.HIDDEN_SIZE // 2)
-            return tl.load(source + c, mask=only(token < end, c < S.HIDDEN_SIZE // 2), eviction_policy=S.EVICTION)
-        else:
-            c = g[:, None] * S.GROUP_SIZE + tl.arange(0, S.GROUP_SIZE)[None, :]
-            source = x + tl.cast(token, tl.int64) * S.HIDDEN_SIZE
-            return tl.load(source + c, mask=only(token < end, c < S.HIDDEN_SIZE), eviction_policy=S.EVICTION)
-    elif S.SOURCE == 1:
-        c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        source = x + tl.cast(token, tl.int64) * S.HIDDEN_SIZE
-        return tl.load(source + c, mask=only(token < end, c < S.HIDDEN_SIZE), eviction_policy=S.EVICTION)
-    else:
-        c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        source = x.to(S.WORD_POINTER, bitcast=True) + tl.cast(token, tl.int64) * S.ROW_WORDS
-        return tl.load(source + c, mask=only(token < end, c < S.ROW_WORDS), eviction_policy=S.EVICTION)
-
-
-@triton.jit
-def columns_of(row, S: tl.constexpr):
-    """Return the columns [groups, elements of a group], fp32, of a piece from :func:`load_piece` that is to be
-    encoded; zeros past the end of a row that is one group."""
-    if S.INPUT_DTYPE.primitive_bitwidth == 16:
-        if S.INPUT_DTYPE == tl.bfloat16:  # the upper half of an fp32
-            even = (row << 16).to(tl.float32, bitcast=True)
-            odd = (row & -65536).to(tl.float32, bitcast=True)
-        else:
-            even = row.to(tl.int16).to(S.INPUT_DTYPE, bitcast=True).to(tl.float32)
-            odd = (row >> 16).to(tl.int16).to(S.INPUT_DTYPE, bitcast=True).to(tl.float32)
-        columns = tl.reshape(tl.join(even, odd), (S.GROUPS_PER_PIECE, S.GROUP_SIZE))
-    else:
-        columns = row.to(tl.float32)
-    if S.HIDDEN_SIZE % S.GROUP_SIZE:
-        columns = tl.where((tl.arange(0, S.GROUP_SIZE) < S.HIDDEN_SIZE)[None, :], columns, 0.0)
-    return columns
-
-
-@triton.jit
-def in_format(row, input_scale, S: tl.constexpr):
-    """Return a piece from :func:`load_piece` in the message's format, flat, and the scales of its groups.
-
-    Scales are integers of their size. A piece that is already encoded, or whose format has no scales, stands in their
-    place.
-    """
-    if S.SOURCE == 2:
-        factor = tl.load(input_scale) if S.HAS_INPUT_SCALE else 1.0
-        casts: tl.constexpr = 2 if S.NATIVE_CASTS and S.INPUT_DTYPE == tl.bfloat16 else S.NATIVE_CASTS
-        payload, scale = S.ENCODE_FN(columns_of(row, S), factor, casts)
-        scale = scale.to(S.GROUP_SCALE_POINTER.element_ty, bitcast=True)
-        return tl.reshape(payload, (S.GROUPS_PER_PIECE * S.GROUP_BYTES,)), scale
-    elif S.SOURCE == 1:
-        rounded = round_to(row.to(tl.float64 if S.ROW_DTYPE == tl.float64 else tl.float32), S.ROW_DTYPE, S.NATIVE_CASTS)
-        return rounded, rounded
-    else:
-        return row, row
-
-
-@triton.jit
-def nth_rank(i, me, S: tl.constexpr):
-    """Return the ``i``-th rank that rank ``me`` stores a row to: first the next one, and itself last.
-
-    So at each step every rank is stored to by one other. If all ranks began with rank 0, its links would be crowded
-    while the others carry nothing.
-
-    Example: rank 2 of 4 stores to ranks 3, 0, 1, 2.
-    """
-    return (me + 1 + i) % S.WORLD_SIZE
-
-
-@triton.jit
-def place_at(places, d):
-    """Return element d of ``places`` [ranks] as a scalar."""
-    return tl.sum(tl.where(tl.arange(0, places.shape[0]) == d, places, 0), 0)
-
-
-@triton.jit
-def ready_scales(scales, token, S: tl.constexpr):
-    """Load the scales [scales] of row ``token`` if it came quantised; else, and past the last scale, they are
-    undefined."""
-    c = tl.arange(0, S.SCALE_WIDTH_POW2)
-    if S.SOURCE == 0 and S.SCALE_WIDTH > 0:
-        source = scales.to(S.SCALE_POINTER, bitcast=True) + tl.cast(token, tl.int64) * S.SCALE_WIDTH
-        return tl.load(source + c, mask=c < S.SCALE_WIDTH)
-    else:
-        return c
-
-
-@triton.jit
-def store_ready_scales(scales, places, me, S: tl.constexpr):
-    """Store ``scales``, from :func:`ready_scales`, in the messages of rank ``me`` at ``places`` [ranks], 0 for
-    none, if the row came quantised."""
-    c = tl.arange(0, S.SCALE_WIDTH_POW2)
-    if S.SOURCE == 0 and S.SCALE_WIDTH > 0:
-        for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, S))
-            to = (place + S.MESSAGE_SCALES).to(S.SCALE_POINTER)
-            tl.store(to + c, scales, mask=only(place != 0, c < S.SCALE_WIDTH))
-
-
-@triton.jit
-def store_piece(row, piece, places, me, input_scale, S: tl.constexpr):
-    """Store piece ``piece`` of a row in the messages of rank ``me`` at ``places`` [ranks] (int64 addresses, 0 where it
-    does not go), with the scales of its groups if it is encoded here."""
-    payload, scale = in_format(row, input_scale, S)
-    if S.SOURCE == 2:
-        g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
-        b = piece * (S.GROUPS_PER_PIECE * S.GROUP_BYTES) + tl.arange(0, S.GROUPS_PER_PIECE * S.GROUP_BYTES)
-        row_bytes: tl.constexpr = S.HIDDEN_SIZE * S.GROUP_BYTES // S.GROUP_SIZE
-        if S.GROUP_SCALES > S.NUM_SCALE_GROUPS:
-            scale = tl.where(g < S.NUM_SCALE_GROUPS, scale, 0).to(scale.dtype)
-        for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, S))
-            goes = place != 0
-            tl.store(tl.multiple_of(place.to(U8), 16) + b, payload, mask=only(goes, b < row_bytes))
-            to = (place + S.MESSAGE_SCALES).to(S.GROUP_SCALE_POINTER)
-            tl.store(to + g, scale, mask=only(goes, g < S.GROUP_SCALES))
-    elif S.SOURCE == 1:
-        c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, S))
-            tl.store(tl.multiple_of(place.to(S.ROW_POINTER), 16) + c, payload, mask=only(place != 0, c < S.HIDDEN_SIZE))
-    else:
-        c = piece * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        for i in tl.static_range(S.WORLD_SIZE):
-            place = place_at(places, nth_rank(i, me, S))
-            tl.store(tl.multiple_of(place.to(S.WORD_POINTER), 16) + c, payload, mask=only(place != 0, c < S.ROW_WORDS))
-
-
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 
 
@@ -389,7 +238,8 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         places = message_addresses(base, own, slot, token, ctx.me, mine, S)
-        store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
+        if not S.IN_PLACE:
+            store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
         in_two_levels(store_relay_headers, (ctx, mine, expert[None, :], own, slot, token), S)
         stamp_first(ctx, FIRST_STORE, S)
         to = tl.sum(places, 0)
@@ -401,6 +251,8 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             row = following
             following = behind
         store_ready_scales(scales, to, ctx.me, S)
+        if S.IN_PLACE:
+            store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
         publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
 

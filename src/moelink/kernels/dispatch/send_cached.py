@@ -33,17 +33,14 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
+from moelink.kernels.dispatch.pieces import load_piece, ready_scales, store_piece, store_ready_scales
 from moelink.kernels.dispatch.relay import send_noted_marks, store_relay_headers
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.dispatch.send import (
-    load_piece,
     load_weights,
     message_addresses,
     publish_messages,
-    ready_scales,
     store_headers,
-    store_piece,
-    store_ready_scales,
 )
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import between_nodes
