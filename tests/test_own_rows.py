@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -407,6 +407,31 @@ def test_no_row_is_seen_where_none_is_awaited(form: str, fused: bool, request: p
         assert any("result stored" in times for times in home)
         for name in ("row seen", "last row seen"):
             assert any(name in times for times in home) == (rank == 1), name
+
+
+@pytest.mark.quick("two forms of the expert role")
+@pytest.mark.parametrize("stay", [False, True])
+def test_no_message_is_sent_where_there_is_none(stay: bool, request: pytest.FixtureRequest) -> None:
+    """With few tokens a CTA looks for a message before it knows how many there are."""
+    request.getfixturevalue("copies")
+    setup = dataclasses.replace(RANK, options=(*RANK.options, ("zero_copy", stay)))
+    group = transports(setup, WORLD)
+    for transport in group:
+        transport.open_trace()
+    case = Small(setup, "uniform", weights="none", seed=3, tokens=(0, 0))
+
+    def main_of(rank: int) -> Callable[[], None]:
+        def main() -> None:
+            recvs = group[rank].dispatch(dispatch_requests(case, [rank])).wait()
+            group[rank].combine(combine_requests(case, [rank], recvs)).wait()
+
+        return main
+
+    play(Scheduler(3), group, [main_of(rank) for rank in range(WORLD)])
+    for rank, transport in enumerate(group):
+        rows = rows_of(transport.close_trace()[0].numpy())
+        senders = [record.times for record in read_rows(rows, rank) if record.role is ROLES[2]]
+        assert {name for times in senders for name in times} == {"begun", "credit seen", "told"}
 
 
 @with_flags

@@ -23,7 +23,7 @@ from ttir_text import nameless
 
 STAMP = re.compile(
     r"^ *(?:stamp|stamp_first|stamp_after|stamp_both|stamp_awaited|note_reached|note_whole)\(.*\)\n"
-    r"|^ *came = arrivals\(.*\n", re.M,
+    r"|^ *came = arrivals\(.*\n|^ *seen = traced_if\(.*\n", re.M,
 )  # fmt: skip
 """Lines that do nothing but stamp."""
 

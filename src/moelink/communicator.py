@@ -280,7 +280,8 @@ class Communicator:
         weigh: bool = True,
         num_sms: int | None = None,
     ) -> PendingSingle[Tensor]:
-        """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns."""
+        """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns. Until then the arguments
+        must not change: kernels of both halves read them."""
         if torch.compiler.is_compiling():
             return PendingSingle(
                 ops.start_combine(

@@ -27,6 +27,7 @@ from moelink.kernels.sync.trace import (
     stamp_after,
     stamp_both,
     stamp_first,
+    traced_if,
 )
 from moelink.memory.protocol import COMBINE_BYTES
 
@@ -103,8 +104,9 @@ def send_answers_home(ctx, inputs, notes, home, lane, lanes, loaded, numbers, S:
     more = slot < S.MAX_TOKENS
     while more:
         token = tl.load(notes.message_token + home * S.MAX_TOKENS + slot)
-        stamp_after(ctx, IDS_READ, token + p * 0, S)
         there = slot < count
+        seen = traced_if(ctx, there, S)
+        stamp_after(seen, IDS_READ, token + p * 0, S)
         valid = there & (token >= 0) & (token < S.MAX_TOKENS)
         moved += (valid & (begin == 0)).to(tl.int32)
         place = tl.where(valid, token, 0)
@@ -126,7 +128,7 @@ def send_answers_home(ctx, inputs, notes, home, lane, lanes, loaded, numbers, S:
             )  # fmt: skip
             store_block(to, loaded, begin + i, fits, valid, flip, S)
             loaded = behind
-        stamp_first(ctx, FIRST_STORE, S)
+        stamp_first(seen, FIRST_STORE, S)
         if small == 0:
             parts = tl.where(S.PARTS_PER_ROW == 1, 1, each)
             publish(
@@ -134,7 +136,7 @@ def send_answers_home(ctx, inputs, notes, home, lane, lanes, loaded, numbers, S:
                 only(there, p < parts),
                 tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call,
             )
-        stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
+        stamp_both(seen, PUBLISHED, LAST_PUBLISHED, S)
         item += lanes
         slot = next_slot
         begin = next_begin

@@ -55,6 +55,7 @@ from moelink.kernels.sync.trace import (
     stamp_after,
     stamp_both,
     stamp_first,
+    traced_if,
 )
 from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
@@ -339,21 +340,22 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
             # no branch. So the loads of row numbers wait for nothing.
             count = tl.load(notes.received + home * 2)
             token = tl.load(notes.message_token + at)
-            stamp_after(ctx, IDS_READ, token + p * 0, S)
             rows = notes.rows_of_message + at.to(tl.int64) * S.SLOTS_PER_MESSAGE
             there = slot < count
+            seen = traced_if(ctx, there, S)
+            stamp_after(seen, IDS_READ, token + p * 0, S)
             valid = there & (token >= 0) & (token < S.MAX_TOKENS)
             moved += send_message_back(
                 ctx, block, home, Message(slot, tl.where(valid, token, 0), valid, rows), Share(begin, parts), small,
                 inputs, tl.where(valid, numbers.y_rows, 0), numbers.slot_begin, S,
             )  # fmt: skip
-            stamp_first(ctx, FIRST_STORE, S)
+            stamp_first(seen, FIRST_STORE, S)
             if small == 0:
                 shared = only(there, p < parts)
                 publish(
                     flags + (slot * S.PARTS_PER_ROW + begin) + p, shared, tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call
                 )
-            stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
+            stamp_both(seen, PUBLISHED, LAST_PUBLISHED, S)
             item += lanes
             more = item < count * numbers.spread
     if (stop != ctx.me) & (moved > 0):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import next_power_of_2
-from moelink.kernels.records import Stamps
+from moelink.kernels.records import CallContext, Stamps
 from moelink.kernels.sync.internode import I64
 from moelink.memory import trace_layout as layout
 from moelink.memory.protocol import TRACE_AT, TRACE_STEPS
@@ -101,6 +101,17 @@ def _word(ctx, moment: tl.constexpr, peer, S: tl.constexpr):
     else:
         at = ctx.trace.at + (_HEADER + _MOMENTS + (moment - _MOMENTS) * S.WORLD_SIZE) * 8 + tl.cast(peer, tl.int64) * 8
     return tl.where(ctx.trace.at != 0, at, 0)
+
+
+@triton.jit
+def traced_if(ctx, there, S: tl.constexpr):
+    """Return ``ctx``, or if not ``there`` one whose stamps are stored nowhere: for a CTA that looks for work and finds
+    none."""
+    if S.TRACE:
+        stamps = Stamps(tl.where(there, ctx.trace.at, 0), ctx.trace.steps)
+        return CallContext(ctx.table, ctx.record, ctx.control, ctx.me, ctx.limit, ctx.call, stamps)
+    else:
+        return ctx
 
 
 @triton.jit
