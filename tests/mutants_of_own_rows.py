@@ -106,7 +106,7 @@ OF_OWN_ROWS = (
            "test_own_rows.py::test_a_launch_that_awaits_own_rows_without_slots_is_refused"),
     Mutant("a trace sees a message that is not sent", "kernels/sync/trace.py",
            "tl.where(there, ctx.trace.at, 0)", "ctx.trace.at + 0 * there",
-           "test_own_rows.py::test_no_message_is_sent_where_there_is_none[True]"),
+           "test_own_rows.py::test_no_message_is_sent_where_there_is_none[False]"),
     Mutant("a trace sees a row that nobody awaits", "kernels/sync/trace.py",
            "if tl.max(slots, 0) >= 0:", "if tl.max(slots, 0) >= -1:",
            "test_own_rows.py::test_no_row_is_seen_where_none_is_awaited[flags-fused]"),

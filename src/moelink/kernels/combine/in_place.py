@@ -2,8 +2,8 @@
 
 There a message has one row, and which row of ``y`` answers it follows from its slot alone: ``y`` has as many rows for
 each home rank. So a CTA looks nothing up before it reads ``y``. It begins to read its first columns before anything
-else, and the next ones before it stores those that it has read. In other layouts a row's number is a note of dispatch,
-and what travels is a sum (``kernels.combine.send``).
+else, with the token of that message, and the next ones before it stores those that it has read. In other layouts a
+row's number is a note of dispatch, and what travels is a sum (``kernels.combine.send``).
 
 Who writes and who waits is as there: a CTA stores nothing before every home rank has granted credit for the previous
 call, and a row's flag, if it has one, is a release after all of the row. Reading earlier changes nothing of that: ``y``
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only, round_to
+from moelink.kernels.records import FirstAnswer
 from moelink.kernels.sync.lamport_slots import bits_of, is_small, row_at
 from moelink.kernels.sync.signals import I64, publish
 from moelink.kernels.sync.trace import (
@@ -27,7 +28,6 @@ from moelink.kernels.sync.trace import (
     stamp_after,
     stamp_both,
     stamp_first,
-    traced_if,
 )
 from moelink.memory.protocol import COMBINE_BYTES
 
@@ -63,10 +63,18 @@ def load_block(inputs, home, slot, block, exists, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def load_first_block(inputs, home, lane, exists, numbers, S: tl.constexpr):
-    """Load the first block of what :func:`send_answers_home` will send, if that ``exists``."""
+def load_token(notes, home, slot, exists, S: tl.constexpr):
+    """Load the token of message ``slot`` of rank ``home``, if that ``exists``, else -1."""
+    return tl.load(notes.message_token + home * S.MAX_TOKENS + slot, mask=exists & (slot < S.MAX_TOKENS), other=-1)
+
+
+@triton.jit
+def begin_answers(inputs, notes, home, lane, exists, numbers, S: tl.constexpr):
+    """Load what :func:`send_answers_home` begins with, if it is called at all (``exists``)."""
     slot, begin, _ = share_of(lane, numbers, S)
-    return load_block(inputs, home, slot, begin, exists, numbers, S)
+    block = load_block(inputs, home, slot, begin, exists, numbers, S)
+    token = load_token(notes, home, slot, exists, S)
+    return FirstAnswer(block, token, tl.load(notes.received + home * 2), tl.load(notes.received + home * 2 + 1))
 
 
 @triton.jit
@@ -88,26 +96,23 @@ def store_block(to, loaded, block, fits, valid, flip, S: tl.constexpr):
 
 
 @triton.jit
-def send_answers_home(ctx, inputs, notes, home, lane, lanes, loaded, numbers, S: tl.constexpr):
+def send_answers_home(ctx, inputs, notes, home, lane, lanes, first, numbers, S: tl.constexpr):
     """Send every ``lanes``-th share of the answers to messages of rank ``home``, from the ``lane``-th, and publish
-    their flags. ``loaded``: of :func:`load_first_block`."""
+    their flags. ``first``: of :func:`begin_answers`."""
     tl.static_assert(S.SLOTS_PER_MESSAGE == 1 and S.SENDS_SUMS and S.ENCODE_FN is None)
     block_of_home = tl.load(ctx.table + home)
-    small = is_small(ctx.control, tl.load(notes.received + home * 2 + 1), ctx.call, S)
+    small = is_small(ctx.control, first.tokens, ctx.call, S)
     p = tl.arange(0, S.PARTS_POW2)
     flags = (block_of_home + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW
-    # The number of messages is read beside the first message, not before it (``kernels.combine.send``).
-    count = tl.load(notes.received + home * 2)
+    room = numbers.y_rows // S.WORLD_SIZE
     moved = tl.full([], 0, tl.int32)
+    loaded = first.block
+    token = first.token
     item = lane
     slot, begin, each = share_of(item, numbers, S)
-    more = slot < S.MAX_TOKENS
-    while more:
-        token = tl.load(notes.message_token + home * S.MAX_TOKENS + slot)
-        there = slot < count
-        seen = traced_if(ctx, there, S)
-        stamp_after(seen, IDS_READ, token + p * 0, S)
-        valid = there & (token >= 0) & (token < S.MAX_TOKENS)
+    while slot < first.messages:
+        stamp_after(ctx, IDS_READ, token + p * 0, S)
+        valid = (token >= 0) & (token < S.MAX_TOKENS)
         moved += (valid & (begin == 0)).to(tl.int32)
         place = tl.where(valid, token, 0)
         address = block_of_home + S.OFFSET_ROWS + tl.cast(ctx.me * S.MAX_TOKENS + place, tl.int64) * S.ROW_BYTES
@@ -118,28 +123,26 @@ def send_answers_home(ctx, inputs, notes, home, lane, lanes, loaded, numbers, S:
             valid = valid & ((small == 0) | (token < S.LAMPORT_TOKENS))
             address = tl.where(small, row_at(block_of_home, ctx.me, place, S), address)
         to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
-        fits = slot < numbers.y_rows // S.WORLD_SIZE
         next_slot, next_begin, _ = share_of(item + lanes, numbers, S)
+        token = load_token(notes, home, next_slot, next_slot < first.messages, S)
         for i in range(each):
             is_last = i + 1 == each
+            following = tl.where(is_last, next_slot, slot)
             behind = load_block(
-                inputs, home, tl.where(is_last, next_slot, slot), tl.where(is_last, next_begin, begin + i + 1),
-                tl.where(is_last, next_slot, slot) < count, numbers, S,
+                inputs, home, following, tl.where(is_last, next_begin, begin + i + 1), following < first.messages,
+                numbers, S,
             )  # fmt: skip
-            store_block(to, loaded, begin + i, fits, valid, flip, S)
+            store_block(to, loaded, begin + i, slot < room, valid, flip, S)
             loaded = behind
-        stamp_first(seen, FIRST_STORE, S)
+        stamp_first(ctx, FIRST_STORE, S)
         if small == 0:
             parts = tl.where(S.PARTS_PER_ROW == 1, 1, each)
             publish(
-                flags + slot * S.PARTS_PER_ROW + begin + p,
-                only(there, p < parts),
-                tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call,
+                flags + slot * S.PARTS_PER_ROW + begin + p, p < parts, tl.zeros([S.PARTS_POW2], tl.int64) + ctx.call
             )
-        stamp_both(seen, PUBLISHED, LAST_PUBLISHED, S)
+        stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
         item += lanes
         slot = next_slot
         begin = next_begin
-        more = slot < count
     if (home != ctx.me) & (moved > 0):
         tl.atomic_add(ctx.control + _BYTES, moved.to(tl.int64) * S.ROW_BYTES, sem="relaxed", scope="gpu")

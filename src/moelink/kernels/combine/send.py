@@ -27,7 +27,7 @@ Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2:
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.in_place import load_first_block, send_answers_home
+from moelink.kernels.combine.in_place import begin_answers, send_answers_home
 from moelink.kernels.combine.row_format import store_columns
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.records import Message, Share
@@ -380,11 +380,10 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
     number = program - tl.minimum(num_programs - 1, apart)
     homes: tl.constexpr = S.WORLD_SIZE - S.OWN_ROWS_STAY
     in_place: tl.constexpr = S.IN_PLACE and S.SENDS_SUMS and S.ENCODE_FN is None
-    loaded = None
+    answer = None
     if in_place:
-        first = tl.maximum(number, 0) % homes
-        lane = number // homes
-        loaded = load_first_block(inputs, nth_home(first, numbers.me, S), lane, number >= 0, numbers, S)
+        home = nth_home(tl.maximum(number, 0) % homes, numbers.me, S)
+        answer = begin_answers(inputs, notes, home, number // homes, number >= 0, numbers, S)
     ctx = context_of(peers, _ROLE, program, numbers, S)
     call = ctx.call
     credits = poll_once(peers.control, _PHASE, call, S)
@@ -418,10 +417,10 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
                     home = nth_home(i, numbers.me, S)
                     lanes = tl.cdiv(tl.maximum(others - i, 1), homes)
                     if in_place:
-                        send_answers_home(ctx, inputs, notes, home, number // homes, lanes, loaded, numbers, S)
+                        send_answers_home(ctx, inputs, notes, home, number // homes, lanes, answer, numbers, S)
                         following = nth_home(i + others, numbers.me, S)
                         exists = i + others < homes
-                        loaded = load_first_block(inputs, following, number // homes, exists, numbers, S)
+                        answer = begin_answers(inputs, notes, following, number // homes, exists, numbers, S)
                     else:
                         send_rows_home(ctx, inputs, notes, home, number // homes, lanes, numbers, S)
             count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")
