@@ -16,9 +16,9 @@ Example: ``y`` has 5 rows for each of two home ranks. The message of rank 1 in s
 import triton
 import triton.language as tl
 
-from moelink.kernels.numeric import only, round_to
+from moelink.kernels.numeric import only
 from moelink.kernels.records import FirstAnswer
-from moelink.kernels.sync.lamport_slots import bits_of, is_small, row_at
+from moelink.kernels.sync.lamport_slots import is_small, place_of_sum, store_sum
 from moelink.kernels.sync.signals import I64, publish
 from moelink.kernels.sync.trace import (
     FIRST_STORE,
@@ -84,15 +84,9 @@ def store_block(to, loaded, block, fits, valid, flip, S: tl.constexpr):
     Its bits are inverted if ``flip`` is -1.
     """
     c = block * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-    inside = c < S.HIDDEN_SIZE
     # A sum of one row, as in other layouts: every NaN becomes the one that arithmetic makes.
-    total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE) + tl.where(only(fits, inside), loaded.to(S.SUM_DTYPE), 0.0)
-    row = round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS)
-    if S.LAMPORT_TOKENS > 0:
-        bits = bits_of(row, flip, S)
-        tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=only(valid, inside))
-    else:
-        tl.store(to + c, row, mask=only(valid, inside))
+    total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE) + tl.where(only(fits, c < S.HIDDEN_SIZE), loaded.to(S.SUM_DTYPE), 0.0)
+    store_sum(to, c, total, valid, flip, S)
 
 
 @triton.jit
@@ -116,12 +110,7 @@ def send_answers_home(ctx, inputs, notes, home, lane, lanes, first, numbers, S: 
         moved += (valid & (begin == 0)).to(tl.int32)
         place = tl.where(valid, token, 0)
         address = block_of_home + S.OFFSET_ROWS + tl.cast(ctx.me * S.MAX_TOKENS + place, tl.int64) * S.ROW_BYTES
-        flip = tl.full([], 0, tl.int32)
-        if S.LAMPORT_TOKENS > 0:
-            tl.static_assert(S.LAMPORT_RANKS == S.WORLD_SIZE - S.OWN_ROWS_STAY)  # each row that is sent has a slot
-            flip -= small.to(tl.int32)
-            valid = valid & ((small == 0) | (token < S.LAMPORT_TOKENS))
-            address = tl.where(small, row_at(block_of_home, ctx.me, place, S), address)
+        address, flip, valid = place_of_sum(block_of_home, address, place, valid, small, ctx.me, S)
         to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
         next_slot, next_begin, _ = share_of(item + lanes, numbers, S)
         token = load_token(notes, home, next_slot, next_slot < first.messages, S)

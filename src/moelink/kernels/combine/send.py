@@ -29,7 +29,7 @@ import triton.language as tl
 
 from moelink.kernels.combine.in_place import begin_answers, send_answers_home
 from moelink.kernels.combine.row_format import store_columns
-from moelink.kernels.numeric import only, round_to
+from moelink.kernels.numeric import only
 from moelink.kernels.records import Message, Share
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.internode import (
@@ -41,7 +41,7 @@ from moelink.kernels.sync.internode import (
     put,
     staged_at,
 )
-from moelink.kernels.sync.lamport_slots import bits_of, follows_refusal, is_small, row_at
+from moelink.kernels.sync.lamport_slots import follows_refusal, is_small, place_of_sum, store_sum
 from moelink.kernels.sync.levels import first_stop, in_one_level, in_two_levels, place_at_stop
 from moelink.kernels.sync.quiesce import beside_status
 from moelink.kernels.sync.signals import I64, U8, context_of, count_arrival, fence, own_block, publish
@@ -161,12 +161,7 @@ def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.cons
         if S.ENCODE_FN is not None:
             store_columns(to, c0 + part * S.BLOCK_SIZE, total, valid, S)
         else:
-            row = round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS)
-            if S.LAMPORT_TOKENS > 0:
-                bits = bits_of(row, flip, S)
-                tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=only(valid, c < S.HIDDEN_SIZE))
-            else:
-                tl.store(to + c, row, mask=only(valid, c < S.HIDDEN_SIZE))
+            store_sum(to, c, total, valid, flip, S)
 
 
 @triton.jit
@@ -204,12 +199,7 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
         address = direct_or_staged(
             address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, S.MAX_TOKENS, slot, S.ROW_BYTES, S
         )
-        flip = tl.full([], 0, tl.int32)
-        if S.LAMPORT_TOKENS > 0:
-            tl.static_assert(S.LAMPORT_RANKS == S.WORLD_SIZE - S.OWN_ROWS_STAY)  # each row has a slot of its own
-            flip -= small.to(tl.int32)
-            valid = valid & ((small == 0) | (token < S.LAMPORT_TOKENS))
-            address = tl.where(small, row_at(home, ctx.me, token, S), address)
+        address, flip, valid = place_of_sum(home, address, token, valid, small, ctx.me, S)
         to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
         if S.PARTS_PER_ROW == 1:
             send_columns(to, flip, 0, valid, y, y_rows, inputs.row_weights, rows, S)

@@ -40,7 +40,7 @@ A NaN is 0x7fff and travels as 0x8000; 0xffff would travel as zero, so it is mad
 import triton
 import triton.language as tl
 
-from moelink.kernels.numeric import only
+from moelink.kernels.numeric import only, round_to
 from moelink.kernels.sync.signals import I32, I64, block_uniform, check_timeout, clock
 from moelink.kernels.sync.trace import note_whole
 from moelink.memory.protocol import COMBINE_WITH_FLAGS
@@ -88,6 +88,32 @@ def row_at(block, rank, number, S: tl.constexpr):
     else:
         slot = tl.cast(rank * S.LAMPORT_TOKENS + number, tl.int64)
     return block + S.OFFSET_LAMPORT_SLOTS + slot * S.ROW_BYTES
+
+
+@triton.jit
+def place_of_sum(home, address, token, valid, small, me, S: tl.constexpr):
+    """Return where rank ``me`` stores the sum of ``token`` in the block at address ``home``, -1 if its bits are to be
+    inverted, else 0, and whether it is ``valid`` there: ``address``, or in a ``small`` call its Lamport slot."""
+    flip = tl.full([], 0, tl.int32)
+    if S.LAMPORT_TOKENS > 0:
+        tl.static_assert(S.LAMPORT_RANKS == S.WORLD_SIZE - S.OWN_ROWS_STAY)  # each row that is sent has a slot
+        flip -= small.to(tl.int32)
+        valid = valid & ((small == 0) | (token < S.LAMPORT_TOKENS))
+        address = tl.where(small, row_at(home, me, token, S), address)
+    return address, flip, valid
+
+
+@triton.jit
+def store_sum(to, c, total, valid, flip, S: tl.constexpr):
+    """Round ``total``, columns ``c`` of a sum, and store it in the row at ``to``, if ``valid``. ``flip``: of
+    :func:`place_of_sum`."""
+    row = round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS)
+    mask = only(valid, c < S.HIDDEN_SIZE)
+    if S.LAMPORT_TOKENS > 0:
+        bits = bits_of(row, flip, S)
+        tl.store(to.to(tl.pointer_type(bits.dtype)) + c, bits, mask=mask)
+    else:
+        tl.store(to + c, row, mask=mask)
 
 
 @triton.jit
