@@ -63,7 +63,6 @@ SCENARIOS = {
     "shared_after_alone": dict(cases=[*FEW, *ALONE, *SHARED], combine=False),
     "views": dict(cases=cases(VIEWS, (4, 5))),
     "views_of_slow_senders": dict(cases=cases(VIEWS, (6, 8)), speed=slow_senders),
-    "views_of_slow_single_tokens": dict(cases=cases(VIEWS, (1, 2)), speed=slow_senders),
     "late_words": dict(cases=SHARED, combine=False, speed=late_words),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ import zero_copy_ranks
 from cases import FIELDS, Case, Packed, Result, Setup, check_case, check_rows
 from moelink import ops, reference
 from moelink.config import EPConfig
-from moelink.kernels.combine import in_place
 from moelink.kernels.dispatch import receive
 from moelink.kernels.launch.grid import Launch
-from moelink.kernels.records import CombineInputs, CombineNumbers
 from moelink.kernels.sync import credit
 from moelink.memory import workspace as workspaces
 from moelink.memory.layout import REGION_ALIGNMENT
@@ -131,63 +128,6 @@ def test_answers_of_several_blocks_equal_the_oracle(monkeypatch, blocks, world, 
         check(transport, Case(setup, "holes", seed=seed, small=True), world)
     transport.check()
     transport.close()
-
-
-@triton.jit
-def _share(out, item, numbers, S: tl.constexpr):
-    slot, begin, each = in_place.share_of(item, numbers, S)
-    tl.store(out, slot)
-    tl.store(out + 1, begin)
-    tl.store(out + 2, each)
-
-
-def test_shares_of_answers():
-    """The example of the docstring, and messages that are sent whole."""
-    out = torch.zeros(3, dtype=torch.int32)
-    numbers = CombineNumbers(**dict.fromkeys(CombineNumbers._fields, 0) | {"spread": 2})
-    for parts, found in ((4, [2, 2, 2]), (1, [5, 0, 4])):
-        _share[(1,)](out, 5, numbers, S=SimpleNamespace(HIDDEN_SIZE=64, BLOCK_SIZE=16, PARTS_PER_ROW=parts))
-        assert out.tolist() == found
-
-
-@triton.jit
-def _store(out, fits, valid, S: tl.constexpr):
-    loaded = tl.full([S.BLOCK_SIZE], 3.0, tl.float32)
-    in_place.store_block(out, loaded, 1, fits, valid, 0, S)
-
-
-@pytest.mark.quick("two conditions")
-@pytest.mark.parametrize("fits, valid, stored", [(1, 1, 3.0), (0, 1, 0.0), (1, 0, -1.0)])
-def test_an_answer_that_has_no_row_is_zeros(fits, valid, stored):
-    """What was loaded then is undefined."""
-    out = torch.full((40,), -1.0)
-    _store[(1,)](out, fits, valid, S=SimpleNamespace(
-        HIDDEN_SIZE=20, BLOCK_SIZE=16, SUM_DTYPE=tl.float32, ROW_DTYPE=tl.float32, NATIVE_CASTS=0, LAMPORT_TOKENS=0,
-    ))  # fmt: skip
-    assert out[16:20].eq(stored).all()
-    assert out[:16].eq(-1).all()
-    assert out[20:].eq(-1).all()
-
-
-@triton.jit
-def _answer(y, out, numbers, S: tl.constexpr):
-    c = tl.arange(0, S.BLOCK_SIZE)
-    inputs = CombineInputs(y, y, y, y, y, y)
-    for slot in range(S.SLOTS):
-        row = in_place.load_block(inputs, 1, slot, 0, slot >= 0, numbers, S)
-        tl.store(out + slot * S.BLOCK_SIZE + c, tl.where(slot < 5, row, -1.0))
-
-
-def test_answers_are_where_the_slot_says():
-    """``y`` has 5 rows for each of two home ranks: rank 1's slot 2 is row 7. There is no slot 5."""
-    y, out = torch.arange(160.0).view(10, 16), torch.zeros(6, 16)
-    numbers = CombineNumbers(**dict.fromkeys(CombineNumbers._fields, 0) | {"y_rows": 10})
-    _answer[(1,)](y, out, numbers, S=SimpleNamespace(
-        WORLD_SIZE=2, HIDDEN_SIZE=16, BLOCK_SIZE=16, EVICTION="", SLOTS=6,
-    ))  # fmt: skip
-    assert out[2].equal(y[7])
-    assert out[:5].equal(y[5:])
-    assert out[5].eq(-1).all()
 
 
 @pytest.mark.parametrize("fmt", ["fp8_block128_e8m0", "mxfp8", "fp32", "fp64", *FORMATS])

@@ -17,7 +17,6 @@ dispatch/scales        writes the scales of large calls, in a launch of its own
 dispatch/send_cached   the sender role over cached routing; receive_cached: the receiver role
 combine/kernel         both roles in one launch, or in two
 combine/send           the expert role: ``send_tokens_back``
-combine/in_place       the same for rows that stayed in the messages
 combine/own_rows       rows of a rank's own tokens that do not travel, with two ranks and many tokens
 combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
 combine/finish         what is added to a token's sum, and the store

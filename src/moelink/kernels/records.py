@@ -381,22 +381,6 @@ class Message(NamedTuple):
     rows: Any
 
 
-class FirstAnswer(NamedTuple):
-    """What a CTA reads before it may send answers to rows in place (``kernels.combine.in_place``).
-
-    Attributes:
-        block: the first columns that it sends.
-        token: the home rank's token that they answer, or -1.
-        messages: how many messages the home rank has sent here.
-        tokens: how many tokens it has in the call.
-    """
-
-    block: Any
-    token: Any
-    messages: Any
-    tokens: Any
-
-
 class Share(NamedTuple):
     """Parts [begin, begin + count) of the columns of a message."""
 

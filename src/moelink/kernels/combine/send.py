@@ -27,7 +27,6 @@ Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2:
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.in_place import begin_answers, send_answers_home
 from moelink.kernels.combine.row_format import store_columns
 from moelink.kernels.numeric import only
 from moelink.kernels.records import Message, Share
@@ -364,16 +363,6 @@ def nth_home(i, me, S: tl.constexpr):
 @triton.jit
 def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the expert role. ``notes.received`` says whether the dispatch brought anything at all."""
-    # With few tokens all but the first CTA send rows: what the first publishes must arrive before it goes on.
-    apart: tl.constexpr = 1 if S.PARTS_PER_ROW > 1 else 0
-    others = tl.maximum(num_programs - apart, 1)
-    number = program - tl.minimum(num_programs - 1, apart)
-    homes: tl.constexpr = S.WORLD_SIZE - S.OWN_ROWS_STAY
-    in_place: tl.constexpr = S.IN_PLACE and S.SENDS_SUMS and S.ENCODE_FN is None
-    answer = None
-    if in_place:
-        home = nth_home(tl.maximum(number, 0) % homes, numbers.me, S)
-        answer = begin_answers(inputs, notes, home, number // homes, number >= 0, numbers, S)
     ctx = context_of(peers, _ROLE, program, numbers, S)
     call = ctx.call
     credits = poll_once(peers.control, _PHASE, call, S)
@@ -401,17 +390,15 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
                 between_nodes(put_heads, (ctx,), S)
                 if numbers.status != 0:
                     raise_all_flags(ctx, S)
+            # With few tokens all but the first CTA send rows: what the first publishes must arrive before it goes on.
+            apart: tl.constexpr = 1 if S.PARTS_PER_ROW > 1 else 0
+            others = tl.maximum(num_programs - apart, 1)
+            number = program - tl.minimum(num_programs - 1, apart)
             if (numbers.status == 0) & (number >= 0):
                 # One home rank for each CTA where the CTAs suffice.
+                homes: tl.constexpr = S.WORLD_SIZE - S.OWN_ROWS_STAY
                 for i in range(number % homes, homes, others):
-                    home = nth_home(i, numbers.me, S)
                     lanes = tl.cdiv(tl.maximum(others - i, 1), homes)
-                    if in_place:
-                        send_answers_home(ctx, inputs, notes, home, number // homes, lanes, answer, numbers, S)
-                        following = nth_home(i + others, numbers.me, S)
-                        exists = i + others < homes
-                        answer = begin_answers(inputs, notes, following, number // homes, exists, numbers, S)
-                    else:
-                        send_rows_home(ctx, inputs, notes, home, number // homes, lanes, numbers, S)
+                    send_rows_home(ctx, inputs, notes, nth_home(i, numbers.me, S), number // homes, lanes, numbers, S)
             count_arrival(peers.control, _ROLE, program, num_programs, "relaxed")
             stamp(ctx, TOLD, S)

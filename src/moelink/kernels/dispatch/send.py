@@ -35,9 +35,10 @@ d. A pair's *position* is the number of earlier pairs (token, then slot) of this
 
 A row goes out piece by piece (``kernels.dispatch.pieces``): the CTA reads a piece before it stores the one before.
 
-The headers of a batch are stored before its rows, but after them where rows stay in the messages (S.IN_PLACE): links
-then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the first store before
-that row then. The release of the flags comes after header and row in every case.
+With many tokens the headers of a batch are stored before its rows, but after them where rows stay in the messages
+(S.IN_PLACE): links then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the
+first store before that row then. A single token's header is always first. The release of the flags comes after header
+and row in every case.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
@@ -238,8 +239,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         places = message_addresses(base, own, slot, token, ctx.me, mine, S)
-        if not S.IN_PLACE:
-            store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
+        store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
         in_two_levels(store_relay_headers, (ctx, mine, expert[None, :], own, slot, token), S)
         stamp_first(ctx, FIRST_STORE, S)
         to = tl.sum(places, 0)
@@ -251,8 +251,6 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             row = following
             following = behind
         store_ready_scales(scales, to, ctx.me, S)
-        if S.IN_PLACE:
-            store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
         publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
 

@@ -357,8 +357,7 @@ class CombineSpec(CommonSpec):
         OPTIONS: what every rank must choose alike.
         HAS_ROW_WEIGHTS, HAS_HOME_WEIGHTS: the expert's rank, or the home rank, multiplies by router weights.
         ROWS_PER_TOKEN: rows that the workspace holds for a token. HAS_SHARED: ``shared=`` is added.
-        SLOTS_PER_MESSAGE: rows of a message: topk, or 1 for layout "rank". IN_PLACE: rows stayed in the messages
-            (``zero_copy``).
+        SLOTS_PER_MESSAGE: rows of a message: topk, or 1 for layout "rank".
         ROW_DTYPE, ROW_POINTER: of rows. SUM_DTYPE: of sums. OUT_DTYPE: of the result.
         ENCODE_FN, DECODE_FN, GROUP_SIZE, ROW_SCALES, ROW_SCALE_POINTER: of a combine format
             (``kernels.combine.row_format``): its functions, or None; elements that share a scale; where in a row the
@@ -386,7 +385,6 @@ class CombineSpec(CommonSpec):
     ROWS_PER_TOKEN: int
     HAS_SHARED: bool
     SLOTS_PER_MESSAGE: int
-    IN_PLACE: bool
     ROW_DTYPE: Any
     ROW_POINTER: Any
     ENCODE_FN: Any
@@ -457,7 +455,6 @@ def combine_spec(
         SENDS_SUMS=sums, OPTIONS=combine_options(sums, by_row and tells_weighed), HAS_ROW_WEIGHTS=by_row,
         HAS_HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk,
-        IN_PLACE=cfg.zero_copy,
         ROW_DTYPE=row_dtype, ROW_POINTER=tl.pointer_type(row_dtype), ENCODE_FN=codec.encode if codec else None,
         DECODE_FN=codec.decode if codec else None, GROUP_SIZE=codec.GROUP if codec else 1,
         ROW_SCALES=home.parts["scales"].offset if codec else 0,
