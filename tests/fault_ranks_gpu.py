@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import moelink
 from fault_ranks import Told, die, stop_for
+from gpu_compile import Kernel, warmup_kernels
 from gpu_ranks import inputs, prepare
 from moelink.testing import assert_bitwise_equal
 
@@ -21,6 +22,12 @@ SIZES = {"tokens": 512, "hidden": 2048, "experts": 24, "topk": 4}
 FIELDS = {"num_experts": 24, "topk": 4, "hidden_size": 2048, "timeout": TIMEOUT, "transport": "symmetric"}
 WITHOUT_FLAGS, WITH_FLAGS = 512, 2048
 """Most tokens of a rank: sums go home without flags, or with them."""
+
+
+def kernels(world_size: int, most: int) -> list[Kernel]:
+    """Everything that all ranks of :func:`falls` launch, and later the survivors."""
+    fields = {**FIELDS, "max_tokens_per_rank": most}
+    return [kernel for world in (world_size, world_size - 1) for kernel in warmup_kernels(fields, world)]
 
 
 def round_trip(ep: moelink.Communicator, rank: int, seed: int, graph: Any = None) -> None:
@@ -48,7 +55,11 @@ def caught(ep: moelink.Communicator, rank: int, strike: Any) -> Told:
 
 
 def falls(rank: int, world_size: int, victim: int, how: str, place: str, most: int) -> dict[str, Any] | None:
-    """Rank ``victim`` is killed or stopped while its kernels run, or between the halves of ``place``."""
+    """Rank ``victim`` is killed or stopped while its kernels run, or between the halves of ``place``; the others
+    recover.
+
+    ``grown`` is what less is free on the device afterwards, whoever took it.
+    """
     prepare(rank)
     ep = moelink.init(**FIELDS, max_tokens_per_rank=most)
     ep.warmup()  # or the victim's compiler would take the others' time

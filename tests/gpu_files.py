@@ -15,6 +15,7 @@ exit status is 1 when a file failed.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -99,14 +100,18 @@ def files_of(names: Sequence[str]) -> list[File]:
     return sorted(files, key=lambda file: LONG.index(file.name) if file.name in LONG else len(LONG))
 
 
-def run(file: File, logs: Path, compiled: bool) -> Outcome:
-    """Run ``file``; what it prints goes to a file of ``logs``."""
+def run(file: File, logs: Path, compiled: bool, threads: int) -> Outcome:
+    """Run ``file``; what it prints goes to a file of ``logs``.
+
+    ``threads``: of its process, for what torch computes on the CPU, unless the environment says how many.
+    """
     began = time.monotonic()
     log = logs / f"{Path(file.name).stem}.txt"
     with log.open("w") as stream:
         try:
-            command = file.command(compiled)
-            status = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
+            command, env = file.command(compiled), {"OMP_NUM_THREADS": str(threads), **os.environ}
+            done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=LIMIT, env=env)
+            status = done.returncode
         except subprocess.TimeoutExpired:
             status = -1
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["printed nothing"]
@@ -120,9 +125,11 @@ def run_all(files: Sequence[File], logs: Path, workers: int) -> list[Outcome]:
     A file of which a kernel cannot be compiled compiles it again, and fails.
     """
     outcomes: list[Outcome] = []
+    # With a thread for every processor in each of them, files that share these mostly wait for threads.
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
 
     def note(file: File, compiled: bool) -> None:
-        outcome = run(file, logs, compiled)
+        outcome = run(file, logs, compiled, threads)
         outcomes.append(outcome)
         print(outcome, flush=True)
 

@@ -118,7 +118,23 @@ def test_what_goes_wrong_beside_the_files_is_raised(script, tmp_path, monkeypatc
 @pytest.mark.parametrize(("status", "passed"), [(0, True), (5, True), (1, False), (2, False)])
 def test_a_file_without_tests_has_not_failed(script, tmp_path, status, passed):
     make, _ = script
-    assert gpu_files.run(make("a", status=status), tmp_path, True).passed is passed
+    assert gpu_files.run(make("a", status=status), tmp_path, True, 1).passed is passed
+
+
+class Threads(File):
+    """A file that prints how many threads it may have."""
+
+    def command(self, compiled):
+        return [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+
+
+def test_files_share_the_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_files.os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for workers, threads in ((3, "2"), (8, "1")):
+        assert [outcome.closing for outcome in run_all([Threads("a.py")], tmp_path, workers)] == [threads]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert run_all([Threads("a.py")], tmp_path, 3)[0].closing == "5"
 
 
 def test_commands():
