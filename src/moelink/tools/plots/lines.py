@@ -168,7 +168,7 @@ def _latency(axes: Any, points: Sequence[Point], phase: str) -> None:
         label = contender if len(formats) == 1 else f"{contender}, {fmt}"
         style = {"linestyle": STYLES[formats.index(fmt) % len(STYLES)], "color": _color(contender, contenders)}
         fill = {"markerfacecolor": "white", "linewidth": 0.8} if method == "eager" else {"linewidth": 1.7}
-        label += {"graph": "", "pairs": ", in pairs with events", "eager": ", call by call"}[method]
+        label += {"graph": "", "pairs": ",\nbetween events in a graph", "eager": ", call by call"}[method]
         axes.plot(tokens, [p.median for p in line], marker="o", markersize=3.5, label=label, **style, **fill)
         low, high = ([p.figure[edge] for p in line] for edge in ("p20", "p80"))
         axes.fill_between(tokens, low, high, color=style["color"], alpha=0.15, linewidth=0)
