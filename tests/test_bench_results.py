@@ -103,7 +103,7 @@ def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: 
     pytest.importorskip("matplotlib")
     draw_bench([document], tmp_path / "bench.svg")
     drawn = (tmp_path / "bench.svg").read_text()
-    assert (f"{PEER}, in pairs" in drawn) == (method == "pairs")
+    assert (f"{PEER}," in drawn and "between events" in drawn) == (method == "pairs")
     assert f"{PEER}, call by call" not in drawn, "its pair is replayed: a phase by the host's time is no match for that"
     assert f"{COLLECTIVE}, call by call" in drawn
 
