@@ -65,7 +65,7 @@ test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moeli
 	  tests/test_megatron.py tests/test_megatron_settings.py tests/test_docs_frameworks.py tests/test_bench_frameworks.py
 	$(MAKE) upstream-torchtitan upstream-megatron
 
-gpu-test: $(STAMP)  ## tests that need CUDA devices, file by file, and the matrix at real sizes
+gpu-test: $(STAMP)  ## tests that need CUDA devices, file by file
 	$(BIN)/python tests/gpu_files.py
 
 ENGINES := vllm sglang

@@ -1,4 +1,4 @@
-"""Run the GPU tests file by file, several files at a time, and the matrix at real sizes.
+"""Run the GPU tests file by file, several files at a time.
 
     python gpu_files.py                     # all of them, as ``make gpu-test`` does
     python gpu_files.py --workers 2 test_symmetric_gpu.py test_lanes.py
@@ -30,15 +30,12 @@ from typing import Any
 import pytest
 import torch
 
-import gpu_matrix
 from gpu_compile import Task, ahead, compile_in_turn, gpu_tests
-from matrix_configs import CONFIGS
 
 TESTS = Path(__file__).parent
-MATRIX = Path(gpu_matrix.__file__).name
 LONG = (
-    "test_moe_gpu.py", "test_transformers_gpu.py", "test_vllm_gpu.py", "test_nodes_gpu.py", "test_matrix_gpu.py",
-    MATRIX, "test_symmetric_gpu.py",
+    "test_moe_graphs_gpu.py", "test_moe_gpu.py", "test_transformers_gpu.py", "test_vllm_gpu.py", "test_matrix_gpu.py",
+    "test_nodes_gpu.py", "test_symmetric_gpu.py",
 )  # fmt: skip
 """Files that take minutes: they begin before the others, so that none of them is alone at the end."""
 LIMIT = 1200.0
@@ -48,7 +45,7 @@ CLOSING = re.compile(r"\b(passed|failed|skipped|deselected|errors?|no tests ran)
 
 @dataclass(frozen=True)
 class File:
-    """A file of GPU tests, or the matrix.
+    """A file of GPU tests.
 
     Attributes:
         name: of the file in ``tests/``.
@@ -62,7 +59,7 @@ class File:
 
     def command(self, compiled: bool) -> list[str]:
         """What runs it. ``compiled``: its kernels are in the cache already."""
-        start = [] if self.name == MATRIX else ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        start = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
         return [sys.executable, *start, str(TESTS / self.name), *["--compiled"] * compiled]
 
 
@@ -86,17 +83,14 @@ class Outcome:
 
 
 def files_of(names: Sequence[str]) -> list[File]:
-    """The files among ``names`` that have GPU tests, long ones first; without names all, and the matrix."""
+    """The files among ``names`` that have GPU tests, long ones first; without names, of all files."""
     found: dict[str, list[Any]] = {}
-    chosen = [str(TESTS / name) for name in names if name != MATRIX] or ([] if names else [str(TESTS)])
-    for item in gpu_tests(chosen) if chosen else ():
+    for item in gpu_tests([str(TESTS / name) for name in names] or [str(TESTS)]):
         found.setdefault(item.path.name, []).append(item)
     files = [
         File(name, tuple(ahead(items)), any(item.get_closest_marker("alone") for item in items))
         for name, items in found.items()
     ]
-    if not names or MATRIX in names:
-        files.append(File(MATRIX, tuple(gpu_matrix.kernels(CONFIGS, max(1, min(8, torch.cuda.device_count()))))))
     return sorted(files, key=lambda file: LONG.index(file.name) if file.name in LONG else len(LONG))
 
 
@@ -107,9 +101,10 @@ def run(file: File, logs: Path, compiled: bool, threads: int) -> Outcome:
     """
     began = time.monotonic()
     log = logs / f"{Path(file.name).stem}.txt"
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ}
     with log.open("w") as stream:
         try:
-            command, env = file.command(compiled), {"OMP_NUM_THREADS": str(threads), **os.environ}
+            command = file.command(compiled)
             done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=LIMIT, env=env)
             status = done.returncode
         except subprocess.TimeoutExpired:
@@ -155,7 +150,7 @@ def run_all(files: Sequence[File], logs: Path, workers: int) -> list[Outcome]:
 def main() -> None:
     """See the docstring of the module."""
     parser = argparse.ArgumentParser(description="GPU tests, file by file, several files at a time.")
-    parser.add_argument("names", nargs="*", help=f"files of tests/, {MATRIX} among them; without any, all")
+    parser.add_argument("names", nargs="*", help="files of tests/; without any, all")
     parser.add_argument("--workers", type=int, default=4, help="files at a time (%(default)s)")
     parser.add_argument("--logs", type=Path, help="folder of the logs; a new one by default")
     options = parser.parse_args()

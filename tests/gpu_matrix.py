@@ -4,7 +4,8 @@ A configuration is compiled once and called often: with full, uneven and absent 
 holes and repeated ids, where the symmetric transport must return the bits of the collective one on NCCL; and with few
 tokens, where both must also return the bits of the oracle.
 
-``python tests/gpu_matrix.py`` runs the matrix on the GPUs of this machine, ``--dry`` prints what it covers.
+``test_matrix_gpu.py`` runs it format by format. ``python tests/gpu_matrix.py`` runs all of it, or some formats, on the
+GPUs of this machine; ``--dry`` prints what it covers.
 """
 
 from __future__ import annotations

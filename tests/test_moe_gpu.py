@@ -1,4 +1,4 @@
-"""MoE layers on GPUs: CUDA graphs of the whole layer, grouped products, gradients. Run by hand: ``-m gpu``.
+"""MoE layers on GPUs: grouped products, and gradients. Run by hand: ``-m gpu``.
 
 With one device everything runs on one rank; with more, on one rank and on a rank per device.
 """
@@ -38,21 +38,6 @@ ROUNDED = [
     Case("fp8_block128", torch.bfloat16, "overlapped", experts=9),
     Case("nvfp4", torch.bfloat16, experts=9),
 ]
-
-
-# --- CUDA graphs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", moe_gpu_ranks.CAPTURED, ids=lambda case: case.id)
-def test_a_captured_layer_replays_with_other_tokens(case: Case, world: int) -> None:
-    moe_gpu_ranks.judge_replays(run_ranks(moe_gpu_ranks.replay, world, case, timeout=300))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_layer_never_synchronises(world: int) -> None:
-    """Forward and backward, with torch told to raise when the host waits for the device."""
-    assert all(run_ranks(moe_gpu_ranks.without_synchronising, world, timeout=300))
 
 
 # --- grouped products -------------------------------------------------------------------------------------------------
