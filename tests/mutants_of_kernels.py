@@ -382,7 +382,7 @@ COMBINE = (
            "row = token - numbers.shared_begin", "row = token",
            "test_kernels_examples.py::test_a_result_is_its_rows_and_what_is_added"),
     Mutant("a refused combine is not noted", "kernels/combine/reduce.py",
-           "if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):", "if odd >= 0:",
+           "if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):", "if peer > S.WORLD_SIZE:",
            "test_protocol.py::test_slow_senders_around_refused_combines"),
     Mutant("bf16 sums are truncated", "kernels/numeric.py",
            "up = ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF", "up = (b >> 16) & 0xFFFF",
