@@ -18,6 +18,8 @@ import moelink
 from moe_layers import Case, dense, rounded
 from moelink.nn import Experts, MoE
 
+WORLDS = sorted({1, max(1, min(8, torch.cuda.device_count()))})
+"""Numbers of ranks: with one device everything runs on one rank; with more, on one rank and on a rank per device."""
 MOST, STEPS = 64, 9
 HIDDEN, INNER = 512, 256
 
