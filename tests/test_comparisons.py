@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 import moelink
 from moelink.tools.bench import Case, make_plan, render, run
 from moelink.tools.bench.ceiling import CeilingSamples
-from moelink.tools.bench.comparisons import COLUMNS, HEAD, gate_line, summary, table_of
+from moelink.tools.bench.comparisons import AS_ENGINES, COLUMNS, HEAD, gate_line, summary, table_of
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
 from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.peers import FLASHINFER, VDEV
+from moelink.tools.bench.peers import FLASHINFER, FLASHINFER_MARKED, VDEV
 from moelink.tools.bench.peers_whole import FLASHINFER_WHOLE
 from moelink.tools.bench.presets import PRESETS
 from moelink.tools.bench.published import DEEPEP_V2, beside, published_lines
@@ -178,7 +178,7 @@ def test_a_comparison_that_was_not_made_is_not_won() -> None:
 def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]) -> None:
     document = decode(WON)
     heads, lines = table_of(document)
-    assert heads == [HEAD, *(name for name in COLUMNS if name != "pair, by rank")]
+    assert heads == [HEAD, *(name for name in COLUMNS if name not in (AS_ENGINES, "pair, by rank"))]
     assert lines[0][:4] == ["1 token, fp8_block128", "9.0 : 9.9 (1.10)", "10.0 : 20.0 (2.00)", "4.5 : 5.0 (1.10)"]
     console = make_console()
     console.print(bench_view(console, document))
@@ -186,7 +186,7 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
     for words in (
         "comparisons that count",
         "9.0 : 9.9 (1.10)",
-        "phases alone",
+        "that do not count",
         "4.5 : 5.0 (1.10)",
         "speed gate: passed",
         "DeepEP V2 on 8 × H20-3e",
@@ -245,6 +245,7 @@ def test_other_forms_by_rank_are_information(capsys: pytest.CaptureFixture[str])
     plan = dataclasses.replace(plan, cases=plan.cases[:4])
     times: dict[str, list[float | str]] = {
         SYMMETRIC: [10.0, 12.0, 11.0, 9.0], FLASHINFER: ["", 9.8, 9.8, 9.8], FLASHINFER_WHOLE: [20.0, "", "", ""],
+        FLASHINFER_MARKED: ["", 12.6, 12.6, 12.6],
     }  # fmt: skip
     document = document_of(plan, times)
     kinds = [(verdict["kind"], verdict["counts"]) for verdict in document["verdicts"] if verdict["phase"] == "both"]
@@ -252,14 +253,15 @@ def test_other_forms_by_rank_are_information(capsys: pytest.CaptureFixture[str])
     assert document["speed_gate"]["passed"] is True, "slower forms lose nothing"
     heads, lines = table_of(document)
     assert heads == [HEAD, *COLUMNS]
-    assert [line[:4] for line in lines] == [
-        ["1 token, fp8_block128", "9.0 : 9.8 (1.09)", "10.0 : 20.0 (2.00)", "–"],
-        ["1 token, fp8_block128, by rank", "–", "–", "12.0 : 9.8 (0.82)"],
-        ["1 token, fp8_block128, by rank, views", "–", "–", "11.0 : 9.8 (0.89)"],
+    assert [line[:5] for line in lines] == [
+        ["1 token, fp8_block128", "9.0 : 9.8 (1.09)", "9.0 : 12.6 (1.40)", "10.0 : 20.0 (2.00)", "–"],
+        ["1 token, fp8_block128, by rank", "–", "–", "–", "12.0 : 9.8 (0.82)"],
+        ["1 token, fp8_block128, by rank, views", "–", "–", "–", "11.0 : 9.8 (0.89)"],
     ]
+    assert lines[0][5:7] == ["4.5 : 4.9 (1.09)"] * 2, "phases are those of the shortest call"
     console = make_console()
     console.print(bench_view(console, document))
-    counted = capsys.readouterr().out.partition("comparisons that count")[2].partition("pairs that do more")[0]
+    counted = capsys.readouterr().out.partition("comparisons that count")[2].partition("that do not count")[0]
     assert "10.0 : 20.0 (2.00)" in counted
     assert "by rank, views" not in counted
     assert "| 12.0 : 9.8 (0.82) |" in render.comparison_section([document])
@@ -315,12 +317,15 @@ def test_flashinfer_is_another_contender_by_layout(monkeypatch: pytest.MonkeyPat
 
     def found(program: Any, ranks: int, part: Any, *, timeout: float) -> list[list[RankRow]]:
         limits.append(timeout)
-        return [[RankRow(index, "", leaves_out="something") for index in range(len(part.cases))]] * ranks
+        peer: Any = "vdev" if program is run.vdev_main else "flashinfer"
+        rows = [(index, name) for index, case in enumerate(part.cases) for name in run.names_of(peer, case)]
+        return [[RankRow(index, name, leaves_out="something") for index, name in rows]] * ranks
 
     monkeypatch.setattr(run, "flashinfer_refusal", lambda: "")
     monkeypatch.setattr(run, "run_ranks", found)
     (rows,) = run.run_peer(plan, "flashinfer", run.flashinfer_main)
-    assert [(row.case, row.contender) for row in rows] == [(0, FLASHINFER_WHOLE), (1, FLASHINFER)]
+    expected = [(0, FLASHINFER_WHOLE), (1, FLASHINFER), (1, FLASHINFER_MARKED)]
+    assert [(row.case, row.contender) for row in rows] == expected
     assert {row.leaves_out for row in rows} == {"something"}
     (rows,) = run.run_peer(plan, "vdev", run.vdev_main)
     assert [(row.case, row.contender) for row in rows] == [(0, VDEV)]

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moelink.tools.bench import peers, peers_whole
 from moelink.tools.bench.contenders import difference_from_truth
+from moelink.tools.bench.peers import FlashInferMarked
 from moelink.tools.bench.peers_whole import FlashInferWhole
 from moelink.tools.bench.permute import Permutation
 from moelink.tools.bench.presets import SMOKE, Case
@@ -93,13 +95,15 @@ class FakeFlashInfer:
         return self.given[self.rank].to(ready.dtype)
 
 
-def contenders_of(case: Case, world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[FlashInferWhole]:
+def contenders_of(
+    case: Case, world_size: int, monkeypatch: pytest.MonkeyPatch, kind: type[Any] = FlashInferWhole
+) -> list[Any]:
     fakes = [FakeFlashInfer(rank, world_size, case.num_experts) for rank in range(world_size)]
     monkeypatch.setattr(peers, "open_flashinfer", lambda *, rank, **_: fakes[rank])
     made = []
     for rank in range(world_size):
         workload = make_workload(case, SMOKE, rank=rank, world_size=world_size, device=CPU)
-        made.append(FlashInferWhole(workload, rank=rank, world_size=world_size))
+        made.append(kind(workload, rank=rank, world_size=world_size))
     return made
 
 
@@ -134,5 +138,42 @@ def test_a_wrong_whole_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names_by_layout() -> None:
-    assert peers_whole.flashinfer_name("rank") == "FlashInfer one-sided"
-    assert peers_whole.flashinfer_name("expert") == "FlashInfer + permute + sum"
+    by_rank, by_expert = (
+        [contender.name for contender in peers_whole.flashinfer_contenders(layout)] for layout in ("rank", "expert")
+    )
+    assert by_rank == ["FlashInfer one-sided", "FlashInfer as engines call it"]
+    assert by_expert == ["FlashInfer + permute + sum"]
+
+
+@pytest.mark.parametrize("fault", ["", "stale ids", "ids lost", "half the sum"])
+def test_the_call_of_engines_marks_rows_that_no_token_fills(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's view of two ranks: of rank 0's 5 tokens some go to rank 1, and its rows come first in the block."""
+    case = Case(tokens=5, hidden_size=256, num_experts=6, topk=2, layout="rank", zero_copy=True, quantised=True)
+    contenders = contenders_of(case, 2, monkeypatch, FlashInferMarked)
+    for contender in contenders:
+        contender._moe.everyone = [each._payloads[0] for each in contenders]
+    owners = [contender._ids[0] // 3 for contender in contenders]
+    counts = [[int((owner == rank).any(1).sum()) for rank in range(2)] for owner in owners]
+    assert any(each[1] < 5 for each in counts), "a row without a token"
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(peers, "everyone", lambda mine: counts)
+    one, moe = contenders[1], contenders[1]._moe
+    right = moe.dispatch
+
+    def dispatch(*arguments: Any, **options: int) -> list[torch.Tensor]:
+        arrived = right(*arguments, **options)
+        if fault == "stale ids":
+            arrived[-2][:, -1] = 3
+        if fault == "ids lost":
+            arrived[-2].fill_(-1)
+        return arrived
+
+    def combine(ready: torch.Tensor, tokens: int, **options: bool) -> torch.Tensor:
+        ranks = sum((owners[1] == rank).any(1).to(ready.dtype) for rank in range(2))
+        return (ranks[:, None] * (0.5 if fault == "half the sum" else 1)).expand(tokens, ready.shape[-1])  # type: ignore[index]
+
+    monkeypatch.setattr(moe, "dispatch", dispatch)
+    monkeypatch.setattr(moe, "combine", combine)
+    wanted = {"": "", "half the sum": "combine does not sum one row of each rank"}
+    assert one.check() == wanted.get(fault, "ids of rows that no token fills are not marked")

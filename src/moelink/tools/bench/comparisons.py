@@ -1,7 +1,9 @@
 """What a result of ``moelink bench`` says about others: three comparisons, of which two count, and published figures.
 
 * **like for like**: a pair by FlashInfer's contract against FlashInfer: rows come in the dispatch format, stay by rank
-  where they arrive, and one row for each token and rank goes home
+  where they arrive, and one row for each token and rank goes home. It is made against FlashInfer's shortest call, which
+  leaves ids in rows that no token fills as they were, and shown besides against the call that engines make, which marks
+  them, as moelink does
 * **whole operation**: a pair with layout "expert" against whatever ends in rows by expert and in summed rows at home,
   FlashInfer with a permutation and a sum among them
 * **phase**: dispatch and combine alone, stated but not counted; so is **by rank**: a pair by rank in which moelink
@@ -14,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moelink.tools.bench.peers import FLASHINFER
+from moelink.tools.bench.peers import FLASHINFER, FLASHINFER_MARKED
 from moelink.tools.bench.peers_whole import FLASHINFER_WHOLE
 from moelink.tools.bench.report import CaseResult, Kind, Row, Verdict
 
 HEAD = "µs, moelink : FlashInfer (times as fast)"
+AS_ENGINES = "as engines call it"
 COLUMNS = (
-    "like for like", "whole operation", "pair, by rank", "dispatch, by rank", "combine, by rank",
+    "like for like", AS_ENGINES, "whole operation", "pair, by rank", "dispatch, by rank", "combine, by rank",
     "dispatch, by expert", "combine, by expert",
 )  # fmt: skip
 """Of the table of comparisons with FlashInfer: the first one, and all that there may be."""
@@ -124,12 +127,14 @@ class Line:
 
     Attributes:
         case: index of the case.
+        contender: who was compared.
         kind: which comparison.
         phase: "dispatch", "combine" or "both".
         ours, theirs: medians in microseconds.
     """
 
     case: int
+    contender: str
     kind: Kind
     phase: str
     ours: float
@@ -146,16 +151,19 @@ def _us(value: float) -> str:
 
 
 def lines_of(document: dict[str, Any]) -> list[Line]:
-    """Return the comparisons with FlashInfer of a document, in the order of its cases.
+    """Return the comparisons with FlashInfer of a document, in the order of its cases; with the call that engines make
+    those that are like for like.
 
     Documents from before there were comparisons have none.
     """
-    return [
-        Line(verdict["case"], verdict["kind"], verdict["phase"], duel["ours"], duel["theirs"])
+    shown = {*NEEDED.values(), FLASHINFER_MARKED}
+    lines = [
+        Line(verdict["case"], duel["contender"], verdict["kind"], verdict["phase"], duel["ours"], duel["theirs"])
         for verdict in document["verdicts"]
         for duel in verdict["duels"]
-        if "kind" in verdict and duel["contender"] in NEEDED.values()
+        if "kind" in verdict and duel["contender"] in shown
     ]
+    return [line for line in lines if line.contender != FLASHINFER_MARKED or line.kind == "like for like"]
 
 
 def table_of(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -187,6 +195,8 @@ def _short(entry: dict[str, Any]) -> str:
 
 def _column(line: Line, layout: str) -> str:
     """The column of :data:`COLUMNS` that a line belongs to."""
+    if line.contender == FLASHINFER_MARKED:
+        return AS_ENGINES
     if line.kind in NEEDED:
         return line.kind
     return f"{'pair' if line.phase == 'both' else line.phase}, by {layout}"

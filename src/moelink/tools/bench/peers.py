@@ -31,7 +31,8 @@ from moelink.tools.common import version_of
 
 FLASHINFER = "FlashInfer one-sided"
 FLASHINFER_LEAVES_OUT = "bringing rows out of its workspace and home through it, quantising (its rows already are)"
-
+FLASHINFER_MARKED = "FlashInfer as engines call it"
+"""vLLM, SGLang and TensorRT-LLM pass ``invalid_token_expert_id``."""
 
 FLASHINFER_RELEASE = "0.7.2.post1"
 """The release that is measured, the newest when it was chosen; constraints-cuda.txt names it too."""
@@ -100,7 +101,7 @@ class FlashInferContender:
     """Dispatch of quantised rows, scales, ids and weights; combine of one bf16 row per (token, rank)."""
 
     name = FLASHINFER
-    leaves_out = FLASHINFER_LEAVES_OUT
+    leaves_out = f"{FLASHINFER_LEAVES_OUT}, marking the ids of rows that no token fills"
     capturable = True
     alternates = True
     kernel_prefix = ""
@@ -118,9 +119,14 @@ class FlashInferContender:
     def dispatch(self, copy: int) -> Tensor:
         """See :class:`~moelink.tools.bench.contenders.Contender`."""
         case = self._case
-        self._moe.dispatch(self._ids[copy], self._payloads[copy], case.tokens)
+        self._arrived(copy)
         ready: Tensor = self._moe.get_combine_payload_tensor_in_workspace(case.tokens, case.hidden_size, torch.bfloat16)
         return ready.view(-1, case.tokens, case.hidden_size)
+
+    def _arrived(self, copy: int) -> list[Tensor]:
+        """Dispatch input ``copy``, and return what arrived, [ranks, tokens, ...] each."""
+        arrived: list[Tensor] = self._moe.dispatch(self._ids[copy], self._payloads[copy], self._case.tokens)
+        return arrived
 
     def combine(self, copy: int, handle: Tensor) -> Tensor:
         """See :class:`~moelink.tools.bench.contenders.Contender`."""
@@ -139,6 +145,33 @@ class FlashInferContender:
 
     def close(self) -> None:
         """Release nothing: the workspace goes with the process."""
+
+
+class FlashInferMarked(FlashInferContender):
+    """The same with ids -1 in rows that no token fills, as moelink returns them, by a kernel after its dispatch."""
+
+    name = FLASHINFER_MARKED
+    leaves_out = FLASHINFER_LEAVES_OUT
+
+    def _arrived(self, copy: int) -> list[Tensor]:
+        sent = self._payloads[copy]
+        arrived: list[Tensor] = self._moe.dispatch(
+            self._ids[copy], sent, self._case.tokens, invalid_token_expert_id=-1, expert_id_payload_index=len(sent) - 2
+        )
+        return arrived
+
+    def check(self) -> str:
+        """Expect -1 in the ids of rows that no token fills, and what :class:`FlashInferContender` expects."""
+        case, world_size = self._case, dist.get_world_size()
+        owner, rank = ExpertMap(case.num_experts, world_size).owner(self._ids[0]), dist.get_rank()
+        sent = [int((owner == destination).any(1).sum()) for destination in range(world_size)]
+        counts = [each[rank] for each in everyone(sent)]
+        ids = self._arrived(0)[-2]
+        marked = [bool((ids[source, count:] == -1).all()) for source, count in enumerate(counts)]
+        named = [bool((ids[source, :count] >= 0).all()) for source, count in enumerate(counts)]
+        ready: Tensor = self._moe.get_combine_payload_tensor_in_workspace(case.tokens, case.hidden_size, torch.bfloat16)
+        self.combine(0, ready.view(-1, case.tokens, case.hidden_size))
+        return super().check() or ("" if all(marked + named) else "ids of rows that no token fills are not marked")
 
 
 def payloads(case: Case, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from moelink.config import Layout
 from moelink.formats import get_format
 from moelink.routing import ExpertMap
 from moelink.tools.bench.contenders import difference_from_truth, expert_factor
-from moelink.tools.bench.peers import FlashInferContender
+from moelink.tools.bench.peers import FlashInferContender, FlashInferMarked
 from moelink.tools.bench.workload import Workload
 
 if TYPE_CHECKING:
@@ -24,12 +24,7 @@ WHOLE_LEAVES_OUT = (
 )
 
 
-def flashinfer_name(layout: Layout) -> str:
-    """Return the contender that runs with moelink's ``layout``: FlashInfer alone does what layout "rank" does."""
-    return FlashInferContender.name if layout == "rank" else FLASHINFER_WHOLE
-
-
-class FlashInferWhole(FlashInferContender):
+class FlashInferWhole(FlashInferMarked):
     """Dispatch and permute; sum and combine. Its handle is what :meth:`Permutation.permute` returned."""
 
     name = FLASHINFER_WHOLE
@@ -50,11 +45,7 @@ class FlashInferWhole(FlashInferContender):
 
     def dispatch(self, copy: int) -> Permuted:  # type: ignore[override]
         """See :class:`~moelink.tools.bench.contenders.Contender`."""
-        sent = self._payloads[copy]
-        arrived = self._moe.dispatch(
-            self._ids[copy], sent, self._case.tokens, invalid_token_expert_id=-1, expert_id_payload_index=len(sent) - 2
-        )
-        flat = [each.reshape(self._slots, -1) for each in arrived]
+        flat = [each.reshape(self._slots, -1) for each in self._arrived(copy)]
         return self._permutation.permute(flat[0], flat[1] if len(flat) > 3 else None, *flat[-2:])
 
     def combine(self, copy: int, handle: Permuted) -> Tensor:  # type: ignore[override]
@@ -92,3 +83,8 @@ class FlashInferWhole(FlashInferContender):
             if fault:
                 return fault
         return ""
+
+
+def flashinfer_contenders(layout: Layout) -> tuple[type[FlashInferContender], ...]:
+    """Return what runs with moelink's ``layout``: FlashInfer alone does what layout "rank" does."""
+    return (FlashInferContender, FlashInferMarked) if layout == "rank" else (FlashInferWhole,)

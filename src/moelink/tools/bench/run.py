@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from moelink.tools.bench.contenders import (
 from moelink.tools.bench.document import BENCHMARK, SCHEMA_VERSION, provenance, to_document, today
 from moelink.tools.bench.measure import measure_contender
 from moelink.tools.bench.peers import VDEV, FlashInferContender, Pool, Sizes, VdevContender, flashinfer_refusal
-from moelink.tools.bench.peers_whole import FlashInferWhole, flashinfer_name
+from moelink.tools.bench.peers_whole import flashinfer_contenders
 from moelink.tools.bench.presets import Case, DeviceKind, PeerName, Plan, Settings
 from moelink.tools.bench.published import beside
 from moelink.tools.bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
@@ -202,34 +203,37 @@ def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
             lambda: Pool([Sizes.of(case, plan.settings, world_size) for case in plan.cases], clock.device)
         )
         if pool is None:
-            return [RankRow(index, "", reason=reason) for index in range(len(plan.cases))]
+            return [RankRow(index, VDEV, reason=reason) for index in range(len(plan.cases))]
 
         def make(case: Case) -> Contender:
             return VdevContender(case, plan.settings, pool, rank=rank, world_size=world_size)
 
-        return [peer_row(index, case, make, plan, clock) for index, case in enumerate(plan.cases)]
+        return [peer_row(index, case, VDEV, make, plan, clock) for index, case in enumerate(plan.cases)]
 
 
 def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
-    """Measure FlashInfer: alone with rows by rank, as a whole operation with rows by expert.
+    """Measure FlashInfer: alone with rows by rank, in both ways to call it, as a whole operation with rows by expert.
 
     The program of ``world_size`` processes.
     """
     with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
 
-        def make(case: Case) -> Contender:
+        def make(contender: type[FlashInferContender], case: Case) -> Contender:
             workload = make_workload(case, plan.settings, rank=rank, world_size=world_size, device=clock.device)
-            contender = FlashInferContender if case.layout == "rank" else FlashInferWhole
             return contender(workload, rank=rank, world_size=world_size)
 
-        return [peer_row(index, case, make, plan, clock) for index, case in enumerate(plan.cases)]
+        return [
+            peer_row(index, case, contender.name, partial(make, contender), plan, clock)
+            for index, case in enumerate(plan.cases)
+            for contender in flashinfer_contenders(case.layout)
+        ]
 
 
-def peer_row(index: int, case: Case, make: Callable[[Case], Contender], plan: Plan, clock: Clock) -> RankRow:
-    """Measure one peer on one case, and return its samples or the reason why there are none."""
+def peer_row(index: int, case: Case, name: str, make: Callable[[Case], Contender], plan: Plan, clock: Clock) -> RankRow:
+    """Measure the peer called ``name`` on one case, and return its samples or the reason why there are none."""
     contender, reason = attempt(lambda: make(case))
     if contender is None:
-        return RankRow(index, "", reason=reason)
+        return RankRow(index, name, reason=reason)
     row = RankRow(index, contender.name, contender.leaves_out)
     fault, reason = attempt(contender.check)
     fault = first_fault(fault or "")
@@ -307,7 +311,7 @@ def run_peer(plan: Plan, peer: PeerName, program: Callable[..., list[RankRow]]) 
     Cases with an SM limit are left out, as only moelink has one. all_to_all_vdev_2d sends a row to each expert, so its
     cases with one row per rank are left out too.
     """
-    chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and name_of(peer, case)]
+    chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and names_of(peer, case)]
     if plan.device != "cuda":
         return [_reason_rows(plan, peer, "runs on CUDA devices only")] * plan.ranks
     refusal = flashinfer_refusal() if peer == "flashinfer" else ""
@@ -322,17 +326,14 @@ def run_peer(plan: Plan, peer: PeerName, program: Callable[..., list[RankRow]]) 
         found: list[list[RankRow]] = run_ranks(program, plan.ranks, part, timeout=limit)
     except (RankFailedError, RankHungError) as error:
         return [_reason_rows(plan, peer, last_line(str(error)))] * plan.ranks
-    return [
-        [replace(row, case=chosen[row.case], contender=name_of(peer, part.cases[row.case])) for row in rank]
-        for rank in found
-    ]
+    return [[replace(row, case=chosen[row.case]) for row in rank] for rank in found]
 
 
-def name_of(peer: PeerName, case: Case) -> str:
-    """Return the contender that ``peer`` is in ``case``, or "" where it has none."""
+def names_of(peer: PeerName, case: Case) -> tuple[str, ...]:
+    """Return the contenders that ``peer`` is in ``case``."""
     if peer == "flashinfer":
-        return flashinfer_name(case.layout)
-    return VDEV if case.layout == "expert" else ""
+        return tuple(contender.name for contender in flashinfer_contenders(case.layout))
+    return (VDEV,) if case.layout == "expert" else ()
 
 
 def last_line(text: str) -> str:
@@ -342,8 +343,8 @@ def last_line(text: str) -> str:
 
 
 def _reason_rows(plan: Plan, peer: PeerName, reason: str) -> list[RankRow]:
-    names = [name_of(peer, case) or VDEV for case in plan.cases]
-    return [RankRow(index, name, reason=reason) for index, name in enumerate(names)]
+    names = [names_of(peer, case) or (VDEV,) for case in plan.cases]
+    return [RankRow(index, name, reason=reason) for index, each in enumerate(names) for name in each]
 
 
 def make_document(plan: Plan, results: Results, *, commit: str | None, command: str) -> dict[str, Any]:

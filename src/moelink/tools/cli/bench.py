@@ -305,7 +305,7 @@ def comparison_parts(console: Console, document: dict[str, Any]) -> list[Rendera
     parts: list[RenderableType] = []
     count = [index for index, head in enumerate(heads) if head in NEEDED]
     alone = [index for index in range(1, len(heads)) if index not in count]
-    for title, columns in (("comparisons that count", count), ("pairs that do more, and phases alone", alone)):
+    for title, columns in (("comparisons that count", count), ("comparisons that do not count", alone)):
         chosen = [[line[index] for index in (0, *columns)] for line in lines if any(line[i] != "–" for i in columns)]
         if chosen:
             parts += [grid_of(console, title, [heads[index] for index in (0, *columns)], chosen), ""]
