@@ -358,10 +358,9 @@ def test_peers_that_cannot_run_say_why() -> None:
     plan, by_rank_plan = (
         make_plan("decode", ranks=2, device="cuda", **fields) for fields in ({"num_sms": 16}, {"layout": "rank"})
     )
-    for peer in ("vdev", "flashinfer"):
+    for peer, count in (("vdev", 10), ("flashinfer", 15)):
         rows = run.run_peer(dataclasses.replace(plan, device="cpu"), peer, bench_ranks.broken_combine_main)
-        names = sum(len(run.names_of(peer, case)) or 1 for case in plan.cases)
-        assert [row.reason for row in rows[1]] == ["runs on CUDA devices only"] * names
+        assert [row.reason for row in rows[1]] == ["runs on CUDA devices only"] * count
     by_expert, by_rank = (
         run.run_peer(one, "vdev", bench_ranks.broken_combine_main)
         for one in (

@@ -156,14 +156,16 @@ def lines_of(document: dict[str, Any]) -> list[Line]:
 
     Documents from before there were comparisons have none.
     """
-    shown = {*NEEDED.values(), FLASHINFER_MARKED}
-    lines = [
+    return [
         Line(verdict["case"], duel["contender"], verdict["kind"], verdict["phase"], duel["ours"], duel["theirs"])
         for verdict in document["verdicts"]
         for duel in verdict["duels"]
-        if "kind" in verdict and duel["contender"] in shown
+        if "kind" in verdict
+        and (
+            duel["contender"] in NEEDED.values()
+            or (duel["contender"] == FLASHINFER_MARKED and verdict["kind"] == "like for like")
+        )
     ]
-    return [line for line in lines if line.contender != FLASHINFER_MARKED or line.kind == "like for like"]
 
 
 def table_of(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

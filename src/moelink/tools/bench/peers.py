@@ -26,13 +26,14 @@ from moelink.formats import get_format
 from moelink.routing import ExpertMap
 from moelink.tools.bench.presets import Case, Settings
 from moelink.tools.bench.timing import everyone
-from moelink.tools.bench.workload import Workload, num_copies, output_rows, rank_ids, rows_needed
+from moelink.tools.bench.workload import Workload, count_messages, num_copies, output_rows, rank_ids, rows_needed
 from moelink.tools.common import version_of
 
 FLASHINFER = "FlashInfer one-sided"
 FLASHINFER_LEAVES_OUT = "bringing rows out of its workspace and home through it, quantising (its rows already are)"
 FLASHINFER_MARKED = "FlashInfer as engines call it"
 """vLLM, SGLang and TensorRT-LLM pass ``invalid_token_expert_id``."""
+
 
 FLASHINFER_RELEASE = "0.7.2.post1"
 """The release that is measured, the newest when it was chosen; constraints-cuda.txt names it too."""
@@ -118,15 +119,19 @@ class FlashInferContender:
 
     def dispatch(self, copy: int) -> Tensor:
         """See :class:`~moelink.tools.bench.contenders.Contender`."""
-        case = self._case
         self._arrived(copy)
-        ready: Tensor = self._moe.get_combine_payload_tensor_in_workspace(case.tokens, case.hidden_size, torch.bfloat16)
-        return ready.view(-1, case.tokens, case.hidden_size)
+        return self._ready()
 
     def _arrived(self, copy: int) -> list[Tensor]:
         """Dispatch input ``copy``, and return what arrived, [ranks, tokens, ...] each."""
         arrived: list[Tensor] = self._moe.dispatch(self._ids[copy], self._payloads[copy], self._case.tokens)
         return arrived
+
+    def _ready(self) -> Tensor:
+        """Return the rows of its workspace that combine takes, [ranks, tokens, hidden_size] bf16."""
+        case = self._case
+        ready: Tensor = self._moe.get_combine_payload_tensor_in_workspace(case.tokens, case.hidden_size, torch.bfloat16)
+        return ready.view(-1, case.tokens, case.hidden_size)
 
     def combine(self, copy: int, handle: Tensor) -> Tensor:
         """See :class:`~moelink.tools.bench.contenders.Contender`."""
@@ -162,15 +167,13 @@ class FlashInferMarked(FlashInferContender):
 
     def check(self) -> str:
         """Expect -1 in the ids of rows that no token fills, and what :class:`FlashInferContender` expects."""
-        case, world_size = self._case, dist.get_world_size()
-        owner, rank = ExpertMap(case.num_experts, world_size).owner(self._ids[0]), dist.get_rank()
-        sent = [int((owner == destination).any(1).sum()) for destination in range(world_size)]
-        counts = [each[rank] for each in everyone(sent)]
+        rank = dist.get_rank()
+        sent = everyone(count_messages(self._ids[0], self._case, dist.get_world_size()))
+        counts = [each[rank] for each in sent]
         ids = self._arrived(0)[-2]
         marked = [bool((ids[source, count:] == -1).all()) for source, count in enumerate(counts)]
         named = [bool((ids[source, :count] >= 0).all()) for source, count in enumerate(counts)]
-        ready: Tensor = self._moe.get_combine_payload_tensor_in_workspace(case.tokens, case.hidden_size, torch.bfloat16)
-        self.combine(0, ready.view(-1, case.tokens, case.hidden_size))
+        self.combine(0, self._ready())
         return super().check() or ("" if all(marked + named) else "ids of rows that no token fills are not marked")
 
 

@@ -53,13 +53,9 @@ class FlashInferWhole(FlashInferMarked):
         return self._home(self._workload.y[copy], handle)
 
     def _home(self, y: Tensor, handle: Permuted) -> Tensor:
-        case = self._case
-        ready: Tensor = self._moe.get_combine_payload_tensor_in_workspace(case.tokens, case.hidden_size, torch.bfloat16)
-        self._permutation.sum(y, handle, ready.view(self._slots, case.hidden_size))
-        combined: Tensor = self._moe.combine(
-            ready.view(-1, case.tokens, case.hidden_size), case.tokens, payload_in_workspace=True
-        )
-        return combined
+        ready = self._ready()
+        self._permutation.sum(y, handle, ready.view(self._slots, self._case.hidden_size))
+        return super().combine(0, ready)
 
     def experts(self, handle: Permuted) -> Tensor:
         """[capacity, hidden_size] bf16: the dequantised rows, times what their experts multiply with."""

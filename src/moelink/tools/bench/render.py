@@ -47,10 +47,10 @@ COMPARISONS_ARE = (
     "FlashInfer: quantised rows come in, and stay by rank where they arrive. That is its shortest call, which leaves "
     "the ids of rows that no token fills as they were. *As engines call it* is the same with ids that say so, as "
     "moelink's do: vLLM, SGLang and TensorRT-LLM ask for that (`invalid_token_expert_id`), and FlashInfer launches a "
-    "kernel for it. It does not count. The *whole operation* is a pair with rows by expert, against FlashInfer with a"
-    " permutation and a sum. Like for like and this count. A *pair, by rank* is one in which moelink also quantises "
-    "rows or copies them. The phases alone are parts of pairs, between events inside the graph for both libraries. "
-    "Events take time of their own: the two phases of a pair add up to more than the pair."
+    "kernel for it. It does not count. The *whole operation* is a pair with rows by expert, against FlashInfer with a "
+    "permutation and a sum. Like for like and the whole operation count. A *pair, by rank* is one in which moelink "
+    "also quantises rows or copies them. The phases alone are parts of pairs, between events inside the graph for "
+    "both libraries. Events take time of their own: the two phases of a pair add up to more than the pair."
 )
 PAIRS_ARE = (
     "the time of this phase between events inside a replayed CUDA graph of dispatches, each followed by its combine. "
