@@ -34,7 +34,6 @@ FLASHINFER_LEAVES_OUT = "bringing rows out of its workspace and home through it,
 FLASHINFER_MARKED = "FlashInfer as engines call it"
 """vLLM, SGLang and TensorRT-LLM pass ``invalid_token_expert_id``."""
 
-
 FLASHINFER_RELEASE = "0.7.2.post1"
 """The release that is measured, the newest when it was chosen; constraints-cuda.txt names it too."""
 FLASHINFER_INSTALL = f"pip install flashinfer-python=={FLASHINFER_RELEASE}"
