@@ -239,7 +239,8 @@ def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     config = moelink.EPConfig(**fields, world_size=kernel.world_size)
     nbytes = Workspace(config).nbytes if stay else 1 << 20  # rows that stay are views of the whole block
     memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), nbytes)
-    rank = Rank(config, memory[0], Workspace(config))
+    # In turn: with the credits that ranks of one device grant after a receiving half.
+    rank = Rank(config, memory[0], Workspace(config), in_turn=True)
     rank.network.load = lambda compiled: None  # what carries puts is started with the first communicator
     if kernel.traced:
         rank.open_trace()

@@ -1,6 +1,6 @@
 """Several ranks on one GPU: all kernels compiled, the whole protocol, no second device. Run by hand: ``-m gpu``.
 
-In the split form nobody waits for a launch that comes later on this device, so one GPU serves all ranks.
+Ranks take turns: every rank's sending half runs before any receiving half, so no launch waits for a later one.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moelink
-from cases import FORMATS, Case, Result, Setup, check_case, real_shapes
+from cases import FORMATS, Case, Packed, Result, Setup, check_case, real_shapes
 from gpu_compile import HALVES, HALVES_OVER_ROUTING, Kernel, kernels_of
 from moelink.memory import create_all
 from moelink.memory.workspace import Workspace
@@ -67,6 +67,32 @@ def test_real_shapes(index):
 def test_every_format(fmt, options):
     setup = Setup(fmt, tuple(options.items()))
     check_on_one_device([Case(setup, scenario, seed=i) for i, scenario in enumerate(("uniform", "holes", "repeats"))])
+
+
+def many(options: dict[str, object]) -> Setup:
+    return Setup("bf16", (("max_tokens_per_rank", 1100), *options.items()))
+
+
+@pytest.mark.kernels(of=lambda options: kernels(many(options)))
+@pytest.mark.parametrize("options", [{}, {"layout": "rank", "zero_copy": True}], ids=str)
+def test_init_devices(options):
+    """Without ``options`` the GPU holds one rank's launch of both roles: side by side they would wait for ever."""
+    case = Case(many(options), "uniform", seed=2)
+    data = [case.data(rank) for rank in range(WORLD)]
+    x, ids, weights = ([getattr(d, name).cuda() for d in data] for name in ("x", "topk_ids", "topk_weights"))
+    with moelink.init_devices(["cuda:0"] * WORLD, **case.setup.fields, timeout=20) as ep:
+        for again in range(3):
+            recvs = ep.dispatch(x, ids, weights)
+            if again:
+                recvs = ep.dispatch(x, None, weights, routing=recvs)
+            ys = [case.expert_rows(rank, *recv.tokens.shape[:-1]).cuda() for rank, recv in enumerate(recvs)]
+            got = [Result.of(recv, ys[0]) for recv in recvs]  # rows in place end with combine
+            outs = ep.combine(ys, recvs)
+            check_case(case, WORLD, [
+                dataclasses.replace(each, combined=Packed.of(out))
+                for each, out in zip(got, outs, strict=True)
+            ])  # fmt: skip
+        ep.check()
 
 
 def few_programs(fmt: str) -> Setup:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import moelink
+from moelink.kernels.launch.launcher import Launcher
 from moelink.tools.bench import roles
 from moelink.tools.bench import roles_worker as worker
 
@@ -195,6 +196,23 @@ def test_graphs_are_replayed_in_order_and_times_are_of_one_rank(monkeypatch):
     assert found["times"] == {role: 1e3 * (1 + index) / 2 for index, role in enumerate(worker.ROLES)}
     assert device.phases[:8] == [0, 1, 2, 3] * 2
     assert len(found["checksum"]) == 16
+
+
+def test_no_launch_grants_credit_alone(monkeypatch):
+    """Ranks that share a device would make one each after a receiving half, which ranks with a GPU each do not."""
+    launched, launch = [], Launcher.launch
+
+    def note(self, kernel, *args, **kwargs):
+        launched.append(kernel.function.__name__)
+        launch(self, kernel, *args, **kwargs)
+
+    monkeypatch.setattr(Launcher, "launch", note)
+    FakeDevice(monkeypatch)
+    worker.roles_on_cuda(CASE, torch.device("cpu"), check=False)
+    assert launched[:8] == [
+        f"ep_{phase}_{half}_kernel" for phase in ("dispatch", "combine") for half in ("async", "wait") for _ in range(2)
+    ]
+    assert "ep_grant_credits_kernel" not in launched
 
 
 def test_a_launch_on_another_stream_is_refused(monkeypatch):

@@ -25,7 +25,9 @@ V = TypeVar("V")
 def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> DeviceCommunicator:
     """Make a communicator whose ranks are ``devices`` of this process, rank i on ``devices[i]``.
 
-    ``fields`` are those of :func:`moelink.init` except ``group`` and ``device``.
+    ``fields`` are those of :func:`moelink.init` except ``group`` and ``device``. A GPU may be there more than once, for
+    instance to try several ranks where there is one. Its ranks run one after the other, in the current stream. Capture
+    both halves of a call in one stream then.
 
     Raises:
         ConfigError: a field is not acceptable.

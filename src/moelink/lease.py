@@ -11,10 +11,10 @@ Who writes, who waits, and why no peer overwrites rows that are still in use:
   (:mod:`moelink.kernels.sync.credit`). That is the rule for every layout; senders have no other.
 * This rank grants credit for dispatch n in no launch of dispatch n. It does so at the begin of the next launch that
   sends: that of its next dispatch or combine, or of the refusal of one. A launch follows in stream order all work that
-  was enqueued before, so whatever the caller enqueued between the two calls has read the rows. (A receiving half on a
-  CPU would grant credit at once, for ranks that run one after the other. With ``zero_copy`` it does not; all local
-  ranks grant credit before the first of them sends. Ranks of other nodes are told at once, too, so ``zero_copy`` is
-  refused between nodes.)
+  was enqueued before, so whatever the caller enqueued between the two calls has read the rows. (Where ranks run one
+  after the other, on CPUs and where they share a GPU, a receiving half would grant credit at once. With ``zero_copy``
+  it does not; all local ranks grant credit before the first of them sends. Ranks of other nodes are told at once, too,
+  so ``zero_copy`` is refused between nodes.)
 * So rows live from their dispatch until the next call of the lane *begins*, and no sender waits for longer than with
   another layout: when dispatch and combine alternate, combine n has granted the credit for dispatch n long before
   dispatch n + 1 sends. The next call cannot overtake, because its stores wait for that credit.

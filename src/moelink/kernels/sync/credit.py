@@ -15,8 +15,9 @@ of the poll before them, on which they depend.
 Why every wait ends: a launch grants credit before it waits, and every rank sends in every call, even if only a refusal.
 When dispatch and combine alternate, as usual, no sender waits at all: combine n has already granted the credit for
 dispatch n. Ranks of one process run one after the other on CPUs, and where they share a GPU. There a separate launch
-grants credit after a receiving half that is launched alone (:func:`ep_grant_credits_kernel`). Ranks of other nodes are
-told at once, by the last CTA to finish (``internode.tell_inter_node``), because that takes longer.
+grants credit after a receiving half that is launched alone (:func:`ep_grant_credits_kernel`), with ``zero_copy`` before
+the next call. Ranks of other nodes are told at once, by the last CTA to finish (``internode.tell_inter_node``), because
+that takes longer.
 
 Example: ranks 0 and 1 have read 3 dispatches and 2 combines; with its third combine each rank raises the other's words
 to (3, 2), so that a fourth dispatch may store at once, and a third combine may, too.

@@ -207,8 +207,6 @@ def _both(calls: Sequence[Any], *slot: int) -> None:
         call.send(*slot)
     for call in calls:
         call.receive(*slot)
-        if call.rank.device.type == "cuda":  # as the launchers do; on a CPU it has
-            call.rank.grant_credits(in_turn=True)
 
 
 def measure(case: Case, ranks: int, device: torch.device, settings: Settings, timeout: float) -> dict[str, Any]:

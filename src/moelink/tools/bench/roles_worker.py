@@ -1,7 +1,7 @@
 """Measure one tree for :mod:`moelink.tools.bench.roles`: a process that answers one case after the other.
 
 It is started by its path and measures the package that ``PYTHONPATH`` leads to, which may be older than this file.
-So it uses nothing of the package but public names that both have.
+So it uses nothing of the package but public names that both have, except in :func:`on_one_stream`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -192,9 +191,19 @@ def noting_kernels(on_cuda: bool) -> Iterator[dict[str, dict[str, int]]]:
         yield seen
 
 
-def on_one_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Every stream that is made inside is ``stream``: ranks that have streams of their own would run side by side."""
-    return mock.patch.object(torch.cuda, "Stream", return_value=stream)
+@contextlib.contextmanager
+def on_one_stream(device: Any, ranks: int, fields: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """A stream, and a communicator of ``ranks`` ranks on ``device`` that launch on it. It is the current stream.
+
+    With streams of their own ranks would run side by side. Nor does a launch of its own grant credit for each of them,
+    as there is none where each has a GPU: dispatch and combine alternate here, so the next senders grant it in time.
+    """
+    from moelink.transports.symmetric.rank import Rank
+
+    stream, grants_nothing = torch.cuda.Stream(device), mock.patch.object(Rank, "grant_credits", return_value=None)
+    the_same = mock.patch.object(torch.cuda, "Stream", return_value=stream)
+    with torch.cuda.stream(stream), the_same, grants_nothing, moelink.init_devices([device] * ranks, **fields) as ep:
+        yield stream, ep
 
 
 class Launches:
@@ -295,11 +304,8 @@ def replay(graphs: Sequence[Any]) -> list[list[float]]:
 
 def roles_on_cuda(case: Case, device: Any, check: bool) -> dict[str, Any]:
     """Times of the roles of ``case`` by CUDA graphs."""
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
+    with on_one_stream(device, case.ranks, case.fields()) as (stream, ep):
         inputs = Inputs(case, device)
-        with on_one_stream(stream):
-            ep = moelink.init_devices([device] * case.ranks, **case.fields())
         pair, launches = Pair(ep, inputs), Launches(stream)
         pair.run()
         begin = time.perf_counter()
@@ -327,7 +333,6 @@ def roles_on_cuda(case: Case, device: Any, check: bool) -> dict[str, Any]:
                 raise RuntimeError(f"{case}: replays gave rank {rank} other tokens than eager calls")
         for graph in graphs:
             graph.reset()
-        ep.close()
     return {**found, "times": times}
 
 
@@ -411,10 +416,8 @@ def measure(case: Case, device_name: str, *, check: bool) -> dict[str, Any]:
     device = torch.device(device_name)
     on_cuda = device.type == "cuda"
     with noting_kernels(on_cuda) as kernels:
-        if case.kind in ("host", "fused", "bits"):
-            found = {"host": host, "fused": fused, "bits": roles_by_host}[case.kind](case, device)
-        else:
-            found = (roles_on_cuda if on_cuda else roles_by_host)(case, device, check)
+        alone = {"host": host, "fused": fused, "bits": roles_by_host}.get(case.kind)
+        found = alone(case, device) if alone else (roles_on_cuda if on_cuda else roles_by_host)(case, device, check)
     gc.collect()
     if on_cuda:
         torch.cuda.empty_cache()  # both trees' processes live on one device
@@ -430,12 +433,8 @@ def compile_case(case: Case, device_name: str) -> str:
     try:
         inputs = Inputs(few, device)
         if case.kind == "roles":
-            stream = torch.cuda.Stream(device)
-            with torch.cuda.stream(stream):
-                with on_one_stream(stream):
-                    ep = moelink.init_devices([device] * case.ranks, **fields)
+            with on_one_stream(device, case.ranks, fields) as (_, ep):
                 Pair(ep, inputs).run()
-                ep.close()
         else:
             with moelink.init(**fields, device=device) as one:
                 one.combine(inputs.y[0], one.dispatch(inputs.x[0], inputs.ids[0], inputs.weights[0]))

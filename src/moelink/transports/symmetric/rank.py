@@ -55,13 +55,23 @@ def _guard(rank: Rank) -> AbstractContextManager[None]:
 
 
 class Rank:
-    """One local rank: what every launch passes, and the streams that launches run on."""
+    """One local rank: what every launch passes, and the streams that launches run on.
+
+    ``in_turn``: launches of this rank and of others of this process run one after the other, as on CPUs they always do.
+    """
 
     def __init__(
-        self, config: EPConfig, memory: SymmetricMemory, workspace: Workspace, detector: FailureDetector | None = None
+        self,
+        config: EPConfig,
+        memory: SymmetricMemory,
+        workspace: Workspace,
+        detector: FailureDetector | None = None,
+        *,
+        in_turn: bool = False,
     ) -> None:
         self.config, self.memory, self.workspace = config, memory, workspace
         self.device = memory.local.device
+        self._in_turn = in_turn or self.device.type == "cpu"
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.weight_dtype, self.notes = config.weight_dtype, NotesLayout.of(workspace)
         self.first_expert = ExpertMap(config.num_experts, config.world_size).first(config.rank)
@@ -197,17 +207,17 @@ class Rank:
             self._latest, self._latest_handle, self._forked = current, current.cuda_stream, False
 
     def has_received(self) -> None:
-        """Grant credits on CPUs after a receiving half, unless rows stay where they arrived until the next call."""
+        """Grant credits after a receiving half, where ranks take turns, unless rows stay where they arrived until the
+        next call."""
         if self.calls is None:
             self.grant_credits()
 
-    def grant_credits(self, *, in_turn: bool = False) -> None:
-        """Grant credits without a sending half, on CPUs, and with ``in_turn`` where ranks share a GPU.
+    def grant_credits(self) -> None:
+        """Grant credits without a sending half, where ranks take turns.
 
-        The next call's sending half grants them, too. But such ranks may run one after the other, and a sender would
-        wait for a launch that comes after it.
+        The next call's sending half grants them, too. But there a sender would wait for a launch that comes after it.
         """
-        if not (in_turn or self.device.type == "cpu") or self.config.mode == "allreduce":
+        if not self._in_turn or self.config.mode == "allreduce":
             return
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
         kernel = self.launcher.kernel(ep_grant_credits_kernel, 1, S=spec)

@@ -91,13 +91,18 @@ class SymmetricTransport:
         self._identity = identity
         self._workspace = Workspace(configs[0])
         self._detector = detector
-        self.ranks = [Rank(c, m, self._workspace, detector) for c, m in zip(configs, memories, strict=True)]
+        devices = [memory.local.device for memory in memories]
+        self._on_cpu = devices[0].type == "cpu"
+        # Whether ranks run one after the other: then all must have sent before any waits.
+        self._in_turn = self._on_cpu or len(set(devices)) < len(devices)
+        self.ranks = [
+            Rank(config, memory, self._workspace, detector, in_turn=self._in_turn)
+            for config, memory in zip(configs, memories, strict=True)
+        ]
         self._comparisons = 0
         # Tensors of calls under way must stay alive.
         self._under_way: deque[object] = deque(maxlen=2)
-        self._on_cpu = self.ranks[0].device.type == "cpu"
-        # Ranks of one CPU process run one after the other: all must have sent before any waits.
-        self._may_fuse = len(self.ranks) == 1 or not self._on_cpu
+        self._may_fuse = len(self.ranks) == 1 or not self._in_turn
         self._zero_copy = configs[0].zero_copy
         self._spoils = any(rank.spoils for rank in self.ranks)
 
@@ -230,13 +235,18 @@ class SymmetricTransport:
         self._join()
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
-        """Call ``launch`` with each rank's entry of ``calls``."""
-        if len(self.ranks) > 1:
-            apart = True
+        """Call ``launch`` with each rank's entry of ``calls``. Several ranks have a stream each, but for those that
+        share a GPU.
+
+        These stay in the current stream, because streams start launches in any order: receivers of some ranks could
+        fill the GPU and wait for ever for the sender of another, which finds no room.
+        """
+        several = len(self.ranks) > 1
+        apart = (apart or several) and not self._in_turn
+        if several and apart:
             for rank, call in zip(self.ranks, calls, strict=True):
-                if rank.stream is not None:
-                    with rank.launcher.preparing():
-                        launch(call)
+                with rank.launcher.preparing():
+                    launch(call)
         for rank, call in zip(self.ranks, calls, strict=True):
             if rank.goes_on(apart=apart):
                 launch(call)
@@ -260,12 +270,12 @@ class SymmetricTransport:
     def _end_rows(self, *, apart: bool) -> None:
         """End rows that stay where they arrived, before a call's sending half: in debug mode by overwriting them.
 
-        On CPUs all ranks of this process also grant their credits, because the first of them sends, and waits for those
-        of the others, before the others do.
+        Ranks that take turns also grant their credits, because the first of them sends, and waits for those of the
+        others, before the others do.
         """
         if self._spoils:
             self._each(self.ranks, Rank.spoil_rows, apart=apart)
-        if self._zero_copy and self._on_cpu and len(self.ranks) > 1:
+        if self._zero_copy and self._in_turn and len(self.ranks) > 1:
             self._each(self.ranks, Rank.grant_credits)
 
     def raise_error(self) -> None:
@@ -332,7 +342,8 @@ class SymmetricTransport:
             rows = dispatch.output.tokens.shape[:-1]
             y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
             combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
-            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive, rank.spoil_rows):
+            alone = (rank.spoil_rows, rank.grant_credits)
+            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive, *alone):
                 call()
             for pass_ in (combine.send_and_receive, combine.send, combine.receive):
                 pass_(combine.passes[0])
