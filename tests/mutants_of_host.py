@@ -294,7 +294,7 @@ QUICK_CALLS = (
            "do not stamp.\n        if kind is None or has_hooks() or", "do not stamp.\n        if kind is None or",
            "test_quick_direct.py::test_a_profiler_hears_of_every_launch"),
     Mutant("ranks that share a GPU launch on streams of their own", "transports/symmetric/transport.py",
-           "(apart or several) and not self._in_turn", "apart or several",
+           "(apart or several) and self._overlap", "apart or several",
            "test_symmetric.py::test_ranks_of_one_gpu_take_turns_in_the_current_stream"),
     Mutant("a quick call goes to the stream of the call before", "transports/symmetric/rank.py",
            "return -1 if moved or self._forked else handle", "return -1 if self._forked else self._latest_handle",

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import moelink
 from cases import Case, Result, Setup
+from moelink.kernels.launch.launcher import CompiledKernel, Launcher
 from moelink.memory import create_all
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
@@ -63,6 +65,19 @@ def run_case(transport: SymmetricTransport, case: Case, ranks: list[int], *, fus
     recvs = transport.dispatch(dispatch_requests(case, ranks), fused=fused).wait()
     outs = transport.combine(combine_requests(case, ranks, recvs), fused=fused).wait()
     return [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)]
+
+
+def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are launched from now on, as they come."""
+    launched: list[str] = []
+    launch = Launcher.launch
+
+    def note(self: Launcher, kernel: CompiledKernel, *args: Any, **kwargs: Any) -> None:
+        launched.append(kernel.function.__name__)
+        launch(self, kernel, *args, **kwargs)
+
+    monkeypatch.setattr(Launcher, "launch", note)
+    return launched
 
 
 def poison_memory(*tensors: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ device, so one GPU serves all ranks.
 
 import dataclasses
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ from cases import FORMATS, Case, Packed, Result, check_case
 from contract_ranks import Buffers, Launched, combine_all, dispatch_all, params_of, ranks_of, run, setup, warm_up
 from moelink import contract
 from moelink.contract import warmup
-from moelink.contract.devices import _launches_overlap
 from moelink.contract.notes import CallNotes
 from moelink.errors import ArgumentError
+from moelink.kernels.launch.device import launches_overlap
 from test_contract_phases import combine_in_phases
 
 CUDA = pytest.param(
@@ -227,7 +226,7 @@ def test_two_ranks_of_one_device_in_fused_form_do_not_wait_for_a_compiler() -> N
 
 def test_ranks_that_share_a_gpu_are_launched_in_halves() -> None:
     def of(*devices: str) -> bool:
-        return _launches_overlap([SimpleNamespace(device=torch.device(device)) for device in devices])
+        return launches_overlap([torch.device(device) for device in devices])
 
     assert of("cuda:0", "cuda:1", "cuda:2")
     assert of("cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import moelink
-from moelink.kernels.launch.launcher import Launcher
 from moelink.tools.bench import roles
 from moelink.tools.bench import roles_worker as worker
+from symmetric_ranks import note_launches
 
 ROOT = Path(__file__).resolve().parent.parent
 CASE = worker.Case("roles", 2, 2, "fp8_block128", hidden=256, experts=8, topk=2)
@@ -200,13 +200,7 @@ def test_graphs_are_replayed_in_order_and_times_are_of_one_rank(monkeypatch):
 
 def test_no_launch_grants_credit_alone(monkeypatch):
     """Ranks that share a device would make one each after a receiving half, which ranks with a GPU each do not."""
-    launched, launch = [], Launcher.launch
-
-    def note(self, kernel, *args, **kwargs):
-        launched.append(kernel.function.__name__)
-        launch(self, kernel, *args, **kwargs)
-
-    monkeypatch.setattr(Launcher, "launch", note)
+    launched = note_launches(monkeypatch)
     FakeDevice(monkeypatch)
     worker.roles_on_cuda(CASE, torch.device("cpu"), check=False)
     assert launched[:8] == [

@@ -12,12 +12,11 @@ import moelink
 from cases import FORMATS, SCALE_LAYOUTS, Case, Result, Setup, by_setup, check_case, features, matrix, some
 from memory_ranks import run_ranks
 from moelink.hooks import Hook
-from moelink.kernels.launch.launcher import Launcher
 from moelink.memory import PosixMemory, create_all
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
-from symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
+from symmetric_ranks import combine_requests, dispatch_requests, note_launches, one_process, run_case
 
 BF16 = Setup("bf16")
 
@@ -78,20 +77,14 @@ def test_padding_of_more_than_a_tile_is_zero(fmt, filled_memory):
 
 def test_ranks_of_one_gpu_take_turns_in_the_current_stream(monkeypatch):
     """As on a GPU with several ranks, except that kernels are interpreted."""
-    case, world_size, launched = Case(Setup("bf16"), "uniform"), 3, []
+    case, world_size = Case(Setup("bf16"), "uniform"), 3
     transport = one_process(case.setup.fields, world_size)
     for rank in transport.ranks:
         rank.stream, rank.launcher._stream_of = object(), lambda _: 7  # to use this stream is an error
         rank._latest_handle, rank._index = 7, 0
     transport._on_cpu = False
-    launch = Launcher.launch
-
-    def note(self, kernel, *args, **kwargs):
-        launched.append(kernel.function.__name__)
-        launch(self, kernel, *args, **kwargs)
-
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(Launcher, "launch", note)
+    launched = note_launches(monkeypatch)
     for _ in range(2):
         check_case(case, world_size, run_case(transport, case, list(range(world_size)), fused=True))
     call = [

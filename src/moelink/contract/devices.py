@@ -25,6 +25,7 @@ from moelink.contract.launch import Prepared
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
+from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SingleProcessMemory
 
 
@@ -58,7 +59,7 @@ def distributed_ep_dispatch(
     inputs = _lists(count, atomic_counters=atomic_counters, input_tokens=input_tokens, topk_ids=topk_ids)
     ends = _lists(count, pointers=pointers, routing=routing)
     options = [dict(router_weights=w, input_scales=scale) for w, scale in zip(weights, scales, strict=True)]
-    if _launches_overlap(ep):
+    if launches_overlap([each.device for each in ep]):
         _start(
             ep, [prepare_fused_dispatch(ep[i], *outputs[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
         )
@@ -110,7 +111,7 @@ def distributed_ep_combine(
         dict(row_weights=row, router_weights=home, shared=add, epilogue_fn=epilogue)
         for row, home, add, epilogue in zip(travelled, *spread, strict=True)
     ]
-    if _launches_overlap(ep):
+    if launches_overlap([each.device for each in ep]):
         _start(ep, [prepare_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)])
         return
     first = [prepare_combine_async(ep[i], *inputs[i], row_weights=travelled[i]) for i in range(count)]
@@ -174,14 +175,6 @@ def _check_blocks(ep: Sequence[EPBuffers]) -> None:
                 f"rank {each.my_rank} over other blocks than rank {first.my_rank}; call create_all once, with the "
                 "devices of all ranks",
             )
-
-
-def _launches_overlap(ep: Sequence[EPBuffers]) -> bool:
-    """Each rank has a GPU of its own, where its launch runs beside the others, or there is only one rank.
-
-    On one GPU, as on a CPU, launches run one after the other.
-    """
-    return len(ep) == 1 or (ep[0].device.type == "cuda" and len({each.device for each in ep}) == len(ep))
 
 
 def _spread(name: str, values: Sequence[object] | None, count: int) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,16 @@ def has_dependent_launches(device: torch.device) -> bool:
     if is_interpreted() or torch.version.hip:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launches_overlap(devices: Sequence[torch.device]) -> bool:
+    """Return True where launches of the ranks of one process on ``devices`` may wait for one another.
+
+    That is where each rank has a GPU of its own, or there is only one. On a CPU launches run one after the other. On a
+    GPU that ranks share, streams start them in any order: receivers of some ranks could fill it and wait for ever for
+    the sender of another, which finds no room.
+    """
+    return len(devices) == 1 or (devices[0].type == "cuda" and len(set(devices)) == len(devices))
 
 
 def clock_of(device: torch.device) -> Any:

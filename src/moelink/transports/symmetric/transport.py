@@ -16,6 +16,7 @@ from moelink.control.error_record import Losses, raise_losses
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
+from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SymmetricMemory
 from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
@@ -93,16 +94,15 @@ class SymmetricTransport:
         self._detector = detector
         devices = [memory.local.device for memory in memories]
         self._on_cpu = devices[0].type == "cpu"
-        # Whether ranks run one after the other: then all must have sent before any waits.
-        self._in_turn = self._on_cpu or len(set(devices)) < len(devices)
+        # Else ranks run one after the other, and all must have sent before any waits.
+        self._overlap = launches_overlap(devices)
         self.ranks = [
-            Rank(config, memory, self._workspace, detector, in_turn=self._in_turn)
+            Rank(config, memory, self._workspace, detector, in_turn=not self._overlap)
             for config, memory in zip(configs, memories, strict=True)
         ]
         self._comparisons = 0
         # Tensors of calls under way must stay alive.
         self._under_way: deque[object] = deque(maxlen=2)
-        self._may_fuse = len(self.ranks) == 1 or not self._in_turn
         self._zero_copy = configs[0].zero_copy
         self._spoils = any(rank.spoils for rank in self.ranks)
 
@@ -118,7 +118,7 @@ class SymmetricTransport:
                 self.refuse("dispatch", over=requests[0].routing)
                 raise
         self._count_call("dispatch")
-        fused = fused and self._may_fuse
+        fused = fused and self._overlap
         self._end_rows(apart=not fused)
         if fused:
             self._each(calls, Dispatch.send_and_receive, apart=False)
@@ -148,7 +148,7 @@ class SymmetricTransport:
                 self.refuse("combine", over=requests[0].recv)
                 raise
         self._count_call("combine")
-        fused = fused and self._may_fuse
+        fused = fused and self._overlap
         self._end_rows(apart=not fused)
         passes = calls[0].passes
         if fused:
@@ -235,14 +235,10 @@ class SymmetricTransport:
         self._join()
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
-        """Call ``launch`` with each rank's entry of ``calls``. Several ranks have a stream each, but for those that
-        share a GPU.
-
-        These stay in the current stream, because streams start launches in any order: receivers of some ranks could
-        fill the GPU and wait for ever for the sender of another, which finds no room.
-        """
+        """Call ``launch`` with each rank's entry of ``calls``. Several ranks that overlap have a stream each; others
+        stay in the current one."""
         several = len(self.ranks) > 1
-        apart = (apart or several) and not self._in_turn
+        apart = (apart or several) and self._overlap
         if several and apart:
             for rank, call in zip(self.ranks, calls, strict=True):
                 with rank.launcher.preparing():
@@ -275,7 +271,7 @@ class SymmetricTransport:
         """
         if self._spoils:
             self._each(self.ranks, Rank.spoil_rows, apart=apart)
-        if self._zero_copy and self._in_turn and len(self.ranks) > 1:
+        if self._zero_copy and not self._overlap:
             self._each(self.ranks, Rank.grant_credits)
 
     def raise_error(self) -> None:
