@@ -33,7 +33,7 @@ from moelink.kernels.combine import phases
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import CombineSpec, DispatchSpec, combine_spec, dispatch_spec
 from moelink.kernels.launch.own_rows import with_own_rows
-from moelink.memory.protocol import FEW_TOKENS
+from moelink.memory.protocol import ROW_TABLE_TOKENS
 from moelink.memory.workspace import Workspace
 
 Form = tuple[str, Any, Any, dict[str, str]]
@@ -104,7 +104,7 @@ def forms() -> Iterator[Form]:
         yield from (of_entry[0], of_entry[-1])
     for fmt in FORMATS:
         entry = next(c for c in CONFIGS if (c.form.dispatch_format, c.form.layout, c.form.mode) == (fmt, *GROUPED))
-        few = dataclasses.replace(entry, max_tokens_per_rank=FEW_TOKENS)
+        few = dataclasses.replace(entry, max_tokens_per_rank=ROW_TABLE_TOKENS)
         planned, cached, *_ = forms_of(few, PLANNED, world_size=2 * WORLD)
         assert planned[2].ROW_TABLE.value, planned[0]
         yield from (planned, cached)

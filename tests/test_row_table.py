@@ -14,7 +14,7 @@ import moelink
 from cases import Packed, Setup
 from interleaving import Deadlock, Scheduler
 from moelink.kernels.dispatch import plan, receive_planned, row_table
-from moelink.memory.protocol import FEW_TOKENS, TABLE_GO, TABLE_NOTHING
+from moelink.memory.protocol import ROW_TABLE_TOKENS, TABLE_GO, TABLE_NOTHING
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
 from protocol_runs import Small, caught, run, transports
@@ -43,8 +43,8 @@ def table_of(transport, rank=0):
 @pytest.mark.parametrize("more, there", [
     ({}, True), ({"layout": "masked", "rows_per_expert": 8}, True), ({"world_size": 8}, True),
     ({"world_size": 3}, False),
-    ({"world_size": 2}, False), ({"max_tokens_per_rank": FEW_TOKENS}, True),
-    ({"max_tokens_per_rank": FEW_TOKENS + 1}, False), ({"layout": "rank"}, False), ({"mode": "allreduce"}, False),
+    ({"world_size": 2}, False), ({"max_tokens_per_rank": ROW_TABLE_TOKENS}, True),
+    ({"max_tokens_per_rank": ROW_TABLE_TOKENS + 1}, False), ({"layout": "rank"}, False), ({"mode": "allreduce"}, False),
     ({"ranks_per_node": 2}, False),
 ])  # fmt: skip
 @pytest.mark.quick("each takes milliseconds, and is another reason")

@@ -107,10 +107,25 @@ def test_the_ctas_of_a_whole_device(monkeypatch):
     assert ctas(512) == ((79, 316), (396, 264))
     assert ctas(512, layout="rank") == ((79, 316), (264, 396))
     assert ctas(4096, layout="rank", zero_copy=True) == ((264, 131), (264, 396))
+    assert ctas(4096, layout="rank", zero_copy=True, num_sms=24)[0] == (48, 23)
     assert ctas(8192, layout="rank", zero_copy=True) == ((264, 131), (528, 132))
     assert ctas(1024, layout="rank", zero_copy=True) == ((132, 132), (264, 396))
     assert [ctas(most)[0][0] for most in (132, 133, 256)] == [132, 264, 264]
     assert ctas(256, layout="rank", zero_copy=True)[0] == (132, 65)
+
+
+@pytest.mark.parametrize("ranks, tokens, encodes, senders", [
+    (4, 4096, True, 57), (4, 4096, False, 38), (2, 4096, True, 85), (2, 4096, False, 50), (4, 1024, True, 85),
+    (4, 256, False, 85),
+])  # fmt: skip
+def test_senders_within_an_sm_limit(monkeypatch, ranks, tokens, encodes, senders):
+    """Of 64 SMs, as docs/lab/sm-limit.md says that they are best."""
+    monkeypatch.setattr(cut, "sm_count", lambda device: 132)
+    config = moelink.EPConfig(
+        num_experts=256, topk=8, hidden_size=7168, world_size=ranks, max_tokens_per_rank=tokens, num_sms=64
+    )
+    launch = cut.dispatch_launch(config, torch.device("cuda", 0), tokens, encodes=encodes)
+    assert (launch.send, launch.receive) == (senders, 3 * 64 - senders - 1)
 
 
 @pytest.fixture

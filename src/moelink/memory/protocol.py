@@ -89,6 +89,9 @@ MANY_COPIES = 128
 ROW_TABLE_RANKS = 4
 """Fewest ranks for which one receiver of dispatch plans for all (``memory.workspace.Workspace.row_table``)."""
 
+ROW_TABLE_TOKENS = 128
+"""Most tokens per rank of a communicator for which one receiver of dispatch plans for all."""
+
 FEW_MESSAGES_IN_PLACE, MESSAGES_IN_PLACE = 8, 16
 """Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): the least, in a
 communicator of up to FEW_TOKENS tokens per rank, and the most, from MANY_TOKENS on. Between them it is a 64th of the

@@ -108,6 +108,7 @@ from moelink.memory.protocol import (
     MAX_SENDERS,
     POISON_WORDS,
     ROW_TABLE_RANKS,
+    ROW_TABLE_TOKENS,
     SM_LIMIT_KINDS,
     SM_LIMIT_WORDS,
 )
@@ -296,13 +297,13 @@ class Workspace:
         """Whether one receiver CTA of dispatch plans where rows go, for all of its rank
         (``kernels.dispatch.row_table``); else each plans for itself (``kernels.dispatch.receive``).
 
-        It does with ROW_TABLE_RANKS or more on one node, few tokens, and rows grouped by expert. There the receiver
-        takes 2 to 10 us less, as measured up to 128 tokens; at 512 of four ranks both forms take the same time, and
-        with two ranks, or 4096 tokens, the table costs 2 to 7 % (docs/lab/dispatch.md). With layout "rank" a receiver
-        plans no groups, and counts from another node come too late for the plan to matter; neither was measured.
+        It does with ROW_TABLE_RANKS or more on one node, up to ROW_TABLE_TOKENS tokens per rank, and rows grouped by
+        expert. There pairs of four GPUs take 7 to 31 % less, and from 144 tokens on 2 to 8 % more. With two ranks, or
+        4096 tokens, the table costs 2 to 7 % of a receiver (docs/lab/dispatch.md). With layout "rank" a receiver plans
+        no groups, and counts from another node come too late for the plan to matter; neither was measured.
         """
         cfg = self.config
-        few = cfg.max_tokens_per_rank <= FEW_TOKENS and self.world_size >= ROW_TABLE_RANKS
+        few = cfg.max_tokens_per_rank <= ROW_TABLE_TOKENS and self.world_size >= ROW_TABLE_RANKS
         return few and not self.inter_node_ranks and cfg.layout != "rank"
 
     @property
