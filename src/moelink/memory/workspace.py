@@ -298,7 +298,7 @@ class Workspace:
         (``kernels.dispatch.row_table``); else each plans for itself (``kernels.dispatch.receive``).
 
         It does with ROW_TABLE_RANKS or more on one node, up to ROW_TABLE_TOKENS tokens per rank, and rows grouped by
-        expert. There pairs of four GPUs take 7 to 31 % less, and from 144 tokens on 2 to 8 % more. With two ranks, or
+        expert. There pairs of four GPUs take 8 to 31 % less, and from 144 tokens on 2 to 8 % more. With two ranks, or
         4096 tokens, the table costs 2 to 7 % of a receiver (docs/lab/dispatch.md). With layout "rank" a receiver plans
         no groups, and counts from another node come too late for the plan to matter; neither was measured.
         """
