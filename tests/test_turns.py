@@ -119,7 +119,7 @@ def test_the_ctas_of_a_whole_device(monkeypatch):
     (4, 256, False, 85),
 ])  # fmt: skip
 def test_senders_within_an_sm_limit(monkeypatch, ranks, tokens, encodes, senders):
-    """Of 64 SMs, as docs/lab/sm-limit.md says that they are best."""
+    """Of 64 SMs, as docs/lab/sm-limit.md has them."""
     monkeypatch.setattr(cut, "sm_count", lambda device: 132)
     config = moelink.EPConfig(
         num_experts=256, topk=8, hidden_size=7168, world_size=ranks, max_tokens_per_rank=tokens, num_sms=64

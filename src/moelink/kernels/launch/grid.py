@@ -89,7 +89,7 @@ def dispatch_launch(
     if config.zero_copy and (many or config.num_sms is None):
         send = 2 * sms if many else sms
     elif config.num_sms is not None:
-        send = 4 * send // 3 if not many or ranks <= 2 else 9 * sms // 10 if encodes else send
+        send = min(send, 9 * sms // 10) if many and ranks > 2 else 4 * send // 3
     elif few and num_tokens > sms:
         send = 2 * sms
     send = max(1, send)
