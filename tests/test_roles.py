@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,16 +12,18 @@ import torch
 import moelink
 from moelink.tools.bench import roles
 from moelink.tools.bench import roles_worker as worker
+from moelink.tools.bench.roles_bytes import bytes_of
 from symmetric_ranks import note_launches
 
 ROOT = Path(__file__).resolve().parent.parent
 CASE = worker.Case("roles", 2, 2, "fp8_block128", hidden=256, experts=8, topk=2)
+COUNTS = {"messages": 3, "own_messages": 2, "rows": 4, "own_rows": 2, "row": 264, "scale": 8}
 
 
 def answer(scale: float = 1.0, checksum: str = "same") -> dict:
     """What a tree's process answers."""
     times = {role: scale * (index + 1) for index, role in enumerate(worker.ROLES)}
-    return {"times": times, "bytes": {role: 1024 for role in worker.ROLES}, "checksum": checksum, "kernels": {}}
+    return {"times": times, "counts": COUNTS, "checksum": checksum, "kernels": {}}
 
 
 @pytest.mark.timeout(600)
@@ -57,25 +60,41 @@ def test_a_checksum_tells_results_apart():
         assert worker.checksum(pair) == before
 
 
-def test_bytes_of_roles():
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_counts_of_roles(layout):
     """Two ranks with four experts each: a message for each rank that a token goes to, a row for each expert."""
-    with moelink.init_devices(["cpu"] * 2, **{**CASE.fields(), "transport": "collective"}) as ep:
-        inputs = worker.Inputs(CASE, torch.device("cpu"))
+    case = replace(CASE, layout=layout)
+    with moelink.init_devices(["cpu"] * 2, **{**case.fields(), "transport": "collective"}) as ep:
+        inputs = worker.Inputs(case, torch.device("cpu"))
         inputs.ids = [torch.tensor([[0, 1], [0, 4]], dtype=torch.int32)] * 2  # three messages of each rank
         pair = worker.Pair(ep, inputs)
         pair.run()
-        row = 256 + 2 * 4  # elements of one byte, and a scale for each 128
-        assert worker.bytes_of(CASE, pair) == {
-            "dispatch sender": 2 * 512 + 3 * row,
-            "dispatch receiver": 3 * row + 4 * row,
-            "combine sender": 4 * 512 + 3 * 512,
-            "combine home": 3 * 512 + 2 * 512,
-            "scale layout": 2 * 4 * 8,
-        }
+        scale = 2 * 4  # for each 128 of 256 elements of one byte
+        # Rank 0 sends two messages with three rows to itself, rank 1 one with one.
+        rows = {"rows": 4, "own_rows": 2} if layout == "expert" else {"rows": 3, "own_rows": 1}
+        expected = {"messages": 3, "own_messages": 1, "row": 256 + scale, "scale": scale, **rows}
+        assert worker.counts_of(case, pair) == expected
+
+
+def test_bytes_of_roles():
+    """By expert, own rows of two ranks stay from 1025 tokens on, by rank from 129."""
+    row, wide = 264, 512
+    assert bytes_of(CASE, COUNTS, "cpu") == {
+        "dispatch sender": 2 * wide + 3 * row, "dispatch receiver": 3 * row + 4 * row,
+        "combine sender": 4 * wide + 3 * wide, "combine home": 3 * wide + 2 * wide, "scale layout": 2 * 4 * 8,
+    }  # fmt: skip
+    every, others = (4 + 3) * wide, (4 - 2) * wide + (3 - 2) * wide
+    for layout, most in (("expert", 1024), ("rank", 128)):
+        few = replace(CASE, tokens=most, layout=layout)
+        many = replace(few, tokens=most + 1)
+        assert bytes_of(few, COUNTS, "cuda")["combine sender"] == every
+        assert bytes_of(many, COUNTS, "cuda:0")["combine sender"] == others
+        assert bytes_of(many, COUNTS, "cuda")["combine home"] == (3 - 2) * wide + 2 * wide + (most + 1) * wide
+        assert bytes_of(replace(many, ranks=4), COUNTS, "cuda")["combine sender"] == every
 
 
 def test_rows_are_medians_and_the_worst_comes_first():
-    comparison = roles.Comparison([CASE])
+    comparison = roles.Comparison([CASE], "cpu")
     for scale in (1.0, 1.0, 50.0):
         comparison.add(CASE, 0, answer())
         comparison.add(CASE, 1, answer(scale))
@@ -83,7 +102,7 @@ def test_rows_are_medians_and_the_worst_comes_first():
     assert comparison.slower_cases() == []
     slow = answer(1.0)
     slow["times"]["combine home"] *= 1.03
-    comparison = roles.Comparison([CASE])
+    comparison = roles.Comparison([CASE], "cpu")
     comparison.add(CASE, 0, answer())
     comparison.add(CASE, 1, slow)
     assert comparison.slower_cases() == [CASE]
@@ -94,7 +113,7 @@ def test_rows_are_medians_and_the_worst_comes_first():
 
 
 def test_other_bits_failed_cases_and_changed_kernels_are_told():
-    comparison = roles.Comparison([CASE])
+    comparison = roles.Comparison([CASE], "cpu")
     one, two = answer(), answer(checksum="other")
     one["kernels"], two["kernels"] = {"k": {"regs": 80}}, {"k": {"regs": 96}}
     comparison.add(CASE, 0, one)
@@ -120,7 +139,7 @@ class FakeTree:
 
 def test_trees_take_turns_and_slower_cases_get_more_rounds():
     asked: list[str] = []
-    comparison = roles.Comparison([CASE])
+    comparison = roles.Comparison([CASE], "cpu")
     trees = [FakeTree("A", asked, 1.0), FakeTree("B", asked, 1.5)]
     roles.compare(comparison, trees, 2, float("inf"), lambda: None)
     assert "".join(asked) == "ABBA" * 2

@@ -20,6 +20,8 @@ from moelink.tools.cli.console import make_console
 from moelink.tools.cli.roles import roles_view
 
 ROOT = Path(__file__).resolve().parent.parent
+COUNTS = {"messages": 8, "own_messages": 4, "rows": 8, "own_rows": 4, "row": 110664, "scale": 14336}
+"""Of 8 tokens, whose rows have 14336 bytes, a sender reads and writes 1 MB, and a receiver 2 MB."""
 TIMES = dict(zip(worker.ROLES, (2.0, 3.0, 4.0, 6.0), strict=True))
 
 
@@ -38,9 +40,9 @@ class FakeWorker:
         if self.error:
             return {"error": self.error}
         times = {"dispatch": 10.0, "combine": 5.0} if self.theirs else {**TIMES, worker.LAYOUT: 1.0}
-        sizes = dict.fromkeys((*times, worker.LAYOUT), 1_000_000)
+        sizes = {"bytes": dict.fromkeys(times, 1_000_000)} if self.theirs else {"counts": COUNTS}
         checksum = self.bits if case.kind == "bits" else "same"
-        return {"times": times, "bytes": sizes, "kernels": {}, **({"checksum": checksum} if check else {})}
+        return {"times": times, **sizes, "kernels": {}, **({"checksum": checksum} if check else {})}
 
     def stop(self) -> None:
         pass
@@ -85,6 +87,8 @@ def test_rows_and_comparisons(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     rows = {(row["contender"], row["layout"], row["tokens"], row["role"]): row for row in document["rows"]}
     assert rows[SYMMETRIC, "expert", 8, "dispatch sender"]["share"] == 0.5
     assert rows[SYMMETRIC, "rank", 8, "dispatch receiver"]["bytes"] == 2_000_000
+    assert rows[SYMMETRIC, "rank", 8, "combine sender"]["bytes"] == (8 + 8) * 14336
+    assert rows[SYMMETRIC, "rank", 4096, "combine sender"]["bytes"] == (4 + 4) * 14336, "own rows stay"
     assert len(rows) == 2 * (2 * 5 + 2)
     found = {(one["phase"], one["layout"]): one for one in document["comparisons"] if one["tokens"] == 8}
     assert (found["dispatch", "rank"]["ours"], found["dispatch", "rank"]["ratio"]) == (5.0, 2.0)
@@ -215,17 +219,14 @@ def test_flashinfer_s_ranks_find_their_flags_and_are_checked(monkeypatch: pytest
         roles_flashinfer.check_once(again, again.steps())
 
 
-def test_bytes_and_checksums_by_rank() -> None:
+def test_counts_and_checksums_by_rank() -> None:
     """With layout "rank" a received row is a message, and scales lie row by row."""
     case = worker.Case("roles", 2, 2, "fp8_block128", hidden=256, experts=8, topk=2, layout="rank")
     sums = {worker.roles_by_host(replace(case, transport="collective"), "cpu")["checksum"] for _ in range(2)}
     assert len(sums) == 1
-    found = worker.roles_by_host(replace(case, transport="collective"), "cpu")["bytes"]
-    row, rest = 256 + 2 * 4, found["dispatch sender"] - 2 * 512
-    messages = rest // row
-    assert 2 <= messages <= 4
-    assert found["dispatch receiver"] == 2 * messages * row
-    assert found["combine sender"] == 2 * messages * 512
+    counts = worker.roles_by_host(replace(case, transport="collective"), "cpu")["counts"]
+    assert counts["row"] == 256 + 2 * 4
+    assert 2 <= counts["messages"] == counts["rows"] <= 4
 
 
 def test_interpreted_kernels_run_the_whole_smoke(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ What a case measures, with W ranks on one device:
 * Host: processor time of an eager dispatch, combine and pair of one rank.
 * Kernels: registers, spills and shared memory of everything that was loaded.
 
-``bytes`` is the least that one rank's role reads and writes in device memory. Before any time is taken, both trees'
+``bytes`` is the least that one rank's role reads and writes in device memory, by the rules of the tree that this
+program is of. Before any time is taken, both trees'
 results are reduced to checksums; rows of cases whose checksums differ are errors. On a CPU (``--device cpu``, Triton's
 interpreter, sizes of ``--tiny``) the same code runs with the host's clock; those times mean nothing.
 
@@ -41,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.bench import roles_worker
+from moelink.tools.bench.roles_bytes import bytes_of
 from moelink.tools.bench.roles_process import Worker, compile_all, environment_of
 from moelink.tools.bench.roles_worker import HOST, Case
 
@@ -100,10 +102,10 @@ class Tree(Worker):
 
 
 class Comparison:
-    """Answers of both trees, by case."""
+    """Answers of both trees, by case. ``device``: "cpu", "cuda" or "cuda:N"."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self.cases = tuple(cases)
+    def __init__(self, cases: Sequence[Case], device: str) -> None:
+        self.cases, self.device = tuple(cases), device
         self.times: dict[tuple[Case, str], tuple[list[float], list[float]]] = {}
         self.bytes: dict[tuple[Case, str], int] = {}
         self.checksums: dict[Case, list[str]] = {}
@@ -115,9 +117,10 @@ class Comparison:
         if "error" in answer:
             self.errors.append(f"{'AB'[side]} {label(case)}: {answer['error']}")
             return
+        moved = bytes_of(case, answer["counts"], self.device) if "counts" in answer else {}
         for role, microseconds in answer["times"].items():
             self.times.setdefault((case, role), ([], []))[side].append(microseconds)
-            self.bytes[case, role] = answer.get("bytes", {}).get(role, 0)
+            self.bytes[case, role] = moved.get(role, 0)
         if "checksum" in answer:
             sums = self.checksums.setdefault(case, ["", ""])
             sums[side] = answer["checksum"]
@@ -244,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     cases = cases_of(quick=options.quick, tiny=options.tiny)
     trees = [Tree(root, options.device, options.cache) for root in (options.a, options.b)]
-    comparison = Comparison(cases)
+    comparison = Comparison(cases, options.device)
     header: dict[str, Any] = {
         "schema_version": 1, "benchmark": "roles", "date": date.today().isoformat(),
         "command": shlex.join(["python", "-m", "moelink.tools.bench.roles", *(arguments or sys.argv[1:])]),

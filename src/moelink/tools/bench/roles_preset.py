@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.tools.bench import roles_flashinfer, roles_worker
 from moelink.tools.bench.contenders import SYMMETRIC
@@ -24,6 +23,7 @@ from moelink.tools.bench.document import ROLES_BENCHMARK, SCHEMA_VERSION, proven
 from moelink.tools.bench.peers import FLASHINFER, flashinfer_refusal
 from moelink.tools.bench.presets import LAYOUTS, DeviceKind
 from moelink.tools.bench.roles import RANKS, TOKENS, label
+from moelink.tools.bench.roles_bytes import bytes_of, config_of
 from moelink.tools.bench.roles_process import Worker, compile_all, environment_of, own_source
 from moelink.tools.bench.roles_result import METHOD, comparisons, rows_of
 from moelink.tools.bench.roles_worker import Case
@@ -69,12 +69,6 @@ class RolesPlan:
     def place(self) -> str:
         """The device's name for torch."""
         return "cuda:0" if self.device == "cuda" else "cpu"
-
-
-def config_of(case: Case) -> EPConfig:
-    """Return the configuration of rank 0. Raises ConfigError where the case is none."""
-    fields = {name: value for name, value in case.fields().items() if name not in ("transport", "timeout")}
-    return EPConfig(**fields, rank=0, world_size=case.ranks)
 
 
 def make_roles_plan(
@@ -213,6 +207,7 @@ class Run:
             if "error" in answer:
                 self.fault = f"{label(case)}: {answer['error']}"
                 continue
+            answer["bytes"] = bytes_of(case, answer["counts"], self.plan.device)
             self.answers.setdefault((case, SYMMETRIC), []).append(answer)
 
     def theirs(self, worker: Worker) -> None:

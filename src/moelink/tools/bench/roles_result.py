@@ -20,7 +20,8 @@ METHOD = (
     "where there is one; `scale layout` is that launch alone, between events around an eager launch. FlashInfer has "
     "one kernel a phase; the flags it waits for are written before, outside of what is timed, and its ranks' launches "
     "overlap (programmatic dependent launch, its default). bytes: the least that the role of one rank reads and "
-    "writes in device memory, computed from the routing; share: bytes / time / bandwidth. A small case lies in the "
+    "writes in device memory, computed from the routing (own rows that stay in a combine are read once, by the home "
+    "role); share: bytes / time / bandwidth. A small case lies in the "
     "second-level cache, so its share can exceed 1. Nothing crosses a link"
 )
 

@@ -128,26 +128,20 @@ class Pair:
             phase()
 
 
-def bytes_of(case: Case, pair: Pair) -> dict[str, int]:
-    """Bytes that each role of one rank reads and writes in device memory, averaged over ranks, at the least.
-
-    A message is a token's payload for one rank that has any of its experts, its own included. Layout "rank" keeps them.
-    """
-    local = case.experts // case.ranks
-    messages = sum(
-        int((ids // local == rank).any(1).sum()) for ids in pair.inputs.ids for rank in range(case.ranks)
-    ) // case.ranks  # fmt: skip
-    rows, tokens = messages if case.layout == "rank" else case.tokens * case.topk, case.tokens
-    recv, wide = pair.recvs[0], 2 * case.hidden
-    scale = 0 if recv.scales is None else recv.scales[(0,) if case.layout == "rank" else (slice(None), 0)].nbytes
-    row = recv.tokens[0].nbytes + scale
+def counts_of(case: Case, pair: Pair) -> dict[str, int]:
+    """Messages and rows of one rank, averaged over ranks, and the bytes of a row: what ``roles_bytes`` needs."""
+    local, by_rank = case.experts // case.ranks, case.layout == "rank"
+    owners = [ids // local for ids in pair.inputs.ids]
+    own = [mine == rank for rank, mine in enumerate(owners)]
+    messages = sum(int((mine == rank).any(1).sum()) for mine in owners for rank in range(case.ranks)) // case.ranks
+    own_messages = sum(int(mine.any(1).sum()) for mine in own) // case.ranks
+    recv = pair.recvs[0]
+    scale = 0 if recv.scales is None else recv.scales[(0,) if by_rank else (slice(None), 0)].nbytes
     return {
-        ROLES[0]: tokens * wide + messages * row,
-        ROLES[1]: messages * row + rows * row,
-        ROLES[2]: rows * wide + messages * wide,
-        ROLES[3]: messages * wide + tokens * wide,
-        LAYOUT: 2 * rows * scale,
-    }
+        "messages": messages, "own_messages": own_messages, "rows": messages if by_rank else case.tokens * case.topk,
+        "own_rows": own_messages if by_rank else sum(int(mine.sum()) for mine in own) // case.ranks,
+        "row": recv.tokens[0].nbytes + scale, "scale": scale,
+    }  # fmt: skip
 
 
 def checksum(pair: Pair) -> str:
@@ -312,7 +306,7 @@ def roles_on_cuda(case: Case, device: Any, check: bool) -> dict[str, Any]:
         launches.run(pair)
         eager = time.perf_counter() - begin
         ep.check()
-        found: dict[str, Any] = {"bytes": bytes_of(case, pair), **({"checksum": checksum(pair)} if check else {})}
+        found: dict[str, Any] = {"counts": counts_of(case, pair), **({"checksum": checksum(pair)} if check else {})}
         times = {}
         second = launches.second_of(1)
         if second is not None:
@@ -346,7 +340,7 @@ def roles_by_host(case: Case, device: Any, check: bool = True) -> dict[str, Any]
             phase()
             times[role] = (time.perf_counter() - begin) * 1e6 / case.ranks
         ep.check()
-        return {"bytes": bytes_of(case, pair), "times": times, **({"checksum": checksum(pair)} if check else {})}
+        return {"counts": counts_of(case, pair), "times": times, **({"checksum": checksum(pair)} if check else {})}
 
 
 @contextlib.contextmanager
@@ -412,7 +406,7 @@ def host(case: Case, device: Any) -> dict[str, Any]:
 
 
 def measure(case: Case, device_name: str, *, check: bool) -> dict[str, Any]:
-    """What the tree that is imported gives for ``case``: times in microseconds, by role; bytes; checksum; kernels."""
+    """What the tree that is imported gives for ``case``: times in microseconds, by role; counts; checksum; kernels."""
     device = torch.device(device_name)
     on_cuda = device.type == "cuda"
     with noting_kernels(on_cuda) as kernels:
