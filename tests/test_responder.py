@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import moelink
 from fault_ranks import FIELDS, check_round_trip
-from moelink.control.probe import Address, Failure, ProbeServer, probe, read_proposal
-from moelink.control.responder import NUM_PHASES, PROGRESS
+from moelink.control.probe import GONE, NO_ANSWER, Address, Failure, ProbeServer, probe, read_proposal
+from moelink.control.responder import NUM_PHASES, PROGRESS, TOKEN_BYTES
 from moelink.testing import run_ranks
 from starving import Starved
 
@@ -99,6 +100,46 @@ def test_a_rank_that_a_profiler_stops_for_a_moment_answers() -> None:
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(0.01, os.kill, (pid, signal.SIGCONT)).start()
         assert probe(address).call == 7
+
+
+def test_a_client_that_was_held_up_does_not_take_its_peer_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's lock is held between connecting and asking, for longer than a server waits for a client."""
+    connect, held = socket.create_connection, []
+
+    def connect_and_be_held_up(*where: Any, **how: Any) -> socket.socket:
+        connection = connect(*where, **how)
+        if not held:
+            held.append(time.sleep(3.0))
+        return connection
+
+    with owner() as (_, address, _pid):
+        monkeypatch.setattr(socket, "create_connection", connect_and_be_held_up)
+        assert probe(address).call == 7
+        assert held
+
+
+def test_a_server_that_closes_every_connection_is_silent_and_not_dead() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1], bytes(TOKEN_BYTES))
+        accepted = 0
+
+        def close_all() -> None:
+            nonlocal accepted
+            while True:
+                try:
+                    listener.accept()[0].close()
+                except OSError:
+                    return
+                accepted += 1
+
+        threading.Thread(target=close_all, daemon=True).start()
+        result = probe(address)
+        assert (result.call, result.lost, result.reached) == (None, False, NO_ANSWER)
+        assert read_proposal(address) == NO_ANSWER
+        assert accepted == 6, "three connections each"
+        listener.shutdown(socket.SHUT_RDWR)
+    assert probe(address).lost
+    assert read_proposal(address) == GONE
 
 
 @pytest.mark.quick("a child that a rank has forked holds its pipe open")

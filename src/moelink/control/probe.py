@@ -19,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from moelink import env
 from moelink.control import responder
@@ -31,8 +32,11 @@ from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, NUM_PH
 from moelink.control.stores import listen
 from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UndeliveredError, UnsupportedError
 
+T = TypeVar("T")
 _PHASES = ("dispatch", "combine", "init")
 _PROBE_SECONDS = 0.4
+_TRIES, _PAUSE_SECONDS = 3, 0.01
+"""How often a probe asks where the server closes the connection, and how long it waits before it asks again."""
 _BACKLOG = 4096
 
 NO_ANSWER, GONE = -1, -2
@@ -247,21 +251,20 @@ def _stop(process: subprocess.Popen[bytes], pipe: int, owner: int) -> None:
 
 def probe(address: Address, report: Failure | None = None) -> ProbeResult:
     """Report ``report`` to one peer, if given, and ask for its progress. Takes at most about half a second."""
+    request = ASK
+    if report is not None:
+        phase = _PHASES.index(report.phase)
+        request = TELL + FAILURE.pack(report.peer, phase, report.call, report.expected, report.got)
     try:
-        with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
-            connection.sendall(address.token + (ASK if report is None else TELL))
-            if report is not None:
-                phase = _PHASES.index(report.phase)
-                connection.sendall(FAILURE.pack(report.peer, phase, report.call, report.expected, report.got))
-            (word,) = PROGRESS.unpack(_receive(connection, PROGRESS.size))
-            if word == responder.STOPPED:
-                return ProbeResult(call=None, stopped=True)
-            call, phase = divmod(word, NUM_PHASES)
-            return ProbeResult(call, _PHASES[phase])
-    except (ConnectionRefusedError, ConnectionResetError):
+        word: int = _ask(address, request, lambda connection: PROGRESS.unpack(_receive(connection, PROGRESS.size))[0])
+    except ConnectionRefusedError:
         return ProbeResult(call=None, lost=True)
     except OSError:
         return ProbeResult(call=None)
+    if word == responder.STOPPED:
+        return ProbeResult(call=None, stopped=True)
+    call, phase = divmod(word, NUM_PHASES)
+    return ProbeResult(call, _PHASES[phase])
 
 
 def probe_all(
@@ -274,12 +277,14 @@ def probe_all(
 
 def read_proposal(address: Address) -> bytes | int:
     """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes at most about half a second."""
+
+    def receive(connection: socket.socket) -> bytes | int:
+        (size,) = LENGTH.unpack(_receive(connection, LENGTH.size))
+        return _receive(connection, size) if size <= MAX_PROPOSAL else NO_ANSWER
+
     try:
-        with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
-            connection.sendall(address.token + READ)
-            (size,) = LENGTH.unpack(_receive(connection, LENGTH.size))
-            return _receive(connection, size) if size <= MAX_PROPOSAL else NO_ANSWER
-    except (ConnectionRefusedError, ConnectionResetError):
+        return _ask(address, READ, receive)
+    except ConnectionRefusedError:
         return GONE
     except OSError:
         return NO_ANSWER
@@ -304,6 +309,27 @@ def furthest_behind(results: dict[int, ProbeResult], call: int) -> tuple[int, Pr
 
     peer = min(results, key=fault)
     return peer, results[peer]
+
+
+def _ask(address: Address, request: bytes, receive: Callable[[socket.socket], T]) -> T:
+    """Send ``request`` to a probe server, and return what ``receive`` reads of its answer.
+
+    Only a refused connection shows that a rank's process is gone. A server that lives closes connections, too: of a
+    client that has said nothing for two seconds, because another thread held the lock of its interpreter. So where a
+    connection is closed, this asks again.
+
+    Raises:
+        ConnectionRefusedError: nothing listens at the address.
+        OSError: the server did not answer, or closed every connection.
+    """
+    for _ in range(_TRIES):
+        try:
+            with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
+                connection.sendall(address.token + request)
+                return receive(connection)
+        except (ConnectionResetError, BrokenPipeError):
+            time.sleep(_PAUSE_SECONDS)
+    raise TimeoutError(f"expected an answer, got {_TRIES} connections that the server closed")
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
