@@ -127,10 +127,11 @@ def test_a_server_that_closes_every_connection_is_silent_and_not_dead() -> None:
             nonlocal accepted
             while True:
                 try:
-                    listener.accept()[0].close()
+                    connection = listener.accept()[0]
                 except OSError:
                     return
                 accepted += 1
+                connection.close()
 
         threading.Thread(target=close_all, daemon=True).start()
         result = probe(address)

@@ -18,9 +18,9 @@ What a case measures, with W ranks on one device:
 * Kernels: registers, spills and shared memory of everything that was loaded.
 
 ``bytes`` is the least that one rank's role reads and writes in device memory, by the rules of the tree that this
-program is of. Before any time is taken, both trees'
-results are reduced to checksums; rows of cases whose checksums differ are errors. On a CPU (``--device cpu``, Triton's
-interpreter, sizes of ``--tiny``) the same code runs with the host's clock; those times mean nothing.
+program is of. Before any time is taken, both trees' results are reduced to checksums; rows of cases whose checksums
+differ are errors. On a CPU (``--device cpu``, Triton's interpreter, sizes of ``--tiny``) the same code runs with the
+host's clock; those times mean nothing.
 
 Both trees are measured by the same file, ``roles_worker.py``. Compiled kernels stay in ``--cache``, apart for each
 tree, so a second run on the same machine has all its time for measuring.

@@ -21,8 +21,8 @@ METHOD = (
     "one kernel a phase; the flags it waits for are written before, outside of what is timed, and its ranks' launches "
     "overlap (programmatic dependent launch, its default). bytes: the least that the role of one rank reads and "
     "writes in device memory, computed from the routing (own rows that stay in a combine are read once, by the home "
-    "role); share: bytes / time / bandwidth. A small case lies in the "
-    "second-level cache, so its share can exceed 1. Nothing crosses a link"
+    "role); share: bytes / time / bandwidth. A small case lies in the second-level cache, so its share can exceed 1. "
+    "Nothing crosses a link"
 )
 
 
