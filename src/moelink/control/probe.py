@@ -250,7 +250,10 @@ def _stop(process: subprocess.Popen[bytes], pipe: int, owner: int) -> None:
 
 
 def probe(address: Address, report: Failure | None = None) -> ProbeResult:
-    """Report ``report`` to one peer, if given, and ask for its progress. Takes at most about half a second."""
+    """Report ``report`` to one peer, if given, and ask for its progress.
+
+    Takes at most about half a second, or three times that where the server closes connections.
+    """
     request = ASK
     if report is not None:
         phase = _PHASES.index(report.phase)
@@ -276,7 +279,7 @@ def probe_all(
 
 
 def read_proposal(address: Address) -> bytes | int:
-    """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes at most about half a second."""
+    """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes as long as :func:`probe` at most."""
 
     def receive(connection: socket.socket) -> bytes | int:
         (size,) = LENGTH.unpack(_receive(connection, LENGTH.size))
