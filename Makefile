@@ -45,8 +45,8 @@ test: $(STAMP)  ## the quick tier: every test that needs no GPU, with its cheape
 test-full: $(STAMP)  ## the full tier: with all parameters
 	$(BIN)/pytest -m "not gpu" --full $(PYTEST_ARGS)
 
-mutants: $(STAMP)  ## plant each fault of tests/mutants_of_*.py in a copy; the test that it names must fail
-	$(BIN)/python tests/mutants.py
+mutants: $(STAMP)  ## plant each fault of tests/mutants in a copy; the test that it names must fail
+	$(BIN)/python -m tests.mutants.mutants
 
 lint: $(STAMP)  ## style, formatting, types
 	$(BIN)/ruff check .
@@ -61,12 +61,12 @@ test-newest:  ## the quick tier with the newest Triton, in a venv of its own
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moelink in them, in a venv of its own; Python 3.11 or newer
-	$(FRAMEWORKS_BIN)/pytest -n 0 --full tests/test_torchtitan.py tests/test_torchtitan_settings.py \
-	  tests/test_megatron.py tests/test_megatron_settings.py tests/test_docs_frameworks.py tests/test_bench_frameworks.py
+	$(FRAMEWORKS_BIN)/pytest -n 0 --full tests/integrations/torchtitan tests/integrations/megatron \
+	  tests/project/test_docs_frameworks.py tests/bench/test_bench_frameworks.py
 	$(MAKE) upstream-torchtitan upstream-megatron
 
 gpu-test: $(STAMP)  ## tests that need CUDA devices, file by file
-	$(BIN)/python tests/gpu_files.py
+	$(BIN)/python -m tests.gpu.gpu_files
 
 ENGINES := vllm sglang
 # With NEWEST=1 environments get the newest releases of the ranges that moelink accepts (integrations/versions.py).
@@ -74,8 +74,8 @@ NEWEST_vllm := vllm<0.34
 NEWEST_sglang := sglang<0.6
 
 test-engines: $(ENGINES:%=.venv-%/.installed)  ## the tests of vLLM and SGLang, with the engines themselves; by hand, nightly
-	.venv-vllm/bin/pytest -m "not gpu" --full tests/test_vllm.py tests/test_bench_frameworks.py
-	.venv-sglang/bin/pytest -m "not gpu" --full tests/test_sglang.py tests/test_bench_frameworks.py
+	.venv-vllm/bin/pytest -m "not gpu" --full tests/integrations/vllm tests/bench/test_bench_frameworks.py
+	.venv-sglang/bin/pytest -m "not gpu" --full tests/integrations/sglang tests/bench/test_bench_frameworks.py
 	$(MAKE) upstream-sglang
 
 # $(call clone,SOURCE,REF,FOLDERS): build/NAME of the target, with these folders of a repository. It is moved there last, so
@@ -107,11 +107,11 @@ build/vllm:
 	$(call clone,$(VLLM_SOURCE),$(VLLM_REF),tests/kernels)
 
 upstream-torchtitan: build/torchtitan  ## torchtitan's own tests with moelink's override on
-	cd build/torchtitan && PYTHONPATH=$(CURDIR)/tests $(call PYTHON_OF,$(FRAMEWORKS_VENV)) -P -m $(UPSTREAM_PYTEST) \
+	cd build/torchtitan && PYTHONPATH=$(CURDIR)/tests/integrations/torchtitan $(call PYTHON_OF,$(FRAMEWORKS_VENV)) -P -m $(UPSTREAM_PYTEST) \
 	  -p torchtitan_plugin $(TORCHTITAN_TESTS:%=tests/unit_tests/%.py)
 
 upstream-megatron: build/megatron  ## Megatron-core's own tests of its dispatchers, moelink in their place, on GPUs or else CPUs
-	cd build/megatron && PYTHONPATH=$(CURDIR)/build/megatron:$(CURDIR)/tests:$(CURDIR)/src$(if $(UPSTREAM_PYTHON),:$(CURDIR)/build/carried-megatron) \
+	cd build/megatron && PYTHONPATH=$(CURDIR)/build/megatron:$(CURDIR)/tests/integrations/megatron:$(CURDIR)/src$(if $(UPSTREAM_PYTHON),:$(CURDIR)/build/carried-megatron) \
 	  $(call PYTHON_OF,$(FRAMEWORKS_VENV)) -P -m torch.distributed.run --nproc-per-node $(RANKS) --redirects 1:3 \
 	  --log-dir $(CURDIR)/build/megatron-logs -m $(UPSTREAM_PYTEST) --noconftest -p megatron_plugin \
 	  $(MEGATRON_TESTS:%=tests/unit_tests/transformer/moe/%.py)
@@ -123,11 +123,11 @@ carried-megatron: build/megatron  ## build/carried-megatron: what upstream-megat
 	  pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection pytest==9.2.0 pluggy iniconfig pygments
 
 upstream-sglang: build/sglang  ## SGLang's own tests with moelink's plugin on, on CPUs
-	cd build/sglang && PYTHONPATH=$(CURDIR)/tests $(call PYTHON_OF,.venv-sglang) -P -m $(UPSTREAM_PYTEST) \
+	cd build/sglang && PYTHONPATH=$(CURDIR)/tests/integrations/sglang $(call PYTHON_OF,.venv-sglang) -P -m $(UPSTREAM_PYTEST) \
 	  -p sglang_plugin $(SGLANG_TESTS:%=test/registered/unit/%.py)
 
 upstream-vllm: build/vllm  ## vLLM's own tests of DeepEP v2, moelink in its place, on two GPUs; UPSTREAM_PYTHON has vLLM
-	cd build/vllm && PYTHONPATH=$(CURDIR)/build/vllm:$(CURDIR)/tests:$(CURDIR)/src $(call PYTHON_OF,.venv-vllm) -P \
+	cd build/vllm && PYTHONPATH=$(CURDIR)/build/vllm:$(CURDIR)/tests/integrations/vllm:$(CURDIR)/src $(call PYTHON_OF,.venv-vllm) -P \
 	  -m $(UPSTREAM_PYTEST) --noconftest -p vllm_plugin tests/kernels/moe/test_deepep_v2_moe.py
 
 

@@ -10,23 +10,27 @@ inherited by the ranks that tests spawn.
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tiers import choose
+from tests.support.paths import ROOT
+from tests.tiers import choose
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-if os.environ.get("TRITON_INTERPRET") == "1":  # processes that tests start interpret kernels as fast
-    here = [str(Path(__file__).parent / "subprocess_site")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(here + [path for path in [os.environ.get("PYTHONPATH")] if path])
+paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # of processes that tests start
+if os.environ.get("TRITON_INTERPRET") == "1":  # which interpret kernels as fast
+    paths.insert(0, str(ROOT / "tests" / "subprocess_site"))
+os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 torch.set_num_threads(1)
-import fast_interpreter  # noqa: E402, F401 - for its effect, when it is known whether kernels are interpreted
-import rank_server  # noqa: E402
-from starving import starvation  # noqa: E402
+# For its effect, now that it is known whether kernels are interpreted.
+from tests.support import (  # noqa: E402
+    fast_interpreter,  # noqa: F401
+    rank_server,
+)
+from tests.support.starving import starvation  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -98,8 +102,7 @@ def tests_of_the_quick_tier(pytestconfig):
             return {node for node in pytestconfig.stash[CHOSEN] if node.partition("::")[0] in set(files)}
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
         env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-        root = Path(__file__).parent.parent
-        done = subprocess.run([*command, *files], cwd=root, env=env, capture_output=True, text=True, timeout=200)
+        done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
         return {line for line in done.stdout.splitlines() if "::" in line}
 
@@ -148,6 +151,6 @@ def pytest_collection_finish(session):
     ``--compiled`` it is there already."""
     others = hasattr(session.config, "workerinput") or session.config.option.compiled
     if torch.cuda.is_available() and not others and not session.config.option.collectonly:
-        from gpu_compile import ahead, compile_all
+        from tests.gpu.gpu_compile import ahead, compile_all
 
         compile_all(ahead(item for item in session.items if item.get_closest_marker("gpu")))

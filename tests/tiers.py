@@ -12,8 +12,8 @@ To write a test for both tiers:
   planted fault has it, and so has a function whose parameter sets take milliseconds but each check something else.
 
 Tests marked ``gpu`` run with all of their parameter sets in both tiers. A parameter set that the command line names
-(``tests/test_cli.py::test_it[case]``) runs, too. The options ``-k`` and ``-m`` choose first: ``-k nvfp4`` runs the
-first parameter set of each function among those that have nvfp4 in their name.
+(``tests/tools/test_cli.py::test_it[case]``) runs as well. The options ``-k`` and ``-m`` choose first: ``-k nvfp4``
+runs the first parameter set of each function among those that have nvfp4 in their name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write the table of docs/transformers.md: run a tiny model of every family unsharded and on two ranks.
 
 ``python docs/support/families.py``, in the root of the repository. It takes minutes. The test of the table,
-tests/test_transformers_families.py, runs the same, a few families or (``pytest --full``) all, and compares.
+tests/integrations/transformers/test_transformers_families.py, runs the same, a few families or (``pytest --full``)
+all, and compares.
 """
 
 from __future__ import annotations

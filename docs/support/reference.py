@@ -1,7 +1,7 @@
 """Writes the reference pages that are made of code: the command line's and the environment variables'.
 
 ``python docs/support/reference.py`` (``make reference``) writes ``docs/reference/cli.md`` and ``environment.md``;
-``tests/test_docs.py`` fails where they are out of date. Needs the extra ``moelink[cli]``.
+``tests/project/test_docs.py`` fails where they are out of date. Needs the extra ``moelink[cli]``.
 """
 
 from __future__ import annotations

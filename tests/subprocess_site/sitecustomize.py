@@ -25,12 +25,12 @@ class _Hook:
 
         def load_both(module: object) -> None:
             load(module)
-            if "fast_interpreter" in sys.modules:  # which is loading Triton
+            if "tests.support.fast_interpreter" in sys.modules:  # which is loading Triton
                 return
-            file = Path(__file__).parent.parent / "fast_interpreter.py"
-            fast = importlib.util.spec_from_file_location("fast_interpreter", file)
-            sys.modules["fast_interpreter"] = importlib.util.module_from_spec(fast)
-            fast.loader.exec_module(sys.modules["fast_interpreter"])
+            file = Path(__file__).parent.parent / "support" / "fast_interpreter.py"
+            fast = importlib.util.spec_from_file_location("tests.support.fast_interpreter", file)
+            sys.modules["tests.support.fast_interpreter"] = importlib.util.module_from_spec(fast)
+            fast.loader.exec_module(sys.modules["tests.support.fast_interpreter"])
 
         spec.loader.exec_module = load_both
         return spec

@@ -21,8 +21,8 @@ The protocol relies on it, for two reasons. A signal is set, not raised to a max
 that of the next call would go backwards, and the receiver would wait for ever. And where rows come home one by one, in
 the next call *another* rank may store at the same place, which a late row would overwrite; so it would not help if a
 rank waited for its own puts before it makes the next call. Nothing that is cheaper than one more round trip per call
-repairs that. A network that repeats finished puts cannot carry moelink; ``tests/test_network_faults.py`` shows both
-harms.
+repairs that. A network that repeats finished puts cannot carry moelink; ``tests/nodes/test_network_faults.py`` shows
+both harms.
 
 Example: ``NetworkFaults(lose=0.01, cuts=(Cut(peer=2, after=5, lasts=0.5),))`` loses one put in a hundred; and when five
 puts have gone to rank 2, nothing moves there for half a second.

@@ -12,7 +12,7 @@ home the rows of a node are summed there, and one crosses the network. A message
 what the forwarding rank has to know (``Workspace.relay``).
 
 How many copies that is over each link, :func:`moelink.levels.crossing` says. Of all ranks the largest expectation
-counts; the expectation of the largest is higher by how much counts fluctuate, which tests/test_plan_traffic.py
+counts; the expectation of the largest is higher by how much counts fluctuate, which tests/plan/test_plan_traffic.py
 measures: some 4 % for 8 ranks with 128 tokens of top-8, less with more tokens.
 
 **Memory**: what a rank reads and writes in its own memory besides. Dispatch reads T activations in bf16 and all

@@ -1,0 +1,84 @@
+"""What ranks of tests/bench/test_bench_frameworks.py do: the benchmark of frameworks, on CPUs over gloo."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.sglang.sglang_ranks import declare_vision_operators
+from tests.integrations.vllm.vllm_ranks import gather_rows, scatter_sums
+
+warnings.simplefilter("ignore")
+
+
+SIZES = (1, 24)
+"""Tokens of a rank."""
+
+
+def compared(rank: int, world_size: int, case: Any) -> dict[str, float]:
+    """The differences of a contender that is right, and of one that makes half as much again."""
+    from moelink.tools.bench.frameworks import engines
+
+    dist.init_process_group("gloo")
+    weights = engines.make_weights(case)
+    batches = {tokens: engines.make_batch(case, rank, tokens) for tokens in case.tokens}
+    contenders = [
+        engines.Contender(name, lambda batch, by=by: by * engines.reference(batch, weights), lambda batch: None)
+        for name, by in (("right", 1.0), ("off", 1.5))
+    ]
+    found = engines.compare(engines.Engine(contenders, "", lambda: None), batches, weights)
+    dist.destroy_process_group()
+    return found
+
+
+def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any]:
+    """The fields of an engine's result."""
+    declared = None
+    if framework == "vllm":
+        import vllm.platforms
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms.current_platform = CpuPlatform()
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
+    else:
+        declared = declare_vision_operators()
+        from sglang.srt.distributed.parallel_state import GroupCoordinator
+        from sglang.srt.layers.moe.token_dispatcher import standard
+
+        standard.get_device = lambda: "cpu"
+        GroupCoordinator.all_gatherv = lambda self, given, sizes: gather_rows(self, given, 0, sizes)
+        GroupCoordinator.reduce_scatterv = lambda self, given, output, sizes: output.copy_(
+            scatter_sums(self, given, 0, sizes)
+        )
+    from moelink.tools.bench.frameworks.__main__ import measure_engine
+    from moelink.tools.bench.frameworks.engines import EngineCase
+
+    dist.init_process_group("gloo")
+    case = EngineCase(tokens=SIZES, hidden_size=128, intermediate_size=32, num_experts=8, topk=2, device="cpu")
+    fields = measure_engine(framework, case, samples=3)
+    del declared
+    dist.destroy_process_group()
+    return fields
+
+
+def measured(rank: int, world_size: int, framework: str) -> dict[str, Any]:
+    """The fields of a result."""
+    if framework == "megatron":
+        from tests.integrations.megatron import megatron_cpu
+
+        del megatron_cpu.moe_utils.te_general_gemm  # the benchmark provides it by itself, as on a GPU
+    else:
+        torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes CUDA where it finds no accelerator
+    from moelink.tools.bench.frameworks.__main__ import measure
+    from moelink.tools.bench.frameworks.steps import Case
+
+    dist.init_process_group("gloo")
+    case = Case(tokens=24, hidden_size=64, intermediate_size=32, num_experts=8, topk=2, device="cpu", room=None)
+    fields = measure(framework, case, samples=1, calls=1)
+    dist.destroy_process_group()
+    return fields

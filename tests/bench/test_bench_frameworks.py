@@ -1,0 +1,157 @@
+"""The benchmark of frameworks' own dispatchers against moelink: on CPU ranks where the framework is installed."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moelink.testing import run_ranks
+from moelink.tools.bench.frameworks import __main__ as command
+from moelink.tools.bench.frameworks import engines, steps
+from moelink.tools.bench.frameworks.engines import EngineCase
+from moelink.tools.bench.frameworks.steps import PASSES, Case, differences
+from tests.bench import frameworks_ranks as ranks
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("framework", [name for name in command.PACKAGES if name not in command.ENGINES])
+def test_both_dispatchers_agree_and_are_timed(framework: str) -> None:
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed here: run by make test-frameworks")
+    for fields in run_ranks(ranks.measured, 2, framework, timeout=300):
+        assert fields["gate"]["passed"], fields["gate"]
+        assert {"out", "x.grad"} < set(fields["gate"]["differences"])
+        assert [set(row) for row in fields["rows"]] == [{"contender", *PASSES}] * 2
+        assert fields["rows"][1]["contender"] == "moelink"
+        for row in fields["rows"]:
+            assert row[PASSES[1]]["median"] > 0
+        assert set(fields["times_as_fast"]) == set(PASSES)
+        assert fields["framework"]["release"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("framework", command.ENGINES)
+def test_both_dispatchers_of_an_engine_agree_and_are_timed(framework: str) -> None:
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed here: run by make test-engines")
+    for fields in run_ranks(ranks.measured_engine, 2, framework, timeout=560):
+        gate, names = fields["gate"], [row["contender"] for row in fields["rows"]]
+        assert gate["passed"], gate
+        assert names == [names[0], "moelink"] * len(ranks.SIZES)
+        assert set(gate["differences"]) == {f"{name}, {size} tokens" for name in set(names) for size in ranks.SIZES}
+        assert all(off > 0 for off in gate["differences"].values()), "torch sums in another order and in fp32"
+        assert [row["tokens"] for row in fields["rows"][::2]] == list(ranks.SIZES)
+        assert all(row[what]["median"] > 0 for row in fields["rows"] for what in (engines.LAYER, engines.EXCHANGE))
+        assert [ratio["tokens"] for ratio in fields["times_as_fast"]] == list(ranks.SIZES)
+        assert not fields["graphs"]["captured"]
+        assert fields["framework"]["release"]
+
+
+@pytest.mark.parametrize(("framework", "extra"), [(name, name) for name in command.PACKAGES])
+def test_what_is_not_installed_is_refused_with_its_command(
+    framework: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from importlib.metadata import PackageNotFoundError
+
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("moelink.integrations.versions.version", absent)
+    assert command.main(["--framework", framework]) == 1
+    assert f"pip install 'moelink[{extra}]'" in capsys.readouterr().err
+
+
+def test_differences_are_of_a_part_s_length() -> None:
+    assert doctest.testmod(steps).failed == 0
+    theirs = {"out": torch.ones(4), "x.grad": torch.zeros(2), "gone": torch.ones(1), "nan": torch.ones(1)}
+    ours = {"out": torch.full((4,), 1.5), "x.grad": torch.zeros(2), "nan": torch.full((1,), float("nan"))}
+    assert differences(theirs, ours) == {"out": 0.5, "x.grad": 0.0, "gone": float("inf"), "nan": float("inf")}
+
+
+def test_experts_here_are_those_of_a_plain_loop() -> None:
+    assert doctest.testmod(engines).failed == 0
+    case = EngineCase((5,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
+    weights, batch = engines.make_weights(case), engines.make_batch(case, 0, 5)
+    here = case.own_experts(1, 2)
+    assert here == slice(2, 4)
+    local = torch.where(batch.ids >= here.start, batch.ids - here.start, -1)
+    made = engines.weighed_experts(batch.x, weights.of(here), local, batch.weights)
+    mine = torch.where(batch.ids >= here.start, batch.weights, 0.0)
+    expected = engines.reference(engines.Batch(batch.x, mine, batch.ids), weights)
+    assert differences({"out": expected}, {"out": made.float()})["out"] < command.TOLERANCE
+    assert not made[(local < 0).all(1)].any(), "a row without experts here is zero"
+    nowhere = engines.weighed_experts(batch.x, weights.of(here), torch.full_like(batch.ids, -1), batch.weights)
+    assert not nowhere.any()
+
+
+def test_a_contender_that_is_off_is_named() -> None:
+    case = EngineCase((3,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
+    found = run_ranks(ranks.compared, 1, case)[0]
+    assert found["right, 3 tokens"] < 1e-6
+    assert found["off, 3 tokens"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.quick("no time, and each is another option")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["vllm", "--room", "1"], "room: expected none with vllm"),
+        (["sglang", "--calls", "2"], "calls: expected none with sglang"),
+        (["torchtitan", "--tokens", "8", "16"], "tokens: expected one number with torchtitan"),
+    ],
+)
+def test_options_of_another_framework_are_refused(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--framework", *arguments]) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_the_command_writes_a_result_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = []
+
+    def measured(framework: str, case: EngineCase, *, samples: int) -> dict[str, Any]:
+        cases.append((framework, case, samples))
+        rows = [
+            {"contender": name, "tokens": tokens, engines.LAYER: {"median": median}}
+            for tokens in case.tokens
+            for name, median in (("theirs", 30.0), ("moelink", 20.0))
+        ]
+        gate = {"passed": True, "fault": ""}
+        return {"gate": gate, "rows": rows, "times_as_fast": engines.times_as_fast(rows)}
+
+    start = dist.init_process_group
+    monkeypatch.setattr(command, "measure_engine", measured)
+    monkeypatch.setattr(command, "require", lambda package: "1.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backends: start("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    )
+    out = tmp_path / "vllm.json"
+    options = ["--tokens", "1", "64", "--samples", "6", "--commit", "abc", "--out", str(out)]
+    assert command.main(["--framework", "vllm", *options]) == 0
+    assert cases == [("vllm", EngineCase((1, 64), 2048, 768, 128, 8, "cuda"), 6)]
+    document = json.loads(out.read_text())
+    assert (document["benchmark"], document["commit"], document["devices"]) == ("frameworks", "abc", ["a GPU"])
+    assert document["times_as_fast"] == [{"tokens": 1, "layer": 1.5}, {"tokens": 64, "layer": 1.5}]
+    said = capsys.readouterr().out
+    assert "moelink, 64 tokens, layer: 20 us" in said
+    assert "{'tokens': 64, 'layer': 1.5}" in said
+
+
+def test_capacity_is_room_over_what_is_expected() -> None:
+    case = Case(100, 64, 32, 8, 2, "cpu", 1.25)
+    assert case.capacity == 250
+    assert Case(100, 64, 32, 8, 2, "cpu", None).capacity is None

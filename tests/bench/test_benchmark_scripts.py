@@ -1,0 +1,233 @@
+"""Benchmarks that are started on their own: what of them needs no GPU."""
+
+import importlib.util
+import json
+import re
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moelink.memory.workspace import Workspace
+from moelink.tools.bench import Case, collective, document, host, host_table, launchers, ncu, quotients, render, sweep
+from tests.support.paths import ROOT
+
+SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
+CPU = torch.device("cpu")
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_every_result_has_a_command_that_exists() -> None:
+    """The table of benchmarks/results/README.md names every file, and only modules that are there."""
+    text = (RESULTS / "README.md").read_text()
+    presets = re.search(r"`PRESET_Nxh200.json` \(([a-z, ]+)\)", text)
+    assert presets is not None
+    names = "|".join(presets[1].split(", "))
+    for path in RESULTS.glob("*.json"):
+        assert f"`{path.name}`" in text or re.fullmatch(rf"({names})_\dxh[12]00\.json", path.name), path.name
+    modules = set(re.findall(r"-m (moelink\.[a-z_.]+)", text))
+    assert len(modules) >= 6
+    for module in modules:
+        assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("module", [collective, host, launchers, ncu, quotients, render, sweep])
+def test_scripts_explain_themselves(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit) as done:
+        module.main()
+    assert done.value.code == 0
+    assert (module.__doc__ or "").splitlines()[0] in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_launchers_are_compared_with_a_communicator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "launchers.json"
+    sizes = "--tokens 2 --ranks 1 2 --formats bf16 fp8_block128 --hidden-size 128 --experts 4 --topk 2 --samples 2"
+    monkeypatch.setattr(sys, "argv", ["launchers", *sizes.split(), "--out", str(out), "--commit", "abc1234"])
+    launchers.main()
+    result = json.loads(out.read_text())
+    assert (result["benchmark"], result["schema_version"], result["gate"]["passed"]) == ("launchers", 1, True)
+    assert [(row["ranks"], row["form"], row["case"]["format"]) for row in result["rows"]] == [
+        (1, "fused", "bf16"), (1, "fused", "fp8_block128"), (2, "split", "bf16"), (2, "split", "fp8_block128"),
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert row["us"].keys() == {"launchers", "communicator"}
+        assert all(figure["samples"] == 2 and figure["median"] > 0 for figure in row["us"].values())
+        assert row["quotient"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_launchers_are_launched_as_a_communicator_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels with the same options and as many CTAs, and constants that differ in where they count from."""
+    from moelink.kernels.launch.launcher import Launcher
+
+    launched: list[tuple[str, int, dict[str, Any]]] = []
+    launch = Launcher.launch
+
+    def noting(self: Launcher, kernel: Any, *args: Any, **more: Any) -> None:
+        launched.append((kernel.function.__name__, kernel.count, kernel.options))
+        launch(self, kernel, *args, **more)
+
+    monkeypatch.setattr(Launcher, "launch", noting)
+    for ranks in (1, 3):
+        for fmt in ("bf16", "fp8_block128"):
+            case = Case(tokens=5, hidden_size=128, num_experts=6, topk=2, format=fmt)
+            given, kinds = launchers.inputs(case, ranks, CPU), []
+            for side_of in (launchers.TransportSide, launchers.LauncherSide):
+                side = side_of(case, given, CPU, 20.0)
+                launched.clear()
+                side.pair()
+                side.check()
+                kinds.append(sorted(map(str, launched)))
+                side.close()
+            assert kinds[0] == kinds[1]
+
+
+def test_the_head_of_a_result_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/there/host.py", "operators", "--out", "/there/x.json"])
+    head = document.head("ops_overhead", script="host", commit="abc1234")
+    assert head["command"] == "python -m moelink.tools.bench.host operators --out x.json"
+    assert (head["schema_version"], head["benchmark"], head["commit"], head["dirty"]) == (
+        1,
+        "ops_overhead",
+        "abc1234",
+        None,
+    )
+    assert head["versions"]["torch"] == torch.__version__
+
+
+def test_the_profiler_runs_the_module_that_called_it() -> None:
+    call = ncu.command(["--launch-skip", "4"], "bf16")
+    assert call[:5] == ["ncu", "--clock-control", "none", "--launch-skip", "4"]
+    assert call[call.index(sys.executable) :] == [
+        sys.executable, "-m", ncu.__name__, "run", "--format", "bf16",
+    ]  # fmt: skip
+
+
+def test_samples_are_condensed_to_the_hottest_instructions() -> None:
+    add, load, cold = (
+        ncu.Instruction(at, text, samples)
+        for at, text, samples in (
+            (16, "IADD", {"long_scoreboard": 3, "wait": 1}), (0, "LDG", {"wait": 2}), (32, "EXIT", {"barrier": 1})
+        )
+    )  # fmt: skip
+    assert ncu.condense([add, cold, load], hottest=2) == {
+        "samples": 7,
+        "reasons": {"long_scoreboard": 42.9, "wait": 42.9, "barrier": 14.3},
+        "hottest": [
+            {"at": 0, "text": "LDG", "percent": 28.57, "reason": "wait"},
+            {"at": 16, "text": "IADD", "percent": 57.14, "reason": "long_scoreboard"},
+        ],
+    }
+
+
+def test_counters_are_read_from_a_profiler_s_report() -> None:
+    """Of lines that look alike, those in the unit that is kept; numbers with thousands set apart."""
+    report = """==PROF== Profiling "ep_x_kernel"
+  ep_x_kernel (132, 1, 1)x(256, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
+    Memory Throughput                 %        23.90
+    Duration                         us       148.22
+    Memory Throughput          Tbyte/s         1.15
+    Executed Instructions         inst   44,569,537
+  ep_y_kernel (7, 1, 1)x(128, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
+    Duration                         us         3.00
+"""
+    assert ncu.parse(report) == [
+        {"kernel": "ep_x_kernel", "programs": 132, "threads": 256, "us": 148.22, "dram_tb_per_s": 1.15,
+         "instructions": 44569537},
+        {"kernel": "ep_y_kernel", "programs": 7, "threads": 128, "us": 3.0},
+    ]  # fmt: skip
+
+
+def test_a_sweep_s_settings_are_in_force_while_it_says_so() -> None:
+    workspace = Workspace(SMALL.ep_config(0, 2))
+
+    def spec() -> Any:
+        return sweep.dispatching.dispatch_spec(
+            workspace, CPU, input_dtype=torch.bfloat16, quantized=False, weights=True
+        )  # fmt: skip
+
+    usual = spec()
+    fields = dict(map(sweep.field, ["TOKENS_PER_BATCH=3", "SCALES_LATER=0"]))
+    with sweep.in_force(sweep.setting("3,5,4,80,8"), "dispatch", fields):
+        assert spec().TOKENS_PER_BATCH == 3
+        assert spec().BLOCK_SIZE == 8
+        assert sweep.dispatching.dispatch_launch() == sweep.Launch(3, 5, num_warps=4, maxnreg=80)
+    assert spec() == usual
+    with sweep.in_force(sweep.setting("3,5,4,80,8"), "combine", fields):
+        assert spec().TOKENS_PER_BATCH == usual.TOKENS_PER_BATCH
+
+
+def test_multiplications_with_additions_round_once() -> None:
+    """Against exact fractions, and where rounding to fp64 in between would land on the middle of two fp32."""
+    fma = quotients.fma
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-40, 3, (3, 500), generator=generator)
+    a, b, c = torch.randn(3, 500, generator=generator) * torch.exp2(exponents.float())
+    for x, y, z, got in zip(*(t.tolist() for t in (a, b, c, fma(a, b, c))), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        near = [got, *(torch.nextafter(torch.tensor(got), torch.tensor(to)).item() for to in (9e9, -9e9))]
+        assert min(near, key=lambda value: abs(Fraction(value) - exact)) == got
+    a, b, c = (torch.tensor([value]) for value in (2.0**-24 * (1 + 2.0**-18), 1 - 2.0**-18, 1 + 2.0**-23))
+    for sign in (1, -1):  # 2**-60 below the middle
+        assert fma(sign * a, b, sign * c).item() == sign * (1 + 2.0**-23)
+        assert (sign * a.double() * b.double() + sign * c.double()).float().item() == sign * (1 + 2.0**-22)
+
+
+def test_one_correction_makes_quotients_of_bf16_right() -> None:
+    """The script's example, and a part of what it tries."""
+    one = quotients.corrected(*(torch.tensor([value]) for value in (1.0, 3.0, 0.25, 0.5)))
+    assert one.item() == 0.375
+    found = quotients.measure(scale_bits=9)
+    assert found["bf16_by_fp32"]["pairs"] == 128 * 512
+    for wrong in (found["bf16_by_fp32"]["wrong"], found["fp32_by_448"]["wrong"]):
+        assert wrong[0] > 0
+        assert wrong[1:] == [0, 0]
+
+
+def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that plays a GPU, with few batches."""
+    for name, value in {"BATCHES": 2, "CALLS": 2, "WARMUP": 3}.items():
+        monkeypatch.setattr(host, name, value)
+    made = host.calls_document("cpu", "abc1234")
+    us = made["microseconds"]
+    assert made["tensors_of_a_pair"] == 4
+    assert all(us[part] > 0 for part in ("tensors", "launches", "pair", "pair, looked at", "bound pair", *host.TARGETS))
+    assert us["own"] == round(us["pair"] - us["tensors"] - us["launches"], 1)
+    table = host_table.times_table([("host_time_x.json", made)]).splitlines()
+    assert f" {us['pair']:.1f} " in table[2]
+    assert "GPU played" in table[2]
+    assert "**40**" in table[3]
+
+
+def test_a_verdict_says_whose_the_time_is() -> None:
+    def verdict(**us: float) -> str:
+        return host_table.verdict("x.json", {"microseconds": us})
+
+    assert "13.2 more than its target; the launches alone were not measured" in verdict(pair=53.2, tensors=9.0)
+    near = verdict(pair=42.0, tensors=10.0, launches=12.0, own=20.0)
+    assert "22.0 of it are the driver's launches and PyTorch's tensors, and 20.0 moelink's Python" in near
+    assert near.endswith("with 18.0 of that the target would be met.")
+    assert verdict(pair=62.0, tensors=20.0, launches=22.0, own=20.0).endswith("it would still take 42.0.")
+    met = verdict(pair=39.0, tensors=10.0, launches=12.0, own=17.0, **{"bound dispatch": 15.5, "bound combine": 14.0})
+    assert "within its target of 40. " in met
+    assert met.endswith("Over 15 is a bound dispatch.")
+
+
+def test_the_operators_are_judged_by_their_budget() -> None:
+    def words(more: float) -> str:
+        medians = {"direct": 60.0, "operator": 60.0 + more, "operator, gradients": 400.0, "choice": 2.0}
+        return host_table.overhead_of({
+            "rows": [{"tokens": 1, "us": {name: {"median": value} for name, value in medians.items()}}],
+            "device": "cuda", "devices": ["NVIDIA H200"], "case": {"transport": "symmetric"}, "date": "2026-11-25",
+            "versions": {"torch": "2.11.0"},
+        })  # fmt: skip
+
+    assert "of 250 and 400 µs is kept. One rank of the symmetric transport, NVIDIA H200" in words(200.0)
+    assert "of 250 and 400 µs is exceeded" in words(251.0)

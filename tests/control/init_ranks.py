@@ -1,0 +1,312 @@
+"""What ranks do in the tests of ``init``: come late, mistype, die or stop on the way, and begin again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moelink
+from moelink import contract
+from moelink.control import group, meeting
+from moelink.testing import _rank_main
+from tests.support.fault_ranks import FIELDS, check_round_trip, die, stop_for
+from tests.support.starving import starvation
+
+TIMEOUT = 2.0
+SPARE = 0.5
+"""Seconds beyond the promise that a busy machine gets."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What one ``init`` gave: the error's class (empty: a communicator), whom it named, its text, the seconds."""
+
+    kind: str
+    peer: int
+    text: str
+    took: float
+
+
+def attempt(timeout: float = TIMEOUT, **fields: Any) -> tuple[Tried, moelink.Communicator | None]:
+    """Call ``init`` once."""
+    start = time.monotonic()
+    try:
+        ep = moelink.init(**FIELDS | fields, timeout=timeout)
+    except moelink.MoelinkError as error:
+        return Tried(type(error).__name__, getattr(error, "peer", -1), str(error), time.monotonic() - start), None
+    return Tried("", -1, "", time.monotonic() - start), ep
+
+
+def until_it_works(rank: int, tried: list[Tried], **fields: Any) -> None:
+    """Repeat ``init`` until there is a communicator, and use it."""
+    for _ in range(4):
+        told, ep = attempt(**fields)
+        tried.append(told)
+        if ep is not None:
+            check_round_trip(ep, rank)
+            time.sleep(0.2)  # nobody ends, and takes the store away, while another leaves
+            ep.close()
+            return
+    raise AssertionError(f"rank {rank}: {tried}")
+
+
+def memory_made(rank: int, world_size: int) -> tuple[str, str, list[str]]:
+    """Ask for the memory of too many ranks, then of these; return the errors, and moelink's threads then."""
+    told = []
+    for ranks in (world_size + 1, world_size):
+        params = contract.EPParams(
+            dispatch_fmt_str="BF16", hidden_size=64, top_k=2, n_experts=2 * ranks, max_token_per_rank=4,
+            n_gpus_per_node=ranks, timeout=60,
+        )  # fmt: skip
+        try:
+            memory = contract.create_memory(params, device="cpu")
+        except moelink.MoelinkError as error:
+            told.append(type(error).__name__)
+        else:
+            told.append("")
+            memory.close()
+    return told[0], told[1], [thread.name for thread in threading.enumerate() if "moelink" in thread.name]
+
+
+def repeated(rank: int, world_size: int, transport: str, fault: str, given: bool) -> list[Tried]:
+    """Rank 1 is late, or mistypes an argument, or passes another value; then all repeat ``init``."""
+    if given:
+        dist.init_process_group("gloo")
+    tried = []
+    fields: dict[str, Any] = {"transport": transport}
+    if fault == "late" and rank == 1:
+        time.sleep(TIMEOUT + 0.5)
+    else:
+        wrong = {"typo": {"topk": 0}, "mismatch": {"topk": 1}}.get(fault, {}) if rank == 1 else {}
+        tried.append(attempt(**fields | wrong)[0])
+    until_it_works(rank, tried, **fields)
+    return tried
+
+
+def numbered_apart(rank: int, world_size: int) -> list[Tried]:
+    """Rank 1 fails before it makes the default group, which the others have begun to make; then all repeat ``init``."""
+    make = group._DefaultGroup.make
+
+    def fail(*_: Any) -> None:
+        group._DefaultGroup.make = make  # type: ignore[method-assign]
+        raise RuntimeError("no group this time")
+
+    begun = threading.Event()
+
+    def begin(*arguments: Any) -> None:
+        begun.set()
+        make(*arguments)
+
+    group._DefaultGroup.make = fail if rank == 1 else begin  # type: ignore[method-assign]
+    tried = [attempt()[0]]
+    assert begun.is_set() or rank == 1
+    until_it_works(rank, tried)
+    return tried
+
+
+def struck(rank: int, world_size: int, place: str, blow: str, victim: int) -> Tried | None:
+    """Rank ``victim`` dies, or stops, at ``place``."""
+
+    def strike() -> None:
+        die() if blow == "die" else stop_for(3 * TIMEOUT)
+
+    if rank == victim:
+        if place == "entered":
+            meeting.Meeting._publish = meeting.Meeting._find = lambda _self: strike()  # type: ignore[method-assign]
+        elif place == "connecting":
+            group._connect_gloo = lambda *_: strike()
+        else:
+            group.gather_bytes.__globals__["_await"] = lambda *_: strike()
+    told, _ = attempt()
+    time.sleep(0.5)  # rank 0 hosts the store
+    return told
+
+
+def without_the_store(rank: int, world_size: int) -> Tried:
+    """Rank 0, which hosts the store of the default group, dies; the others recover, and then call ``init``."""
+    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    check_round_trip(ep, rank)
+    if rank == 0:
+        die()
+    try:
+        check_round_trip(ep, rank)
+    except moelink.PeerLostError:
+        ep = ep.recover([1, 2])
+    told, _ = attempt()
+    check_round_trip(ep, rank - 1)
+    return told
+
+
+def regrouped(rank: int, world_size: int) -> list[Tried]:
+    """The caller destroys the default group, and calls ``init`` again, three times."""
+    tried: list[Tried] = []
+    for _ in range(3):
+        until_it_works(rank, tried)
+        dist.destroy_process_group()
+    return tried
+
+
+def counted_keys(rank: int, world_size: int, transport: str) -> list[int]:
+    """How many keys the store has after each of three communicators with gradients."""
+    dist.init_process_group("gloo")
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    counts = []
+    for _ in range(3):
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+        with moelink.init(**FIELDS, timeout=10, transport=transport) as ep:
+            x = torch.ones(3, 16, dtype=torch.bfloat16, requires_grad=True)
+            weights = torch.ones(3, 2, requires_grad=True)
+            recv = ep.dispatch(x, torch.tensor([[0, 5]] * 3), weights)
+            ep.combine(recv.tokens, recv).sum().backward()
+    dist.barrier()
+    counts.append(store.num_keys())
+    dist.barrier()
+    return counts
+
+
+WORLD = 3
+SPAN = 0.5
+"""Seconds in which faults begin; an undisturbed ``init`` of a process takes about half of that."""
+END = 3.0
+"""Seconds after which every fault is over."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Of one rank: ``kind`` is kill, stop, late or typo; it begins at ``when`` and lasts ``seconds``."""
+
+    rank: int
+    kind: str
+    when: float
+    seconds: float
+
+
+def faults_of(seed: int) -> list[Fault]:
+    """One to three faults, of different ranks."""
+    choice = random.Random(seed)
+    ranks = choice.sample(range(WORLD), choice.choice((1, 1, 2, 3)))
+    kinds = ("kill", "kill", "stop", "stop", "late", "typo")
+    return [Fault(rank, choice.choice(kinds), choice.uniform(0, SPAN), choice.uniform(0.05, 2.0)) for rank in ranks]
+
+
+def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool, content: str) -> list[Tried]:
+    """Call ``init`` until all ranks have a communicator that still works when every fault is over.
+
+    A rank whose last call succeeded stays, because a peer's may have failed, which begins again then. It leaves a file
+    in the folder ``content`` meanwhile. All files are there only when every rank succeeded in the same communicator: a
+    new one needs all ranks, and each removes its file first.
+    """
+    time.sleep(max(start + late - time.monotonic(), 0.0))
+    mark = Path(content) / str(rank)
+    tried: list[Tried] = []
+    while time.monotonic() < start + 40:
+        told, ep = attempt(timeout=1.5, **({"topk": 0} if typo and not tried else {}))
+        tried.append(told)
+        try:
+            if ep is None:
+                continue
+            while time.monotonic() < start + END:
+                check_round_trip(ep, rank)
+                time.sleep(0.05)
+            check_round_trip(ep, rank)
+            mark.touch()
+            while time.monotonic() < start + 40:
+                if len(os.listdir(content)) == world_size:
+                    time.sleep(0.5)  # the others look, too
+                    return tried
+                ep.check()
+                time.sleep(0.05)
+        except moelink.PeerError:
+            mark.unlink(missing_ok=True)
+            ep.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    raise AssertionError(f"rank {rank} came to no end after {len(tried)} attempts, the last ones: {tried[-3:]}")
+
+
+def run_schedule(seed: int) -> tuple[list[list[Tried] | None], float]:
+    """Run three ranks under the faults of ``seed``; a launcher starts anew who was killed.
+
+    Returns results by rank, and for how many seconds the machine kept this process from running.
+    """
+    with TemporaryDirectory() as content, starvation() as late:
+        return _run_schedule(seed, content), late()
+
+
+def _run_schedule(seed: int, content: str) -> list[list[Tried] | None]:
+    context = get_context("forkserver")
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_kept_port()), "WORLD_SIZE": str(WORLD)}
+    faults = {fault.rank: fault for fault in faults_of(seed)}
+    start = time.monotonic() + 0.3
+    pipes: list[Any] = [None] * WORLD
+    processes: list[Any] = [None] * WORLD
+
+    def launch(rank: int, fault: Fault | None) -> None:
+        late = fault.seconds if fault is not None and fault.kind == "late" else 0.0
+        call = pickle.dumps((scheduled, (start, late, fault is not None and fault.kind == "typo", content)))
+        pipes[rank], theirs = context.Pipe(duplex=False)
+        ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes[rank] = context.Process(target=_rank_main, args=(theirs, ranked, call, rank, WORLD), daemon=True)
+        processes[rank].start()
+        theirs.close()
+
+    for rank in range(WORLD):
+        launch(rank, faults.get(rank))
+    due: list[tuple[float, Callable[[], None]]] = []
+    for fault in faults.values():
+        pid, at, rank = processes[fault.rank].pid, start + fault.when, fault.rank
+        if fault.kind == "kill":
+            due.append((at, lambda pid=pid: os.kill(pid, signal.SIGKILL)))
+            due.append((at + fault.seconds, lambda rank=rank: launch(rank, None)))
+        elif fault.kind == "stop":
+            due.append((at, lambda pid=pid: os.kill(pid, signal.SIGSTOP)))
+            due.append((at + fault.seconds, lambda pid=pid: os.kill(pid, signal.SIGCONT)))
+    for at, act in sorted(due, key=lambda pair: pair[0]):
+        time.sleep(max(at - time.monotonic(), 0.0))
+        act()
+    results: list[list[Tried] | None] = []
+    for rank in range(WORLD):
+        results.append(None)
+        if pipes[rank].poll(max(start + 45 - time.monotonic(), 0.1)):
+            ok, value = _received(pipes[rank])
+            assert ok, f"seed {seed}, rank {rank}: {value}"
+            results[rank] = value
+    for process in processes:
+        process.join(5)
+        process.kill()
+    return results
+
+
+def _kept_port() -> int:
+    """A free port that the system gives to nobody who asks for any: rank 0 may listen on it for the first time late."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _received(pipe: Any) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(pipe.recv_bytes())  # type: ignore[no-any-return]
+    except EOFError:
+        return False, "it ended without an answer"

@@ -1,0 +1,79 @@
+"""500 random fault schedules: nothing lost or duplicated in completed calls, and the survivors go on.
+
+80 of the symmetric transport's kernels, where every store is a place to stop at; 420 of the collective transport's
+steps, where every message between two ranks is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moelink.control import failure_detector as detector
+from moelink.kernels.launch import constants as spec
+from moelink.kernels.launch import device
+from moelink.kernels.launch.constants import combine_spec
+from tests.control import fault_schedules
+from tests.control.fault_messages import run_messages
+from tests.control.fault_schedules import WORLD, FaultScheduler, Oracle, run_schedule
+from tests.support.cases import Setup
+from tests.support.protocol_runs import Small
+
+SETUP = Setup("bf16", (("max_tokens_per_rank", 3), ("hidden_size", 8)), num_experts=4, topk=2)
+BEFORE = [Small(SETUP, "uniform", seed=1, tokens=(2, 1, 1))]
+MORE = [Small(SETUP, "skewed", seed=2, tokens=(1, 3, 2))]
+AFTER = [Small(SETUP, "uniform", seed=3, tokens=(1, 1))]
+KERNEL_SCHEDULES, CHUNK = 80, 10
+MESSAGE_SCHEDULES = 420
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultScheduler]]:
+    """Kernels read the clock of the scheduler in this list. Specs hold the clock, so none is kept from before."""
+    running: list[FaultScheduler] = []
+    monkeypatch.setattr(device, "host_clock", lambda: running[0].now)
+    monkeypatch.setattr(detector, "probe_all", fault_schedules.probe_all)
+    kept = (spec.dispatch_spec, combine_spec)
+    for specs in kept:
+        specs.cache_clear()
+    yield running
+    for specs in kept:
+        specs.cache_clear()
+
+
+@pytest.mark.parametrize("first", range(0, KERNEL_SCHEDULES, CHUNK))
+def test_kernels_stopped_anywhere(first: int, clocks: list[FaultScheduler]) -> None:
+    oracle, seen = Oracle(), Counter()
+    limit = device.clock_ticks(60.0, torch.device("cpu"))
+    for seed in range(first, first + CHUNK):
+        outcome = run_schedule(seed, BEFORE, AFTER, oracle, clocks, limit=limit)
+        survivors = [rank for rank in range(WORLD) if rank != outcome.victim]
+        seen["completed"] += outcome.calls[0]
+        if not outcome.errors:
+            assert outcome.calls == [2 * len(BEFORE) * WORLD], f"seed {seed}: calls are missing, and nobody was told"
+            continue
+        seen["recovered"] += 1
+        assert {outcome.errors[rank].peer for rank in survivors} == {outcome.victim}, f"seed {seed}"
+        assert outcome.calls[1] == 2 * len(AFTER) * len(survivors), f"seed {seed}: calls after recover are missing"
+        if not outcome.dies:
+            assert outcome.errors[outcome.victim].peer == outcome.victim, f"seed {seed}: it learns that it was stopped"
+    assert seen["recovered"] > CHUNK // 2, seen
+    assert seen["completed"] > 0, seen
+
+
+def test_collective_steps_stopped_between_any_two_messages() -> None:
+    oracle, seen = Oracle(), Counter()
+    for seed in range(MESSAGE_SCHEDULES):
+        outcome = run_messages(seed, [*BEFORE, *MORE], AFTER, oracle)
+        if outcome.failed:
+            seen["recovered"] += 1
+            assert outcome.calls[1] == 2 * len(AFTER) * (WORLD - 1), f"seed {seed}: calls after recover are missing"
+        else:
+            # A rank that stopped in its very last call may have sent all that the others needed of it.
+            assert 2 * 2 * WORLD - outcome.calls[0] in (0, 1), f"seed {seed}: calls are missing, and nobody was told"
+        seen["completed"] += outcome.calls[0]
+    assert seen["recovered"] > MESSAGE_SCHEDULES // 2, seen
+    assert seen["completed"] > MESSAGE_SCHEDULES, seen

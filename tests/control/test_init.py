@@ -1,0 +1,260 @@
+"""``init`` fails in bounded time, names the rank at fault, and may be repeated, whatever went wrong before."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import moelink
+from moelink.control.meeting import Meeting
+from moelink.control.probe import Address, ProbeServer
+from moelink.control.roster import LEFT, WAITING, Entry
+from moelink.control.stores import BoundedError, LauncherStore, bounded, peek, reach, serve
+from moelink.testing import run_ranks
+from tests.control import init_ranks
+from tests.control.init_ranks import SPARE, TIMEOUT, faults_of, run_schedule
+from tests.support.fault_ranks import FIELDS, check_round_trip
+from tests.support.starving import Starved
+from tests.tiers import seeds
+
+NOWHERE = "203.0.113.9"
+"""An address of nobody's, kept for documentation."""
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["no_group", "group"])
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+@pytest.mark.parametrize("fault", ["typo", "late", "mismatch"])
+def test_init_works_again_after_ranks_failed_differently(
+    fault: str, transport: str, given: bool, starved: Starved
+) -> None:
+    """Closes over: ranks that count their attempts apart, or read what an earlier attempt left in the store."""
+    first, wrong, last = run_ranks(init_ranks.repeated, 3, transport, fault, given)
+    for tried in (first, last):
+        assert tried[0].kind == {"late": "PeerTimeoutError", "typo": "PeerAbortedError"}.get(
+            fault, "ConfigMismatchError"
+        )
+        assert tried[0].peer == (1 if fault != "mismatch" else -1), tried
+        assert tried[0].took < TIMEOUT + 1 + starved()
+        assert [told.kind for told in tried[1:]] == [""], tried
+    assert [told.kind for told in wrong] == {"late": [""], "typo": ["ConfigError", ""]}.get(
+        fault, ["ConfigMismatchError", ""]
+    )
+
+
+@pytest.mark.parametrize("place", ["connecting", "entered", "handshake"])
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("blow", ["die", "stop"])
+def test_a_rank_that_dies_or_stops_in_init_is_named_in_time(
+    blow: str, victim: int, place: str, starved: Starved
+) -> None:
+    results = run_ranks(init_ranks.struck, 4, place, blow, victim, mortal={victim} if blow == "die" else ())
+    for rank, told in enumerate(results):
+        if rank == victim:
+            continue
+        assert told.kind == ("PeerLostError" if blow == "die" else "PeerTimeoutError") or victim == 0, told
+        assert told.peer == victim, told
+        assert told.took < TIMEOUT + 1 + SPARE + starved(), told
+        assert told.took < TIMEOUT + starved() or (blow, place) != ("die", "handshake"), told
+
+
+def test_init_without_the_host_of_the_store_names_it_in_time(starved: Starved) -> None:
+    for told in run_ranks(init_ranks.without_the_store, 3, mortal={0})[1:]:
+        assert (told.kind, told.peer) == ("PeerTimeoutError", 0), told
+        assert told.took < TIMEOUT + 1 + starved()
+
+
+def test_init_works_again_after_ranks_failed_on_two_sides_of_the_default_group(starved: Starved) -> None:
+    """Closes over: the number that torch gives a default group, which a group that was not connected uses up."""
+    for tried in run_ranks(init_ranks.numbered_apart, 3):
+        assert tried[0].kind == "PeerTimeoutError", tried
+        assert tried[0].took < TIMEOUT + starved(), tried  # they were told
+        assert tried[-1].kind == "", tried
+
+
+def test_memory_for_the_launchers_leaves_no_thread_in_the_store() -> None:
+    """Closes over: such a thread, which ends the process by a signal where it wakes while the interpreter exits."""
+    for refused, made, threads in run_ranks(init_ranks.memory_made, 3):
+        assert (refused, made, threads) == ("ArgumentError", "", [])
+
+
+def test_init_works_after_the_default_group_was_destroyed() -> None:
+    for tried in run_ranks(init_ranks.regrouped, 3):
+        assert [told.kind for told in tried] == [""] * 3
+
+
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_communicator_leaves_no_key_in_the_store(transport: str) -> None:
+    for counts in run_ranks(init_ranks.counted_keys, 3, transport):
+        assert len(set(counts)) == 1, counts
+
+
+def test_a_store_listens_on_one_interface() -> None:
+    """Closes over: torch's own socket, which listens on every interface."""
+    store = serve("127.0.0.1", 5.0)
+    with open("/proc/net/tcp") as table:
+        listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
+    assert f"0100007F:{store.port:04X}" in listening
+    assert not any(place.endswith(f":{store.port:04X}") and place.startswith("0000") for place in listening)
+    reached = reach("127.0.0.1", store.port, time.monotonic() + 5, 5.0)
+    reached.set("key", b"value")
+    assert (peek(store, "key"), peek(reached, "none")) == (b"value", b"")
+
+
+def without_an_address(rank: int, world_size: int) -> list[str]:
+    """Rank 0 has no network: in ``recover``, where it opens the store, and then in another ``init``."""
+    told = []
+    dist.init_process_group("gloo")
+    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    detector = ep._session.detector
+    assert detector is not None
+    if rank == 0:
+        detector.addresses = (replace(detector.addresses[0], host=NOWHERE), *detector.addresses[1:])
+        os.environ["MOELINK_PROBE_HOST"] = NOWHERE
+    for call in (lambda: ep.recover(range(world_size)), lambda: moelink.init(**FIELDS, timeout=TIMEOUT)):
+        try:
+            call()
+            told.append("nothing")
+        except moelink.MoelinkError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        dist.barrier()  # rank 0 is refused at once, and must not be in the next call while rank 1 is still in this one
+    os.environ.pop("MOELINK_PROBE_HOST", None)
+    with moelink.init(**FIELDS, timeout=30) as again:
+        check_round_trip(again, rank)
+    return told
+
+
+def test_an_address_that_is_not_here_is_refused_by_name() -> None:
+    """Closes over: an OSError of Python's, and peers that cannot tell why."""
+    first, second = run_ranks(without_an_address, 2)
+    for words in first:
+        assert words.startswith("UnsupportedError: MOELINK_PROBE_HOST: expected an address of this machine"), words
+        assert f"got '{NOWHERE}'" in words
+    assert second[0].startswith("PeerTimeoutError: rank 1: rank 0 did not arrive in recover"), second
+    assert second[1].startswith("PeerTimeoutError: rank 1: rank 0 did not arrive in init"), second
+
+
+def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
+    """Ranks 0 and 2 wait for rank 1. Rank 0's time is up earlier, and its entry says so."""
+    store, servers, meetings = dist.HashStore(), [ProbeServer(), ProbeServer()], []
+    for rank, seconds, server in ((0, 0.2, servers[0]), (2, 0.6, servers[1])):
+        meetings.append(
+            Meeting(
+                lambda: store, lambda *_: None, rank=rank, world_size=3, address=server.address,
+                deadline=time.monotonic() + seconds,
+            )
+        )  # fmt: skip
+    for meeting in meetings:
+        with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*has not called init"):
+            meeting.wait()
+        meeting.abandon()
+    for server in servers:
+        server.close()
+
+
+def test_who_gives_up_while_it_is_probed_is_not_named_for_who_never_came() -> None:
+    """Rank 2 has read the entry of rank 0. Before rank 2 probes it, rank 0 gives up, and its process ends."""
+    store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]
+    entry = Entry(WAITING, bytes(16), servers[0].address, has_group=True)
+    store.set("entry/0", entry.encode())
+
+    class Late(Meeting):
+        def _probe(self, *arguments: Any) -> Any:
+            store.set("entry/0", replace(entry, state=LEFT).encode())
+            servers[0].close()
+            return super()._probe(*arguments)
+
+    meeting = Late(
+        lambda: store, lambda *_: None, rank=2, world_size=3, address=servers[1].address,
+        deadline=time.monotonic() + 0.3,
+    )  # fmt: skip
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*has not called init"):
+        meeting.wait()
+    meeting.abandon()
+    servers[1].close()
+
+
+def test_who_gave_up_before_is_not_named_for_who_is_silent() -> None:
+    """Rank 0 gave up a moment before rank 2, because rank 1 does not answer."""
+    store, server = dist.HashStore(), ProbeServer()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1], server.address.token)
+        for rank, state in enumerate((LEFT, WAITING)):
+            store.set(f"entry/{rank}", Entry(state, bytes(16), address, has_group=True).encode())
+        meeting = Meeting(
+            lambda: store, lambda *_: None, rank=2, world_size=3, address=server.address,
+            deadline=time.monotonic() + 0.3,
+        )  # fmt: skip
+        with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*does not answer"):
+            meeting.wait()
+        meeting.abandon()
+    server.close()
+
+
+def test_a_room_is_voided_when_a_member_left_before_it_came() -> None:
+    """Rank 0 had read the entry of rank 1, which has left since and saw no roster then: only rank 0 can notice."""
+    store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]
+    entry, never = Entry(WAITING, bytes(16), servers[1].address, has_group=True), threading.Event()
+    store.set("entry/1", entry.encode())
+    meeting = Meeting(
+        lambda: store, lambda *_: never.wait(5), rank=0, world_size=2, address=servers[0].address,
+        deadline=time.monotonic() + 2,
+    )  # fmt: skip
+    while not peek(store, "roster"):
+        time.sleep(0.005)
+    store.set("entry/1", replace(entry, state=LEFT).encode())
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in init.*it has not called init"):
+        meeting.wait()
+    meeting.abandon()
+    never.set()
+    for server in servers:
+        server.close()
+
+
+def test_torchruns_variables_must_be_complete() -> None:
+    complete = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
+    assert LauncherStore.is_named(complete)
+    assert LauncherStore(complete).host_rank == 0
+    assert LauncherStore(complete | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).host_rank == -1
+    for name in complete:
+        wrong = {key: value for key, value in complete.items() if key != name}
+        assert not LauncherStore.is_named(wrong)
+        with pytest.raises(moelink.ConfigError, match=f"{name}: expected"):
+            LauncherStore(wrong)
+    with pytest.raises(moelink.ConfigError, match="RANK: expected a number in"):
+        LauncherStore(complete | {"RANK": "2"})
+
+
+def test_a_call_that_does_not_return_is_left_behind() -> None:
+    start = time.monotonic()
+    with pytest.raises(BoundedError):
+        bounded(lambda: time.sleep(2), start + 0.1)
+    assert time.monotonic() < start + 1
+    assert bounded(lambda: 3, time.monotonic() + 5) == 3
+    with pytest.raises(KeyError):
+        bounded(lambda: {}[1], time.monotonic() + 5)
+
+
+@pytest.mark.timeout(900)  # 280 schedules of some seconds, three at a time
+@seeds(20, 300)
+def test_random_schedules_of_init(seeds: Any) -> None:
+    """Ranks are killed and started again, stopped, late, or mistype: all come to a communicator, and every failure on
+    the way is an error of moelink, in time."""
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        for seed, (results, starved) in zip(seeds, pool.map(run_schedule, seeds), strict=True):
+            faults = faults_of(seed)
+            attempts = [len(tried or ()) for tried in results]
+            print(f"seed {seed}: {faults}: {attempts} attempts, starved for {starved:.2f} s")
+            stopped = {fault.rank: fault.seconds for fault in faults if fault.kind == "stop"}
+            for rank, tried in enumerate(results):
+                assert tried is not None, f"seed {seed}: rank {rank} hangs"
+                for told in tried:
+                    most = 1.5 + 1 + SPARE + starved + stopped.get(rank, 0.0)
+                    assert told.took < most, f"seed {seed}, rank {rank}, starved for {starved:.2f} s: {told}"

@@ -1,0 +1,41 @@
+"""Ranks that die or stop while their kernels run, a process and a device each. Run by hand: ``-m gpu``."""
+
+import pytest
+import torch
+
+from moelink.testing import run_ranks
+from tests.gpu import fault_ranks_gpu
+from tests.gpu.fault_ranks_gpu import TIMEOUT, WITH_FLAGS, WITHOUT_FLAGS
+
+WORLD = min(4, torch.cuda.device_count())
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(WORLD < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(300),
+]
+
+FALLS = [
+    ("killed", "dispatch", 0, WITHOUT_FLAGS),
+    ("killed", "combine", 1, WITH_FLAGS),
+    ("killed", "combine", 1, WITHOUT_FLAGS),
+    ("killed", "running", WORLD - 1, WITH_FLAGS),
+    ("stopped", "dispatch", 1, WITHOUT_FLAGS),
+]
+
+
+@pytest.mark.kernels(of=lambda most: fault_ranks_gpu.kernels(WORLD, most))
+@pytest.mark.parametrize("how, place, victim, most", FALLS, ids=lambda value: str(value))
+def test_the_others_name_it_in_time_and_go_on_without_it(how: str, place: str, victim: int, most: int) -> None:
+    mortal = {victim} if how == "killed" else set()
+    results = run_ranks(fault_ranks_gpu.falls, WORLD, victim, how, place, most, mortal=mortal, timeout=250)
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert result is None or result["told"].peer == victim
+            continue
+        told = result["told"]
+        assert (told.rank, told.peer) == (rank, victim)
+        assert told.kind == ("PeerLostError" if how == "killed" else "PeerTimeoutError")
+        assert told.phase in ("dispatch", "combine")
+        assert told.took < TIMEOUT + 1
+        assert result["recovered"] < 60, "kernels of the new number of ranks may have to be compiled afterwards"

@@ -1,0 +1,250 @@
+"""Compile the kernels for a GPU that is not there, and say what memory instructions came out.
+
+Run without TRITON_INTERPRET: ``python -m tests.kernels.aot sm_90 kernels`` prints one JSON object per kernel.
+The second word is one of PARTS. A third one selects kernels by how their names begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections import Counter
+
+TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+TYPES = {
+    "Peers": ("*i64", "*i64", "*i64"),
+    "RoutingNotes": ("*i32",) * 5,
+    "CachedRouting": ("*i32", "*i32"),
+    "DispatchInputs": {
+        "x": "*bf16", "scales": "*u8", "input_scale": "*fp32", "topk_ids": "*i64", "topk_weights": "*fp32",
+    },
+    "DispatchOutputs": {
+        "tokens": "*u8", "scales": "*u8", "row_offsets": "*i32", "expert_ids": "*i32", "src_info": "*i32",
+        "scales_offsets": "*i32", "weights": "*fp32", "topk_ids": "*i32", "num_recv_tokens": "*i32",
+        "overflow": "*i32", "counts": "*i32",
+    },
+    "CombineInputs": {
+        "y": "*bf16", "row_weights": "*fp32", "home_weights": "*fp32", "topk_ids": "*i64", "shared": "*bf16",
+        "epilogue": "*bf16",
+    },
+    "CombineOutputs": ("*bf16", ("*i64",)),
+}  # fmt: skip
+"""Types of the fields of each record, in order or by name. Numbers are i32, ``limit`` is i64."""
+MEMORY = re.compile(r"^\s*(?:@!?%?\w+ )?((?:ld|st|atom|red|bar|fence|membar)\b[\w.:]*)", re.M)
+HINT = re.compile(r"\.(?:cs|L[12]::\w+)\b")
+"""What an instruction says of caches."""
+GCN = re.compile(r"^\s*((?:global|buffer|scratch|flat)_[a-z_0-9]+)", re.M)
+
+
+def records_of(kernel):
+    """The record, or the pointer's type, of each argument of ``kernel``."""
+    from moelink.kernels import records
+
+    phase = "Dispatch" if re.search("dispatch|scales", kernel.__name__) else "Combine"  # phases of combine, too
+    known = {
+        "peers": records.Peers, "notes": records.RoutingNotes, "cached": records.CachedRouting,
+        **{name: getattr(records, phase + name.title()) for name in ("inputs", "outputs", "numbers")},
+    }  # fmt: skip
+    if "spoil" in kernel.__name__:
+        known["numbers"] = records.CreditNumbers
+    return {
+        name: known.get(name, "*u8" if name == "scales_out" else "*i32") for name in kernel.arg_names if name != "S"
+    }
+
+
+def source_of(kernel, spec, pointers):
+    """What Triton compiles. ``pointers``: types of fields of inputs and outputs that are not those of TYPES."""
+    from triton.compiler import ASTSource
+
+    signature, attrs = {}, {}
+    for index, (name, record) in enumerate(records_of(kernel).items()):
+        if isinstance(record, str):
+            signature[name], attrs[(index,)] = record, [["tt.divisibility", 16]]
+            continue
+        types = TYPES.get(record.__name__, {"limit": "i64"})
+        given = types if isinstance(types, dict) else dict(zip(record._fields, types, strict=True))
+        known = given | (pointers if name in ("inputs", "outputs") else {})
+        signature[name] = record(*[known.get(field, "i32") for field in record._fields])
+        attrs |= {
+            (index, i): [["tt.divisibility", 16]] for i, kind in enumerate(signature[name]) if str(kind).startswith("*")
+        }
+    signature["S"] = "constexpr"
+    return ASTSource(kernel, signature, {"S": spec}, attrs)
+
+
+def compile_kernel(kernel, spec, target, x, **more):
+    """``x``: type of that pointer. ``more``: compile options."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    amd = target.startswith("gfx")
+    spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE_CASTS=not amd, DEPENDENT_LAUNCH=not amd)
+    options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False, **more}
+    return triton.compile(source_of(kernel, spec, {"x": x}), target=GPUTarget(*TARGETS[target]), options=options)
+
+
+def unguarded(ops):
+    """How many releases have no barrier before them, or a store to global memory after it."""
+    count = 0
+    for i, op in enumerate(ops):
+        if ".release." not in op or "exch" not in op:
+            continue
+        before = ops[:i][::-1]
+        barrier = next((j for j, other in enumerate(before) if other.startswith("bar")), None)
+        count += barrier is None or any(other.startswith("st.global") for other in before[:barrier])
+    return count
+
+
+def barriers_between_rows(ops):
+    """Barriers between 16-byte stores, but for the longest way between two: few tokens have code of their own."""
+    rows = [i for i, op in enumerate(ops) if op == "st.global.v4.b32"]
+    between = [sum(op.startswith("bar") for op in ops[i:j]) for i, j in zip(rows, rows[1:], strict=False)]
+    return sum(between) - max(between, default=0)
+
+
+def bare_loads(ttir):
+    """Masked loads of rows (of 1024 elements and more) without a value for what they leave out."""
+    loads = re.findall(r"= tt\.load ([^:]*?)(?: \{.*?\})? : tensor<([\dx]+)x", ttir)
+    sizes = [math.prod(map(int, shape.split("x"))) for operands, shape in loads if operands.count("%") == 2]
+    return sum(size >= 1024 for size in sizes)
+
+
+def before_the_wait(ptx):
+    """How many instructions touch memory before a kernel waits for the launch before it; -1 where it does not wait."""
+    entry = ptx[ptx.index(".entry") :]
+    wait = entry.find("griddepcontrol.wait")
+    return -1 if wait < 0 else sum("param" not in op for op in MEMORY.findall(entry[:wait]))
+
+
+SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
+"""Formats that are received as another one is: only what sends them is compiled."""
+
+PARTS = ("kernels", "variants", "scales", "home", "in_place", "own_rows")
+"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats;
+layout "rank", copied and with ``zero_copy``; combine of two ranks whose own rows stay, or travel."""
+
+
+def kernels(part):
+    import torch
+
+    import moelink
+    from moelink.config import COMBINE_FORMATS
+    from moelink.kernels.combine import kernel as combine
+    from moelink.kernels.dispatch import kernel as dispatch
+    from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
+    from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
+    from moelink.kernels.launch.constants import combine_spec, dispatch_spec
+    from moelink.kernels.launch.own_rows import with_own_rows
+    from moelink.memory.workspace import Workspace
+
+    device = torch.device("cuda")
+    shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)
+    if part == "home":
+        for fmt in COMBINE_FORMATS:
+            for pre_reduce in (True, False):
+                workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce, combine_format=fmt))
+                spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
+                yield f"combine_async-{fmt}-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
+                yield f"combine_wait-{fmt}-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+        return
+    if part == "own_rows":
+        for layout, most in (("rank", 4096), ("expert", 4096)):
+            fields = {**shape, "max_tokens_per_rank": most, "world_size": 2, "layout": layout}
+            workspace = Workspace(moelink.EPConfig(**fields))
+            spec = combine_spec(workspace, device, row_weights=True, home_weights=False)
+            stay = with_own_rows(spec, workspace, device)
+            if not workspace.two_copies:
+                yield f"{layout}-{most}-travel", combine.ep_fused_combine_kernel, spec, "*bf16"
+            yield f"{layout}-{most}-stay", combine.ep_fused_combine_kernel, stay, "*bf16"
+            yield f"{layout}-{most}-async", combine.ep_combine_async_kernel, stay, "*bf16"
+            yield f"{layout}-{most}-wait", combine.ep_combine_wait_kernel, stay, "*bf16"
+        return
+    if part == "in_place":
+        for name, more in (("copied", {}), ("in_place", {"zero_copy": True})):
+            fields = {**shape, "dispatch_format": "fp8_block128", "layout": "rank", **more}
+            workspace = Workspace(moelink.EPConfig(**fields))
+            spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
+            yield f"dispatch_wait-{name}", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
+            cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
+            yield f"dispatch_wait_cached-{name}", dispatch.ep_dispatch_wait_kernel, cached, "*bf16"
+        yield "spoil_rows", ep_spoil_rows_kernel, spec, "*bf16"
+        return
+    for fmt in ("fp8_block128",) if part == "kernels" else ("bf16", "fp8_block128", "nvfp4", *SENT_OTHERWISE):
+        workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))
+        spec = dispatch_spec(
+            workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True, input_scale=fmt == "nvfp4"
+        )
+        x = "*u8" if fmt == "bf16" else "*bf16"
+        if part == "scales":
+            if spec.SCALES_LATER and fmt not in SENT_OTHERWISE:
+                yield f"scale_layout-{fmt}", ep_lay_out_scales_kernel, spec, x
+            continue
+        if part == "variants" and fmt in SENT_OTHERWISE:
+            yield f"dispatch_async-{fmt}", dispatch.ep_dispatch_async_kernel, spec, x
+        elif (part == "kernels") == (fmt == "fp8_block128"):
+            yield f"dispatch_async-{fmt}", dispatch.ep_dispatch_async_kernel, spec, x
+            yield f"dispatch_wait-{fmt}", dispatch.ep_dispatch_wait_kernel, spec, x
+        if part == "kernels":
+            yield f"fused_dispatch-{fmt}", dispatch.ep_fused_dispatch_kernel, spec, x
+        elif fmt not in ("bf16", *SENT_OTHERWISE):
+            cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
+            yield f"dispatch_async_cached-{fmt}", dispatch.ep_dispatch_async_kernel, cached, x
+            yield f"dispatch_wait_cached-{fmt}", dispatch.ep_dispatch_wait_kernel, cached, x
+    if part == "scales":
+        return
+    pre_reduce = part == "kernels"
+    workspace = Workspace(moelink.EPConfig(**shape, pre_reduce=pre_reduce))
+    spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
+    yield f"combine_async-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
+    yield f"combine_wait-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+    yield f"fused_combine-{pre_reduce}", combine.ep_fused_combine_kernel, spec, "*bf16"
+    if part == "variants":
+        workspace = Workspace(moelink.EPConfig(**shape, dispatch_format="fp8_block128", layout="masked"))
+        spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
+        yield "dispatch_wait_masked-fp8_block128", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
+        few = {**shape, "world_size": 4, "max_tokens_per_rank": 128, "dispatch_format": "fp8_block128"}
+        workspace = Workspace(moelink.EPConfig(**few))
+        assert workspace.row_table
+        spec = dispatch_spec(workspace, device, input_dtype=torch.bfloat16, quantized=False, weights=True)
+        yield "dispatch_wait_planned-fp8_block128", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
+        workspace = Workspace(moelink.EPConfig(**{**shape, "world_size": 2, "max_tokens_per_rank": 1024}))
+        assert workspace.lamport_tokens == 1024
+        spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
+        yield "without_flags_combine_async", combine.ep_combine_async_kernel, spec, "*bf16"
+        yield "without_flags_combine_wait", combine.ep_combine_wait_kernel, spec, "*bf16"
+
+
+def main(target, part, prefix=""):
+    from tests.rows.grouped_fp8_aot import stack_of
+
+    for name, kernel, spec, x in kernels(part):
+        if not name.startswith(prefix):
+            continue
+        as_launched = {"num_warps": 4, "maxnreg": 96} if part == "own_rows" else {}  # of ``combine_launch``
+        binary = compile_kernel(kernel, spec, target, x, **as_launched)
+        ptx = binary.asm.get("ptx")
+        text = ptx or binary.asm["amdgcn"]
+        found = (MEMORY if ptx else GCN).findall(text)
+        ops = [HINT.sub("", op) for op in found]
+        print(json.dumps({
+            "name": name, "ops": Counter(ops), "unguarded": unguarded(ops),
+            "once": Counter(op[:2] for op in found if HINT.search(op)),
+            "barriers_between_rows": barriers_between_rows(ops),
+            "local": sum("local" in op or op.startswith("scratch") for op in ops),
+            "masked_histograms": sum(
+                line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line
+            ),
+            "bare_loads": bare_loads(binary.asm["ttir"]),
+            "instructions": len(re.findall(r"^\s+(?:@!?%?\w+ )?[a-z][\w.:]*.*;", text, re.M)),
+            "stack": stack_of(binary.asm["cubin"]) if as_launched else 0,
+            "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
+            "before_the_wait": before_the_wait(ptx) if ptx else -1,
+            "allows": text.count("griddepcontrol.launch_dependents"),
+        }), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,530 @@
+"""What ranks do in the tests of faults: die or stop at a chosen place, say what they got, go on without the dead."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moelink
+import moelink.ops
+from moelink.control import surroundings
+from moelink.control.values import gather_values
+from moelink.testing import assert_bitwise_equal, rank_data
+from moelink.transports import build as set_up
+from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
+
+FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}
+TIMEOUT = 2.0
+TIMEOUTS = {"collective": TIMEOUT, "symmetric": 5.0, "nodes": 5.0}
+"""Interpreted kernels need seconds on a busy machine where a wire needs milliseconds."""
+
+WIRES: dict[str, dict[str, Any]] = {
+    "collective": {"transport": "collective"},
+    "symmetric": {"transport": "symmetric"},
+    "nodes": {"transport": "symmetric", "ranks_per_node": 1},  # every rank is a node
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """An error as a rank got it, and the seconds it took.
+
+    ``after`` is how long later calls took that must raise the same at once; ``usual`` how long a dispatch and combine
+    took before the fault, which is what interpreted kernels need beside the waiting.
+    """
+
+    kind: str
+    rank: int
+    peer: int
+    phase: str
+    call: int
+    took: float
+    after: float = 0.0
+    usual: float = 0.0
+
+
+def data(rank: int, seed: int = 3, tokens: int = 3) -> Any:
+    return rank_data(seed=seed, rank=rank, num_tokens=tokens, hidden_size=16, num_experts=7, topk=2, holes=0.2)
+
+
+def round_trip(ep: moelink.Communicator, origin: int, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """A dispatch and combine with identity experts of the tokens of rank ``origin``: (result, what it must be)."""
+    d = data(origin, seed)
+    recv = ep.dispatch(d.x, d.topk_ids)
+    out = ep.combine(recv.tokens, recv)
+    routed = (d.topk_ids >= 0).sum(1, keepdim=True)
+    return out, (d.x.float() * routed + 0.0).to(out.dtype)  # sums start at +0
+
+
+def check_round_trip(ep: moelink.Communicator, origin: int, seed: int = 3) -> None:
+    got, expected = round_trip(ep, origin, seed)
+    assert_bitwise_equal(got, expected, f"round trip of rank {origin}")
+    ep.check()
+
+
+def refusals(ep: moelink.Communicator, rank: int, d: Any, *ways: dict[str, Any]) -> moelink.DispatchOutput:
+    """Rank 1 refuses the rows of a dispatch, and of a combine with each of the options ``ways``, and then dispatches
+    with other options than the rest. After each of that all ranks send ``d`` and get it back. Returns its rows."""
+
+    def sent_back() -> moelink.DispatchOutput:
+        recv = ep.dispatch(d.x, d.topk_ids)
+        assert torch.equal(ep.combine(recv.tokens, recv), d.x * ep.config.topk)
+        return recv
+
+    def refused(rows: torch.Tensor, call: Any, *arguments: Any, **options: Any) -> None:
+        if rank == 1:
+            with pytest.raises(moelink.ArgumentError):
+                call(rows[:, :31].contiguous(), *arguments, **options)
+        else:
+            with pytest.raises(moelink.PeerAbortedError, match="rank 1 refused its arguments"):
+                call(rows, *arguments, **options)
+
+    recv = sent_back()
+    refused(d.x, ep.dispatch, d.topk_ids)
+    for options in ways:
+        sent_back()
+        refused(recv.tokens, ep.combine, recv, **options)
+    sent_back()
+    with pytest.raises(moelink.ProtocolError, match="with other options"):
+        ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
+    return sent_back()
+
+
+def timed_round_trip(ep: moelink.Communicator, origin: int) -> float:
+    """Seconds that a dispatch and combine take now."""
+    start = time.monotonic()
+    check_round_trip(ep, origin)
+    return time.monotonic() - start
+
+
+def caught(ep: moelink.Communicator, rank: int, seed: int = 4, usual: float = 0.0) -> Told:
+    """Call until an error comes, and again, which must give the same error."""
+    start, d = time.monotonic(), data(rank, seed)
+    try:
+        for _ in range(50):
+            start = time.monotonic()
+            recv = ep.dispatch(d.x, d.topk_ids)
+            start = time.monotonic()
+            ep.combine(recv.tokens, recv)
+        raise AssertionError("no error came")
+    except moelink.PeerTimeoutError as error:
+        first, took = error, time.monotonic() - start
+    start = time.monotonic()
+    d = data(rank)
+    for again in (lambda: ep.dispatch(d.x, d.topk_ids), ep.check):
+        with pytest.raises(moelink.PeerTimeoutError, match=f"^{re.escape(str(first))}$"):
+            again()
+    after = time.monotonic() - start
+    return Told(type(first).__name__, first.rank, first.peer, first.phase, first.call, took, after, usual)
+
+
+def strike_in_kernel(kernel: str, after_stores: int, blow: Any) -> None:
+    """Call ``blow`` in the middle of the interpreted kernel ``kernel``, at its ``after_stores``-th store."""
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    store, launch = builder.create_masked_store, executor.__call__
+    running: list[str] = [""]
+    left = [after_stores]
+
+    def counted(self: Any, *args: Any) -> Any:
+        if kernel in running[0]:
+            left[0] -= 1
+            if left[0] == 0:
+                blow()
+        return store(self, *args)
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running[0] = self.fn.__name__
+        return launch(self, *args, **kwargs)
+
+    builder.create_masked_store, executor.__call__ = counted, named
+
+
+def strike_in_collective(phase: str, place: str, blow: Any) -> None:
+    """Call ``blow`` in a collective call of ``phase``: "announced" (headers are out) or "moving" (rows are)."""
+    from moelink.transports.collective.group_wire import GroupWire
+
+    announce, finish = GroupWire._announce, GroupWire._finish
+
+    def announced(self: Any, call: int, now: str, what: Any) -> Any:
+        headers = announce(self, call, now, what)
+        if (now, place) == (phase, "announced"):
+            blow()
+        return headers
+
+    def moving(self: Any, work: Any, call: int, now: str, deadline: float, *, on_device: bool) -> None:
+        if (now, place, on_device) == (phase, "moving", True):
+            blow()
+        finish(self, work, call, now, deadline, on_device=on_device)
+
+    GroupWire._announce, GroupWire._finish = announced, moving  # type: ignore[method-assign]
+
+
+def die() -> None:
+    """As the kernel's out-of-memory killer would have it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_for(seconds: float) -> None:
+    """SIGSTOP this process; a child continues it."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(parent, signal.SIGCONT)
+        os._exit(0)
+    os.kill(parent, signal.SIGSTOP)
+    time.sleep(0.2)  # another thread may have taken the signal, and this one run on for a moment
+
+
+def strike(transport: str, place: str, number: int, blow: Any) -> None:
+    """Arrange for ``blow``: ``place`` is "dispatch" or "combine"; ``number`` which store of the
+    kernel, or which moment of a collective call: 0 with headers, 1 with rows under way."""
+    if transport != "collective":
+        strike_in_kernel(f"ep_fused_{place}_kernel", number, blow)
+    else:
+        strike_in_collective(place, ("announced", "moving")[number], blow)
+
+
+def leftovers() -> list[str]:
+    """What moelink left in the shared-memory file system under a name."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith("moelink")]
+
+
+def mapped() -> int:
+    """Shared-memory mappings of this process that are blocks of moelink (files without a name in /dev/shm)."""
+    gc.collect()  # an error's traceback holds the frames it went through
+    with open("/proc/self/maps") as lines:
+        return sum("/dev/shm/" in line and "(deleted)" in line for line in lines)
+
+
+def killed(rank: int, world_size: int, transport: str, victim: int, place: str, number: int) -> dict[str, Any]:
+    """Rank ``victim`` dies in the middle of a call; the others say what they got, and go on without it."""
+    at_first = mapped()
+    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=TIMEOUTS[transport])
+    got, expected = round_trip(ep, rank)
+    assert_bitwise_equal(got, expected, "before")
+    before = data(rank)
+    recv = ep.dispatch(before.x, before.topk_ids)
+    ep.combine(recv.tokens, recv)
+    kept = [got.clone(), recv.tokens.clone(), recv.src_info.clone()]
+    usual = timed_round_trip(ep, rank)
+    if rank == victim:
+        strike(transport, place, number, die)
+    told = caught(ep, rank, usual=usual)
+    survivors = [other for other in range(world_size) if other != victim]
+    start = time.monotonic()
+    new = ep.recover(survivors)
+    recovered = time.monotonic() - start
+    assert (new.config.rank, new.config.world_size) == (survivors.index(rank), world_size - 1)
+    for seed in range(3):
+        check_round_trip(new, rank, seed)
+    for tensor, copy in zip([got, recv.tokens, recv.src_info], kept, strict=True):
+        assert_bitwise_equal(tensor, copy, "an output of a finished call")
+    with pytest.raises(moelink.ForeignHandleError):
+        new.combine(recv.tokens, recv)
+    assert mapped() - at_first == (0 if transport == "collective" else world_size - 1), "the old blocks are released"
+    new.close()
+    assert mapped() == at_first
+    return {"told": told, "recovered": recovered, "left": leftovers()}
+
+
+def stopped(rank: int, world_size: int, transport: str, place: str, number: int) -> dict[str, Any]:
+    """Rank 1 is stopped in the middle of a call, and continued when the others have gone on without it."""
+    timeout = TIMEOUTS[transport]
+    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=timeout)
+    check_round_trip(ep, rank)
+    usual = timed_round_trip(ep, rank)
+    if rank == 1:
+        strike(transport, place, number, lambda: stop_for(timeout + 3))
+        told = caught(ep, rank)
+        with pytest.raises(moelink.PeerError):
+            ep.recover([0, 1, 2])  # the others are not where they were
+        ep.close()
+        return {"told": told}
+    told = caught(ep, rank, usual=usual)
+    new = ep.recover([0, 2])
+    until, calls, over = time.monotonic() + 5, 0, False
+    while not over:  # the stopped rank comes back meanwhile, and goes on with its call
+        check_round_trip(new, rank, calls)
+        over = says_stop(new, calls >= 2 and time.monotonic() > until)
+        calls += 1
+    new.close()
+    return {"told": told, "calls": calls, "left": leftovers()}
+
+
+def says_stop(ep: moelink.Communicator, stop: bool) -> bool:
+    """What rank 0 says, on both ranks: its token goes to the first and to the last expert."""
+    x = torch.full((int(ep.config.rank == 0), 16), float(stop), dtype=torch.bfloat16)
+    ids = torch.tensor([[0, ep.config.num_experts - 1]] * len(x), dtype=torch.int32).view(-1, 2)
+    return bool(ep.dispatch(x, ids, host_counts=True).tokens.any())
+
+
+def late(rank: int, world_size: int, transport: str) -> Told:
+    """Rank 1 sleeps through the others' time-out. Nobody died, so all of them go on together."""
+    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=TIMEOUTS[transport])
+    check_round_trip(ep, rank)
+    if rank == 1:
+        time.sleep(TIMEOUTS[transport] + 1)
+    told = caught(ep, rank)
+    new = ep.recover(range(world_size))
+    check_round_trip(new, rank)
+    new.close()
+    return told
+
+
+def one_after_the_other(rank: int, world_size: int, transport: str) -> list[int]:
+    """Of 4 ranks the first dies, then what has become the first, then the last: recover, three times."""
+    ep = moelink.init(**FIELDS, transport=transport, timeout=TIMEOUTS[transport])
+    check_round_trip(ep, rank)
+    alive, sizes = list(range(world_size)), []
+    for victim in (0, 1, 3):
+        if rank == victim:
+            die()
+        told = caught(ep, rank)
+        assert alive[told.peer] == victim
+        ep = ep.recover([number for number, old in enumerate(alive) if old != victim])
+        alive.remove(victim)
+        assert ep.config.rank == alive.index(rank)
+        check_round_trip(ep, rank)
+        sizes.append(ep.config.num_local_experts)
+    with pytest.raises(moelink.ArgumentError, match="ranks: expected distinct ranks in"):
+        ep.recover([])
+    assert ep.recover([0]).config.world_size == 1
+    return sizes
+
+
+BAD_LISTS = ([], [0], [0, 1, 1], [0, 1, 3], [-1, 1], [1.0, 2], [True, 1], ["1"], 1, None)
+
+
+def wrong_lists(rank: int, world_size: int) -> bool:
+    """Lists that this rank alone can refuse, lists that differ, a rank that does not come; then the right one."""
+    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    check_round_trip(ep, rank)
+    if rank == 1:
+        for ranks in BAD_LISTS:
+            with pytest.raises(moelink.ArgumentError, match=r"ranks: expected distinct ranks in \[0, 3\) with this"):
+                ep.recover(ranks)
+    check_round_trip(ep, rank)  # nothing has changed
+    lists = ([0, 1, 2], [0, 1], [1, 2])
+    with pytest.raises(moelink.ConfigMismatchError, match="ranks: expected the same value on every rank") as caught:
+        ep.recover(lists[rank])
+    assert str(lists[rank]) in str(caught.value)
+    check_round_trip(ep, rank)
+    if rank == 2:
+        time.sleep(2 * TIMEOUT + 2)
+    else:
+        with pytest.raises(moelink.PeerTimeoutError, match=r"rank 2 did not arrive in recover.*has not called") as told:
+            ep.recover([0, 1, 2])
+        assert told.value.peer == 2
+    new = ep.recover([2, 0, 1])
+    check_round_trip(new, rank)
+    with pytest.raises(moelink.ClosedError):
+        ep.dispatch(data(rank).x, data(rank).topk_ids)
+    with pytest.raises(moelink.ClosedError, match="recover: the communicator is closed"):
+        ep.recover([0, 1, 2])
+    new.close()
+    with pytest.raises(moelink.ClosedError):
+        new.recover([0, 1, 2])
+    return True
+
+
+def death_in_recover(rank: int, world_size: int, moment: str) -> tuple[str, int]:
+    """Rank 3 dies; then rank 0 dies in recover, before it has proposed anything or when it is about to meet."""
+    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    check_round_trip(ep, rank)
+    if rank == 3:
+        die()
+    assert caught(ep, rank).peer == 3
+    if rank == 0:
+        if moment == "meeting":
+            surroundings.meet = lambda *_, **__: die()
+        elif moment == "building":
+            set_up.build_in_group = lambda *_: die()
+        else:
+            die()
+    with pytest.raises(moelink.PeerTimeoutError, match="in recover") as told:
+        ep.recover([0, 1, 2])
+    new = ep.recover([1, 2])
+    check_round_trip(new, rank)
+    new.close()
+    return type(told.value).__name__, told.value.peer
+
+
+def late_after_recover(rank: int, world_size: int) -> bool:
+    """Rank 2 comes late, to init and to recover, so that little of the timeout is left there, and to the next call."""
+    if rank == 2:
+        time.sleep(2.0)
+    ep = moelink.init(**FIELDS, timeout=3.0, transport="collective")
+    if rank == 2:
+        time.sleep(1.7)
+    check_round_trip(ep, rank)
+    if rank == 0:
+        die()
+    assert caught(ep, rank).peer == 0
+    if rank == 2:
+        time.sleep(2.0)
+    new = ep.recover([1, 2])
+    check_round_trip(new, rank)
+    if rank == 2:
+        time.sleep(1.7)
+    check_round_trip(new, rank)
+    new.close()
+    return True
+
+
+def left_out(rank: int, world_size: int) -> bool:
+    """Of three ranks that recover, the first dies at the end of the set-up. One survivor has its communicator."""
+    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    check_round_trip(ep, rank)
+    build = set_up.build_in_group
+
+    def last_exchange(*arguments: Any) -> Any:
+        built = build(*arguments)
+        if rank == 0:
+            die()
+        if rank == 1:
+            time.sleep(0.3)
+            raise moelink.PeerLostError(rank=1, peer=0, phase="init", call=0, expected=0, got=None)
+        return built
+
+    set_up.build_in_group = last_exchange
+    if rank == 2:
+        new = ep.recover([0, 1, 2])
+        time.sleep(2 * TIMEOUT)
+        new.close()
+        return True
+    with pytest.raises(moelink.PeerLostError) as told:
+        ep.recover([0, 1, 2])
+    assert told.value.peer == 0
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 2 has gone on with ranks .0, 1, 2.") as told_again:
+        ep.recover([1, 2])
+    assert told_again.value.peer == 1
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 2 has gone on"):
+        ep.recover([1])
+    return True
+
+
+def gradients(rank: int, world_size: int) -> bool:
+    """A recovered communicator trains: the lanes that gradients take are made anew among the survivors."""
+    ep = moelink.init(**FIELDS | {"hidden_size": 32}, dispatch_format="mxfp8", timeout=TIMEOUT)
+    if rank == 0:
+        die()
+    d = rank_data(seed=5, rank=rank, num_tokens=3, hidden_size=32, num_experts=7, topk=2)
+    with pytest.raises(moelink.PeerLostError):
+        ep.dispatch(d.x, d.topk_ids, d.topk_weights)
+    new = ep.recover([1, 2])
+    x, weights = d.x.clone().requires_grad_(), d.topk_weights.clone().requires_grad_()
+    recv = new.dispatch(x, d.topk_ids, weights)
+    out = new.combine(moelink.ops.dequantize(new, recv), recv)
+    out.sum().backward()
+    expected = d.topk_weights.sum(1, keepdim=True).expand(3, 32)
+    torch.testing.assert_close(x.grad.float(), expected, rtol=2**-7, atol=0)  # partial sums travel as bf16
+    assert bool((weights.grad != 0).any())
+    new.close()
+    return True
+
+
+def held_after_close(rank: int, world_size: int) -> list[int]:
+    """How many hold each tensor of the last exchange, once the communicator is closed: 1 is this function."""
+    ep = moelink.init(num_experts=8, topk=2, hidden_size=16, max_tokens_per_rank=4, timeout=20, transport="collective")
+    x = torch.ones(4, 16, dtype=torch.bfloat16)
+    recv = ep.dispatch(x, torch.tensor([[0, 5]] * 4))
+    ep.combine(recv.tokens, recv)
+    lent = ep._session.transport._wire._lent
+    ep.close()
+    return [tensor._use_count() for tensor in lent]
+
+
+def held_after_gathers(rank: int, world_size: int) -> list[int]:
+    """The same of two gathers of values, each of which exchanges sizes and then texts."""
+    dist.init_process_group("gloo")
+    lent: list[Tensor] = []
+    gather = dist.all_gather
+
+    def recorded(parts: list[Tensor], mine: Tensor, group: Any) -> None:
+        gather(parts, mine, group=group)
+        lent.extend([*parts, mine])
+
+    with mock.patch.object(dist, "all_gather", recorded):
+        gather_values(rank)
+        gather_values("text" * 1000)
+    counts = [tensor._use_count() for tensor in lent]
+    dist.destroy_process_group()
+    return counts
+
+
+def combine_left_out(rank: int, world_size: int, late: float) -> tuple[str, int, str]:
+    """Rank 1 leaves out a combine and dispatches again; the others come to that combine ``late`` seconds after it."""
+    ep = moelink.init(**FIELDS, timeout=3.0, transport="symmetric")
+    check_round_trip(ep, rank)
+    d = data(rank)
+    recv = ep.dispatch(d.x, d.topk_ids)
+    if rank == 1 and late < 0:
+        time.sleep(-late)
+    elif rank != 1 and late > 0:
+        time.sleep(late)
+    try:
+        if rank == 1:
+            ep.dispatch(d.x, d.topk_ids)
+        else:
+            ep.combine(recv.tokens, recv)
+        ep.check()
+    except moelink.PeerTimeoutError as error:
+        time.sleep(1.0)  # the others ask this rank
+        return type(error).__name__, error.peer, str(error)
+    return "", -1, ""
+
+
+def told_while_waiting(rank: int, world_size: int) -> Told | None:
+    """Rank 2 dies with its headers sent and rank 1 is late: rank 0 waits for rank 1, which finds out."""
+    ep = moelink.init(**FIELDS, transport="collective", timeout=30)
+    check_round_trip(ep, rank)
+    if rank == 2:
+        strike_in_collective("dispatch", "announced", lambda: (time.sleep(0.3), die()))
+    if rank == 1:
+        time.sleep(1.0)
+    told = caught(ep, rank)
+    if rank == 1:
+        time.sleep(4)  # when it ends, its connections do, too
+    ep.close()
+    return told
+
+
+def refused_where_nothing_travels(rank: int, world_size: int, transport: str) -> list[float]:
+    """Mode allreduce: of arguments refused and hooks that raise on rank 1, rank 0 hears nothing, in no time."""
+    seconds = []
+    broken = moelink.Hook(None, lambda *_: 1 / 0)
+    with moelink.init(**FIELDS, transport=transport, mode="allreduce", timeout=20) as ep:
+        d = data(0)
+        for arguments, kind in (
+            ({"topk_weights": d.topk_ids}, moelink.ArgumentError),
+            ({"topk_weights": broken}, ZeroDivisionError),
+            ({"x": d.x.int()}, moelink.ArgumentError),
+        ):
+            start = time.monotonic()
+            given = {"x": d.x, "topk_ids": d.topk_ids}
+            if rank == 1:
+                with pytest.raises(kind):
+                    ep.dispatch(**given | arguments)
+            recv = ep.dispatch(**given)
+            ep.combine(recv.tokens, recv)
+            if rank == 1:
+                with pytest.raises(ZeroDivisionError):
+                    ep.combine(recv.tokens, recv, epilogue=moelink.Hook(None, lambda *_: 1 / 0, (d.x,)))
+                with pytest.raises(moelink.ArgumentError):
+                    ep.combine(recv.tokens[1:], recv)
+            ep.check()
+            seconds.append(time.monotonic() - start)
+    return seconds

@@ -1,0 +1,132 @@
+"""The symmetric transport as users meet it: ``moelink.init`` in processes over shared memory, interpreted kernels.
+
+Every layout of scales x layout x mode at world 2, pairwise combinations at 3, 4 and 8, one spawn per world.
+"""
+
+import itertools
+import multiprocessing
+import time
+
+import pytest
+from triton.runtime.errors import InterpreterError
+
+import moelink
+from moelink.testing import rank_data, run_ranks
+from tests.support.cases import FORMATS, SCALE_LAYOUTS, SCENARIOS, Case, Setup, check_case, run_cases
+
+LAYOUTS = ({}, {"layout": "rank"})
+MODES = ({}, {"mode": "allreduce"})
+REDUCTIONS = ({}, {"pre_reduce": False}, {"fused_shared_expert": True})
+
+
+def every_combination() -> list[Case]:
+    cases = []
+    for index, (fmt, layout, mode) in enumerate(itertools.product(SCALE_LAYOUTS, LAYOUTS, MODES)):
+        extra = {} if layout else REDUCTIONS[index % 3]
+        setup = Setup(fmt, tuple({**layout, **mode, **extra}.items()))
+        cases.append(Case(setup, SCENARIOS[index % len(SCENARIOS)], seed=index, small=True))
+    return cases
+
+
+def pairwise() -> list[Case]:
+    """Each format once, such that each pair of (layout, mode, reduction) values meets."""
+    options = (
+        {},
+        {"layout": "rank"},
+        {"mode": "allreduce"},
+        {"layout": "rank", "mode": "allreduce"},
+        {"pre_reduce": False},
+        {"mode": "allreduce", "pre_reduce": False, "fused_shared_expert": True},
+        {"fused_shared_expert": True},
+        {"expert_alignment": 3},
+        {"layout": "rank", "global_ids": True},
+    )
+    return [
+        Case(Setup(fmt, tuple(o.items())), scenario, seed=i, small=True)
+        for i, (fmt, o, scenario) in enumerate(zip(FORMATS, options, itertools.cycle(reversed(SCENARIOS))))
+    ]
+
+
+@pytest.mark.parametrize("world_size", [3, 2, 4, 8])
+def test_equals_oracle(world_size):
+    cases = every_combination() if world_size == 2 else pairwise()
+    results = run_ranks(run_cases, world_size, cases, {"transport": "symmetric"}, timeout=280)
+    for index, case in enumerate(cases):
+        check_case(case, world_size, [result[index] for result in results])
+
+
+SETUP = {"num_experts": 6, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 2, "transport": "symmetric"}
+TIMEOUT = 2.5
+
+
+def faults(rank, world_size):
+    """A refusal, ranks that pass other options, and a rank that never calls, one after the other."""
+    d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=2)
+    ep = moelink.init(**SETUP, timeout=TIMEOUT)
+    if rank == 1:
+        with pytest.raises(moelink.ArgumentError, match="x: expected"):
+            ep.dispatch(d.x[:, :31].contiguous(), d.topk_ids)
+    else:
+        with pytest.raises(moelink.PeerAbortedError, match="rank 1 refused its arguments in dispatch"):
+            ep.dispatch(d.x, d.topk_ids)
+    recv = ep.dispatch(d.x, d.topk_ids)
+    assert (ep.combine(recv.tokens, recv) == d.x * 2).all()
+    # Two exchanges: the workspace holds two rows a token, and not all three.
+    with moelink.init(**{**SETUP, "topk": 3}, timeout=TIMEOUT) as wide:
+        more = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
+        recv = wide.dispatch(more.x, more.topk_ids)
+        error, y = (moelink.ArgumentError, recv.tokens[:-1]) if rank == 1 else (moelink.PeerAbortedError, recv.tokens)
+        with pytest.raises(error):
+            wide.combine(y, recv, reduce=False)
+        assert (wide.combine(recv.tokens, recv) == more.x * 3).all()
+    recv = ep.dispatch(d.x, d.topk_ids)
+    with pytest.raises(moelink.ProtocolError, match="with other options"):
+        ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
+    recv = ep.dispatch(d.x, d.topk_ids)
+    assert (ep.combine(recv.tokens, recv) == d.x * 2).all()
+    if rank == 1:
+        time.sleep(TIMEOUT + 2)
+        with pytest.raises(moelink.PeerTimeoutError) as told:
+            ep.dispatch(d.x, d.topk_ids)
+        ep.close()
+        return told.value.peer, 0.0, 0.0
+    start = time.monotonic()
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in dispatch") as caught:
+        ep.dispatch(d.x, d.topk_ids)
+    took = time.monotonic() - start
+    start = time.monotonic()
+    for call in (lambda: ep.dispatch(d.x, d.topk_ids), ep.check):
+        with pytest.raises(moelink.PeerTimeoutError, match="rank 1"):
+            call()
+    ep.close()
+    return caught.value.peer, took, time.monotonic() - start
+
+
+def test_refusals_other_options_and_absent_ranks(starved):
+    for peer, took, later in run_ranks(faults, 2, timeout=120):
+        assert peer == 1
+        assert took < TIMEOUT + 1 + starved()
+        assert later < 1.0 + starved()
+
+
+def outside(rank, world_size):
+    """With MOELINK_DEBUG=1 a kernel that leaves its region is stopped."""
+    ep = moelink.init(**SETUP, timeout=5.0)
+    transport = ep._session.transport
+    d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=2)
+    recv = ep.dispatch(d.x, d.topk_ids)
+    assert (ep.combine(recv.tokens, recv) == d.x * 2).all()
+    launcher = transport.ranks[0].launcher
+    launcher.peers = launcher.peers._replace(table=launcher.peers.table + (1 << 40))
+    try:
+        ep.dispatch(d.x, d.topk_ids)
+    except (moelink.MoelinkError, InterpreterError) as error:
+        return "outside every known range" in str(error)
+    return False
+
+
+def test_debug_mode_stops_accesses_outside_a_region(monkeypatch):
+    monkeypatch.setenv("MOELINK_DEBUG", "1")
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(outside, (0, 1))
