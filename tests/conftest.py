@@ -1,7 +1,6 @@
 """Test session set-up.
 
-Tests have two tiers, which :mod:`tiers` explains. ``pytest`` runs the quick one: every test function with its first
-parameter set, and what is marked ``quick``. ``pytest --full`` runs everything.
+Tests have two tiers, which :mod:`tests.tiers` explains. ``pytest`` runs the quick one, ``pytest --full`` everything.
 
 Kernels are interpreted unless a GPU is there: the variable must be set before anything imports triton, and it is
 inherited by the ranks that tests spawn.
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from tests.tiers import choose
+from tests.tiers import OWN_TIERS, choose, folder_of
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -30,6 +29,7 @@ from tests.support import (  # noqa: E402
     fast_interpreter,  # noqa: F401
     rank_server,
 )
+from tests.support.quick_tier import QuickTier  # noqa: E402
 from tests.support.starving import starvation  # noqa: E402
 
 
@@ -41,6 +41,21 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Warnings are errors in the processes that tests start as well, with the same filters (``pyproject.toml``)."""
     os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
+    quick = not config.getoption("full") and not torch.cuda.is_available()
+    config.pluginmanager.register(QuickTier(whole=quick and _is_whole(config), quick=quick), "quick-tier")
+
+
+def _is_whole(config):
+    return config.args == config.getini("testpaths") and not config.option.keyword
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Save the seconds of collecting folders that a whole run of the quick tier leaves out."""
+    whole = _is_whole(config) and not config.getoption("full") and config.option.markexpr == "not gpu"
+    if whole and collection_path.is_relative_to(ROOT):
+        inside = collection_path.relative_to(ROOT).as_posix() + "/"
+        return True if folder_of(inside) in OWN_TIERS else None
+    return None
 
 
 CHOSEN = pytest.StashKey[list[str]]()
@@ -97,8 +112,7 @@ def tests_of_the_quick_tier(pytestconfig):
     """
 
     def of(files):
-        whole = pytestconfig.args == pytestconfig.getini("testpaths") and not pytestconfig.option.keyword
-        if whole and not pytestconfig.getoption("full"):
+        if _is_whole(pytestconfig) and not pytestconfig.getoption("full"):
             return {node for node in pytestconfig.stash[CHOSEN] if node.partition("::")[0] in set(files)}
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
         env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}

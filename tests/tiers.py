@@ -1,15 +1,24 @@
-"""The two tiers of the tests: which of the collected tests the quick one runs.
+"""Choose which of the collected tests the quick tier runs, and say how many seconds each folder of tests may take.
 
-The *quick tier* is what ``pytest`` and ``make test`` run. It runs every test function, each with the first of its
-parameter sets. The *full tier*, ``pytest --full`` or ``make test-full``, runs every parameter set.
+The *quick tier* is what ``pytest`` and ``make test`` run. It is a choice: each folder in :data:`BUDGETS` has a budget
+of processor seconds, and a run that spends more fails. So a test that takes seconds has to be worth them. The *full
+tier*, ``pytest --full`` or ``make test-full``, runs everything. Folders without a budget (:data:`OWN_TIERS`) run in the
+full tier, and when the command line names them.
 
-To write a test for both tiers:
+The quick tier takes of each test function the first parameter set. Two marks change that:
 
-* Put the cheapest parameter set first. A function that repeats its check under many seeds has a parameter ``seeds``:
-  ``@seeds(1, 20)`` gives it one seed in the quick tier, and 19 more in the full one.
-* Mark what the quick tier must not leave out with ``@pytest.mark.quick("why")``. On a function the mark stands for all
-  of its parameter sets. On a ``pytest.param(..., marks=pytest.mark.quick("why"))`` it stands for that one. Every
-  planted fault has it, and so has a function whose parameter sets take milliseconds but each check something else.
+* ``@pytest.mark.quick("why")``: the quick tier must not leave this out. On a function the mark stands for all of its
+  parameter sets. On a ``pytest.param(..., marks=pytest.mark.quick("why"))`` it stands for that one. Every planted fault
+  has it, and so has a function whose parameter sets take milliseconds but each check something else.
+* ``@pytest.mark.full("why")``: only the full tier runs this. The reason names the quick test that sees the same
+  faults, or says why nobody meets them between two full runs.
+
+Put the cheapest parameter set first. A function that repeats its check under many seeds has a parameter ``seeds``:
+``@seeds(1, 20)`` gives it one seed in the quick tier, and 19 more in the full one.
+
+A test of the quick tier does not start Python anew, as importing torch takes seconds: commands and ranks come from fork
+servers (``tests/support/``). :data:`NEW_PROCESSES` lists the tests that must; :mod:`tests.support.quick_tier` fails
+others.
 
 Tests marked ``gpu`` run with all of their parameter sets in both tiers. A parameter set that the command line names
 (``tests/tools/test_cli.py::test_it[case]``) runs as well. The options ``-k`` and ``-m`` choose first: ``-k nvfp4``
@@ -18,9 +27,27 @@ runs the first parameter set of each function among those that have nvfp4 in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
+
+BUDGETS = {
+    "kernels": 110, "transports": 90, "control": 70, "nodes": 45, "contract": 15, "formats": 15, "memory": 8, "nn": 14,
+    "ops": 18, "reference": 3, "rows": 22, "tracing": 8, "tools": 12, "gpu": 12, "mutants": 6, "project": 60,
+    "testing": 20,
+}  # fmt: skip
+"""Processor seconds of each folder in the quick tier, on the machine of :mod:`tests.support.costs`; 550 at most in all.
+``testing`` is the folder of the distribution moelink-testing."""
+OWN_TIERS = ("bench", "integrations", "plan")
+"""Folders with a tier of their own."""
+ALLOWED = 1.2
+"""A folder that takes more than its budget times this fails the run: two runs of the same tests differ by a tenth."""
+NEW_PROCESSES = {
+    "tests/project/test_tiers.py::test_pytest_reports_what_the_quick_tier_leaves_out": "runs pytest",
+    "tests/project/test_tiers.py::test_a_clock_counts_processes_that_live_and_those_that_have_ended": "without imports",
+    "tests/project/test_support.py::test_processes_that_load_triton_get_the_faster_interpreter": "of new processes",
+}
+"""Tests of the quick tier that may start Python anew, and why; ten at most."""
 
 
 def seeds(quick: int, full: int, why: str = "") -> pytest.MarkDecorator:
@@ -33,24 +60,35 @@ def seeds(quick: int, full: int, why: str = "") -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seeds", [few, pytest.param(range(quick, full), id="more")])
 
 
+def folder_of(nodeid: str) -> str:
+    """Return the folder of a test: ``nn`` of ``tests/nn/test_moe.py::test_it``, ``testing`` of all in that folder."""
+    first, _, rest = nodeid.partition("/")
+    return rest.partition("/")[0] if first == "tests" and "/" in rest else first
+
+
 def choose(items: Sequence[pytest.Item], arguments: Iterable[str] = ()) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Divide the collected tests into those that the quick tier runs and those that it leaves out, both in order.
 
     Args:
         items: the collected tests.
-        arguments: of the command line, of which those with a ``[`` name single parameter sets.
+        arguments: of the command line, of which those with a ``::`` name single tests, and others folders and files.
 
     Raises:
-        pytest.UsageError: a mark ``quick`` does not say why.
+        pytest.UsageError: a mark ``quick`` or ``full`` does not say why.
     """
-    named = {argument.partition("::")[2] for argument in arguments if "[" in argument}
+    arguments = list(arguments)
+    named = tuple(argument for argument in arguments if "::" in argument)
+    asked = {folder_of(argument.rstrip("/") + "/") for argument in arguments}
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     seen = set()
     for item in items:
         function, _, _ = item.nodeid.partition("[")
-        on_gpu, quick = item.get_closest_marker("gpu") is not None, _is_quick(item)
-        if function in seen and not (on_gpu or quick or item.nodeid.partition("::")[2] in named):
+        on_gpu, quick, full = item.get_closest_marker("gpu") is not None, _says("quick", item), _says("full", item)
+        folder = folder_of(item.nodeid)
+        elsewhere = (folder in OWN_TIERS and folder not in asked) or (full and not function.endswith(named))
+        known = function in seen and not quick
+        if (elsewhere or known) and not (on_gpu or item.nodeid.endswith(named)):
             left_out.append(item)
             continue
         kept.append(item)
@@ -59,10 +97,20 @@ def choose(items: Sequence[pytest.Item], arguments: Iterable[str] = ()) -> tuple
     return kept, left_out
 
 
-def _is_quick(item: pytest.Item) -> bool:
-    mark = item.get_closest_marker("quick")
+def over_budget(seconds: Mapping[str, float]) -> dict[str, str]:
+    """Return an error by folder for those of ``seconds`` (processor seconds by folder) that took more than they may."""
+    return {
+        folder: f"{folder}: expected at most {BUDGETS.get(folder, 0)} processor seconds, got {spent:.0f}; make its "
+        f"tests cheaper, mark some as full, or raise its budget in tests/tiers.py and say why"
+        for folder, spent in seconds.items()
+        if folder not in OWN_TIERS and spent > ALLOWED * BUDGETS.get(folder, 0)
+    }  # fmt: skip
+
+
+def _says(name: str, item: pytest.Item) -> bool:
+    mark = item.get_closest_marker(name)
     if mark is not None and not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0].strip()):
-        raise pytest.UsageError(f'{item.nodeid}: expected pytest.mark.quick("why"), got {mark.args}; give a reason')
+        raise pytest.UsageError(f'{item.nodeid}: expected pytest.mark.{name}("why"), got {mark.args}; give a reason')
     return mark is not None
 
 

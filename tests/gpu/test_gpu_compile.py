@@ -99,6 +99,7 @@ def take_turn(turn):
     take_device(turn)
 
 
+@pytest.mark.full("collects all GPU tests in a new process; needed before a run on GPUs")
 def test_gpu_tests_say_what_they_launch():
     files = [f"tests/gpu/test_{name}_gpu.py" for name in NAMED]
     command = [sys.executable, "-c", COUNT, *files]

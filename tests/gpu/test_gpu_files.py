@@ -44,6 +44,7 @@ def listed(*names):
     return [tuple(each) for each in json.loads(done.stdout.splitlines()[-1])]
 
 
+@pytest.mark.full("collects all GPU tests in a new process; needed before a run on GPUs")
 def test_only_files_with_gpu_tests_run_and_long_ones_begin():
     names = ("turns", "startup", "vllm", "moe")
     found = listed("formats/test_formats.py", *(f"gpu/test_{name}_gpu.py" for name in names))

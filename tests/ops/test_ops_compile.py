@@ -120,6 +120,7 @@ def compiled_ranks(rank: int, world_size: int, options: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.full("compiles on two ranks; one rank compiles in the quick tier")
 def test_ranks_with_other_numbers_of_tokens_run_the_same_compiled_layer() -> None:
     assert run_ranks(compiled_ranks, 2, {}) == [True] * 2
 
@@ -128,6 +129,7 @@ def test_a_layer_over_interpreted_kernels_compiles() -> None:
     assert run_ranks(compiled_ranks, 1, {"transport": "symmetric"}) == [True]
 
 
+@pytest.mark.full("compiles for ten seconds; test_a_layer_compiles_without_a_graph_break has one call")
 def test_calls_are_neither_dropped_nor_exchanged() -> None:
     """Two branches that do not depend on each other, on two communicators, and one whose result is not used."""
     backend = "inductor" if HAS_INDUCTOR else "aot_eager"

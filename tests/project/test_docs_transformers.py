@@ -37,6 +37,7 @@ def run_with_torchrun(ranks: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.full("integrations/transformers has the same model on ranks")
 def test_the_example_says_the_same_on_one_rank_and_on_two(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

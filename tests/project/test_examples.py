@@ -112,6 +112,7 @@ def test_what_sglang_asks(ranks: int) -> None:
     assert all(int(start) % 128 == 0 for start, _ in ends)
 
 
+@pytest.mark.full("control/test_faults.py kills ranks in the quick tier")
 def test_survive_a_death() -> None:
     said = run("survive_a_death.py")
     assert "3 of 4 ranks came to the end, 1 was killed" in said

@@ -1,4 +1,4 @@
-"""The support of the tests: tiers, names of waiting programs, folders of any name, a faster interpreter."""
+"""The support of the tests: names of waiting programs, folders of any name, a faster interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,95 +19,7 @@ from moelink.testing import run_ranks
 from tests.support import fast_interpreter, interleaving, rank_server
 from tests.support.interleaving import Deadlock, Scheduler, place_of
 from tests.support.paths import ROOT
-from tests.tiers import choose
-
-
-def item(nodeid: str, *marks: pytest.MarkDecorator) -> Any:
-    """As much of a pytest item as :func:`tiers.choose` looks at."""
-    found = [mark.mark for mark in marks]
-    return SimpleNamespace(
-        nodeid=nodeid,
-        iter_markers=lambda name: [mark for mark in found if mark.name == name],
-        get_closest_marker=lambda name: next((mark for mark in found if mark.name == name), None),
-    )
-
-
-def chosen(*items: Any, arguments: tuple[str, ...] = ()) -> list[str]:
-    kept, left_out = choose(items, arguments)
-    assert sorted(i.nodeid for i in kept + left_out) == sorted(i.nodeid for i in items)
-    return [i.nodeid for i in kept]
-
-
-def test_the_quick_tier_runs_every_function_with_its_first_parameters() -> None:
-    items = [item(name) for name in ("a.py::f[1]", "a.py::f[2]", "a.py::g", "b.py::f[1]", "b.py::C::f[x[0]]")]
-    assert chosen(*items) == ["a.py::f[1]", "a.py::g", "b.py::f[1]", "b.py::C::f[x[0]]"]
-
-
-def test_the_quick_tier_runs_what_is_marked_and_what_needs_a_gpu() -> None:
-    quick, gpu = pytest.mark.quick("a planted fault"), pytest.mark.gpu
-    assert chosen(item("f[1]", quick), item("f[2]", quick)) == ["f[1]", "f[2]"]
-    assert chosen(item("f[1]"), item("f[2]"), item("f[3]", quick)) == ["f[1]", "f[3]"]
-    assert chosen(item("f[1]", gpu), item("f[2]", gpu), item("f[3]"), item("f[4]")) == ["f[1]", "f[2]", "f[3]"]
-
-
-def test_a_skipped_parameter_set_does_not_stand_for_its_function() -> None:
-    skipped, runs = pytest.mark.skipif(True, reason="no GPU"), pytest.mark.skipif(False, reason="no GPU")
-    assert chosen(item("f[1]", skipped), item("f[2]", runs), item("f[3]")) == ["f[1]", "f[2]"]
-
-
-def test_the_command_line_may_name_parameter_sets() -> None:
-    items = [item(f"tests/a.py::f[{case}]") for case in "123"]
-    assert chosen(*items, arguments=("a.py::f[3]", "tests/b.py")) == ["tests/a.py::f[1]", "tests/a.py::f[3]"]
-    assert chosen(items[1], arguments=("a.py::f[2]",)) == ["tests/a.py::f[2]"]
-
-
-@pytest.mark.quick("both ways to leave the reason out")
-@pytest.mark.parametrize("mark", [pytest.mark.quick, pytest.mark.quick(" ")], ids=["nothing", "blank"])
-def test_a_mark_without_a_reason_is_refused(mark: pytest.MarkDecorator) -> None:
-    with pytest.raises(pytest.UsageError, match=r'a.py::f: expected pytest.mark.quick\("why"\)'):
-        choose([item("a.py::f", mark)])
-
-
-EXAMPLE = """
-import pytest
-
-@pytest.mark.parametrize("number", range(4))
-def test_first(number): assert number in (0, 3)
-
-@pytest.mark.quick("a reason")
-@pytest.mark.parametrize("number", range(2))
-def test_both(number): pass
-"""
-
-
-@pytest.mark.parametrize("workers, full, closing", [
-    ("0", [], "3 passed, 3 deselected"),
-    ("2", [], "3 passed, 3 deselected"),
-    ("0", ["--full"], "2 failed, 4 passed"),
-])  # fmt: skip
-def test_pytest_reports_what_the_quick_tier_leaves_out(
-    tmp_path: Path, workers: str, full: list[str], closing: str
-) -> None:
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "tiers.py"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
-    shutil.copytree(ROOT / "tests" / "support", tmp_path / "tests" / "support")
-    (tmp_path / "tests" / "test_example.py").write_text(EXAMPLE)
-    done = pytest_in(tmp_path, "-n", workers, *full)
-    assert closing in done.stdout.splitlines()[-1], done.stdout + done.stderr
-
-
-def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in ``folder``, on its own sources where it has some."""
-    sources = folder / "src" if (folder / "src").is_dir() else ROOT / "src"
-    paths = [str(sources), os.environ.get("PYTHONPATH", "")]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=folder, env={**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, capture_output=True, text=True,
-        timeout=240,
-    )  # fmt: skip
+from tests.support.processes import run_pytest
 
 
 def test_a_frame_is_a_kernels_if_its_file_is_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,13 +52,14 @@ def test_a_deadlock_names_the_programs_that_wait() -> None:
         scheduler.run([forever, forever])
 
 
+@pytest.mark.full("runs pytest in a copy; a clone of another name is what CI runs")
 def test_tests_pass_in_a_clone_with_any_name(tmp_path: Path) -> None:
     clone = tmp_path / "someone's clones" / "moelink"
     clone.mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", clone)
     for name in ("src", "tests"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
-    done = pytest_in(clone, "-n", "0", "-k", "never_comes", "tests/kernels/test_protocol.py")
+    done = run_pytest(clone, "-n", "0", "-k", "never_comes", "tests/kernels/test_protocol.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1]
 

@@ -305,6 +305,7 @@ class TestRefusals:
         silu_and_quantize(self.x, self.row_offsets, format="bf16")
 
 
+@pytest.mark.full("compiles for seconds; kernels/test_kernels_aot.py lowers this kernel")
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_compiles_without_a_gpu(target):
     result = run_compiled("tests.rows.activation_kernels", target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support.paths import ROOT
 
@@ -23,3 +24,15 @@ def run_compiled(module: str, *arguments: str, timeout: float = 280) -> subproce
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout)
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in ``folder``, on its own sources where it has some, and return what ``subprocess.run`` does."""
+    sources = folder / "src" if (folder / "src").is_dir() else ROOT / "src"
+    paths = [str(sources), os.environ.get("PYTHONPATH", "")]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=folder, env={**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip

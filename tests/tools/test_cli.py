@@ -195,6 +195,7 @@ def test_small_helpers() -> None:
     assert bar(console, 0, 0) == ""
 
 
+@pytest.mark.full("starts torchrun; test_demo_json_of_a_real_run has the same ranks")
 def test_demo_under_torchrun_reports_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "moelink"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -325,6 +325,7 @@ def test_no_role_has_more_ctas_than_records(monkeypatch, tokens, num_sms):
             assert max(1 + cut.programs, dispatch.receive, combine.send, combine.receive) <= most
 
 
+@pytest.mark.full("lowers all kernels twice; kernels' prints show a change of a form without a trace")
 @pytest.mark.parametrize("numbers", [(2,), (0, 1), (8, 11), (45, 53, 57), (121, 122, 241, 242), (463, 472)], ids=str)
 def test_without_a_trace_kernels_are_those_without_stamps(numbers):
     """Dispatch, cached dispatch and combine, also where own rows stay: not an instruction is added. With a trace there

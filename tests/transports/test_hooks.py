@@ -269,6 +269,7 @@ def test_the_documented_kernel_equals_its_twin(tmp_path):
     check_twins(lambda: module.layer_scale(stream, gamma), torch.randn(5, 256, device=DEVICE), 128)
 
 
+@pytest.mark.full("compiles for seconds; kernels/test_kernels_aot.py lowers combines with an epilogue")
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_compiles_without_a_gpu(target):
     result = run_compiled("tests.kernels.epilogue_kernels", target)
