@@ -32,18 +32,24 @@ VLLM_REF ?= v0.33.0
 UPSTREAM_PYTHON ?=
 RANKS ?= 2
 
-.PHONY: demo test test-full mutants lint format test-newest test-frameworks test-engines gpu-test bench picture
+.PHONY: demo test test-full test-bench test-plan mutants lint format test-newest test-frameworks test-engines gpu-test bench picture
 .PHONY: upstream-torchtitan upstream-megatron upstream-sglang upstream-vllm carried-megatron
 .PHONY: docs docs-serve reference wheel wheel-check lock clean
 
 demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in every format, and check it
 	$(BIN)/moelink demo --ranks 4
 
-test: $(STAMP)  ## the quick tier: every test that needs no GPU, with its cheapest parameters; minutes
+test: $(STAMP)  ## the quick tier: a choice of tests that need no GPU, by seconds (tests/tiers.py); five minutes
 	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
 
-test-full: $(STAMP)  ## the full tier: with all parameters
+test-full: $(STAMP)  ## the full tier: all tests that need no GPU, with all parameters
 	$(BIN)/pytest -m "not gpu" --full $(PYTEST_ARGS)
+
+test-bench: $(STAMP)  ## the tests of the benchmark
+	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS) tests/bench
+
+test-plan: $(STAMP)  ## the tests of the plan
+	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS) tests/plan
 
 mutants: $(STAMP)  ## plant each fault of tests/mutants in a copy; the test that it names must fail
 	$(BIN)/python -m tests.mutants.mutants
