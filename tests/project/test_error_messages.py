@@ -9,7 +9,9 @@ Three kinds of message have that form in three ways:
 """
 
 import ast
+import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,8 +116,9 @@ def constants_of(tree: ast.Module) -> dict[str, str]:
     return {name: texts[0] for name, texts in bound.items() if len(texts) == 1 and texts[0] != "{}"}
 
 
-def calls(names: set[str]) -> list[Raised]:
-    """Every call of a class of ``names`` in the package."""
+@functools.cache
+def all_calls() -> list[Raised]:
+    """Every call in the package of a function or class by its name."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         part = path.relative_to(ROOT)
@@ -124,13 +127,21 @@ def calls(names: set[str]) -> list[Raised]:
         tree = ast.parse(path.read_text(), str(path))
         constants = constants_of(tree)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 found.append(Raised(f"{part}:{node.lineno}", node.func.id, node, constants))
     return found
 
 
-CALLS = calls(set(CLASSES))
-WRITTEN = [raised for raised in CALLS if raised.name not in (*NAMED, *BUILT)]
+def calls(names: Iterable[str]) -> list[Raised]:
+    """Every call of a class of ``names`` in the package."""
+    names = set(names)
+    return [raised for raised in all_calls() if raised.name in names]
+
+
+def written() -> list[Raised]:
+    """The errors whose message stands where they are raised."""
+    return [raised for raised in calls(CLASSES) if raised.name not in (*NAMED, *BUILT)]
+
 
 WRAPPERS = {
     "rank {}: {}": "a CheckpointError of that rank",
@@ -141,13 +152,14 @@ WRAPPERS = {
 
 
 def test_the_walk_finds_the_errors_of_the_package() -> None:
-    assert len(CALLS) > 200
-    assert {raised.name for raised in CALLS} == CLASSES.keys() - {"PeerError"}
-    assert {raised.texts[0] for raised in WRITTEN} >= WRAPPERS.keys()
+    found = calls(CLASSES)
+    assert len(found) > 200
+    assert {raised.name for raised in found} == CLASSES.keys() - {"PeerError"}
+    assert {raised.texts[0] for raised in written()} >= WRAPPERS.keys()
 
 
 def test_refused_arguments_carry_name_expected_and_got() -> None:
-    named = [raised for raised in CALLS if raised.name in NAMED]
+    named = calls(NAMED)
     others = [raised.where for raised in named if len(raised.call.args) != 3 or raised.call.keywords]
     assert not others, "call the class with (name, expected, got)"
     found = {raised.where: named_problems(*raised.texts) for raised in named}
@@ -156,7 +168,7 @@ def test_refused_arguments_carry_name_expected_and_got() -> None:
 
 def test_messages_say_what_was_expected_what_came_and_what_to_do() -> None:
     found = {}
-    for raised in WRITTEN:
+    for raised in written():
         # Three messages put a refusal by another module in the middle, which the next test reads.
         text = re.sub(
             r"(is refused|stopped|malformed data in \{\}): \{\};", r"\1: expected {}, got {};", raised.texts[0]
