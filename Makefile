@@ -196,11 +196,11 @@ clean:
 # a Triton of their own: where pip finds no other, the first set of versions has no solution and the second one is taken.
 # The stamp is written last, so an interrupted installation is repeated.
 TORCH := $(BIN)/pip install --quiet torch triton
-$(STAMP): pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.txt
+$(STAMP): pyproject.toml testing/pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements/dev.txt -r requirements/build.txt
 	$(TORCH) -c $(CONSTRAINTS) || $(TORCH) -c constraints-cuda.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e ./testing
 	touch $@
 
 # Frameworks name the versions of what they need themselves; those that moelink was tested with are in the file.

@@ -19,14 +19,14 @@ from tests.tiers import OWN_TIERS, choose, folder_of
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # of processes that tests start
-if os.environ.get("TRITON_INTERPRET") == "1":  # which interpret kernels as fast
-    paths.insert(0, str(ROOT / "tests" / "subprocess_site"))
-os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+# Processes that tests start have moelink_testing without having it installed, and interpret kernels as fast.
+PATHS = [ROOT, ROOT / "testing/src"]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    PATHS.insert(0, ROOT / "tests/subprocess_site")
+os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
 torch.set_num_threads(1)
-# For its effect, now that it is known whether kernels are interpreted.
 from tests.support import (  # noqa: E402
-    fast_interpreter,  # noqa: F401
+    fast_kernels,  # noqa: F401 - for its effect, when it is known whether kernels are interpreted
     rank_server,
 )
 from tests.support.quick_tier import QuickTier  # noqa: E402

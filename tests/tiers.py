@@ -46,8 +46,9 @@ NEW_PROCESSES = {
     "tests/project/test_tiers.py::test_pytest_reports_what_the_quick_tier_leaves_out": "runs pytest",
     "tests/project/test_tiers.py::test_a_clock_counts_processes_that_live_and_those_that_have_ended": "without imports",
     "tests/project/test_support.py::test_processes_that_load_triton_get_the_faster_interpreter": "of new processes",
+    "testing/tests/": "load Triton without torch",
 }
-"""Tests of the quick tier that may start Python anew, and why; ten at most."""
+"""Tests of the quick tier, or folders, that may start Python anew, and why; ten at most."""
 
 
 def seeds(quick: int, full: int, why: str = "") -> pytest.MarkDecorator:

@@ -10,7 +10,6 @@ from moelink.tools.bench.layer.result import LayerReport
 from moelink.tools.bench.layer.run import layer_main
 from moelink.tools.bench.presets import Plan
 from moelink.tools.bench.run import RankReport, moelink_main
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 
 def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:

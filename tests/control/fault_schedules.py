@@ -1,6 +1,6 @@
 """Seeded schedules in which a rank stops anywhere, for good or for a while, and the others recover without it.
 
-All ranks run in one process on one thread (:mod:`interleaving`): every store and every atomic is a place to stop at.
+All ranks run in one process on one thread (:mod:`moelink_testing`): every store and every atomic is a place to stop at.
 Time passes only when nobody can go on, so that a wait expires exactly when what it waits for never comes; a schedule
 takes milliseconds, whatever the time-out. Peers are asked who lives by the real
 :class:`~moelink.control.failure_detector.FailureDetector`, over a pretended network. What is really different with
@@ -22,8 +22,8 @@ from moelink.memory import create_all
 from moelink.memory.workspace import Workspace
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.symmetric import SymmetricTransport
+from moelink_testing import Scheduler
 from tests.support.cases import FIELDS, Case, Setup, check_rows
-from tests.support.interleaving import Scheduler
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, poison_memory
 
 WORLD = 3

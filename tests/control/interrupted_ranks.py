@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import moelink
 from moelink.testing import assert_bitwise_equal
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.fault_ranks import FIELDS, data
 
 PACKAGE = str(Path(moelink.__file__).parent)

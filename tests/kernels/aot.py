@@ -11,9 +11,9 @@ import json
 import math
 import re
 import sys
-from collections import Counter
 
-TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+from moelink_testing import lowered
+
 TYPES = {
     "Peers": ("*i64", "*i64", "*i64"),
     "RoutingNotes": ("*i32",) * 5,
@@ -33,10 +33,6 @@ TYPES = {
     "CombineOutputs": ("*bf16", ("*i64",)),
 }  # fmt: skip
 """Types of the fields of each record, in order or by name. Numbers are i32, ``limit`` is i64."""
-MEMORY = re.compile(r"^\s*(?:@!?%?\w+ )?((?:ld|st|atom|red|bar|fence|membar)\b[\w.:]*)", re.M)
-HINT = re.compile(r"\.(?:cs|L[12]::\w+)\b")
-"""What an instruction says of caches."""
-GCN = re.compile(r"^\s*((?:global|buffer|scratch|flat)_[a-z_0-9]+)", re.M)
 
 
 def records_of(kernel):
@@ -55,47 +51,34 @@ def records_of(kernel):
     }
 
 
-def source_of(kernel, spec, pointers):
-    """What Triton compiles. ``pointers``: types of fields of inputs and outputs that are not those of TYPES."""
-    from triton.compiler import ASTSource
-
-    signature, attrs = {}, {}
-    for index, (name, record) in enumerate(records_of(kernel).items()):
+def arguments_of(kernel, pointers):
+    """Types of the arguments of ``kernel`` except S. ``pointers``: types of fields of inputs and outputs that are not
+    those of TYPES."""
+    arguments = {}
+    for name, record in records_of(kernel).items():
         if isinstance(record, str):
-            signature[name], attrs[(index,)] = record, [["tt.divisibility", 16]]
+            arguments[name] = record
             continue
         types = TYPES.get(record.__name__, {"limit": "i64"})
         given = types if isinstance(types, dict) else dict(zip(record._fields, types, strict=True))
         known = given | (pointers if name in ("inputs", "outputs") else {})
-        signature[name] = record(*[known.get(field, "i32") for field in record._fields])
-        attrs |= {
-            (index, i): [["tt.divisibility", 16]] for i, kind in enumerate(signature[name]) if str(kind).startswith("*")
-        }
-    signature["S"] = "constexpr"
-    return ASTSource(kernel, signature, {"S": spec}, attrs)
+        arguments[name] = record(*[known.get(field, "i32") for field in record._fields])
+    return arguments
+
+
+def source_of(kernel, spec, pointers):
+    """What Triton compiles, as ``moelink_testing.lowered`` makes it of these arguments."""
+    from moelink_testing.lowering import source
+
+    return source(kernel, arguments_of(kernel, pointers), {"S": spec})
 
 
 def compile_kernel(kernel, spec, target, x, **more):
     """``x``: type of that pointer. ``more``: compile options."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     amd = target.startswith("gfx")
     spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE_CASTS=not amd, DEPENDENT_LAUNCH=not amd)
     options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False, **more}
-    return triton.compile(source_of(kernel, spec, {"x": x}), target=GPUTarget(*TARGETS[target]), options=options)
-
-
-def unguarded(ops):
-    """How many releases have no barrier before them, or a store to global memory after it."""
-    count = 0
-    for i, op in enumerate(ops):
-        if ".release." not in op or "exch" not in op:
-            continue
-        before = ops[:i][::-1]
-        barrier = next((j for j, other in enumerate(before) if other.startswith("bar")), None)
-        count += barrier is None or any(other.startswith("st.global") for other in before[:barrier])
-    return count
+    return lowered(kernel, arguments_of(kernel, {"x": x}), {"S": spec}, target=target, **options)
 
 
 def barriers_between_rows(ops):
@@ -110,13 +93,6 @@ def bare_loads(ttir):
     loads = re.findall(r"= tt\.load ([^:]*?)(?: \{.*?\})? : tensor<([\dx]+)x", ttir)
     sizes = [math.prod(map(int, shape.split("x"))) for operands, shape in loads if operands.count("%") == 2]
     return sum(size >= 1024 for size in sizes)
-
-
-def before_the_wait(ptx):
-    """How many instructions touch memory before a kernel waits for the launch before it; -1 where it does not wait."""
-    entry = ptx[ptx.index(".entry") :]
-    wait = entry.find("griddepcontrol.wait")
-    return -1 if wait < 0 else sum("param" not in op for op in MEMORY.findall(entry[:wait]))
 
 
 SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
@@ -218,31 +194,22 @@ def kernels(part):
 
 
 def main(target, part, prefix=""):
-    from tests.rows.grouped_fp8_aot import stack_of
-
     for name, kernel, spec, x in kernels(part):
         if not name.startswith(prefix):
             continue
         as_launched = {"num_warps": 4, "maxnreg": 96} if part == "own_rows" else {}  # of ``combine_launch``
-        binary = compile_kernel(kernel, spec, target, x, **as_launched)
-        ptx = binary.asm.get("ptx")
-        text = ptx or binary.asm["amdgcn"]
-        found = (MEMORY if ptx else GCN).findall(text)
-        ops = [HINT.sub("", op) for op in found]
+        form = compile_kernel(kernel, spec, target, x, **as_launched)
         print(json.dumps({
-            "name": name, "ops": Counter(ops), "unguarded": unguarded(ops),
-            "once": Counter(op[:2] for op in found if HINT.search(op)),
-            "barriers_between_rows": barriers_between_rows(ops),
-            "local": sum("local" in op or op.startswith("scratch") for op in ops),
+            "name": name, "ops": form.counts, "unguarded": form.unguarded, "once": form.cache_hints,
+            "barriers_between_rows": barriers_between_rows(form.memory), "local": form.local,
             "masked_histograms": sum(
-                line.count("tensor<") > 2 for line in binary.asm["ttir"].splitlines() if "= tt.histogram" in line
+                line.count("tensor<") > 2 for line in form.ttir.splitlines() if "= tt.histogram" in line
             ),
-            "bare_loads": bare_loads(binary.asm["ttir"]),
-            "instructions": len(re.findall(r"^\s+(?:@!?%?\w+ )?[a-z][\w.:]*.*;", text, re.M)),
-            "stack": stack_of(binary.asm["cubin"]) if as_launched else 0,
-            "fma": len(re.findall(r"\bfma\.rn\.f32", text)),
-            "before_the_wait": before_the_wait(ptx) if ptx else -1,
-            "allows": text.count("griddepcontrol.launch_dependents"),
+            "bare_loads": bare_loads(form.ttir), "instructions": form.instructions,
+            "stack": form.stack if as_launched else 0,
+            "fma": len(re.findall(r"\bfma\.rn\.f32", form.assembly)),
+            "before_the_wait": -1 if target.startswith("gfx") else form.before_the_wait,
+            "allows": form.assembly.count("griddepcontrol.launch_dependents"),
         }), flush=True)  # fmt: skip
 
 

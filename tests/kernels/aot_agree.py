@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from moelink.kernels.sync.signals import block_uniform, publish
-from tests.kernels.aot import MEMORY, unguarded
+from moelink_testing import lowered
 
 
 @triton.jit
@@ -30,16 +28,12 @@ def tells(out, flags):
     publish(flags + i, i < 1, tl.zeros([256], tl.int64) + 1)
 
 
-def ptx_of(kernel, types: dict[str, str], num_warps: int) -> str:
-    source = ASTSource(kernel, types, {}, {})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
-
-
 def main() -> None:
     for num_warps in (4, 8):
-        print("block_uniform", ptx_of(looks, {"word": "*i32", "out": "*i32"}, num_warps).count("bar.sync"))
-        ops = MEMORY.findall(ptx_of(tells, {"out": "*i32", "flags": "*i64"}, num_warps))
-        print("publish", int(any(".release." in op for op in ops) and unguarded(ops) == 0))
+        form = lowered(looks, {"word": "*i32", "out": "*i32"}, num_warps=num_warps)
+        print("block_uniform", form.assembly.count("bar.sync"))
+        form = lowered(tells, {"out": "*i32", "flags": "*i64"}, num_warps=num_warps)
+        print("publish", int(any(".release." in op for op in form.memory) and form.unguarded == 0))
 
 
 if __name__ == "__main__":

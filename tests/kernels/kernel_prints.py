@@ -13,8 +13,8 @@ import hashlib
 import itertools
 import sys
 
+from moelink_testing.fingerprints import nameless
 from tests.kernels.aot_forms import TARGET, forms, lower
-from tests.kernels.ttir_text import nameless
 
 
 def main(part: int = 0, parts: int = 1) -> None:

@@ -72,7 +72,7 @@ class Watch:
 def watch(monkeypatch):
     if not isinstance(receive.receive, interpreter.InterpretedFunction):
         pytest.skip("kernels are compiled here, and schedules are of interpreted ones")
-    from tests.support.interleaving import getcurrent
+    from greenlet import getcurrent
 
     watch = Watch(getcurrent)
     monkeypatch.setattr(device, "host_clock", watch.clock)

@@ -9,8 +9,8 @@ import triton
 from triton.runtime import JITFunction
 
 from moelink.kernels.launch.cache_keys import settle_cache_key
+from moelink_testing.fingerprints import nameless
 from tests.kernels.matrix_configs import CONFIGS
-from tests.kernels.ttir_text import nameless
 from tests.support.cases import FORMATS
 from tests.support.processes import run_compiled
 

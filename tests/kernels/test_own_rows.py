@@ -27,8 +27,8 @@ from moelink.memory.trace_layout import ROLES
 from moelink.tracing.records import read_rows, rows_of
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import combine as combining
+from moelink_testing import Scheduler
 from tests.support.cases import Result, Setup
-from tests.support.interleaving import Scheduler
 from tests.support.protocol_runs import (
     Calls,
     ScheduledProxy,

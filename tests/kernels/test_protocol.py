@@ -18,8 +18,8 @@ from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, receive, send, send_cached
 from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.sync import credit, lamport_slots, signals
+from moelink_testing import Deadlock, Scheduler
 from tests.support.cases import FIELDS, Packed, Result, Setup, check_case
-from tests.support.interleaving import Deadlock, Scheduler
 from tests.support.protocol_runs import FORMAT, Small, caught, one_call, run, scenarios, transports, two_calls
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 from tests.tiers import seeds

@@ -15,8 +15,8 @@ from moelink.kernels.dispatch import plan, receive_planned, row_table
 from moelink.memory.protocol import ROW_TABLE_TOKENS, TABLE_GO, TABLE_NOTHING
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
+from moelink_testing import Deadlock, Scheduler
 from tests.support.cases import Packed, Setup
-from tests.support.interleaving import Deadlock, Scheduler
 from tests.support.protocol_runs import Small, caught, run, transports
 from tests.support.symmetric_ranks import dispatch_requests, one_process, over
 from tests.tiers import seeds

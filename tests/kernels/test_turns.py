@@ -16,8 +16,8 @@ from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import dispatch as dispatching
 from moelink.transports.symmetric import rank as ranks
+from moelink_testing import Scheduler
 from tests.kernels.turn_kernels import Budget, note
-from tests.support.interleaving import Scheduler
 from tests.support.protocol_runs import FORMAT, run, scenarios
 from tests.tiers import seeds
 

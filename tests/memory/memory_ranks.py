@@ -5,8 +5,6 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
-
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "triton", "triton.language", "moelink.memory"])
 

@@ -70,7 +70,7 @@ class Mutant:
 
     Attributes:
         fault: what is wrong, in a few words.
-        file: where, relative to ``src/moelink``.
+        file: where, relative to ``src/moelink``, or to the root if it begins with ``testing/``.
         old: text that occurs exactly once in ``file``.
         new: text that takes its place.
         test: id of the test that must fail, relative to ``tests``: ``test_config.py::test_derived_sizes``, or one
@@ -83,9 +83,13 @@ class Mutant:
     new: str
     test: str
 
+    def path(self, root: Path) -> Path:
+        """Return the path of ``file`` in the tree at ``root``."""
+        return root / self.file if self.file.startswith("testing/") else root / PACKAGE / self.file
+
     def problem(self, root: Path) -> str:
         """Say why this fault cannot be planted in the tree at ``root``, or return ""."""
-        path = root / PACKAGE / self.file
+        path = self.path(root)
         if not path.is_file():
             return "no such file"
         found = path.read_text(encoding="utf-8").count(self.old)
@@ -127,7 +131,7 @@ class Workplace:
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
         """Replace the text of ``mutant`` for as long as the context lasts."""
-        path = self.root / PACKAGE / mutant.file
+        path = mutant.path(self.root)
         # Python would take compiled code for that of a source of the same size and second.
         compiled = Path(importlib.util.cache_from_source(str(path)))
         right = path.read_text(encoding="utf-8")

@@ -506,7 +506,7 @@ NETWORK = (
     Mutant("a lost put arrives", "memory/network_proxy.py",
            "if put.lost_at is not None and len(put.pieces) <= put.lost_at:", "if put.lost_at == 99:",
            "nodes/test_network_errors.py::test_lost_puts_have_no_signal_and_perhaps_some_data"),
-    Mutant("a link that is cut carries", "memory/network_faults.py",
+    Mutant("a link that is cut carries", "testing/src/moelink_testing/network.py",
            "return now < self._mended.get(peer, -math.inf)", "return False",
            "nodes/test_network_errors.py::test_a_link_is_cut_and_mended"),
     Mutant("a proxy waits for a link that is cut for good", "memory/network_proxy.py",

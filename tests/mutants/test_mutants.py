@@ -14,7 +14,7 @@ from tests.mutants.mutants_table import MUTANTS
 def test_every_row_can_be_planted() -> None:
     assert {mutant.fault: why for mutant in MUTANTS if (why := mutant.problem(ROOT))} == {}
     for mutant in MUTANTS:
-        source = (ROOT / PACKAGE / mutant.file).read_text(encoding="utf-8")
+        source = mutant.path(ROOT).read_text(encoding="utf-8")
         changed = source.replace(mutant.old, mutant.new)
         assert changed != source, mutant.fault
         compile(changed, mutant.file, "exec")

@@ -8,7 +8,6 @@ import torch
 
 import moelink
 from moelink.nn import Balancer, MoE, Placement, local_state_dict
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 EXPERTS, PHYSICAL, HIDDEN, TOKENS = 6, 8, 128, 12
 SIZES = {"num_experts": PHYSICAL, "topk": 2, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}

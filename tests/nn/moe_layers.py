@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import moelink
 from moelink.nn import GatedMLP, MoE, RouterConfig, all_reduce_gradients, merge_state_dicts, route
 from moelink.testing import assert_bitwise_equal
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 EXPERTS, TOPK, INNER, MAX_TOKENS = 6, 3, 24, 9
 """Sizes of a case unless it says otherwise."""

@@ -23,7 +23,8 @@ from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.memory.network import NvshmemNetwork
 from moelink.memory.workspace import Workspace
-from tests.kernels.aot import MEMORY, compile_kernel, unguarded
+from moelink_testing.lowering import memory_instructions, unguarded_releases
+from tests.kernels.aot import compile_kernel
 
 WORLD, NODE = 8, 4
 SHAPE = dict(num_experts=32, topk=8, hidden_size=2048, max_tokens_per_rank=64, world_size=WORLD, ranks_per_node=NODE)
@@ -108,16 +109,15 @@ def main(names: Sequence[str]) -> None:
     for name, kernel, spec in kernels():
         if name not in names:
             continue
-        binary = compile_kernel(kernel, spec, "sm_90", "*bf16", **network.options)
-        ptx = binary.asm["ptx"]
-        ours = [op for body in bodies(ptx) for op in MEMORY.findall(body)]
-        puts, bad = unfenced(binary.asm["ttir"])
+        form = compile_kernel(kernel, spec, "sm_90", "*bf16", **network.options)
+        ptx, llir = form.assembly, form.asm["llir"]
+        ours = [op for body in bodies(ptx) for op in memory_instructions(body)]
+        puts, bad = unfenced(form.ttir)
         print(json.dumps({
             "name": name, "net": str(spec.NETWORK), "puts": puts, "unfenced": bad, "ops": Counter(ours),
-            "unguarded": unguarded(ours), "local": sum("local" in op for op in ours),
-            "local_of_nvshmem": sum("local" in op for op in MEMORY.findall(ptx)),
-            "operations": sorted(set(map(int, TRANSFER.findall(binary.asm["llir"])))),
-            "transfers": len(TRANSFER.findall(binary.asm["llir"])),
+            "unguarded": unguarded_releases(ours), "local": sum("local" in op for op in ours),
+            "local_of_nvshmem": form.local, "operations": sorted(set(map(int, TRANSFER.findall(llir)))),
+            "transfers": len(TRANSFER.findall(llir)),
             "undefined": re.findall(r"\.extern \.func[^;]*?(\w*nvshmem\w*)", ptx),
             "state": bool(re.search(r"\.visible \.const [^;]*\bnvshmemi_device_state_d\b", ptx)),
         }), flush=True)  # fmt: skip

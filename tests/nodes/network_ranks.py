@@ -14,8 +14,8 @@ import torch
 
 import moelink
 from moelink.memory import NetworkProxy, network, watchdog
-from moelink.memory.network_faults import NetworkFaults
 from moelink.testing import rank_data
+from moelink_testing.network import NetworkFaults
 
 FIELDS: dict[str, Any] = {"num_experts": 8, "topk": 3, "hidden_size": 32, "max_tokens_per_rank": 4}
 
@@ -62,7 +62,7 @@ def over_a_network(
 
     ``faults``: what goes wrong with the puts of a rank.
     """
-    make = functools.partial(NetworkProxy, faults=faults.get(rank, NetworkFaults()))
+    make = functools.partial(NetworkProxy, faults=faults.get(rank, NetworkFaults()).links(rank))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "NetworkProxy", make)
         ep = moelink.init(**{**FIELDS, **fields}, transport="symmetric")

@@ -1,6 +1,6 @@
 """Seeded schedules over a network that fails: puts late, in part twice, out of order, lost, links cut for a time.
 
-All ranks and their network proxies run in one process on one thread (:mod:`interleaving`). Time is virtual: every
+All ranks and their network proxies run in one process on one thread (:mod:`moelink_testing`). Time is virtual: every
 switch is a tick, and when nobody can go on, the clock jumps to just before the waits expire and then passes slowly, so
 that they expire in the order in which they began. Peers are asked who lives by the real failure detector over a
 pretended network of its own (:mod:`fault_schedules`), as hosts have beside the one that carries puts.
@@ -26,12 +26,12 @@ import torch
 import moelink
 from moelink import reference
 from moelink.control.failure_detector import FailureDetector
-from moelink.memory.network_faults import Cut, NetworkFaults
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.symmetric import SymmetricTransport
+from moelink_testing import Deadlock, Scheduler
+from moelink_testing.network import Cut, NetworkFaults
 from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer
 from tests.support.cases import FIELDS, Case, Setup, check_rows
-from tests.support.interleaving import Deadlock, Scheduler
 from tests.support.protocol_runs import ScheduledProxy, Small, SpitefulProxy, transports
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, over
 
@@ -235,9 +235,10 @@ class Group:
             detectors.append(detector)
         kind = SpitefulProxy if plan.spiteful else ScheduledProxy
 
-        def proxy(memory: Any, **options: Any) -> ScheduledProxy:
+        def proxy(memory: Any, *, seed: int, **options: Any) -> ScheduledProxy:
             quiet = dataclasses.replace(plan, kind="repeated")
-            return kind(memory, **options, faults=(plan if faulty else quiet).faults(memory.rank))
+            faults = (plan if faulty else quiet).faults(memory.rank)
+            return kind(memory, seed=seed, **options, faults=faults.links(seed))
 
         seed = plan.seed if faulty else plan.seed + 7
         made = transports(setup, plan.world, seed=seed, proxies=proxy, detectors=detectors)

@@ -14,8 +14,8 @@ from moelink.control.error_record import ErrorRecord
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import GONE, INTERRUPTED, UNDELIVERED, Failure
 from moelink.memory import NetworkProxy, create_all
-from moelink.memory.network_faults import Cut, NetworkFaults
 from moelink.memory.protocol import CODE_TIMEOUT, CONTROL_WORDS, RECORD_WORDS
+from moelink_testing.network import Cut, NetworkFaults
 from tests.control import fault_schedules
 from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer
 from tests.nodes.test_nodes import entry
@@ -143,7 +143,7 @@ def puts(faults: NetworkFaults, count: int = 40, seed: int = 0) -> tuple[Stepped
     memories = create_all(["cpu"] * 3, 8192)
     base = int(memories[0].pointers[0])
     memories[0].local[4096:] = 1
-    proxy = SteppedProxy(memories[0], max_puts=2 * count, seed=seed, delay=0.0, faults=faults)
+    proxy = SteppedProxy(memories[0], max_puts=2 * count, seed=seed, delay=0.0, faults=faults.links(seed))
     for put in range(2 * count):
         entry(proxy, put, base + 1024 + 24 * (put // 2), base + 4096, 24, base + 8 * (put // 2), 1, 1 + put % 2)
     return proxy, [memory.local for memory in memories]

@@ -13,13 +13,13 @@ import pytest
 import moelink
 from moelink.control import failure_detector
 from moelink.kernels.launch import constants, device
-from moelink.memory.network_faults import Cut, NetworkFaults
 from moelink.testing import run_ranks
+from moelink_testing import Deadlock, Scheduler
+from moelink_testing.network import Cut, NetworkFaults
 from tests.control import fault_schedules
 from tests.nodes.network_ranks import over_a_network
 from tests.nodes.network_schedules import KINDS, WAYS, Plan, TimedScheduler, run_plan
 from tests.support.cases import Setup
-from tests.support.interleaving import Deadlock, Scheduler
 from tests.support.protocol_runs import ScheduledProxy, Small, check, rank_main, transports
 from tests.support.protocol_runs import play as play_schedule
 from tests.support.starving import Starved
@@ -133,7 +133,7 @@ class RepeatingProxy(ScheduledProxy):
     "signals, way, world", [(True, "sums", 2), (False, "rows", 3)], ids=["a signal", "a row of another rank"]
 )
 def test_what_arrives_again_after_its_signal_does_harm(signals: bool, way: str, world: int) -> None:
-    """So the network must not do it: ``memory.network_faults`` says why none does that NVSHMEM supports."""
+    """So the network must not do it: ``memory.network_proxy`` says why."""
     of_setup, of_case = WAYS[way]
     fields = {"max_tokens_per_rank": 4, "hidden_size": 8, "ranks_per_node": 1, **of_setup}
     setup = Setup("bf16", tuple(fields.items()), num_experts=world, topk=2)

@@ -18,8 +18,8 @@ import moelink
 from moelink.kernels.combine import collect
 from moelink.kernels.dispatch import forward, relay, send
 from moelink.kernels.launch import constants, device
+from moelink_testing import Scheduler
 from tests.support.cases import Result, Setup
-from tests.support.interleaving import Scheduler
 from tests.support.protocol_runs import (
     Calls,
     ScheduledProxy,

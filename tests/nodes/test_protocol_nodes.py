@@ -17,8 +17,8 @@ from moelink.kernels.combine import reduce
 from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, receive, send
 from moelink.kernels.dispatch import row_offsets as plan
+from moelink_testing import Deadlock
 from tests.support.cases import Setup
-from tests.support.interleaving import Deadlock
 from tests.support.protocol_runs import (
     Small,
     caught,

@@ -15,7 +15,6 @@ from torch import Tensor
 import moelink
 from moelink.ops import dequantize
 from moelink.testing import rank_data
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 5, 3, 6, 4
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import moelink
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 T, K, E, H = 4, 2, 4, 16
 IDS = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])  # every expert twice: no row of the worst case is left over

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 import moelink
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 
 def send_and_return(rank: int, world_size: int, fields: dict[str, Any], ids: np.ndarray) -> tuple[int, int, int]:

@@ -35,6 +35,8 @@ PAGES = [
     for path in [*(ROOT / name for name in BESIDE), *sorted((ROOT / "docs").rglob("*.md"))]
     if path.exists()
 ]
+ITS_OWN = "testing/README.md"
+"""Its own distribution's tests run its code (``testing/tests/test_package.py``)."""
 MARK = re.compile(r"^<!-- test: (?:(skip), (\S.*)|(needs) ([\w.]+)|(torchrun) (\d+)) -->$")
 TIMEOUT = 240
 ENVIRONMENT = {
@@ -186,7 +188,7 @@ def test_a_block_runs_under_torchrun(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, ITS_OWN])
 @pytest.mark.quick("a page takes a millisecond, and each has links of its own")
 def test_links_lead_to_files(page: str) -> None:
     text = re.sub(r"^( *```).*?^\1", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)

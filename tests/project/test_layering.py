@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,11 @@ def test_imports_only_go_down(path: Path) -> None:
     here = room_of(path)
     for there in imported_rooms(path) - {here}:
         assert FLOOR[there] < FLOOR[here], f"{here} imports {there}, which stands above it"
+
+
+def test_the_library_does_not_import_its_test_tools() -> None:
+    for path in FILES:
+        assert not re.search(r"^\s*(from|import) moelink_testing\b", path.read_text(), re.MULTILINE), path
 
 
 def test_the_oracle_stands_alone() -> None:

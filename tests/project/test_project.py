@@ -17,7 +17,8 @@ def text_of(name: str) -> str:
 
 def test_one_version() -> None:
     version = moelink.__version__
-    assert re.search(rf'^version = "{re.escape(version)}"$', text_of("pyproject.toml"), re.MULTILINE)
+    for name in ("pyproject.toml", "testing/pyproject.toml"):
+        assert re.search(rf'^version = "{re.escape(version)}"$', text_of(name), re.MULTILINE), name
     assert re.search(rf"^version: {re.escape(version)}$", text_of("CITATION.cff"), re.MULTILINE)
     newest = re.search(
         r"^## \[(?!Unreleased)([^]]+)\] - (unreleased|\d{4}-\d\d-\d\d)$", text_of("CHANGELOG.md"), re.MULTILINE

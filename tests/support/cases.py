@@ -16,7 +16,6 @@ import torch
 import moelink
 from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp32", "fp64", "fp8_block128_e8m0", "fp8_token")
 SCALE_LAYOUTS = ("bf16", "fp8_block128", "nvfp4", "mxfp4")

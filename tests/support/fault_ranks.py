@@ -22,7 +22,6 @@ from moelink.control import surroundings
 from moelink.control.values import gather_values
 from moelink.testing import assert_bitwise_equal, rank_data
 from moelink.transports import build as set_up
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}
 TIMEOUT = 2.0

@@ -21,15 +21,17 @@ def run_compiled(module: str, *arguments: str, timeout: float = 280) -> subproce
         subprocess.TimeoutExpired: it had not ended after ``timeout``.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), str(ROOT / "testing/src"), *filter(None, [env.get("PYTHONPATH")])]
+    )
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout)
 
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in ``folder``, on its own sources where it has some, and return what ``subprocess.run`` does."""
-    sources = folder / "src" if (folder / "src").is_dir() else ROOT / "src"
-    paths = [str(sources), os.environ.get("PYTHONPATH", "")]
+    root = folder if (folder / "src").is_dir() else ROOT
+    paths = [str(root / "src"), str(root / "testing/src"), os.environ.get("PYTHONPATH", "")]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],

@@ -26,8 +26,8 @@ from moelink.memory.protocol import (
 from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data
 from moelink.transports.symmetric import SymmetricTransport
+from moelink_testing import Scheduler
 from tests.support.cases import Case, Result, Setup, check_case, check_rows, unpack
-from tests.support.interleaving import Scheduler
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, over, poison_memory
 
 SEEDS = range(20)

@@ -47,7 +47,7 @@ class QuickTier:
             yield
         finally:
             self._running = ""
-        if self._quick and self._started and item.nodeid.partition("[")[0] not in NEW_PROCESSES:
+        if self._quick and self._started and not item.nodeid.startswith(tuple(NEW_PROCESSES)):
             pytest.fail(
                 f"{item.nodeid}: expected no new Python process in the quick tier, got {self._started}; use "
                 f"tests.support.commands, mark the test as full, or name it in tests.tiers.NEW_PROCESSES", pytrace=False

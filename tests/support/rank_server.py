@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 PRELOADED = [
     "torch",
     "torch.distributed",
-    "tests.support.fast_interpreter",
+    "tests.support.fast_kernels",
     "moelink",
     "moelink.contract",
     "moelink.memory.posix",

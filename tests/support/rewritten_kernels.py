@@ -8,8 +8,6 @@ import pkgutil
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.support import fast_interpreter  # noqa: F401 - for its effect
-
 
 def rewrite(package: str) -> int:
     """Rewrite the kernels of a package and of its modules; return how many there are."""

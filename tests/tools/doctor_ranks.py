@@ -15,7 +15,6 @@ from moelink.tools.doctor import diagnose, facts
 from moelink.tools.doctor import run as doctor
 from moelink.tools.doctor.diagnosis import Examination
 from moelink.tools.doctor.pairs import GroupWire
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 FORMATS = ("bf16", "fp8_block128")
 

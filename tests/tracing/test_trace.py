@@ -26,8 +26,8 @@ from moelink.tracing.records import CtaRecord, read_rows, rows_of
 from moelink.tracing.summary import summarise
 from moelink.tracing.trace import Trace
 from moelink.transports.symmetric.trace_buffer import require_traceable
+from moelink_testing import Scheduler
 from tests.kernels.test_kernels_aot import output_of
-from tests.support.interleaving import Scheduler
 from tests.support.protocol_runs import FORMAT as SETUP
 from tests.support.protocol_runs import Small, play, rank_main, scenarios, transports
 from tests.tracing import trace_ranks

@@ -18,8 +18,8 @@ from typing import Any
 
 from triton.runtime import JITFunction
 
+from moelink_testing.fingerprints import nameless
 from tests.kernels.aot_forms import TARGET, Form, forms, lower
-from tests.kernels.ttir_text import nameless
 
 STAMP = re.compile(
     r"^ *(?:stamp|stamp_first|stamp_after|stamp_both|stamp_awaited|note_reached|note_whole)\(.*\)\n"

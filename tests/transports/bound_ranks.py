@@ -10,7 +10,6 @@ import torch
 
 import moelink
 from moelink.testing import assert_bitwise_equal
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.fault_ranks import FIELDS, data
 
 COMPARED = ("row_offsets", "expert_ids", "num_recv_tokens", "overflow")

@@ -8,7 +8,6 @@ import torch
 
 import moelink
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 FIELDS: dict[str, Any] = {
     "num_experts": 5, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 3, "transport": "symmetric", "timeout": 60.0,

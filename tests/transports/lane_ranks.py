@@ -12,7 +12,6 @@ from torch import Tensor
 import moelink
 import moelink.ops
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.fault_ranks import FIELDS, TIMEOUTS, WIRES, check_round_trip, data, die
 
 COMPARED = ("row_offsets", "num_recv_tokens", "overflow")

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import moelink
 from moelink.testing import assert_bitwise_equal
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.fault_ranks import FIELDS, data
 
 ROWS = ("tokens", "src_info", "weights")

@@ -11,7 +11,6 @@ import torch
 import moelink
 import moelink.memory.workspace as workspaces
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.fault_ranks import stop_for
 
 SETUP = {"num_experts": 6, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 4}

@@ -11,7 +11,6 @@ from moelink import epilogues
 from moelink.control.group import plain_device
 from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 SIZES = {"num_experts": 6, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 4}
 TRANSPORTS = ["collective", "symmetric"]

@@ -19,7 +19,6 @@ import moelink
 from moelink import reference
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
 from tests.control.interrupted_ranks import KINDS, SECONDS, Countdown, attempt, everyone, make, trial
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.cases import FIELDS as OUTPUT_FIELDS
 from tests.support.cases import check_rows
 from tests.support.fault_ranks import FIELDS

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import moelink
 from moelink.testing import assert_bitwise_equal, rank_data
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.fault_ranks import FIELDS, data
 
 BY_ROW = ("tokens", "scales", "src_info", "topk_ids", "topk_weights")

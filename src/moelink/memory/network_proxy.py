@@ -5,7 +5,16 @@ the bytes to the peer's block and then stores the signal. It guarantees what a n
 put's signal arrives after the put's own data**. Everything else arrives late and in any order. The proxy splits data
 into pieces that arrive in any order; puts overtake one another, those to one peer and to one word included; and data is
 read when it is carried, not when the kernel asked for the put. A protocol that relies on more than the guarantee fails
-here. With faults (``memory.network_faults``) it also loses puts, repeats parts of them, and has links that are cut.
+here. With :class:`LinkFaults` it also loses puts, repeats parts of them, and has links that are cut.
+
+**What it never does, and no network may: let a put arrive again after its signal.** The protocol relies on it, for two
+reasons. A signal is set, not raised to a maximum, so one that arrives again after that of the next call would go
+backwards, and the receiver would wait for ever. And where rows come home one by one, in the next call *another* rank
+may store at the same place, which a late row would overwrite; so it would not help if a rank waited for its own puts
+before it makes the next call. Nothing that is cheaper than one more round trip per call repairs that. A network that
+repeats finished puts cannot carry moelink; ``tests/nodes/test_network_faults.py`` shows both harms. A put that arrives
+in part twice *before* its signal does no harm: the bytes are the same, because a rank stages bytes anew only after
+every receiver has granted credit, for which it needs the signal. ``moelink_testing.network`` says what networks do.
 
 A work entry is int64 words (``protocol.RING_*``): destination, source, bytes, the signal's address and value, peer,
 unused, and ticket + 1 once the entry is complete. Addresses point into the sender's own block; the destination is the
@@ -22,15 +31,56 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from moelink.errors import MoelinkError
 from moelink.memory.base import SymmetricMemory
-from moelink.memory.network_faults import FaultyLinks, NetworkFaults
 from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 
 _IDLE_SECONDS = 2e-4
+
+
+class LinkFaults(Protocol):
+    """What goes wrong on the links of one rank: :class:`NetworkProxy` asks for each put, each piece and each link.
+
+    The library has no faults; ``moelink_testing.network`` draws some. Times are seconds of the proxy's clock.
+    """
+
+    def take(self, peer: int, pieces: int, now: float) -> tuple[float, int | None]:
+        """Note that a put of ``pieces`` pieces to ``peer`` is taken at ``now``. Return by how much it is late, and at
+        how many pieces left it is lost, None if it arrives."""
+
+    def is_cut(self, peer: int, now: float) -> bool:
+        """Return whether nothing moves to ``peer`` at ``now``."""
+
+    def is_gone(self, peer: int) -> bool:
+        """Return whether nothing will ever move to ``peer`` again."""
+
+    def repeat(self, peer: int, left: int) -> int | None:
+        """Return at which place among the ``left`` pieces still to come the piece that has just arrived comes again,
+        in [0, ``left``]; None: it does not."""
+
+
+class SoundLinks:
+    """Links on which nothing goes wrong."""
+
+    def take(self, peer: int, pieces: int, now: float) -> tuple[float, int | None]:
+        """Return that the put is on time and arrives."""
+        return 0.0, None
+
+    def is_cut(self, peer: int, now: float) -> bool:
+        """Return False."""
+        return False
+
+    def is_gone(self, peer: int) -> bool:
+        """Return False."""
+        return False
+
+    def repeat(self, peer: int, left: int) -> int | None:
+        """Return None."""
+        return None
 
 
 @dataclass
@@ -57,7 +107,7 @@ class NetworkProxy:
         max_puts: most puts that may be under way at a time; the ring has that many entries.
         seed: seed of the random order in which data arrives.
         delay: most seconds by which a put is delayed, at random.
-        faults: what goes wrong; nothing by default.
+        faults: what goes wrong; None for nothing.
 
     Attributes:
         ring: [words] int64, in which kernels store work entries.
@@ -74,7 +124,7 @@ class NetworkProxy:
         max_puts: int,
         seed: int = 0,
         delay: float = 2e-3,
-        faults: NetworkFaults | None = None,
+        faults: LinkFaults | None = None,
     ) -> None:
         self._rank, self._nbytes = memory.rank, memory.nbytes
         self._begin = int(memory.pointers[memory.rank])
@@ -88,8 +138,8 @@ class NetworkProxy:
         self._under_way: list[_Put] = []
         self._random = random.Random(seed)
         self._delay = delay
-        self._links = FaultyLinks(faults or NetworkFaults(), seed)
-        self.lost = self._links.lost
+        self._links = SoundLinks() if faults is None else faults
+        self.lost: list[int] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -150,8 +200,9 @@ class NetworkProxy:
             at, nbytes = put.pieces.pop()
             data = self._blocks[self._rank][put.source + at : put.source + at + nbytes]
             self._blocks[put.peer][put.target + at : put.target + at + nbytes] = data
-            if self._links.repeats(put.peer):
-                put.pieces.insert(self._links.place(len(put.pieces) + 1), (at, nbytes))
+            again = self._links.repeat(put.peer, len(put.pieces))
+            if again is not None:
+                put.pieces.insert(again, (at, nbytes))
         else:
             self._blocks[put.peer][: self._nbytes // 8 * 8].view("int64")[put.word] = put.value
             self._under_way.remove(put)
@@ -202,6 +253,8 @@ class NetworkProxy:
             pieces = self._cut(nbytes)
             late, lost_at = self._links.take(peer, len(pieces), now)
             put = _Put(peer, target, self._offset(source, nbytes), pieces, signal // 8, value, due + late, lost_at)
+            if lost_at is not None:
+                self.lost.append(peer)
             self._under_way.append(put)
 
     def _cut(self, nbytes: int) -> list[tuple[int, int]]:

@@ -23,7 +23,6 @@ from tests.integrations.transformers.transformers_families import (
     output,
     tokens,
 )
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 WAYS = ("TP", "FSDP")
 """How transformers shards what is replicated, tensor-parallel or by FSDP: moelink in mode "allreduce" or "alltoall"."""

@@ -21,7 +21,6 @@ from tests.integrations.transformers.transformers_models import (
     tokens,
     write,
 )
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 QUANTISED = re.compile(r"(self_attn\.\w*_proj\w*|mlp\..*_proj)\.weight$")
 SIZES: dict[str, Any] = COMMON | {

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import moelink
 from moelink.integrations.transformers import LoadReport, ParallelModel, from_pretrained, parallelize, register
 from tests.integrations.transformers.transformers_models import MAX_TOKENS, NEW_TOKENS, generate, share, tokens, train
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 
 COMMON: dict[str, Any] = {"max_tokens_per_rank": MAX_TOKENS}
 

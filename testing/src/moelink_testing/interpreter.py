@@ -1,6 +1,6 @@
 """Make Triton's interpreter faster where it does the same work again and again. What kernels compute stays as it is.
 
-Importing this module replaces these things, which takes most of the time off an interpreted kernel:
+:func:`speed_up` replaces these things, which takes most of the time off an interpreted kernel:
 
 * For each call of a device function the interpreter looks through all of ``triton.language`` for what to replace by its
   own, although the launch has done so. Here the first call does.
@@ -12,31 +12,29 @@ Importing this module replaces these things, which takes most of the time off an
   as they are, and integers next to them become constants of that type, each made once.
 * It broadcasts operands of equal shapes, which copies them.
 
-``conftest.py`` imports it, and so do the modules of ranks that are processes of their own. Where kernels are compiled
-or Triton is not installed it changes nothing.
+Example: the line ``moelink_testing.interpreter.speed_up()`` in ``conftest.py`` is for all tests of a process. Processes
+that tests start call it for themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import math
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-if _INTERPRETED:
-    import triton.language as tl
-    from triton.language import core
-    from triton.language.semantic import TritonSemantic
-    from triton.runtime import interpreter
+import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
 
-    _numpy_dtype_of, _make_tuple, _patch = interpreter._get_np_dtype, core.tuple.__init__, interpreter._patch_lang
-    _make_block_type = core.block_type.__init__
-    _broadcast, _convert_operands = TritonSemantic.broadcast_impl_value, TritonSemantic.binary_op_type_checking_impl
-    _INTEGERS = {t.name: range(t.get_int_min_value(), t.get_int_max_value() + 1) for t in (tl.int32, tl.int64)}
-    _PLAIN = {*_INTEGERS, *(t.name for t in (tl.int8, tl.int16, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float32))}
+_numpy_dtype_of, _make_tuple, _patch = interpreter._get_np_dtype, core.tuple.__init__, interpreter._patch_lang
+_make_block_type = core.block_type.__init__
+_broadcast, _convert_operands = TritonSemantic.broadcast_impl_value, TritonSemantic.binary_op_type_checking_impl
+_INTEGERS = {t.name: range(t.get_int_min_value(), t.get_int_max_value() + 1) for t in (tl.int32, tl.int64)}
+_PLAIN = {*_INTEGERS, *(t.name for t in (tl.int8, tl.int16, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float32))}
 
 _numpy_dtypes: dict[str, Any] = {}
 _block_types: dict[Any, dict[str, Any]] = {}
@@ -45,13 +43,57 @@ _semantics: dict[Any, Any] = {}
 _modules: dict[Any, frozenset[str]] = {}
 _patched: set[str] = set()
 """Names of the modules of ``triton.language`` that the running launch has patched."""
+_replaced: list[tuple[Any, str, Any]] = []
+"""(object, attribute, Triton's own value) of everything that :func:`speed_up` has replaced."""
+_MISSING = object()
+
+
+def speed_up() -> bool:
+    """Make Triton's interpreter faster in this process. A second call does nothing.
+
+    Returns:
+        Whether kernels are interpreted in this process. Where they are compiled, nothing changes.
+    """
+    if not is_interpreted():
+        return False
+    if not _replaced:
+        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        for owner, name, value in (*_FASTER, (interpreter.interpreter_builder, "options", options)):
+            _replaced.append((owner, name, vars(owner).get(name, _MISSING)))
+            setattr(owner, name, value)
+    return True
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton interprets kernels in this process: ``TRITON_INTERPRET`` was 1 when it was loaded."""
+    return isinstance(tl.standard.sum, interpreter.InterpretedFunction)
+
+
+@contextmanager
+def stock_interpreter() -> Iterator[None]:
+    """Let kernels run in Triton's own interpreter for as long as the context lasts.
+
+    A test that compares the two, or that is about the interpreter itself, needs it. No launch may be under way.
+    """
+    was_fast = bool(_replaced)
+    while _replaced:
+        owner, name, value = _replaced.pop()
+        if value is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_fast:
+            speed_up()
 
 
 class _Kept:
     """Another scope restores what is patched."""
 
     def restore(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class _Restoring:
@@ -61,6 +103,7 @@ class _Restoring:
         self._scope = scope
 
     def restore(self) -> None:
+        """Restore it."""
         self._scope.restore()
         _patched.clear()
 
@@ -96,9 +139,10 @@ def _make_tuple_without_type(self: Any, args: Any, type: Any = None) -> None:
 
 
 def _type_of_tuple(self: Any) -> Any:
-    if self._type is None:
-        self._type = core._type_for_tuple_values(self.values)
-    return self._type
+    mine = self.__dict__
+    if mine.get("_type") is None:  # "type" is what Triton's own tuples have
+        mine["_type"] = mine.get("type") or core._type_for_tuple_values(self.values)
+    return mine["_type"]
 
 
 def _make_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
@@ -118,8 +162,9 @@ def _shape_of(sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _make_tensor(self: Any, handle: Any, type: Any) -> None:
-    if "tensor_shape" not in type.__dict__:  # a scalar, whose type lives as long as Triton
-        type.__dict__.update(_shape_of(()))
+    if "tensor_shape" not in type.__dict__:  # a scalar, whose type lives as long as Triton, or made by Triton's own
+        sizes = type.shape.values if type.is_block() else ()
+        type.__dict__.update(_shape_of(tuple([core._unwrap_if_constexpr(size) for size in sizes])))
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = type.tensor_shape, type.tensor_numel
 
@@ -127,7 +172,8 @@ def _make_tensor(self: Any, handle: Any, type: Any) -> None:
 def _broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     if lhs.type is rhs.type or [s.value for s in lhs.shape.values] == [s.value for s in rhs.shape.values]:
         return lhs, rhs
-    return _broadcast(self, lhs, rhs)
+    broadcast: tuple[Any, Any] = _broadcast(self, lhs, rhs)
+    return broadcast
 
 
 def _constant(semantic: Any, value: int, type: Any) -> Any:
@@ -153,7 +199,8 @@ def _convert_different(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any)
             return lhs, _constant(self, rhs, lhs.type)
     elif a is int and b is core.tensor and lhs in _INTEGERS.get(rhs.dtype.name, ()):
         return _constant(self, lhs, rhs.type), rhs
-    return _convert_operands(self, lhs, rhs, *args, **kwargs)
+    converted: tuple[Any, Any] = _convert_operands(self, lhs, rhs, *args, **kwargs)
+    return converted
 
 
 def _patch_attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -166,15 +213,14 @@ def _patch_attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any)
     scope.set_attr(obj, name, call)
 
 
-if _INTERPRETED:
-    interpreter._patch_lang = _patch_once
-    interpreter._patch_attr = _patch_attribute
-    core.block_type.__init__ = _make_block_type_once
-    core.tensor.__init__ = _make_tensor
-    TritonSemantic.broadcast_impl_value = _broadcast_unequal
-    TritonSemantic.binary_op_type_checking_impl = _convert_different
-    interpreter._get_np_dtype = _cached_numpy_dtype_of
-    core.tuple.__init__ = _make_tuple_without_type
-    core.tuple.type = property(_type_of_tuple, lambda self, type: self.__dict__.update(_type=type))
-    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    interpreter.interpreter_builder.options = options
+_FASTER = (
+    (interpreter, "_patch_lang", _patch_once),
+    (interpreter, "_patch_attr", _patch_attribute),
+    (core.block_type, "__init__", _make_block_type_once),
+    (core.tensor, "__init__", _make_tensor),
+    (TritonSemantic, "broadcast_impl_value", _broadcast_unequal),
+    (TritonSemantic, "binary_op_type_checking_impl", _convert_different),
+    (interpreter, "_get_np_dtype", _cached_numpy_dtype_of),
+    (core.tuple, "__init__", _make_tuple_without_type),
+    (core.tuple, "type", property(_type_of_tuple, lambda self, type: self.__dict__.update(_type=type))),
+)
