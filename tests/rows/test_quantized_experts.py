@@ -374,7 +374,7 @@ def test_the_choice_of_auto_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_the_kernel_compiles_for_gpus_that_are_not_there(target: str) -> None:
-    found = [json.loads(line) for line in output_of("grouped_fp8_aot.py", target)]
+    found = [json.loads(line) for line in output_of("rows.grouped_fp8_aot", target)]
     assert [each["form"] for each in found] == ["few", "many", "few, pointers"][: 3 if target != "gfx942" else 2]
     for each in found:
         assert each["local"] == 0, f"{each} spills"
