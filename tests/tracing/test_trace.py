@@ -330,7 +330,7 @@ def test_no_role_has_more_ctas_than_records(monkeypatch, tokens, num_sms):
 def test_without_a_trace_kernels_are_those_without_stamps(numbers):
     """Dispatch, cached dispatch and combine, also where own rows stay: not an instruction is added. With a trace there
     are stamps."""
-    found = [json.loads(line) for line in output_of("trace_forms.py", *map(str, numbers)) if line.startswith("{")]
+    found = [json.loads(line) for line in output_of("tracing.trace_forms", *map(str, numbers)) if line.startswith("{")]
     assert len(found) == len(numbers)
     for form in found:
         assert form["same"], form
