@@ -30,6 +30,7 @@ from tests.support.patience import (
     Mark,
     all_pids,
     entered,
+    gather,
     hurry,
     is_gone,
     join,
@@ -313,10 +314,8 @@ def one_after_the_other(rank: int, world_size: int, transport: str, folder: str)
     alive, sizes = list(range(world_size)), []
     for victim in (0, 1, 3):
         check_round_trip(ep, rank)
-        Mark(folder, f"before {victim}, {rank}").set()
+        gather(folder, f"before {victim}", rank, alive)
         if rank == victim:
-            for peer in alive:
-                Mark(folder, f"before {victim}, {peer}").wait()
             die()
         if transport != "collective":
             hurry(ep, EXPIRY[transport])
@@ -379,10 +378,8 @@ def death_in_recover(rank: int, world_size: int, moment: str, folder: str) -> tu
     if rank == 3:
         die()
     assert caught(ep, rank).peer == 3
-    Mark(folder, rank).set()
+    gather(folder, "told", rank, (0, 1, 2))
     if rank == 0:
-        for peer in (1, 2):
-            Mark(folder, peer).wait()
         if moment == "meeting":
             surroundings.meet = lambda *_, **__: die()
         elif moment == "building":

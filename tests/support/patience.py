@@ -19,7 +19,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -125,6 +125,13 @@ class Mark:
     def wait(self) -> None:
         """Wait until it has happened."""
         until(self.is_set)
+
+
+def gather(folder: str, what: str, rank: int, ranks: Iterable[int]) -> None:
+    """Wait for ``ranks``, this one among them, by files: where there is no group of all of them."""
+    Mark(folder, f"{what}, {rank}").set()
+    for peer in ranks:
+        Mark(folder, f"{what}, {peer}").wait()
 
 
 def entered(ep: moelink.Communicator, rank: int, call: int) -> bool:
