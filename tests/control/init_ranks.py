@@ -204,8 +204,8 @@ END = 3.0
 LAST = 200.0
 """Seconds after which a schedule counts as hanging."""
 SPANS = ((15.0, 1.5), (60.0, 5.0), (LAST, 15.0))
-"""Until when an attempt that begins has how many seconds: no machine is too busy for all of them. Ranks have to agree on
-the timeout, so it depends on the time alone; two of them that do not will agree in the next attempt."""
+"""Until when an attempt that begins has how many seconds: no machine is too busy for all of them. Ranks have to agree
+on the timeout, so it depends on the time alone; two of them that do not will agree in the next attempt."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def test_a_slow_link_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_link_that_is_too_slow_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 500 kbit/s 128 tokens need more than six seconds: both ranks raise after the timeout, and not later. Each waits for the
-    other, so both name whom the first of them names."""
+    """With 500 kbit/s 128 tokens need more than six seconds: both ranks raise after the timeout, and not later. Each
+    waits for the other, so both name whom the first of them names."""
     for timeout in (HURRIED, 5.0):
         ranks = Ranks(monkeypatch, 2, timeout, SIZES)
         ranks.clock.at(0.5, lambda: setattr(ranks.network, "rate", 5e5 / 8))  # noqa: B023 - run here
