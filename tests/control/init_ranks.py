@@ -142,7 +142,8 @@ def struck(rank: int, world_size: int, place: str, blow: str, victim: int, folde
         else:
             group.gather_bytes.__globals__["_await"] = lambda *_: strike()
     gather(folder, "begin", rank, range(world_size))
-    told, _ = attempt(ROOMY if blow == "die" and victim != 0 else LONG)
+    at_once = blow == "die" and victim != 0 and place != "entered"  # before that a launcher may be starting it anew
+    told, _ = attempt(ROOMY if at_once else LONG)
     Mark(folder, rank).set()
     for other in others:  # rank 0 hosts the store
         other.wait()

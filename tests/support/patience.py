@@ -172,7 +172,7 @@ def stop_until(condition: Callable[[], object]) -> None:
     parent = os.getpid()
     if os.fork() == 0:
         try:
-            until(condition, 2 * ROOMY)
+            until(lambda: condition() and state_of(parent) == "T", 2 * ROOMY)
         finally:
             os.kill(parent, signal.SIGCONT)
             os._exit(0)
