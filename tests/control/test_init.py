@@ -33,9 +33,8 @@ NOWHERE = "203.0.113.9"
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def unhurried(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that gives up has time to ask the others, and to say its word."""
-    monkeypatch.setattr(probe, "_PROBE_SECONDS", 20.0)
     monkeypatch.setattr(meetings, "_LAST_WORD_SECONDS", 20.0)
 
 
@@ -168,7 +167,7 @@ def expire(meeting: Meeting) -> None:
     meeting.deadline = time.monotonic()
 
 
-def test_who_gave_up_first_is_not_named_for_who_never_came(patient: None) -> None:
+def test_who_gave_up_first_is_not_named_for_who_never_came(unhurried: None) -> None:
     """Ranks 0 and 2 wait for rank 1. Rank 0's time is up earlier, and its entry says so."""
     store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]
     waiting = [meeting_of(store, rank, 3, server) for rank, server in zip((0, 2), servers, strict=True)]
@@ -181,7 +180,7 @@ def test_who_gave_up_first_is_not_named_for_who_never_came(patient: None) -> Non
         server.close()
 
 
-def test_who_gives_up_while_it_is_probed_is_not_named_for_who_never_came(patient: None) -> None:
+def test_who_gives_up_while_it_is_probed_is_not_named_for_who_never_came(unhurried: None) -> None:
     """Rank 2 has read the entry of rank 0. Before rank 2 probes it, rank 0 gives up, and its process ends."""
     store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]
     entry = Entry(WAITING, bytes(16), servers[0].address, has_group=True)
@@ -201,7 +200,7 @@ def test_who_gives_up_while_it_is_probed_is_not_named_for_who_never_came(patient
     servers[1].close()
 
 
-def test_who_gave_up_before_is_not_named_for_who_is_silent(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_gave_up_before_is_not_named_for_who_is_silent(unhurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 gave up a moment before rank 2, because rank 1 does not answer."""
     monkeypatch.setattr(probe, "_PROBE_SECONDS", 0.2)  # of one that never answers
     store, server = dist.HashStore(), ProbeServer()
@@ -217,7 +216,7 @@ def test_who_gave_up_before_is_not_named_for_who_is_silent(patient: None, monkey
     server.close()
 
 
-def test_a_room_is_voided_when_a_member_left_before_it_came(patient: None) -> None:
+def test_a_room_is_voided_when_a_member_left_before_it_came(unhurried: None) -> None:
     """Rank 0 had read the entry of rank 1, which has left since and saw no roster then: only rank 0 can notice."""
     store, servers = dist.HashStore(), [ProbeServer(), ProbeServer()]
     entry, never = Entry(WAITING, bytes(16), servers[1].address, has_group=True), threading.Event()

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 import moelink
-from moelink.control import probe as probing
 from moelink.control import responder
 from moelink.control.probe import GONE, NO_ANSWER, Address, Failure, ProbeServer, probe, read_proposal
 from moelink.control.responder import NUM_PHASES, PROGRESS, TOKEN_BYTES, Blackboard, Responder
@@ -35,10 +34,7 @@ KINDS = ("idle", "c", "python")
 """What a process does beside its probe server: the last two hold the interpreter's lock."""
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe waits for 0.4 s, which a server on a busy machine may exceed."""
-    monkeypatch.setattr(probing, "_PROBE_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 def own(pipe: Any, busy: str, forked: bool) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from moelink.control import probe as probing
 from moelink.control.failure_detector import FailureDetector, _odd_rank
 from moelink.control.probe import GONE, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe
 from moelink.control.responder import FAILURE, TELL
@@ -18,10 +17,7 @@ from moelink.control.responder import FAILURE, TELL
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers are only just started here, which may take longer than a probe waits on a busy machine."""
-    monkeypatch.setattr(probing, "_PROBE_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.mark.parametrize("reported", [True, False])

@@ -65,7 +65,7 @@ def test_equals_oracle(world_size: int, ranks_per_node: int, keep: int) -> None:
 def split_calls(rank: int, world_size: int) -> bool:
     """The split form, graphs of calls in which dispatches and combines do not alternate, other counts each time."""
     fields = dict(num_experts=6, topk=2, hidden_size=32, max_tokens_per_rank=5, ranks_per_node=1)
-    with moelink.init(**fields, transport="symmetric", timeout=30.0) as ep:
+    with moelink.init(**fields, transport="symmetric", timeout=60.0) as ep:
         for call, tokens in enumerate((5, 0, 3)):
             d = rank_data(
                 seed=call, rank=rank, num_tokens=(tokens + rank) % 6, hidden_size=32, num_experts=6, topk=2, holes=0.3
@@ -235,7 +235,7 @@ def test_a_network_proxy_that_fails_is_an_error_of_its_rank() -> None:
 
 
 def guarded_calls(rank: int, world_size: int) -> bool:
-    with moelink.init(**FIELDS, timeout=30.0) as ep:
+    with moelink.init(**FIELDS, timeout=60.0) as ep:
         d = rank_data(seed=3, rank=rank, num_tokens=2, hidden_size=32, num_experts=6, topk=3)
         recv = ep.dispatch(d.x, d.topk_ids)
         assert torch.equal(ep.combine(recv.tokens, recv), d.x * 3)
