@@ -30,7 +30,6 @@ from tests.support import (  # noqa: E402
     rank_server,
 )
 from tests.support.quick_tier import QuickTier  # noqa: E402
-from tests.support.starving import starvation  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -124,13 +123,9 @@ def tests_of_the_quick_tier(pytestconfig):
 
 
 @pytest.fixture
-def starved():
-    """A function that returns the seconds beyond a promise that ranks of this test may take, on a machine this busy.
-
-    They are twice those that this process waited for a processor: ranks wait for one another as well.
-    """
-    with starvation() as late:
-        yield lambda: 2 * late()
+def patient(monkeypatch):
+    """Probes of this process wait for an answer longer than 0.4 s, which a busy machine may take to give it."""
+    monkeypatch.setattr("moelink.control.probe._PROBE_SECONDS", 20.0)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ CASE = Case(setup("bf16"), "uniform", weights="none")
 
 def one_rank(case: Case = CASE, **changes) -> SimpleNamespace:
     """A rank alone, its tensors, and the arguments of its fused launchers. It waits for nobody, so not long either."""
-    (ep,) = ranks_of(params_of(case.setup, 1, **{"timeout": 0.5, **changes}))
+    (ep,) = ranks_of(params_of(case.setup, 1, **{"timeout": 20, **changes}))
     own, data = Buffers.allocate(ep, weighted=case.weights == "dispatch"), case.data(0)
     dispatch = {
         "token_handler": own.handler,
@@ -294,7 +294,7 @@ def test_weights_given_to_one_half_only_are_refused_there() -> None:
 
 def test_a_bad_argument_on_one_device_leaves_all_of_them_usable() -> None:
     case = Case(setup("bf16", pre_reduce=True), "uniform", weights="dispatch")
-    eps = ranks_of(params_of(case.setup, 2, timeout=0.5))
+    eps = ranks_of(params_of(case.setup, 2, timeout=20))
     good = [Buffers.allocate(ep, weighted=True) for ep in eps]
     bare = dataclasses.replace(good[1], handler=dataclasses.replace(good[1].handler, weights=None))
     late = dataclasses.replace(good[1], src_info=good[1].src_info.long())
@@ -312,9 +312,9 @@ def test_a_bad_argument_on_one_device_leaves_all_of_them_usable() -> None:
 
 
 def test_every_rank_is_there_once() -> None:
-    eps = ranks_of(params_of(CASE.setup, 3, timeout=0.5))
+    eps = ranks_of(params_of(CASE.setup, 3, timeout=20))
     buffers = [Buffers.allocate(ep) for ep in eps]
-    other = ranks_of(params_of(CASE.setup, 3, timeout=0.6))
+    other = ranks_of(params_of(CASE.setup, 3, timeout=21))
     refused = (
         ((0, 1, 1), "ep: expected each rank once, got rank 1 2 times; pass what each rank's own"),
         ((0, 1), "ep: expected all 3 ranks, because each waits for the others, got 2, without rank 2; with a process"),
@@ -335,7 +335,7 @@ def test_every_rank_is_there_once() -> None:
 
 def test_ranks_over_blocks_of_their_own_are_refused() -> None:
     """Each would wait for rows that its peers store elsewhere."""
-    params = params_of(CASE.setup, 3, timeout=0.5)
+    params = params_of(CASE.setup, 3, timeout=20)
     eps, others = ranks_of(params), ranks_of(params)
     mixed = [eps[0], others[1], eps[2]]
     allocated = [Buffers.allocate(ep) for ep in mixed]

@@ -190,6 +190,7 @@ class Outcome:
     Attributes:
         victim, dies: the rank that stopped, and whether for good.
         errors: of the first generation, by rank. Empty if all calls were over before the rank stopped.
+        raised: the time at which each of them was raised.
         calls: dispatches and combines completed, on all ranks together, in each generation.
         switches: of the whole schedule.
     """
@@ -197,6 +198,7 @@ class Outcome:
     victim: int
     dies: bool
     errors: dict[int, moelink.PeerTimeoutError]
+    raised: dict[int, int]
     calls: list[int]
     switches: int
 
@@ -224,6 +226,7 @@ def run_schedule(
     done: set[int] = set()
     over: list[bool] = []
     errors: dict[int, moelink.PeerTimeoutError] = {}
+    raised: dict[int, int] = {}
 
     def main(rank: int) -> Callable[[], None]:
         def run() -> None:
@@ -238,7 +241,7 @@ def run_schedule(
                     return
                 old.call(rank, before[0])  # a program goes on calling, and so learns that a rank is missing
             except moelink.PeerTimeoutError as error:
-                errors[rank] = error
+                errors[rank], raised[rank] = error, scheduler.now
             if rank == victim:
                 return
             while not all(other in errors for other in survivors):  # recover waits for all of them
@@ -253,4 +256,4 @@ def run_schedule(
 
     scheduler.run([main(rank) for rank in range(WORLD)])
     calls = [generation.check(oracle) for generation in (old, *new)]
-    return Outcome(victim, dies, errors, calls, scheduler.switches)
+    return Outcome(victim, dies, errors, raised, calls, scheduler.switches)

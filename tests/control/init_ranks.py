@@ -24,32 +24,35 @@ import moelink
 from moelink import contract
 from moelink.control import group, meeting
 from moelink.testing import _rank_main
-from tests.support.fault_ranks import FIELDS, check_round_trip, die, stop_for
-from tests.support.starving import starvation
+from tests.support.fault_ranks import FIELDS, check_round_trip, die
+from tests.support.patience import ROOMY, SHORT, Mark, be_patient, gather, join, meet, stop_until
 
-TIMEOUT = 2.0
-SPARE = 0.5
-"""Seconds beyond the promise that a busy machine gets."""
+LONG = 8.0
+"""Seconds of a timeout that expires in ``init``, which other ranks have to get through for the most part."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What one ``init`` gave: the error's class (empty: a communicator), whom it named, its text, the seconds."""
+    """What one ``init`` gave: the error's class (empty: a communicator), whom it named, its text, the seconds that it
+    took and those that it had."""
 
     kind: str
     peer: int
     text: str
     took: float
+    timeout: float
 
 
-def attempt(timeout: float = TIMEOUT, **fields: Any) -> tuple[Tried, moelink.Communicator | None]:
+def attempt(timeout: float = ROOMY, **fields: Any) -> tuple[Tried, moelink.Communicator | None]:
     """Call ``init`` once."""
+    be_patient()
     start = time.monotonic()
     try:
         ep = moelink.init(**FIELDS | fields, timeout=timeout)
     except moelink.MoelinkError as error:
-        return Tried(type(error).__name__, getattr(error, "peer", -1), str(error), time.monotonic() - start), None
-    return Tried("", -1, "", time.monotonic() - start), ep
+        took, peer = time.monotonic() - start, getattr(error, "peer", -1)
+        return Tried(type(error).__name__, peer, str(error), took, timeout), None
+    return Tried("", -1, "", time.monotonic() - start, timeout), ep
 
 
 def until_it_works(rank: int, tried: list[Tried], **fields: Any) -> None:
@@ -59,7 +62,7 @@ def until_it_works(rank: int, tried: list[Tried], **fields: Any) -> None:
         tried.append(told)
         if ep is not None:
             check_round_trip(ep, rank)
-            time.sleep(0.2)  # nobody ends, and takes the store away, while another leaves
+            meet()  # nobody ends, and takes the store away, while another calls
             ep.close()
             return
     raise AssertionError(f"rank {rank}: {tried}")
@@ -83,17 +86,22 @@ def memory_made(rank: int, world_size: int) -> tuple[str, str, list[str]]:
     return told[0], told[1], [thread.name for thread in threading.enumerate() if "moelink" in thread.name]
 
 
-def repeated(rank: int, world_size: int, transport: str, fault: str, given: bool) -> list[Tried]:
+def repeated(rank: int, world_size: int, transport: str, fault: str, given: bool, folder: str) -> list[Tried]:
     """Rank 1 is late, or mistypes an argument, or passes another value; then all repeat ``init``."""
     if given:
         dist.init_process_group("gloo")
     tried = []
     fields: dict[str, Any] = {"transport": transport}
-    if fault == "late" and rank == 1:
-        time.sleep(TIMEOUT + 0.5)
-    else:
+    gather(folder, "begin", rank, range(world_size))
+    if fault != "late":
         wrong = {"typo": {"topk": 0}, "mismatch": {"topk": 1}}.get(fault, {}) if rank == 1 else {}
         tried.append(attempt(**fields | wrong)[0])
+    elif rank != 1:
+        tried.append(attempt(SHORT, **fields)[0])
+        Mark(folder, rank).set()
+    else:
+        for peer in (0, 2):
+            Mark(folder, peer).wait()
     until_it_works(rank, tried, **fields)
     return tried
 
@@ -119,11 +127,12 @@ def numbered_apart(rank: int, world_size: int) -> list[Tried]:
     return tried
 
 
-def struck(rank: int, world_size: int, place: str, blow: str, victim: int) -> Tried | None:
+def struck(rank: int, world_size: int, place: str, blow: str, victim: int, folder: str) -> Tried | None:
     """Rank ``victim`` dies, or stops, at ``place``."""
+    others = [Mark(folder, peer) for peer in range(world_size) if peer != victim]
 
     def strike() -> None:
-        die() if blow == "die" else stop_for(3 * TIMEOUT)
+        die() if blow == "die" else stop_until(lambda: all(other.is_set() for other in others))
 
     if rank == victim:
         if place == "entered":
@@ -132,22 +141,27 @@ def struck(rank: int, world_size: int, place: str, blow: str, victim: int) -> Tr
             group._connect_gloo = lambda *_: strike()
         else:
             group.gather_bytes.__globals__["_await"] = lambda *_: strike()
-    told, _ = attempt()
-    time.sleep(0.5)  # rank 0 hosts the store
+    gather(folder, "begin", rank, range(world_size))
+    at_once = blow == "die" and victim != 0 and place != "entered"  # before that a launcher may be starting it anew
+    told, _ = attempt(ROOMY if at_once else LONG)
+    Mark(folder, rank).set()
+    for other in others:  # rank 0 hosts the store
+        other.wait()
     return told
 
 
 def without_the_store(rank: int, world_size: int) -> Tried:
     """Rank 0, which hosts the store of the default group, dies; the others recover, and then call ``init``."""
-    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    ep = join(**FIELDS)
     check_round_trip(ep, rank)
+    meet()
     if rank == 0:
         die()
     try:
         check_round_trip(ep, rank)
     except moelink.PeerLostError:
         ep = ep.recover([1, 2])
-    told, _ = attempt()
+    told, _ = attempt(SHORT)
     check_round_trip(ep, rank - 1)
     return told
 
@@ -172,7 +186,7 @@ def counted_keys(rank: int, world_size: int, transport: str) -> list[int]:
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
-        with moelink.init(**FIELDS, timeout=10, transport=transport) as ep:
+        with join(**FIELDS, transport=transport) as ep:
             x = torch.ones(3, 16, dtype=torch.bfloat16, requires_grad=True)
             weights = torch.ones(3, 2, requires_grad=True)
             recv = ep.dispatch(x, torch.tensor([[0, 5]] * 3), weights)
@@ -188,6 +202,11 @@ SPAN = 0.5
 """Seconds in which faults begin; an undisturbed ``init`` of a process takes about half of that."""
 END = 3.0
 """Seconds after which every fault is over."""
+LAST = 200.0
+"""Seconds after which a schedule counts as hanging."""
+SPANS = ((15.0, 1.5), (60.0, 5.0), (LAST, 15.0))
+"""Until when an attempt that begins has how many seconds: no machine is too busy for all of them. Ranks have to agree
+on the timeout, so it depends on the time alone; two of them that do not will agree in the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +232,15 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool,
 
     A rank whose last call succeeded stays, because a peer's may have failed, which begins again then. It leaves a file
     in the folder ``content`` meanwhile. All files are there only when every rank succeeded in the same communicator: a
-    new one needs all ranks, and each removes its file first.
+    new one needs all ranks, and each removes its file first. Nobody ends before all have seen that.
     """
     time.sleep(max(start + late - time.monotonic(), 0.0))
     mark = Path(content) / str(rank)
+    marks = [Mark(content, peer) for peer in range(world_size)]
     tried: list[Tried] = []
-    while time.monotonic() < start + 40:
-        told, ep = attempt(timeout=1.5, **({"topk": 0} if typo and not tried else {}))
+    while time.monotonic() < start + LAST:
+        timeout = next(seconds for end, seconds in SPANS if time.monotonic() < start + end or end == LAST)
+        told, ep = attempt(timeout, **({"topk": 0} if typo and not tried else {}))
         tried.append(told)
         try:
             if ep is None:
@@ -229,9 +250,9 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool,
                 time.sleep(0.05)
             check_round_trip(ep, rank)
             mark.touch()
-            while time.monotonic() < start + 40:
-                if len(os.listdir(content)) == world_size:
-                    time.sleep(0.5)  # the others look, too
+            while time.monotonic() < start + LAST:
+                if all(each.is_set() for each in marks):
+                    gather(content, "seen", rank, range(world_size))
                     return tried
                 ep.check()
                 time.sleep(0.05)
@@ -243,13 +264,10 @@ def scheduled(rank: int, world_size: int, start: float, late: float, typo: bool,
     raise AssertionError(f"rank {rank} came to no end after {len(tried)} attempts, the last ones: {tried[-3:]}")
 
 
-def run_schedule(seed: int) -> tuple[list[list[Tried] | None], float]:
-    """Run three ranks under the faults of ``seed``; a launcher starts anew who was killed.
-
-    Returns results by rank, and for how many seconds the machine kept this process from running.
-    """
-    with TemporaryDirectory() as content, starvation() as late:
-        return _run_schedule(seed, content), late()
+def run_schedule(seed: int) -> list[list[Tried] | None]:
+    """Run three ranks under the faults of ``seed``; a launcher starts anew who was killed. Returns results by rank."""
+    with TemporaryDirectory() as content:
+        return _run_schedule(seed, content)
 
 
 def _run_schedule(seed: int, content: str) -> list[list[Tried] | None]:
@@ -286,7 +304,7 @@ def _run_schedule(seed: int, content: str) -> list[list[Tried] | None]:
     results: list[list[Tried] | None] = []
     for rank in range(WORLD):
         results.append(None)
-        if pipes[rank].poll(max(start + 45 - time.monotonic(), 0.1)):
+        if pipes[rank].poll(max(start + LAST + 20 - time.monotonic(), 0.1)):
             ok, value = _received(pipes[rank])
             assert ok, f"seed {seed}, rank {rank}: {value}"
             results[rank] = value

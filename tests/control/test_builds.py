@@ -37,12 +37,12 @@ def of_another_build(rank: int, world_size: int, change: str) -> str:
     if rank == 1:
         changes[change].start()
     try:
-        moelink.init(**FIELDS, timeout=20)
+        moelink.init(**FIELDS, timeout=60)
     except moelink.MoelinkError as error:
         words = f"{type(error).__name__}: {error}"
     if rank == 1:
         changes[change].stop()
-    with moelink.init(**FIELDS, timeout=20) as ep:
+    with moelink.init(**FIELDS, timeout=60) as ep:
         check_round_trip(ep, rank)
     return words
 

@@ -1,13 +1,14 @@
 """500 random fault schedules: nothing lost or duplicated in completed calls, and the survivors go on.
 
 80 of the symmetric transport's kernels, where every store is a place to stop at; 420 of the collective transport's
-steps, where every message between two ranks is one.
+steps, where every message between two ranks is one. The quick tier has the first of each.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ from tests.control.fault_messages import run_messages
 from tests.control.fault_schedules import WORLD, FaultScheduler, Oracle, run_schedule
 from tests.support.cases import Setup
 from tests.support.protocol_runs import Small
+from tests.tiers import seeds
 
 SETUP = Setup("bf16", (("max_tokens_per_rank", 3), ("hidden_size", 8)), num_experts=4, topk=2)
 BEFORE = [Small(SETUP, "uniform", seed=1, tokens=(2, 1, 1))]
 MORE = [Small(SETUP, "skewed", seed=2, tokens=(1, 3, 2))]
 AFTER = [Small(SETUP, "uniform", seed=3, tokens=(1, 1))]
-KERNEL_SCHEDULES, CHUNK = 80, 10
-MESSAGE_SCHEDULES = 420
+CHUNKS = [range(5), range(5, 10), *(range(first, first + 10) for first in range(10, 80, 10))]
 
 
 @pytest.fixture
@@ -44,11 +45,11 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultScheduler]]:
         specs.cache_clear()
 
 
-@pytest.mark.parametrize("first", range(0, KERNEL_SCHEDULES, CHUNK))
-def test_kernels_stopped_anywhere(first: int, clocks: list[FaultScheduler]) -> None:
+@pytest.mark.parametrize("seeds", CHUNKS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_kernels_stopped_anywhere(seeds: range, clocks: list[FaultScheduler]) -> None:
     oracle, seen = Oracle(), Counter()
     limit = device.clock_ticks(60.0, torch.device("cpu"))
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         outcome = run_schedule(seed, BEFORE, AFTER, oracle, clocks, limit=limit)
         survivors = [rank for rank in range(WORLD) if rank != outcome.victim]
         seen["completed"] += outcome.calls[0]
@@ -58,15 +59,18 @@ def test_kernels_stopped_anywhere(first: int, clocks: list[FaultScheduler]) -> N
         seen["recovered"] += 1
         assert {outcome.errors[rank].peer for rank in survivors} == {outcome.victim}, f"seed {seed}"
         assert outcome.calls[1] == 2 * len(AFTER) * len(survivors), f"seed {seed}: calls after recover are missing"
+        late = {rank: outcome.raised[rank] for rank in survivors if outcome.raised[rank] > limit + 1}
+        assert not late, f"seed {seed}: they waited longer than the timeout of {limit}: {late}"
         if not outcome.dies:
             assert outcome.errors[outcome.victim].peer == outcome.victim, f"seed {seed}: it learns that it was stopped"
-    assert seen["recovered"] > CHUNK // 2, seen
+    assert seen["recovered"] > len(seeds) // 2, seen
     assert seen["completed"] > 0, seen
 
 
-def test_collective_steps_stopped_between_any_two_messages() -> None:
+@seeds(60, 420)
+def test_collective_steps_stopped_between_any_two_messages(seeds: Any) -> None:
     oracle, seen = Oracle(), Counter()
-    for seed in range(MESSAGE_SCHEDULES):
+    for seed in seeds:
         outcome = run_messages(seed, [*BEFORE, *MORE], AFTER, oracle)
         if outcome.failed:
             seen["recovered"] += 1
@@ -75,5 +79,5 @@ def test_collective_steps_stopped_between_any_two_messages() -> None:
             # A rank that stopped in its very last call may have sent all that the others needed of it.
             assert 2 * 2 * WORLD - outcome.calls[0] in (0, 1), f"seed {seed}: calls are missing, and nobody was told"
         seen["completed"] += outcome.calls[0]
-    assert seen["recovered"] > MESSAGE_SCHEDULES // 2, seen
-    assert seen["completed"] > MESSAGE_SCHEDULES, seen
+    assert seen["recovered"] > len(seeds) // 2, seen
+    assert seen["completed"] > len(seeds), seen

@@ -14,11 +14,12 @@ from tests.support.fault_ranks import FIELDS
 
 
 @pytest.mark.quick("what is half done differs between the transports")
-@pytest.mark.parametrize("transport", ["collective", "symmetric"])
-def test_an_exception_at_some_lines_of_a_call(transport: str) -> None:
-    some_lines(transport, 31, 5)
+@pytest.mark.parametrize("transport, every", [("collective", 31), ("symmetric", 62)], ids=["collective", "symmetric"])
+def test_an_exception_at_some_lines_of_a_call(transport: str, every: int) -> None:
+    some_lines(transport, every, 5)
 
 
+@pytest.mark.full("test_an_exception_at_some_lines_of_a_call enters every 31st line, or 62nd")
 @pytest.mark.parametrize("part", range(16))
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 def test_an_exception_at_every_line_of_a_call(transport: str, part: int) -> None:

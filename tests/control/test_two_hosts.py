@@ -36,6 +36,9 @@ def documented(node: int, address: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
 
 
+@pytest.mark.full(
+    "test_demo.py runs the demo on one host, test_dispatch_combine.py the transport: a cable changes neither"
+)
 def test_the_demo_over_two_hosts_gives_what_it_gives_on_one(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(TEXT)
@@ -43,7 +46,7 @@ def test_the_demo_over_two_hosts_gives_what_it_gives_on_one(tmp_path: Path) -> N
     try:
         with two_hosts() as hosts:
             commands = [[*documented(node, hosts[0].address), *extra] for node in range(2)]
-            first, second = run_on(hosts, commands, timeout=120, folder=tmp_path)
+            first, second = run_on(hosts, commands, timeout=250, folder=tmp_path)
             received = [host.received_bytes() for host in hosts]
     except NoNamespacesError as error:
         pytest.skip(f"no network namespaces here: {error}")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 
-from moelink.control import probe as probing
 from moelink.control.failure_detector import FailureDetector, _odd_rank
 from moelink.control.probe import GONE, Address, Failure, ProbeResult, ProbeServer, furthest_behind, probe
+from moelink.control.responder import FAILURE, TELL
 
 REPORT = Failure(peer=1, phase="dispatch", call=5, expected=5, got=4)
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers are only just started here, which may take longer than a probe waits on a busy machine."""
-    monkeypatch.setattr(probing, "_PROBE_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.mark.parametrize("reported", [True, False])
@@ -31,17 +28,15 @@ def test_a_report_that_waits_to_be_read_comes_before_a_refused_connection(report
     own = ProbeServer()
     addresses.append(own.address)
     detector = FailureDetector(rank=1, probe_server=own, addresses=addresses)
-    reporter = threading.Thread(target=probe, args=(own.address, REPORT))
     os.kill(own.pid, signal.SIGSTOP)
-    threading.Timer(0.15, os.kill, (own.pid, signal.SIGCONT)).start()
-    if reported:
-        reporter.start()
-        time.sleep(0.05)  # it is in the queue, and not read yet
-        assert detector.reported is None
-    found = detector.blame("dispatch", 5)
+    with socket.create_connection((own.address.host, own.address.port)) as reporter:
+        if reported:  # it is in the queue, and not read yet
+            words = FAILURE.pack(REPORT.peer, 0, REPORT.call, REPORT.expected, REPORT.got)
+            reporter.sendall(own.address.token + TELL + words)
+            assert detector.reported is None
+        threading.Timer(0.1, os.kill, (own.pid, signal.SIGCONT)).start()
+        found = detector.blame("dispatch", 5)
     assert found == (REPORT if reported else Failure(0, "dispatch", 5, expected=5, got=GONE))
-    if reported:
-        reporter.join()
     detector.close()
 
 

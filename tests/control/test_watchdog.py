@@ -50,7 +50,7 @@ def test_what_blocks_for_ever_is_left_behind() -> None:
 
 @pytest.mark.parametrize("handles", [False, True], ids=["as Python is", "with faulthandler"])
 def test_what_blocks_with_the_interpreters_lock_ends_the_process(handles: bool, tmp_path: Path) -> None:
-    """Before that a watchdog is called off in time, and its process lives past the end of that time."""
+    """Before that a watchdog is called off in time, and its process lives."""
     errors = tmp_path / "errors"
     begin = time.monotonic()
     assert run_ranks(locked_start, 1, str(errors), handles, timeout=100, mortal=[0]) == [None]

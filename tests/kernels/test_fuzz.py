@@ -362,6 +362,7 @@ def test_handshakes_of_another_form_are_refused_by_name() -> None:
             Hello.decode(data, rank=0, peer=1)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_probe_server_survives_nonsense_and_tells_nothing_without_its_token() -> None:
     probe_server = ProbeServer()
     probe_server.progress = 5, "dispatch"

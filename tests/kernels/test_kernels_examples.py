@@ -36,6 +36,7 @@ from moelink.memory import connect, create_all
 from moelink.memory.protocol import CODE_TIMEOUT, PHASE_DISPATCH
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
+from tests.support.patience import HANG
 from tests.support.symmetric_ranks import one_process
 
 SMALL = dict(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=4)
@@ -65,7 +66,7 @@ def test_wait_blames_the_one_furthest_behind():
 def test_wait_is_bounded_and_ends_at_poison():
     begin = time.monotonic()
     assert wait([4, 7, 3], 4, limit=10**11, poison=1)[0] == -1
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < HANG, "of a limit of 100 s"
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import moelink
 import moelink.epilogues
 from moelink.testing import rank_data
 from tests.support.cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, run_case
-from tests.support.fault_ranks import refusals
+from tests.support.fault_ranks import EXPIRY, refusals
+from tests.support.patience import hurry, join, meet
 
 PLAIN = {
     "num_experts": 8, "topk": 3, "hidden_size": 32, "max_tokens_per_rank": 2, "transport": "symmetric",
@@ -146,15 +147,17 @@ def _options(ep: moelink.Communicator, d: Any) -> None:
 
 def faults(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
     """Refusals of either phase, other options, and at last a rank that does not call; then the others recover."""
-    ep = moelink.init(**PLAIN, timeout=8.0)
+    ep = join(**PLAIN)
     d = _data(rank, 3, 2)
     recv = refusals(ep, rank, d, {})
     with pytest.raises(moelink.ArgumentError, match="True with two_level=True"):
         ep.combine(recv.tokens, recv, reduce=False)
     assert torch.equal(ep.combine(recv.tokens, recv), d.x * 3)
+    meet()
     if rank == 1:
         ep.close()
         return True
+    hurry(ep, EXPIRY["nodes"])
     with pytest.raises(moelink.PeerTimeoutError) as told:
         ep.dispatch(d.x, d.topk_ids)
     assert told.value.peer == 1

@@ -16,6 +16,7 @@ import moelink
 from moelink.memory import NetworkProxy, network, watchdog
 from moelink.testing import rank_data
 from moelink_testing.network import NetworkFaults
+from tests.support.patience import hurry, join
 
 FIELDS: dict[str, Any] = {"num_experts": 8, "topk": 3, "hidden_size": 32, "max_tokens_per_rank": 4}
 
@@ -27,8 +28,7 @@ def locked_start(rank: int, world_size: int, errors: str, handles: bool) -> bool
         faulthandler.enable(2)
     watchdog.GRACE_SECONDS = 0.1
     locked = ctypes.PyDLL(None)  # calls hold the interpreter's lock
-    watchdog.within(0.2, "a start", lambda: locked.usleep(1000), rank=3, node=1)
-    time.sleep(0.6)
+    watchdog.within(20.0, "a start", lambda: locked.usleep(1000), rank=3, node=1)  # whose watchdog has ended now
     os.write(2, b"it lives\n")
     watchdog.within(0.2, "a start", lambda: locked.sleep(30), rank=3, node=1)
     return True
@@ -55,17 +55,18 @@ def round_trip(ep: moelink.Communicator, rank: int, seed: int, begins: list[floa
 
 
 def over_a_network(
-    rank: int, world_size: int, fields: dict[str, Any], faults: dict[int, NetworkFaults], rounds: int
+    rank: int, world_size: int, fields: dict[str, Any], faults: dict[int, NetworkFaults], rounds: int, seconds: float
 ) -> tuple[str, int, int | None, float] | None:
     """Calls until one fails: (class, peer, node, seconds of the call) of its error, after which ranks recover; None if
     none does.
 
-    ``faults``: what goes wrong with the puts of a rank.
+    ``faults``: what goes wrong with the puts of a rank. ``seconds``: how long calls wait.
     """
     make = functools.partial(NetworkProxy, faults=faults.get(rank, NetworkFaults()).links(rank))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "NetworkProxy", make)
-        ep = moelink.init(**{**FIELDS, **fields}, transport="symmetric")
+        ep = join(**{**FIELDS, **fields}, transport="symmetric")
+    hurry(ep, seconds)
     begins: list[float] = []
     try:
         for seed in range(rounds):

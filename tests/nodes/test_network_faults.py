@@ -20,9 +20,9 @@ from tests.control import fault_schedules
 from tests.nodes.network_ranks import over_a_network
 from tests.nodes.network_schedules import KINDS, WAYS, Plan, TimedScheduler, run_plan
 from tests.support.cases import Setup
+from tests.support.patience import HANG, ROOMY, SHORT
 from tests.support.protocol_runs import ScheduledProxy, Small, check, rank_main, transports
 from tests.support.protocol_runs import play as play_schedule
-from tests.support.starving import Starved
 
 ALL, CHUNK = 300, 15
 
@@ -166,11 +166,13 @@ def only(rank: int, peer: int, **cut: float) -> dict[int, NetworkFaults]:
 )  # fmt: skip
 @pytest.mark.parametrize("pre_reduce", [True, False], ids=["sums", "rows"])
 def test_a_link_that_is_cut_is_named_in_time_and_ranks_recover(
-    world_size: int, faults: dict[int, NetworkFaults], pre_reduce: bool, starved: Starved
+    world_size: int, faults: dict[int, NetworkFaults], pre_reduce: bool
 ) -> None:
     node = max(1, world_size // 2) if world_size != 3 else 1
-    fields = {"ranks_per_node": node, "timeout": 2.0, "pre_reduce": pre_reduce}
-    results = run_ranks(over_a_network, world_size, fields, faults, 50, timeout=100)
+    fields = {"ranks_per_node": node, "pre_reduce": pre_reduce}
+    # Of two ranks each is at an end of the link. A third one computes meanwhile, which takes time on a busy machine.
+    seconds = SHORT if world_size == 2 else 5.0
+    results = run_ranks(over_a_network, world_size, fields, faults, 50, seconds, timeout=200)
     ((source, fault),) = faults.items()
     ends = {source, *(cut.peer for cut in fault.cuts), *(fault.peers or range(2 if fault.lose else 0))}
     for result in results:
@@ -178,7 +180,7 @@ def test_a_link_that_is_cut_is_named_in_time_and_ranks_recover(
         name, peer, at, took = result
         assert name in ("UndeliveredError", "PeerTimeoutError")
         assert at == peer // node
-        assert took < 2.0 + 1.0 + starved(), "the timeout, and a second to find the cause"
+        assert took < HANG
         assert peer in ends
     assert len({peer for _, peer, _, _ in results}) == 1
 
@@ -186,4 +188,4 @@ def test_a_link_that_is_cut_is_named_in_time_and_ranks_recover(
 def test_links_that_are_cut_for_a_time_and_everything_late_and_twice() -> None:
     bad = NetworkFaults(late=0.3, latest=0.02, repeat=0.3, cuts=(Cut(0, 20, 0.2), Cut(1, 35, 0.2)))
     faults = {0: dataclasses.replace(bad, cuts=(Cut(1, 15, 0.3),)), 1: bad}
-    assert run_ranks(over_a_network, 2, {"ranks_per_node": 1, "timeout": 30.0}, faults, 3, timeout=100) == [None] * 2
+    assert run_ranks(over_a_network, 2, {"ranks_per_node": 1}, faults, 3, ROOMY, timeout=200) == [None] * 2

@@ -3,7 +3,6 @@ recomputes what was saved for them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from moelink import epilogues
 from moelink.memory.layout import DispatchMessage
 from moelink.testing import run_ranks
 from tests.ops.gradients import TOPK, Case, Inputs, expected, gradient_cases, gradients, inputs, layer
+from tests.support.patience import hurry, join, meet
 
 CASES = gradient_cases()
 COLLECTIVE = {"transport": "collective"}
@@ -190,7 +190,7 @@ def test_the_backward_sends_rows_without_ids_over_the_routing_of_the_forward() -
 
 def refused_with_peers(rank: int, world_size: int) -> bool:
     case = Case()
-    with moelink.init(**case.fields, timeout=20, transport="collective") as ep:
+    with moelink.init(**case.fields, timeout=60, transport="collective") as ep:
         m = inputs(case, rank).learning()
         with torch.no_grad():
             earlier = ep.dispatch(m.x, m.ids)
@@ -217,14 +217,15 @@ def test_what_has_no_gradient_is_refused_towards_peers_too() -> None:
 
 def absent(rank: int, world_size: int) -> bool:
     case = Case(weights="none")
-    with moelink.init(**case.fields, timeout=2, transport="collective") as ep:
+    with join(**case.fields, transport="collective") as ep:
         m = inputs(case, rank).learning()
         out = layer(ep, case, m)
+        meet()
         if rank == 0:
+            hurry(ep)
             with pytest.raises(moelink.PeerTimeoutError, match="rank 1 did not arrive in dispatch"):
                 out.backward(m.out_grad)
-        else:
-            time.sleep(4)
+        meet()
     return True
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -18,15 +19,31 @@ from torch import Tensor
 
 import moelink
 import moelink.ops
-from moelink.control import surroundings
+from moelink.control import gloo, surroundings
 from moelink.control.values import gather_values
 from moelink.testing import assert_bitwise_equal, rank_data
 from moelink.transports import build as set_up
+from tests.support.patience import (
+    ROOMY,
+    SHORT,
+    Mark,
+    all_pids,
+    entered,
+    gather,
+    hurry,
+    is_gone,
+    join,
+    meet,
+    resume,
+    stop,
+    timeouts_of,
+    until,
+)
 
 FIELDS = {"num_experts": 7, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3}
-TIMEOUT = 2.0
-TIMEOUTS = {"collective": TIMEOUT, "symmetric": 5.0, "nodes": 5.0}
-"""Interpreted kernels need seconds on a busy machine where a wire needs milliseconds."""
+EXPIRY = {"collective": SHORT, "symmetric": 5.0, "nodes": 5.0}
+"""Seconds after which a call gives up on a peer that is not there. Interpreted kernels of the others compute meanwhile,
+which may take seconds on a busy machine where a wire takes milliseconds."""
 
 WIRES: dict[str, dict[str, Any]] = {
     "collective": {"transport": "collective"},
@@ -37,11 +54,8 @@ WIRES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Told:
-    """An error as a rank got it, and the seconds it took.
-
-    ``after`` is how long later calls took that must raise the same at once; ``usual`` how long a dispatch and combine
-    took before the fault, which is what interpreted kernels need beside the waiting.
-    """
+    """An error as a rank got it, and the seconds it took; ``after`` of it, later calls raised the same at once, in so
+    many seconds of a timeout of ROOMY."""
 
     kind: str
     rank: int
@@ -50,7 +64,6 @@ class Told:
     call: int
     took: float
     after: float = 0.0
-    usual: float = 0.0
 
 
 def data(rank: int, seed: int = 3, tokens: int = 3) -> Any:
@@ -100,15 +113,8 @@ def refusals(ep: moelink.Communicator, rank: int, d: Any, *ways: dict[str, Any])
     return sent_back()
 
 
-def timed_round_trip(ep: moelink.Communicator, origin: int) -> float:
-    """Seconds that a dispatch and combine take now."""
-    start = time.monotonic()
-    check_round_trip(ep, origin)
-    return time.monotonic() - start
-
-
-def caught(ep: moelink.Communicator, rank: int, seed: int = 4, usual: float = 0.0) -> Told:
-    """Call until an error comes, and again, which must give the same error."""
+def caught(ep: moelink.Communicator, rank: int, seed: int = 4) -> Told:
+    """Call until an error comes, and again with time to wait, which must give the same error."""
     start, d = time.monotonic(), data(rank, seed)
     try:
         for _ in range(50):
@@ -119,13 +125,14 @@ def caught(ep: moelink.Communicator, rank: int, seed: int = 4, usual: float = 0.
         raise AssertionError("no error came")
     except moelink.PeerTimeoutError as error:
         first, took = error, time.monotonic() - start
+    hurry(ep, ROOMY)
     start = time.monotonic()
     d = data(rank)
     for again in (lambda: ep.dispatch(d.x, d.topk_ids), ep.check):
         with pytest.raises(moelink.PeerTimeoutError, match=f"^{re.escape(str(first))}$"):
             again()
     after = time.monotonic() - start
-    return Told(type(first).__name__, first.rank, first.peer, first.phase, first.call, took, after, usual)
+    return Told(type(first).__name__, first.rank, first.peer, first.phase, first.call, took, after)
 
 
 def strike_in_kernel(kernel: str, after_stores: int, blow: Any) -> None:
@@ -209,23 +216,27 @@ def mapped() -> int:
 
 
 def killed(rank: int, world_size: int, transport: str, victim: int, place: str, number: int) -> dict[str, Any]:
-    """Rank ``victim`` dies in the middle of a call; the others say what they got, and go on without it."""
+    """Rank ``victim`` dies in the middle of a call; the others say what they got, and go on without it.
+
+    Broken connections tell at once, of a timeout of ROOMY. Kernels wait for the timeout.
+    """
     at_first = mapped()
-    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=TIMEOUTS[transport])
+    ep = join(**FIELDS, **WIRES[transport])
     got, expected = round_trip(ep, rank)
     assert_bitwise_equal(got, expected, "before")
     before = data(rank)
     recv = ep.dispatch(before.x, before.topk_ids)
     ep.combine(recv.tokens, recv)
     kept = [got.clone(), recv.tokens.clone(), recv.src_info.clone()]
-    usual = timed_round_trip(ep, rank)
+    check_round_trip(ep, rank)
+    meet()  # nobody is told of the death in a call that all had finished
     if rank == victim:
         strike(transport, place, number, die)
-    told = caught(ep, rank, usual=usual)
+    if transport != "collective":
+        hurry(ep, EXPIRY[transport])
+    told = caught(ep, rank)
     survivors = [other for other in range(world_size) if other != victim]
-    start = time.monotonic()
     new = ep.recover(survivors)
-    recovered = time.monotonic() - start
     assert (new.config.rank, new.config.world_size) == (survivors.index(rank), world_size - 1)
     for seed in range(3):
         check_round_trip(new, rank, seed)
@@ -236,29 +247,38 @@ def killed(rank: int, world_size: int, transport: str, victim: int, place: str, 
     assert mapped() - at_first == (0 if transport == "collective" else world_size - 1), "the old blocks are released"
     new.close()
     assert mapped() == at_first
-    return {"told": told, "recovered": recovered, "left": leftovers()}
+    return {"told": told, "left": leftovers()}
 
 
 def stopped(rank: int, world_size: int, transport: str, place: str, number: int) -> dict[str, Any]:
     """Rank 1 is stopped in the middle of a call, and continued when the others have gone on without it."""
-    timeout = TIMEOUTS[transport]
-    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=timeout)
+    ep = join(**FIELDS, **WIRES[transport])
     check_round_trip(ep, rank)
-    usual = timed_round_trip(ep, rank)
+    pids = all_pids(world_size)
+    hurry(ep, EXPIRY[transport])
     if rank == 1:
-        strike(transport, place, number, lambda: stop_for(timeout + 3))
+        strike(transport, place, number, stop)
         told = caught(ep, rank)
+        hurry(ep, SHORT, recover=True)
         with pytest.raises(moelink.PeerError):
             ep.recover([0, 1, 2])  # the others are not where they were
         ep.close()
+        meet()
         return {"told": told}
-    told = caught(ep, rank, usual=usual)
+    told = caught(ep, rank)
     new = ep.recover([0, 2])
-    until, calls, over = time.monotonic() + 5, 0, False
+    calls, over = 0, False
+    for _ in range(2):
+        check_round_trip(new, rank, calls)
+        calls += 1
+    if rank == 0:
+        resume(pids[1])
+    back: Any = dist.barrier(async_op=True)
     while not over:  # the stopped rank comes back meanwhile, and goes on with its call
         check_round_trip(new, rank, calls)
-        over = says_stop(new, calls >= 2 and time.monotonic() > until)
+        over = says_stop(new, back.is_completed())
         calls += 1
+    back.wait()
     new.close()
     return {"told": told, "calls": calls, "left": leftovers()}
 
@@ -271,33 +291,40 @@ def says_stop(ep: moelink.Communicator, stop: bool) -> bool:
 
 
 def late(rank: int, world_size: int, transport: str) -> Told:
-    """Rank 1 sleeps through the others' time-out. Nobody died, so all of them go on together."""
-    ep = moelink.init(**FIELDS, **WIRES[transport], timeout=TIMEOUTS[transport])
+    """Rank 1 comes when the others have given up on it. Nobody died, so all of them go on together."""
+    ep = join(**FIELDS, **WIRES[transport])
     check_round_trip(ep, rank)
+    meet()
+    hurry(ep, EXPIRY[transport])
     if rank == 1:
-        time.sleep(TIMEOUTS[transport] + 1)
+        meet()
     told = caught(ep, rank)
+    if rank != 1:
+        meet()
     new = ep.recover(range(world_size))
     check_round_trip(new, rank)
     new.close()
     return told
 
 
-def one_after_the_other(rank: int, world_size: int, transport: str) -> list[int]:
+def one_after_the_other(rank: int, world_size: int, transport: str, folder: str) -> list[int]:
     """Of 4 ranks the first dies, then what has become the first, then the last: recover, three times."""
-    ep = moelink.init(**FIELDS, transport=transport, timeout=TIMEOUTS[transport])
-    check_round_trip(ep, rank)
+    ep = join(**FIELDS, transport=transport)
     alive, sizes = list(range(world_size)), []
     for victim in (0, 1, 3):
+        check_round_trip(ep, rank)
+        gather(folder, f"before {victim}", rank, alive)
         if rank == victim:
             die()
+        if transport != "collective":
+            hurry(ep, EXPIRY[transport])
         told = caught(ep, rank)
         assert alive[told.peer] == victim
         ep = ep.recover([number for number, old in enumerate(alive) if old != victim])
         alive.remove(victim)
         assert ep.config.rank == alive.index(rank)
-        check_round_trip(ep, rank)
         sizes.append(ep.config.num_local_experts)
+    check_round_trip(ep, rank)
     with pytest.raises(moelink.ArgumentError, match="ranks: expected distinct ranks in"):
         ep.recover([])
     assert ep.recover([0]).config.world_size == 1
@@ -309,7 +336,7 @@ BAD_LISTS = ([], [0], [0, 1, 1], [0, 1, 3], [-1, 1], [1.0, 2], [True, 1], ["1"],
 
 def wrong_lists(rank: int, world_size: int) -> bool:
     """Lists that this rank alone can refuse, lists that differ, a rank that does not come; then the right one."""
-    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    ep = join(**FIELDS)
     check_round_trip(ep, rank)
     if rank == 1:
         for ranks in BAD_LISTS:
@@ -317,16 +344,19 @@ def wrong_lists(rank: int, world_size: int) -> bool:
                 ep.recover(ranks)
     check_round_trip(ep, rank)  # nothing has changed
     lists = ([0, 1, 2], [0, 1], [1, 2])
+    meet()
     with pytest.raises(moelink.ConfigMismatchError, match="ranks: expected the same value on every rank") as caught:
         ep.recover(lists[rank])
     assert str(lists[rank]) in str(caught.value)
     check_round_trip(ep, rank)
-    if rank == 2:
-        time.sleep(2 * TIMEOUT + 2)
-    else:
+    hurry(ep, 1.0, recover=True)
+    meet()
+    if rank != 2:
         with pytest.raises(moelink.PeerTimeoutError, match=r"rank 2 did not arrive in recover.*has not called") as told:
             ep.recover([0, 1, 2])
         assert told.value.peer == 2
+    meet()
+    hurry(ep, ROOMY, recover=True)
     new = ep.recover([2, 0, 1])
     check_round_trip(new, rank)
     with pytest.raises(moelink.ClosedError):
@@ -339,13 +369,15 @@ def wrong_lists(rank: int, world_size: int) -> bool:
     return True
 
 
-def death_in_recover(rank: int, world_size: int, moment: str) -> tuple[str, int]:
+def death_in_recover(rank: int, world_size: int, moment: str, folder: str) -> tuple[str, int]:
     """Rank 3 dies; then rank 0 dies in recover, before it has proposed anything or when it is about to meet."""
-    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    ep = join(**FIELDS)
     check_round_trip(ep, rank)
+    meet()
     if rank == 3:
         die()
     assert caught(ep, rank).peer == 3
+    gather(folder, "told", rank, (0, 1, 2))
     if rank == 0:
         if moment == "meeting":
             surroundings.meet = lambda *_, **__: die()
@@ -361,32 +393,33 @@ def death_in_recover(rank: int, world_size: int, moment: str) -> tuple[str, int]
     return type(told.value).__name__, told.value.peer
 
 
-def late_after_recover(rank: int, world_size: int) -> bool:
-    """Rank 2 comes late, to init and to recover, so that little of the timeout is left there, and to the next call."""
+def late_to_recover(rank: int, world_size: int) -> set[timedelta]:
+    """Rank 2 comes late to init and to recover, so that less than the timeout is left there. How long calls may take
+    afterwards."""
     if rank == 2:
-        time.sleep(2.0)
-    ep = moelink.init(**FIELDS, timeout=3.0, transport="collective")
-    if rank == 2:
-        time.sleep(1.7)
+        time.sleep(0.3)
+    ep = join(**FIELDS, transport="collective")
+    found = timeouts_of(ep)
     check_round_trip(ep, rank)
+    meet()
     if rank == 0:
         die()
     assert caught(ep, rank).peer == 0
     if rank == 2:
-        time.sleep(2.0)
+        time.sleep(0.3)
     new = ep.recover([1, 2])
-    check_round_trip(new, rank)
-    if rank == 2:
-        time.sleep(1.7)
+    found |= timeouts_of(new)
     check_round_trip(new, rank)
     new.close()
-    return True
+    return found
 
 
-def left_out(rank: int, world_size: int) -> bool:
+def left_out(rank: int, world_size: int, folder: str) -> bool:
     """Of three ranks that recover, the first dies at the end of the set-up. One survivor has its communicator."""
-    ep = moelink.init(**FIELDS, timeout=TIMEOUT)
+    ep = join(**FIELDS)
+    told_twice = Mark(folder, "rank 1 has been told")
     check_round_trip(ep, rank)
+    meet()
     build = set_up.build_in_group
 
     def last_exchange(*arguments: Any) -> Any:
@@ -394,14 +427,14 @@ def left_out(rank: int, world_size: int) -> bool:
         if rank == 0:
             die()
         if rank == 1:
-            time.sleep(0.3)
+            until(lambda: is_gone(ep, 0))
             raise moelink.PeerLostError(rank=1, peer=0, phase="init", call=0, expected=0, got=None)
         return built
 
     set_up.build_in_group = last_exchange
     if rank == 2:
         new = ep.recover([0, 1, 2])
-        time.sleep(2 * TIMEOUT)
+        told_twice.wait()
         new.close()
         return True
     with pytest.raises(moelink.PeerLostError) as told:
@@ -412,12 +445,14 @@ def left_out(rank: int, world_size: int) -> bool:
     assert told_again.value.peer == 1
     with pytest.raises(moelink.PeerTimeoutError, match="rank 2 has gone on"):
         ep.recover([1])
+    told_twice.set()
     return True
 
 
 def gradients(rank: int, world_size: int) -> bool:
     """A recovered communicator trains: the lanes that gradients take are made anew among the survivors."""
-    ep = moelink.init(**FIELDS | {"hidden_size": 32}, dispatch_format="mxfp8", timeout=TIMEOUT)
+    ep = join(**FIELDS | {"hidden_size": 32}, dispatch_format="mxfp8")
+    meet()
     if rank == 0:
         die()
     d = rank_data(seed=5, rank=rank, num_tokens=3, hidden_size=32, num_experts=7, topk=2)
@@ -435,9 +470,15 @@ def gradients(rank: int, world_size: int) -> bool:
     return True
 
 
+def _let_gloo_take_its_time() -> None:
+    """Half a second may not be enough for a thread of gloo's on a busy machine, which would show here alone."""
+    gloo.await_release.__defaults__ = (ROOMY,)
+
+
 def held_after_close(rank: int, world_size: int) -> list[int]:
     """How many hold each tensor of the last exchange, once the communicator is closed: 1 is this function."""
-    ep = moelink.init(num_experts=8, topk=2, hidden_size=16, max_tokens_per_rank=4, timeout=20, transport="collective")
+    _let_gloo_take_its_time()
+    ep = join(num_experts=8, topk=2, hidden_size=16, max_tokens_per_rank=4, transport="collective")
     x = torch.ones(4, 16, dtype=torch.bfloat16)
     recv = ep.dispatch(x, torch.tensor([[0, 5]] * 4))
     ep.combine(recv.tokens, recv)
@@ -448,6 +489,7 @@ def held_after_close(rank: int, world_size: int) -> list[int]:
 
 def held_after_gathers(rank: int, world_size: int) -> list[int]:
     """The same of two gathers of values, each of which exchanges sizes and then texts."""
+    _let_gloo_take_its_time()
     dist.init_process_group("gloo")
     lent: list[Tensor] = []
     gather = dist.all_gather
@@ -464,16 +506,18 @@ def held_after_gathers(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def combine_left_out(rank: int, world_size: int, late: float) -> tuple[str, int, str]:
-    """Rank 1 leaves out a combine and dispatches again; the others come to that combine ``late`` seconds after it."""
-    ep = moelink.init(**FIELDS, timeout=3.0, transport="symmetric")
+def combine_left_out(rank: int, world_size: int, first: tuple[int, ...]) -> tuple[str, int, str]:
+    """Rank 1 leaves out a combine and dispatches again; the others combine. Ranks ``first`` are in their calls when the
+    others come."""
+    ep = join(**FIELDS, transport="symmetric")
     check_round_trip(ep, rank)
     d = data(rank)
     recv = ep.dispatch(d.x, d.topk_ids)
-    if rank == 1 and late < 0:
-        time.sleep(-late)
-    elif rank != 1 and late > 0:
-        time.sleep(late)
+    meet()
+    hurry(ep)
+    told = "", -1, ""
+    if rank not in first:
+        until(lambda: all(entered(ep, other, 4) for other in first))
     try:
         if rank == 1:
             ep.dispatch(d.x, d.topk_ids)
@@ -481,22 +525,26 @@ def combine_left_out(rank: int, world_size: int, late: float) -> tuple[str, int,
             ep.combine(recv.tokens, recv)
         ep.check()
     except moelink.PeerTimeoutError as error:
-        time.sleep(1.0)  # the others ask this rank
-        return type(error).__name__, error.peer, str(error)
-    return "", -1, ""
+        told = type(error).__name__, error.peer, str(error)
+    meet()  # the others ask this rank
+    return told
 
 
-def told_while_waiting(rank: int, world_size: int) -> Told | None:
+def told_while_waiting(rank: int, world_size: int, folder: str) -> Told:
     """Rank 2 dies with its headers sent and rank 1 is late: rank 0 waits for rank 1, which finds out."""
-    ep = moelink.init(**FIELDS, transport="collective", timeout=30)
+    ep = join(**FIELDS, transport="collective")
+    heard = Mark(folder, "rank 0 has heard")
     check_round_trip(ep, rank)
+    meet()
     if rank == 2:
         strike_in_collective("dispatch", "announced", lambda: (time.sleep(0.3), die()))
     if rank == 1:
-        time.sleep(1.0)
+        until(lambda: is_gone(ep, 2))
     told = caught(ep, rank)
-    if rank == 1:
-        time.sleep(4)  # when it ends, its connections do, too
+    if rank == 0:
+        heard.set()
+    else:
+        heard.wait()  # when this rank ends, its connections do, too
     ep.close()
     return told
 
@@ -505,7 +553,7 @@ def refused_where_nothing_travels(rank: int, world_size: int, transport: str) ->
     """Mode allreduce: of arguments refused and hooks that raise on rank 1, rank 0 hears nothing, in no time."""
     seconds = []
     broken = moelink.Hook(None, lambda *_: 1 / 0)
-    with moelink.init(**FIELDS, transport=transport, mode="allreduce", timeout=20) as ep:
+    with join(**FIELDS, transport=transport, mode="allreduce") as ep:
         d = data(0)
         for arguments, kind in (
             ({"topk_weights": d.topk_ids}, moelink.ArgumentError),

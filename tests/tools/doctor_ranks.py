@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,30 +11,53 @@ import torch.distributed as dist
 
 import moelink
 from moelink.control.probe import ProbeServer
-from moelink.tools.doctor import diagnose, facts
+from moelink.tools.doctor import diagnose, facts, pairs
 from moelink.tools.doctor import run as doctor
 from moelink.tools.doctor.diagnosis import Examination
 from moelink.tools.doctor.pairs import GroupWire
+from tests.support.patience import be_patient
 
 FORMATS = ("bf16", "fp8_block128")
 
 
-class SlowWire(GroupWire):
-    """Over which messages between ranks 0 and 2 take longer."""
+class TimedWire(GroupWire):
+    """Over which every message takes a millisecond, whatever else the machine does."""
+
+    seconds = 0.0
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        if {dist.get_rank(), peer} == {0, 2}:
-            time.sleep(0.05)
         super().send(tensor, peer)
+        TimedWire.seconds += self.takes(peer)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> None:
+        super().receive(tensor, peer)
+        TimedWire.seconds += self.takes(peer)
+
+    def takes(self, peer: int) -> float:
+        return 0.001
 
 
-class BrokenWire(GroupWire):
+class SlowWire(TimedWire):
+    """Over which messages between ranks 0 and 2 take longer."""
+
+    def takes(self, peer: int) -> float:
+        return 0.05 if {dist.get_rank(), peer} == {0, 2} else 0.001
+
+
+class BrokenWire(TimedWire):
     """Over which nothing passes between ranks 0 and 2."""
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self.fail(peer)
+        super().send(tensor, peer)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> None:
+        self.fail(peer)
+        super().receive(tensor, peer)
+
+    def fail(self, peer: int) -> None:
         if {dist.get_rank(), peer} == {0, 2}:
             raise RuntimeError("Connection reset by peer")
-        super().send(tensor, peer)
 
 
 class ClosedServer(ProbeServer):
@@ -48,21 +71,23 @@ class ClosedServer(ProbeServer):
 def examined(rank: int, world_size: int, fault: str) -> Any:
     """Run rank ``rank`` of an examination with ``fault``; return what was found and what is wrong."""
     if fault == "absent" and rank == 2:
-        time.sleep(4)
         return None
     if fault == "version" and rank == 2:
         own = facts.versions
         facts.versions = lambda: {**own(), "torch": "2.10.0"}
     if fault == "closed port" and rank == 2:
         doctor.ProbeServer = ClosedServer
-    wires = {"slow link": SlowWire, "broken link": BrokenWire}
+    be_patient()
+    wires = {"none": GroupWire, "slow link": SlowWire, "broken link": BrokenWire}
+    if fault != "none":
+        pairs.time = SimpleNamespace(perf_counter=lambda: TimedWire.seconds)  # type: ignore[assignment]
     examine = doctor.examine
 
     def with_wire(*arguments: Any, **options: Any) -> Examination:
-        return examine(*arguments, **options, make_wire=wires.get(fault, GroupWire))
+        return examine(*arguments, **options, make_wire=wires.get(fault, TimedWire))
 
     doctor.examine = with_wire
-    seconds = 6.0 if fault in ("absent", "broken link") else 60.0
+    seconds = 9.0 if fault == "absent" else 90.0  # for the absent rank the others wait a third of that
     found = doctor.rank_main(rank, world_size, "cpu", FORMATS, "collective", seconds)
     return found, diagnose(found)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 import moelink
 import moelink.ops
 from moelink.testing import RankData, assert_bitwise_equal, rank_data
-from tests.support.fault_ranks import FIELDS, TIMEOUTS, WIRES, check_round_trip, data, die
+from tests.support.fault_ranks import EXPIRY, FIELDS, WIRES, check_round_trip, data, die
+from tests.support.patience import HANG, ROOMY, hurry, join, meet
 
 COMPARED = ("row_offsets", "num_recv_tokens", "overflow")
 ROWS = ("tokens", "src_info", "weights")
@@ -88,34 +89,42 @@ def two_batches(rank: int, world_size: int, wire: str) -> int:
 
 def absent_from_a_lane(rank: int, world_size: int, wire: str) -> int:
     """Rank 1 never makes the call of lane 1: both lanes of every rank end with the same error. Return whom it names."""
-    ep = moelink.init(**FIELDS, **WIRES[wire], lanes=2, timeout=TIMEOUTS[wire])
+    ep = join(**FIELDS, **WIRES[wire], lanes=2)
     d = data(rank)
     for lane in (ep, ep.lane(1)):
         check_round_trip(lane, rank)
     kept = ep.dispatch(d.x, d.topk_ids)
+    meet()
+    hurry(ep, EXPIRY[wire])
     if rank == 1:
-        time.sleep(TIMEOUTS[wire] + 2)
+        meet()
     with pytest.raises(moelink.PeerTimeoutError) as first:
         ep.lane(1).dispatch(d.x, d.topk_ids)
+    if rank != 1:
+        meet()
+    hurry(ep, ROOMY)
     start = time.monotonic()
     for again in (lambda: ep.combine(kept.tokens, kept), lambda: ep.lane(1).dispatch(d.x, d.topk_ids), ep.check):
         with pytest.raises(moelink.PeerTimeoutError) as later:
             again()
         assert str(later.value) == str(first.value)
-    assert time.monotonic() - start < TIMEOUTS[wire]
-    time.sleep(1)
+    assert time.monotonic() - start < HANG
+    meet()
     ep.close()
     return first.value.peer
 
 
 def recovered(rank: int, world_size: int, wire: str) -> int:
     """Rank 0 dies while both lanes are in flight; the survivors go on with as many lanes. Return how many."""
-    ep = moelink.init(**FIELDS, **WIRES[wire], lanes=2, timeout=5.0)
+    ep = join(**FIELDS, **WIRES[wire], lanes=2)
     d = data(rank)
     for lane in (ep, ep.lane(1)):
         check_round_trip(lane, rank)
+    meet()
     if rank == 0:
         die()
+    if wire != "collective":
+        hurry(ep, EXPIRY[wire])
     with pytest.raises(moelink.PeerTimeoutError) as told:
         overlapped([ep, ep.lane(1)], [d, d], [1, 0])
     assert told.value.peer == 0
@@ -132,7 +141,7 @@ def recovered(rank: int, world_size: int, wire: str) -> int:
 def other_numbers_of_lanes(rank: int, world_size: int) -> str:
     """Ranks that ask for different numbers of lanes are told."""
     with pytest.raises(moelink.ConfigMismatchError) as told:
-        moelink.init(**FIELDS, lanes=1 + rank, timeout=20)
+        moelink.init(**FIELDS, lanes=1 + rank, timeout=ROOMY)
     return str(told.value)
 
 

@@ -125,7 +125,7 @@ def gradients(rank: int, world_size: int, transport: str) -> list[list[torch.Ten
         x, weights = (t.clone().requires_grad_() for t in (data.x, data.topk_weights))
         with moelink.init(
             num_experts=4, topk=2, hidden_size=32, max_tokens_per_rank=3, combine_format=fmt, transport=transport,
-            timeout=30.0,
+            timeout=60.0,
         ) as ep:  # fmt: skip
             recv = ep.dispatch(x, data.topk_ids, weights)
             y = (recv.tokens * 1.5).detach().requires_grad_()

@@ -72,7 +72,7 @@ def test_global_ids_are_those_of_layout_rank() -> None:
 
 def operators_count_global_ids(rank: int, world_size: int) -> bool:
     fields = {"num_experts": 4, "topk": 2, "hidden_size": H, "max_tokens_per_rank": T, "layout": "rank"}
-    with moelink.init(**fields, global_ids=True, timeout=20) as ep:
+    with moelink.init(**fields, global_ids=True, timeout=60) as ep:
         x = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True)
         recv = ep.dispatch(x, IDS, host_counts=True)
         assert set(recv.topk_ids.flatten().tolist()) == {-1, 2 * rank, 2 * rank + 1}

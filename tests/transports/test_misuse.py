@@ -28,7 +28,7 @@ def broken_hooks(rank, world_size, transport):
     """Rank 1's hooks raise or return what does not fit; its peers hear of each, and the next call works."""
     found = []
     fields = {**SIZES, "hidden_size": 64, "dispatch_format": "nvfp4"}
-    with moelink.init(**fields, transport=transport, timeout=20) as ep:
+    with moelink.init(**fields, transport=transport, timeout=60) as ep:
         d = data(rank, 64)
         broken = [
             {"input_scale": moelink.Hook(None, raising)},
@@ -67,7 +67,7 @@ def test_hooks_that_break_are_refused_on_all_ranks(transport):
 def refused_over_an_operators_output(rank, world_size, transport):
     """Rank 1 passes what is refused over an output that an operator returned; rank 0 hears so, and calls go on."""
     found = []
-    with moelink.init(**SIZES, transport=transport, timeout=20) as ep:
+    with moelink.init(**SIZES, transport=transport, timeout=60) as ep:
         d = data(rank)
         recv = ep.dispatch(d.x.clone().requires_grad_(), d.topk_ids)
         x, y = (d.x[:2], recv.tokens.detach()[:1]) if rank == 1 else (d.x, recv.tokens.detach())
@@ -94,7 +94,7 @@ def test_what_is_refused_over_an_operators_output_is_told(transport):
 def failing_format(rank, world_size):
     """Rank 1 fails between the headers and the rows: it says so, and makes no calls any more that could be mistaken."""
     found = []
-    with moelink.init(**SIZES, transport="collective", timeout=15) as ep:
+    with moelink.init(**SIZES, transport="collective", timeout=60) as ep:
         d = data(rank)
         if rank == 1:
             object.__setattr__(ep.config, "__class__", type("Broken", (type(ep.config),), {"format": property(broken)}))
@@ -124,7 +124,7 @@ def test_a_rank_that_fails_after_its_header_ends_the_communicator_and_is_named()
 
 def failing_epilogue(rank, world_size):
     """Rank 1 fails once all rows are home: its peers have theirs, and the next call is as it should be."""
-    with moelink.init(**SIZES, transport="collective", timeout=15) as ep:
+    with moelink.init(**SIZES, transport="collective", timeout=60) as ep:
         d = data(rank)
         recv = ep.dispatch(d.x, d.topk_ids)
         out = torch.zeros(3, 32, dtype=torch.bfloat16)
@@ -241,7 +241,7 @@ def bad_init(rank, world_size):
     found = []
     for fields in BAD_INIT.values():
         try:
-            moelink.init(**{**SIZES, "timeout": 20, **(fields if rank == 1 else {})}).close()
+            moelink.init(**{**SIZES, "timeout": 60, **(fields if rank == 1 else {})}).close()
             found.append("nothing")
         except moelink.MoelinkError as error:
             found.append(f"{type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ from tests.ops.test_autograd import check_all
 from tests.support.cases import Case, Setup, check_case
 from tests.transports.test_devices import run_devices
 
-SETUP: dict[str, Any] = {"num_experts": 6, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3, "timeout": 20}
+SETUP: dict[str, Any] = {"num_experts": 6, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3, "timeout": 60}
 TRANSPORTS = pytest.mark.parametrize("transport", ["collective", "symmetric"])
 
 

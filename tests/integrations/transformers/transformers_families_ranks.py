@@ -50,7 +50,7 @@ class Answers:
 def answers(rank: int, family: str, folder: str, saved: str) -> Answers:
     ids, own = tokens(), slice(rank, rank + 1)
     common: dict[str, Any] = {
-        "max_tokens_per_rank": BATCH * LENGTH, "auto_class": model_class(family), "device": "cpu", "timeout": 20.0,
+        "max_tokens_per_rank": BATCH * LENGTH, "auto_class": model_class(family), "device": "cpu", "timeout": 60.0,
     }  # fmt: skip
     grads = {}
     with from_pretrained(folder, mode="allreduce", **common) as parallel:
@@ -83,7 +83,7 @@ def registered(rank: int, family: str, folder: str, way: str, *, implementation:
     sizes = {"fsdp_size": BATCH} if way == "FSDP" else {"tp_size": BATCH}
     named = {} if implementation is None else {"ep_implementation": implementation}
     config = DistributedConfig(**sizes, ep_size=BATCH, **named)
-    with register(max_tokens_per_rank=BATCH * LENGTH, timeout=20.0) as registration, torch.no_grad():
+    with register(max_tokens_per_rank=BATCH * LENGTH, timeout=60.0) as registration, torch.no_grad():
         out = output(model_class(family).from_pretrained(folder, distributed_config=config), ids)
         assert (implementation is None) != bool(registration.communicators), "moelink was used if it was named"
     return out
