@@ -32,7 +32,7 @@ VLLM_REF ?= v0.33.0
 UPSTREAM_PYTHON ?=
 RANKS ?= 2
 
-.PHONY: demo test test-full test-bench test-plan mutants lint format test-newest test-frameworks test-engines gpu-test bench picture
+.PHONY: demo test test-full test-bench test-plan mutants lint format test-pair test-frameworks test-engines gpu-test bench picture
 .PHONY: upstream-torchtitan upstream-megatron upstream-sglang upstream-vllm carried-megatron
 .PHONY: docs docs-serve reference wheel wheel-check lock clean
 
@@ -63,8 +63,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test-newest:  ## the quick tier with the newest Triton, in a venv of its own
-	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+# A pair of torch and Triton, of src/moelink/version.py: a file of requirements/pairs.
+PAIR ?= torch-2.15-triton-3.9
+
+test-pair:  ## the quick tier with the torch and Triton of PAIR=torch-2.14-triton-3.8, in a venv of its own; by hand, nightly
+	$(MAKE) test VENV=.venv-$(PAIR) CONSTRAINTS=requirements/pairs/$(PAIR).txt
 
 test-frameworks: $(FRAMEWORKS_STAMP)  ## torchtitan and Megatron-core with moelink in them, in a venv of its own; Python 3.11 or newer
 	$(FRAMEWORKS_BIN)/pytest -n 0 --full tests/integrations/torchtitan tests/integrations/megatron \
@@ -188,18 +191,18 @@ lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, w
 	$(UV) --group docs -o requirements/docs.txt
 
 clean:
-	rm -rf .venv .venv-docs .venv-newest .venv-frameworks .venv-vllm .venv-sglang build dist
+	rm -rf .venv .venv-docs .venv-torch-* .venv-frameworks .venv-vllm .venv-sglang build dist
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # What is installed is pinned by hash (requirements/, see `make lock`), but for torch: which build of it a machine gets, for
 # CPUs or for one of CUDA's versions, depends on where its pip looks, and each has hashes of its own. CUDA builds insist on
-# a Triton of their own: where pip finds no other, the first set of versions has no solution and the second one is taken.
-# The stamp is written last, so an interrupted installation is repeated.
+# a Triton of their own: where pip finds no other, the first set of versions has no solution and the second one is taken,
+# unless a pair was asked for. The stamp is written last, so an interrupted installation is repeated.
 TORCH := $(BIN)/pip install --quiet torch triton
 $(STAMP): pyproject.toml testing/pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements/dev.txt -r requirements/build.txt
-	$(TORCH) -c $(CONSTRAINTS) || $(TORCH) -c constraints-cuda.txt
+	$(TORCH) -c $(CONSTRAINTS) || { [ $(CONSTRAINTS) = constraints.txt ] && $(TORCH) -c constraints-cuda.txt; }
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e ./testing
 	touch $@
 
@@ -212,10 +215,13 @@ $(FRAMEWORKS_STAMP): pyproject.toml requirements/frameworks.txt
 	touch $@
 
 # An engine asks for its own torch, CUDA and a hundred servers' packages. Its layers of experts need few of them, and run
-# with a torch for CPUs, so nothing is installed that requirements/ does not name.
+# with a torch for CPUs, so nothing is installed that requirements/ does not name. torch is the one that the engine names,
+# with the Triton that this torch names.
+TORCH_vllm := torch==2.14.0
+TORCH_sglang := torch==2.14.1
 $(ENGINES:%=.venv-%/.installed): .venv-%/.installed: requirements/%.txt requirements/build.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv-$*
-	.venv-$*/bin/pip install --quiet torch==2.13.0 triton -c constraints.txt
+	.venv-$*/bin/pip install --quiet $(TORCH_$*) triton==3.8.0
 	.venv-$*/bin/pip install --quiet --no-deps -r requirements/$*.txt
 	$(if $(NEWEST),.venv-$*/bin/pip install --quiet --no-deps --upgrade '$(NEWEST_$*)')
 	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/build.txt

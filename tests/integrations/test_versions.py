@@ -1,4 +1,4 @@
-"""Releases of frameworks outside the tested range are refused by name."""
+"""Releases outside the tested range are refused by name: of frameworks, and of torch and Triton."""
 
 from __future__ import annotations
 

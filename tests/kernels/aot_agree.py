@@ -30,9 +30,9 @@ def tells(out, flags):
 
 def main() -> None:
     for num_warps in (4, 8):
-        form = lowered(looks, {"word": "*i32", "out": "*i32"}, num_warps=num_warps)
+        form = lowered(looks, {"word": "*i32", "out": "*i32"}, num_warps=num_warps, enable_fp_fusion=False)
         print("block_uniform", form.assembly.count("bar.sync"))
-        form = lowered(tells, {"out": "*i32", "flags": "*i64"}, num_warps=num_warps)
+        form = lowered(tells, {"out": "*i32", "flags": "*i64"}, num_warps=num_warps, enable_fp_fusion=False)
         print("publish", int(any(".release." in op for op in form.memory) and form.unguarded == 0))
 
 

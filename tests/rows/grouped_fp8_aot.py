@@ -30,7 +30,7 @@ def compiled(target, tiles):
         "codes": source(tiles.rows), "scales": "*fp32", "row_offsets": "*i32", "weight": source(tiles.columns),
         "weight_scales": "*fp32", "out": "*bf16", "rows": "i32", "least": "i32", "most": "i32",
     }  # fmt: skip
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True}
     return lowered(grouped_fp8_kernel, arguments, {"S": constants}, target=target, **options)
 
 

@@ -24,7 +24,8 @@ def compiled(target, kernel, signature, constants):
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     signature = {**signature, "rows": "i32", "S": "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    return triton.compile(ASTSource(kernel, signature, {"S": constants}, aligned), target=gpu).asm
+    options = {"enable_fp_fusion": kernel in (gated_activation_kernel, gated_gradient_kernel)}
+    return triton.compile(ASTSource(kernel, signature, {"S": constants}, aligned), target=gpu, options=options).asm
 
 
 def check(asm, what):

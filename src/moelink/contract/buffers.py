@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import triton
 from torch import Tensor
 
 from moelink.arith import is_integer
@@ -27,6 +28,7 @@ from moelink.memory.pointers import COMBINE, DISPATCH, REGIONS, pointer_table
 from moelink.memory.protocol import RECORD_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
+from moelink.version import check_pair
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         ArgumentError: the blocks are too few or too small, or there is no such rank.
         ConfigError: ``params.n_sms`` is more than the device has.
         UnsupportedError: the block of a peer of this node cannot be addressed from here, the device is a CPU and
-            kernels are compiled, or there is no network for these devices.
+            kernels are compiled, there is no network for these devices, or torch or Triton is too old.
 
     Example: two ranks in one process (``TRITON_INTERPRET=1`` on CPUs):
 
@@ -224,6 +226,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
         >>> eps[1].my_rank, tuple(eps[1].dev_ptrs.shape), tuple(eps[1].pointers.shape)
         (1, (2, 3), (2, 3, 2))
     """
+    check_pair(torch.__version__, triton.__version__)
     rank = _rank_of(params, memory, my_rank)
     device = memory.local.device
     if memory.nbytes < params.nbytes:

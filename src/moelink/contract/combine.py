@@ -34,9 +34,6 @@ from moelink.memory.protocol import STATUS_OK
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers
 
-EXACT = {"enable_fp_fusion": False}
-"""Compiler options of every kernel of combine."""
-
 
 def ep_fused_combine(
     ep: EPBuffers,
@@ -102,7 +99,7 @@ def prepare_fused_combine(
     records = (given.inputs, given.outputs, given.notes)
 
     def start() -> None:
-        launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, how, S=spec, **EXACT)
+        launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, how, S=spec)
 
     return start
 
@@ -147,10 +144,7 @@ def prepare_combine_async(
     def start() -> None:
         ep.notes.add_combine(routing.slot_of, Given(0, row_weights is not None))
         if not spec.ALLREDUCE:
-            launch(
-                ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, chosen, S=spec,
-                **EXACT,
-            )  # fmt: skip
+            launch(ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, chosen, S=spec)
 
     return start
 
@@ -211,9 +205,7 @@ def prepare_combine_wait(
     records = (given.inputs, given.outputs, given.notes)
 
     def start() -> None:
-        launch(
-            ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec, **EXACT
-        )
+        launch(ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec)
         grant_credits(ep, pointers, atomic_counters, given.spec, in_turn=in_turn)
 
     return start

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moelink.arith import align_up
-from moelink.contract.combine import EXACT, CheckedCombine, combine_numbers, prepare_combine_async, spec_of
+from moelink.contract.combine import CheckedCombine, combine_numbers, prepare_combine_async, spec_of
 from moelink.contract.launch import grant_credits, launch, notes_of
 from moelink.contract.layouts import NUM_WARPS_COMBINE, LaunchFacts, facts_of, inside
 from moelink.contract.notes import Given
@@ -158,7 +158,7 @@ class EPCombineKernel(LaunchFacts):
         numbers = combine_numbers(ep, count, 0)._replace(programs=self.n_wait_sms)
         launch(
             ep, phases.ep_wait_for_all_arrivals_kernel, pointers, atomic_counters, (inputs, notes_of(ep, routing)),
-            numbers, self._launch(), S=spec, **EXACT,
+            numbers, self._launch(), S=spec,
         )  # fmt: skip
 
     def copy_shared_expert_outputs(self, ep: EPBuffers, input_tokens: Tensor, output_tokens: Tensor) -> None:
@@ -196,7 +196,7 @@ class EPCombineKernel(LaunchFacts):
         launch(
             ep, phases.ep_copy_shared_expert_outputs_kernel, unused, ep.atomic_counters[COMBINE],
             (inputs, CombineOutputs(output_tokens, (unused,))), numbers, self._launch(),
-            S=spec_of(ep, row_weights=False), **EXACT,
+            S=spec_of(ep, row_weights=False),
         )  # fmt: skip
 
     def reduce_and_copy_to_output(
@@ -253,7 +253,7 @@ class EPCombineKernel(LaunchFacts):
         launch(
             ep, phases.ep_reduce_and_copy_to_output_kernel, pointers, atomic_counters,
             (inputs, given.outputs, given.notes), given.numbers._replace(programs=max(1, self.n_reduce_sms)),
-            self._launch(), S=spec, **EXACT,
+            self._launch(), S=spec,
         )  # fmt: skip
         grant_credits(ep, pointers, atomic_counters, spec)
 

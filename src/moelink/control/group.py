@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from moelink.control.gloo import await_release
 from moelink.control.meeting import Meeting
@@ -156,7 +155,7 @@ def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadli
         control = _connect_gloo(room, launcher.rank, launcher.world_size, timeout, deadline)
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.05))
         default.make(backend, PrefixStore("default", room), launcher.rank, launcher.world_size, left)
-        _set_pg_timeout(timedelta(seconds=timeout))
+        default.set_timeout(timedelta(seconds=timeout))
         return control
 
     try:
@@ -192,6 +191,12 @@ class _DefaultGroup:
             self._group = dist.group.WORLD
             if self._unwanted:
                 self._destroy()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give the operations of the group that was made, if it is wanted, another timeout than making it had."""
+        with self._lock:
+            if self._group is not None and not self._unwanted:
+                self._group.set_timeout(timeout)
 
     def forget(self) -> None:
         """Destroy the group, now or when it is made."""

@@ -325,7 +325,9 @@ def _launch_tiles(
     if tiles.descriptors:
         left = TensorDescriptor.from_tensor(left, [tiles.rows, BLOCK])
         right = TensorDescriptor.from_tensor(right, [tiles.columns, BLOCK])
+    # The sum over kb uses FMAs, which Triton up to 3.9 makes by default and 3.10 will not: the kernel was tuned with
+    # them, and promises no bits.
     settle_cache_key(grouped_fp8_kernel)[(num_programs,)](
         left, scales, row_offsets, right, weight_scales, out, len(codes), *served, S=constants,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -43,6 +43,7 @@ import triton.language as tl
 from moelink.formats.device.casts import f32_to_bf16
 from moelink.kernels.activation import native_conversions
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+from moelink.kernels.numeric import only
 
 _MOST_COLUMNS = 1024
 
@@ -103,7 +104,7 @@ def scale_rows_kernel(d, other, weights, src_info, row_offsets, out, dots, rows,
         stored = exists
         if S.BY_SLOT:
             mine = exists & (tl.load(src_info + row * 3 + 2, mask=exists, other=-1) == slot)
-            stored = mine | (exists & (slot == 0))
+            stored = mine | only(slot == 0, exists)
         if S.HAS_WEIGHTS:
             weight = _number(tl.load(weights + row, mask=mine, other=0.0), S.DOUBLE)[:, None]
         sums = _number(tl.zeros([S.ROWS, S.COLUMNS], tl.float32), S.DOUBLE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
@@ -22,6 +24,7 @@ from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.select import choose_transport
 from moelink.transports.session import Fate, Session
 from moelink.transports.wire_layout import layout_digest
+from moelink.version import check_pair
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def _transport(
     config: EPConfig, device: torch.device, world: World, agreement: Agreement, detector: FailureDetector
 ) -> Transport:
     if choose_transport(config, [device], machines=len(set(agreement.machines))) == "symmetric":
+        check_kernels()
         memory = memory_of_group(config, Workspace(config).nbytes, device, world, name=agreement.identity)
         return _symmetric([config], [memory], agreement.identity, detector)
     wire = GroupWire(
@@ -94,6 +98,7 @@ def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device
     """Build the transport of ranks that all live in this process, rank i on ``devices[i]``."""
     if choose_transport(configs[0], devices, machines=1) == "collective":
         return CollectiveTransport(configs, LockstepWire(), identity=identity)
+    check_kernels()
     return _symmetric(configs, create_all(devices, Workspace(configs[0]).nbytes), identity)
 
 
@@ -114,6 +119,17 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
             )  # fmt: skip
         return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
     return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
+
+
+def check_kernels() -> None:
+    """Refuse an installation whose torch and Triton cannot run the kernels, before anything is allocated or sent.
+
+    Raises:
+        UnsupportedError: names the release that is there and what is expected.
+    """
+    # Not imported above, because not every platform has it.
+    found = import_module("triton").__version__ if find_spec("triton") else None
+    check_pair(torch.__version__, found)
 
 
 def _symmetric(

@@ -46,7 +46,7 @@ def publish_plan(ctx, numbers, shared, state, S: tl.constexpr):
 def plan(ctx, outputs, received, numbers, S: tl.constexpr):
     """Run the planner. Returns 1, or 0 or -1 after an error."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    ok = wait_for_words(ctx, 0, _HEADER + numbers.num_local_experts, S.WORLD_SIZE_POW2, S.COUNT_WORDS_POW2, S)
+    ok = wait_for_words(ctx, 0, numbers.num_local_experts + _HEADER, S.WORLD_SIZE_POW2, S.COUNT_WORDS_POW2, S)
     if ok <= 0:
         return_nothing(outputs, received, numbers, S)
     else:

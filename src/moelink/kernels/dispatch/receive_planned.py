@@ -34,6 +34,7 @@ from moelink.kernels.dispatch.row_table import (
     wait_for_table,
 )
 from moelink.kernels.dispatch.unpack import load_first, load_headers, store_group, store_slots, store_sources
+from moelink.kernels.numeric import only
 from moelink.kernels.records import Placed, PlannedSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.signals import context_of, is_poisoned, note_malformed, own_block
@@ -105,7 +106,7 @@ def unpack_planned(ok, ctx, source, slot, valid, state, outputs, notes, numbers,
     header = load_headers(message, valid, True, True, S)
     if state == 0:
         ok, state, _ = wait_for_table(ctx, S)
-    valid = valid & (ok > 0) & (state == _GO)
+    valid = only((ok > 0) & (state == _GO), valid)
     placed = look_up_headers(ctx, source, at, valid, header, outputs, notes, numbers, S)
     store_group(ctx, at, number, words, scales, placed, outputs, numbers, S)
     return ok, state

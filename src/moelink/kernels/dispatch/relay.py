@@ -116,7 +116,7 @@ def _put_marks(ctx, mine, num_tokens, relays, S: tl.constexpr):
         peer = peer_of(number, ctx.me, S)
         at = tl.cast(number_there(peer, ctx.me, S), tl.int64)
         to, word = mine + S.OFFSET_MARKS + at * S.MARKS_BYTES, mine + S.OFFSET_MARKS_FLAG + at * 8
-        put(ctx.table, to, _staged_marks(mine, number, S), _HEADER + num_tokens, word, ctx.call, peer, S)
+        put(ctx.table, to, _staged_marks(mine, number, S), num_tokens + _HEADER, word, ctx.call, peer, S)
     tl.atomic_add(ctx.control + _BYTES, relays.to(tl.int64) * S.RELAY_BYTES, sem="relaxed", scope="gpu")
 
 

@@ -174,7 +174,7 @@ def _malformed(control, num_local, S: tl.constexpr):
     r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
     c = tl.arange(0, S.COUNT_WORDS_POW2)[None, :]
     words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
-    value = value_at(words, (r < S.WORLD_SIZE) & (c < _HEADER + num_local))
+    value = value_at(words, (r < S.WORLD_SIZE) & (c < num_local + _HEADER))
     most = tl.where(c == 0, 1, tl.where(c == 3, S.MAX_SENDERS, tl.where(c < 5, S.MAX_TOKENS, 0x7FFFFFFF)))
     most = tl.where(c < _HEADER, most, S.MAX_TOKENS * S.TOPK)
     return tl.max(((value < 0) | (value > most)).to(tl.int32), 1) != 0

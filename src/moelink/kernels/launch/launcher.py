@@ -145,14 +145,15 @@ class Launcher:
         """Prepare ``function`` with ``programs`` working CTAs, compiled as ``launch`` and ``options`` say, within an SM
         limit: ``num_sms``, where S has another than this launcher's, 0 for none.
 
-        On a CPU, and for a refused call, ``launch`` may be None.
+        On a CPU, and for a refused call, ``launch`` may be None. Products are rounded before they are added, so that
+        kernels and torch compute the same bits. Triton up to 3.9 would contract them to FMAs by default.
         """
         budget = self._num_sms if num_sms is None else num_sms
         resident = 1
         if launch is not None:
             options, resident = {**launch.options, **options}, launch.resident
         count = grid(programs, budget, resident=resident, available=self._available)
-        return CompiledKernel(function, programs, count, S, options)
+        return CompiledKernel(function, programs, count, S, {"enable_fp_fusion": False, **options})
 
     def current_stream(self) -> int:
         """Return the handle of the device's current stream, as launches take it. torch would make an object of it."""

@@ -61,7 +61,7 @@ def grant_credits(table, control, me, S: tl.constexpr):
     intra_node = intra_node_only(r < S.WORLD_SIZE, r, me, S)
     base = tl.load(table + r, mask=r < S.WORLD_SIZE, other=0)
     for phase in tl.static_range(2):
-        read = calls_made(control, _READ + phase * _NEXT)
+        read = calls_made(control, phase * _NEXT + _READ)
         words = credit_at(base, phase, me, S)
         tl.atomic_max(
             words, tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + read, mask=intra_node, sem="relaxed", scope="sys"
@@ -90,7 +90,7 @@ def count_read(ctx, phase, program, num_programs, S: tl.constexpr, sem: tl.const
 
     Between nodes the last CTA tells ranks of other nodes, for which the order of ``signals.arrive`` is needed.
     """
-    role = _READ + phase * _NEXT
+    role = phase * _NEXT + _READ
     if between_nodes_or(0, _count_and_tell, (ctx, phase, role, num_programs), S) == 0:
         count_arrival(ctx.control, role, program, num_programs, sem)
 

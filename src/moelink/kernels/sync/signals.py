@@ -377,5 +377,5 @@ def count_arrival(control, role, program, num_programs, sem: tl.constexpr):
     Example: three CTAs add 2**20 - 2, 1 and 1. After two of them the word, shifted, has not changed.
     """
     tl.debug_barrier()
-    share = tl.where(program == 0, _CALL - num_programs + 1, 1)
+    share = tl.where(program == 0, tl.full([], _CALL, tl.int32) - num_programs + 1, 1)
     tl.atomic_add(control + role, share.to(tl.int64), sem=sem, scope="gpu")

@@ -19,7 +19,7 @@ step 44: word 2 + 6 holds 2**62 - 40, and word 2 + 7, "last published", 44.
 import triton
 import triton.language as tl
 
-from moelink.kernels.numeric import next_power_of_2
+from moelink.kernels.numeric import next_power_of_2, only
 from moelink.kernels.records import CallContext, Stamps
 from moelink.kernels.sync.internode import I64
 from moelink.memory import trace_layout as layout
@@ -86,7 +86,7 @@ def open_record(peers, role, program, call, S: tl.constexpr):
         at = tl.where((buffer != 0) & (program < S.TRACE_CTAS), buffer + record * (words * 8), 0)
         w = tl.arange(0, next_power_of_2(words))
         value = tl.where(w == 0, call, tl.where(w == 1, _sm(S.CLOCK) + 1, tl.where(w == _HEADER + _BEGUN, begun, 0)))
-        tl.store((at + w * 8).to(I64), value, mask=(w < words) & (at != 0))
+        tl.store((at + w * 8).to(I64), value, mask=only(at != 0, w < words))
         tl.debug_barrier()
         return Stamps(at, steps)
     else:
@@ -162,7 +162,7 @@ def stamp_awaited(ctx, first: tl.constexpr, last: tl.constexpr, slots, S: tl.con
 @triton.jit
 def _keep_first(at, now, mask):
     """Store the time ``now`` at the addresses ``at`` under ``mask``, where no earlier one is."""
-    tl.atomic_max(at.to(I64), _FIRST_FROM - now, mask=mask, sem="relaxed", scope="gpu")
+    tl.atomic_max(at.to(I64), tl.full([], _FIRST_FROM, tl.int64) - now, mask=mask, sem="relaxed", scope="gpu")
 
 
 @triton.jit

@@ -21,9 +21,6 @@ from moelink.transports.base import CombineRequest
 from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
 
-_EXACT = {"enable_fp_fusion": False}
-"""Products are rounded before they are added."""
-
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -69,7 +66,7 @@ class LaunchPlan:
         senders = launch.send + spec.COLLECTORS if travels else 0
         slots = () if reduce else (config.topk,)
         dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
-        how: Any = {"S": spec, "launch": launch, **_EXACT}
+        how: Any = {"S": spec, "launch": launch}
         shared_begin, shared_end = shared_bounds(config, num_tokens)
         numbers = CombineNumbers(
             me=rank.me, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
@@ -222,7 +219,7 @@ def refuse_combine(rank: Rank) -> None:
     spec = with_own_rows(spec, rank.workspace, rank.device)
     if spec.ALLREDUCE:
         return
-    how: Any = {"S": spec, "launch": combine_launch(rank.workspace, rank.device, 0, sums=True), **_EXACT}
+    how: Any = {"S": spec, "launch": combine_launch(rank.workspace, rank.device, 0, sums=True)}
     numbers = CombineNumbers(
         me=rank.me, first_expert=rank.first_expert, num_local_experts=rank.config.num_local_experts, num_tokens=0,
         y_rows=0, shared_begin=0, shared_end=0, slot_begin=0, spread=1, status=STATUS_ABORT, senders=0,
