@@ -19,10 +19,8 @@ from tests.tiers import OWN_TIERS, choose, folder_of
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Processes that tests start have moelink_testing without having it installed, and interpret kernels as fast.
+# Processes that tests start have the tests and moelink_testing without having them installed.
 PATHS = [ROOT, ROOT / "testing/src"]
-if os.environ.get("TRITON_INTERPRET") == "1":
-    PATHS.insert(0, ROOT / "tests/subprocess_site")
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
 torch.set_num_threads(1)
 from tests.support import (  # noqa: E402

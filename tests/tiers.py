@@ -45,8 +45,10 @@ ALLOWED = 1.2
 NEW_PROCESSES = {
     "tests/project/test_tiers.py::test_pytest_reports_what_the_quick_tier_leaves_out": "runs pytest",
     "tests/project/test_tiers.py::test_a_clock_counts_processes_that_live_and_those_that_have_ended": "without imports",
-    "tests/project/test_support.py::test_processes_that_load_triton_get_the_faster_interpreter": "of new processes",
     "testing/tests/": "load Triton without torch",
+    "tests/tools/test_cli.py::test_env_text_shows_every_variable": "asks pip for versions",
+    "tests/tools/test_cli.py::test_a_variable_that_is_not_set_is_shown_as_such": "asks pip for versions",
+    "tests/tools/test_cli.py::test_the_missing_extra_is_one_sentence_and_the_pip_line": "imports without torch",
 }
 """Tests of the quick tier, or folders, that may start Python anew, and why; ten at most."""
 

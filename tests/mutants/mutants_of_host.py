@@ -10,6 +10,15 @@ from tests.mutants.mutants import Mutant
 
 # fmt: off
 CALLS = (
+    Mutant("rows in place are not widened for a combine format", "transports/collective/combine.py",
+           "if out.dtype == request.y.dtype:", "if out.dtype == config.accumulate_dtype:",
+           "transports/test_combine_format.py::test_any_number_of_rows_goes_home[mxfp8-zero_copy-uniform]"),
+    Mutant("scales of no rows are viewed as they are", "transports/collective/combine.py",
+           "copy_(as_bytes(values))", "copy_(values.view(torch.uint8))",
+           "transports/test_combine_format.py::test_any_number_of_rows_goes_home[fp8_block128-rank-one_expert]"),
+    Mutant("a combine is bound after close", "transports/bound.py",
+           'self._session.require_open("combine")', 'self._session.guard.require_own_process("combine")',
+           "transports/test_bound.py::test_no_bound_call_outlives_its_communicator[collective-1]"),
     Mutant("groups are aligned to the larger multiple alone", "config.py",
            "math.lcm(self.expert_alignment, self.format.row_multiple)",
            "max(self.expert_alignment, self.format.row_multiple)",

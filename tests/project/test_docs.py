@@ -1,7 +1,7 @@
 """The pages: their code runs, their commands exist, their links lead to files, and what is made of code is up to date.
 
-The Python blocks of a page run in order, in one namespace, in a process of its own without a GPU. A page says what else
-a block needs in a comment right above it:
+The Python blocks of a page run in order, in one namespace, in a process of its own without a GPU, where kernels run in
+Triton's own interpreter. A page says what else a block needs in a comment right above it:
 
 * ``<!-- test: skip, why -->``: it is not run. Its syntax and what it imports of moelink are still checked.
 * ``<!-- test: needs transformers.distributed -->``: it runs where that module is installed.
@@ -43,6 +43,8 @@ ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1",
 }  # fmt: skip
+NEWCOMERS = {name: value for name, value in ENVIRONMENT.items() if name != "TRITON_INTERPRET"}
+"""The start pages do not mention the variable."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def installed(module: str) -> bool:
     return all(find_spec(".".join(parts[: n + 1])) is not None for n in range(len(parts)))
 
 
-def run_page(page: Path, folder: Path) -> None:
+def run_page(page: Path, folder: Path, environment: dict[str, str] = ENVIRONMENT) -> None:
     """Run the Python blocks of a page. Fails with the output of the first program that fails."""
     python = [block for block in blocks_of(page) if block.language == "python"]
     missing = {block.need[1] for block in python if block.need and block.need[0] == "needs"}
@@ -113,7 +115,7 @@ def run_page(page: Path, folder: Path) -> None:
     for number, (ranks, blocks) in enumerate(programs):
         script = folder / f"{page.stem.replace('-', '_')}_{number}.py"
         script.write_text(script_of(blocks))
-        done = run_python(script, ranks=ranks, environment=ENVIRONMENT, folder=folder, timeout=TIMEOUT)
+        done = run_python(script, ranks=ranks, environment=environment, folder=folder, timeout=TIMEOUT)
         assert done.returncode == 0, f"{page.name}, by its own line numbers:\n{done.stdout}{done.stderr}"
 
 
@@ -131,7 +133,7 @@ def runs(page: str) -> bool:
 @pytest.mark.quick("it is the first code that a newcomer runs")
 @pytest.mark.parametrize("page", [page for page in START if (ROOT / page).exists()])
 def test_the_start_pages_run(page: str, tmp_path: Path) -> None:
-    run_page(ROOT / page, tmp_path)
+    run_page(ROOT / page, tmp_path, NEWCOMERS)
 
 
 @pytest.mark.parametrize("page", sorted((page for page in PAGES if page not in START and runs(page)), key=cost))

@@ -1,4 +1,5 @@
-"""The examples run as their first lines say, alone and under torchrun, and do what they claim."""
+"""The examples run as their first lines say, alone and under torchrun, in Triton's own interpreter, and do what they
+claim."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from tests.support.commands import run_python
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
+NOT_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET")
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    **{name: value for name, value in os.environ.items() if name not in NOT_SET},
     "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 

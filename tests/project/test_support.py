@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,10 +29,3 @@ def test_tests_pass_in_a_clone_with_any_name(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 def test_ranks_have_loaded_what_the_server_names() -> None:
     assert run_ranks(rank_server.missing, 2) == [[], []]
-
-
-def test_processes_that_load_triton_get_the_faster_interpreter() -> None:
-    look = "'moelink_testing' in sys.modules"
-    code = f"import sys; first = {look}; import triton; print(first, {look}, triton.runtime.interpreter._patch_lang)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("False True <function _patch_once ")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from tests.support.paths import ROOT
+from tests.support.programs import Program, compiler
 
 
 def run_compiled(module: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
@@ -20,12 +22,15 @@ def run_compiled(module: str, *arguments: str, timeout: float = 280) -> subproce
     Raises:
         subprocess.TimeoutExpired: it had not ended after ``timeout``.
     """
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT / "src"), str(ROOT), str(ROOT / "testing/src"), *filter(None, [env.get("PYTHONPATH")])]
-    )
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as place:
+        files = [Path(place) / name for name in ("out", "err")]
+        program = Program(["-m", module, *arguments], environment, str(ROOT), *map(str, files))
+        [status] = compiler().run([program], timeout)
+        said = [file.read_text() for file in files]
+    if status is None:
+        raise subprocess.TimeoutExpired(program.command, timeout, *said)
+    return subprocess.CompletedProcess(program.command, status, *said)
 
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -36,7 +36,8 @@ class QuickTier:
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen" and self._running and not self._closed:
             command = [os.fsdecode(word) for word in (arguments[0], *arguments[1]) if word is not None]
-            if any(Path(word).name.startswith(("python", "torchrun")) for word in command):
+            server = any(word.endswith("tests/support/programs.py") for word in command)
+            if not server and any(Path(word).name.startswith(("python", "torchrun")) for word in command):
                 self._started.append(" ".join(command[1:])[:200])
 
     @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,7 @@ import torch
 import moelink
 from moelink.hooks import Hook
 from moelink.testing import run_ranks
+from moelink.transports.bound import BoundCombine, BoundDispatch
 from tests.transports import bound_ranks
 
 FIELDS = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": 5}
@@ -71,12 +72,34 @@ def test_arguments_that_cannot_be_bound() -> None:
             dispatch.combine(recv.tokens[1:])
         with pytest.raises(moelink.UnsupportedError, match="a hook with a triton_fn"):
             dispatch.combine(recv.tokens, epilogue=function)
-        combine = dispatch.combine(recv.tokens)
-    with pytest.raises(moelink.ClosedError):
-        ep.bind(x, ids)
-    for call in (dispatch, combine):
-        with pytest.raises(moelink.ClosedError):
-            call()
+
+
+ENTRIES = {
+    (BoundDispatch, "__call__"): lambda dispatch, combine: dispatch(),
+    (BoundDispatch, "combine"): lambda dispatch, combine: dispatch.combine(dispatch.recv.tokens),
+    (BoundCombine, "__call__"): lambda dispatch, combine: combine(),
+}
+"""Every function of a bound call. ``recv`` is none: an output is its caller's, and stays readable."""
+
+
+@pytest.mark.quick("lanes have sessions of their own, and each transport binds in its own way")
+@pytest.mark.parametrize("lane", [0, 1])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_bound_call_outlives_its_communicator(transport: str, lane: int) -> None:
+    for made in (BoundDispatch, BoundCombine):
+        names = {name for name, value in vars(made).items() if callable(value)} - {"__init__"}
+        assert {(made, name) for name in names} <= ENTRIES.keys()
+    x, ids = torch.randn(3, 128).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    with moelink.init(**FIELDS, transport=transport, lanes=2) as ep:
+        dispatch = ep.lane(lane).bind(x, ids)
+        combine = dispatch.combine(dispatch().tokens)
+        combine()
+    with pytest.raises(moelink.ClosedError, match="bind: the communicator is closed"):
+        ep.lane(lane).bind(x, ids)
+    for call in ENTRIES.values():
+        with pytest.raises(moelink.ClosedError, match=r"^(dispatch|combine): the communicator is closed"):
+            call(dispatch, combine)
+    assert int(dispatch.recv.num_recv_tokens) == 6
 
 
 def test_a_pending_call_comes_first() -> None:

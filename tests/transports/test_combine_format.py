@@ -13,9 +13,9 @@ from moelink.formats import get_format
 from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data, run_ranks
 from moelink.transports.wire_layout import layout_digest
-from tests.support.cases import Case, Result, Setup, check_case, run_cases, unpack
+from tests.support.cases import Case, Packed, Result, Setup, check_case, run_cases, unpack
 from tests.support.protocol_runs import Small, run
-from tests.support.symmetric_ranks import one_process, run_case
+from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process, run_case
 from tests.tiers import seeds
 
 FIELDS = {"num_experts": 4, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 3}
@@ -67,6 +67,48 @@ def test_ranks_as_processes_equal_oracle(transport: str, ranks_per_node: int | N
     results = run_ranks(run_cases, 2, cases, {"transport": transport}, timeout=200)
     for index, case in enumerate(cases):
         check_case(case, 2, [result[index] for result in results])
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "zero_copy": {"layout": "rank", "zero_copy": True},
+    "zero_copy_fp32": {"layout": "rank", "zero_copy": True, "combine_dtype": torch.float32},
+    "expert": {},
+    "expert_rows": {"pre_reduce": False},
+    "expert_fused": {"fused_shared_expert": True},
+    "rank": {"layout": "rank"},
+    "masked": {"layout": "masked"},
+    "masked_rows": {"layout": "masked", "pre_reduce": False},
+}
+"""Ways in which a combine takes rows that it sends home."""
+
+
+def check_ways_home(transport: str, fmt: str, way: str, scenario: str, scales: int) -> None:
+    """Compare a dispatch and a combine of three ranks, rows home with ``scales`` scales each, with the oracle."""
+    options = {"combine_format": fmt, "hidden_size": scales * get_format(fmt).group, **WAYS[way]}
+    case, ranks = Case(Setup("bf16", tuple(options.items())), scenario, seed=scales, small=True), [0, 1, 2]
+    with moelink.init_devices(["cpu"] * 3, **case.setup.fields, transport=transport) as ep:
+        link = ep._session.transport
+        recvs = link.dispatch(dispatch_requests(case, ranks)).wait()
+        asked = combine_requests(case, ranks, recvs)
+        taken = [Result.of(recv, torch.empty(0)) for recv in recvs]  # rows that stay in place end with the combine
+        outs = link.combine(asked).wait()
+    check_case(case, 3, [dataclasses.replace(t, combined=Packed.of(out)) for t, out in zip(taken, outs, strict=True)])
+
+
+@pytest.mark.quick("each has branches of its own, in milliseconds")
+@pytest.mark.parametrize("scenario", ["all_empty", "one_expert", "one_rank_empty", "uniform"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fmt", COMBINE_FORMATS)
+def test_any_number_of_rows_goes_home(fmt: str, way: str, scenario: str) -> None:
+    """With ``one_expert`` all rows are one rank's, and the others have none to return."""
+    for scales in (1, 2, 3):
+        check_ways_home("collective", fmt, way, scenario, scales)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fmt", COMBINE_FORMATS)
+def test_kernels_return_any_number_of_rows(fmt: str, way: str) -> None:
+    check_ways_home("symmetric", fmt, way, "one_expert", 1)
 
 
 SMALL = (("max_tokens_per_rank", 4), ("hidden_size", 32), ("combine_format", "mxfp8"))

@@ -8,6 +8,7 @@ Example: row 33 of tile 0: its word is word 5, and its scale of column 2 is byte
 """
 
 import triton
+import triton.language as tl  # noqa: F401 - Triton's interpreter refuses functions of a module that lacks it
 
 
 @triton.jit

@@ -94,10 +94,12 @@ class BoundDispatch:
         :meth:`moelink.Communicator.combine`.
 
         Raises:
+            ClosedError: the communicator is closed.
             StateError: the dispatch was never called.
             ArgumentError: an argument is not acceptable.
             UnsupportedError: a tensor requires grad, ``epilogue`` is a hook, or the transport has no SM limit.
         """
+        self._session.require_open("combine")
         config, device = self._session.configs[0], self._session.devices[0]
         if isinstance(epilogue, Hook) and epilogue.triton_fn is None:
             raise UnsupportedError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.hooks import Hook, evaluate_weights
-from moelink.memory.layout import ALIGNMENT
+from moelink.memory.layout import ALIGNMENT, as_bytes
 from moelink.routing import RowPlan
 from moelink.transports.base import CombineRequest
 from moelink.transports.collective.plan import CollectivePlan
@@ -60,7 +60,11 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
 def _partial_sums(config: EPConfig, request: CombineRequest, plan: CollectivePlan, out: Tensor) -> None:
     """Sum this rank's rows of each message, slots ascending, into ``out`` [messages, hidden]."""
     if plan.places is not None:
-        torch.index_select(request.y, 0, plan.places[plan.places >= 0], out=out)
+        kept = plan.places[plan.places >= 0]
+        if out.dtype == request.y.dtype:
+            torch.index_select(request.y, 0, kept, out=out)
+        else:  # rows that a combine format encodes are wider
+            out.copy_(torch.index_select(request.y, 0, kept))
         return
     if plan.rows is None:
         out.copy_(request.y[: len(out)])
@@ -159,7 +163,7 @@ class _HomeRows:
         encoded = fmt.quantize(self.rows)
         for name, values in (("payload", encoded.payload), ("scales", encoded.scales)):
             assert values is not None
-            self._part(self._buffer, name, torch.uint8).copy_(values.view(torch.uint8))
+            self._part(self._buffer, name, torch.uint8).copy_(as_bytes(values))
 
     def _decoded(self, buffer: Tensor) -> Tensor:
         """Return the rows in ``buffer``: of combine_dtype, or decoded, fp32."""
