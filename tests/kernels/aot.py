@@ -1,7 +1,7 @@
 """Compile the kernels for a GPU that is not there, and say what memory instructions came out.
 
 Run without TRITON_INTERPRET: ``python -m tests.kernels.aot sm_90 kernels`` prints one JSON object per kernel.
-The second word is one of PARTS. A third one selects kernels by how their names begin.
+The second word is one of PARTS. Further ones select kernels by how their names begin.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import math
 import re
 import sys
 
+from moelink.kernels import records
+from moelink.kernels.sync.clocks import ClockNumbers
 from moelink_testing import lowered
+from tests.kernels.lowering import Spec
 
 TYPES = {
     "Peers": ("*i64", "*i64", "*i64"),
@@ -36,41 +39,37 @@ TYPES = {
 
 
 def records_of(kernel):
-    """The record, or the pointer's type, of each argument of ``kernel``."""
-    from moelink.kernels import records
-
-    phase = "Dispatch" if re.search("dispatch|scales", kernel.__name__) else "Combine"  # phases of combine, too
+    """Return the record, or the pointer's type, of each argument of ``kernel`` but its constants."""
+    name = kernel.__name__
+    phase = "Dispatch" if re.search("dispatch|scales", name) else "Combine"  # phases of combine are among the others
     known = {
-        "peers": records.Peers, "notes": records.RoutingNotes, "cached": records.CachedRouting,
-        **{name: getattr(records, phase + name.title()) for name in ("inputs", "outputs", "numbers")},
+        "peers": records.Peers, "notes": records.RoutingNotes, "cached": records.CachedRouting, "scales_out": "*u8",
+        **{argument: getattr(records, phase + argument.title()) for argument in ("inputs", "outputs", "numbers")},
     }  # fmt: skip
-    if "spoil" in kernel.__name__:
+    if "spoil" in name or "credits" in name:
         known["numbers"] = records.CreditNumbers
-    return {
-        name: known.get(name, "*u8" if name == "scales_out" else "*i32") for name in kernel.arg_names if name != "S"
-    }
+    elif "give_up" in name:
+        known["numbers"] = records.GiveUpNumbers
+    elif "clocks" in name:
+        known |= {"numbers": ClockNumbers, "out": "*i64"}
+    return {argument: known.get(argument, "*i32") for argument in kernel.arg_names if argument != "S"}
 
 
-def arguments_of(kernel, pointers):
-    """Types of the arguments of ``kernel`` except S. ``pointers``: types of fields of inputs and outputs that are not
-    those of TYPES."""
-    arguments = {}
+def spec_of(kernel, constants, pointers, target="sm_90", options=None):
+    """Return what ``kernel`` is compiled for.
+
+    ``pointers``: types of fields of inputs and outputs that are not those of TYPES.
+    """
+    types = {}
     for name, record in records_of(kernel).items():
         if isinstance(record, str):
-            arguments[name] = record
+            types[name] = record
             continue
-        types = TYPES.get(record.__name__, {"limit": "i64"})
-        given = types if isinstance(types, dict) else dict(zip(record._fields, types, strict=True))
+        kinds = TYPES.get(record.__name__, {"limit": "i64"})
+        given = kinds if isinstance(kinds, dict) else dict(zip(record._fields, kinds, strict=True))
         known = given | (pointers if name in ("inputs", "outputs") else {})
-        arguments[name] = record(*[known.get(field, "i32") for field in record._fields])
-    return arguments
-
-
-def source_of(kernel, spec, pointers):
-    """What Triton compiles, as ``moelink_testing.lowered`` makes it of these arguments."""
-    from moelink_testing.lowering import source
-
-    return source(kernel, arguments_of(kernel, pointers), {"S": spec})
+        types[name] = record(*[known.get(field, "i32") for field in record._fields])
+    return Spec(types, {"S": constants}, target, options or {})
 
 
 def compile_kernel(kernel, spec, target, x, **more):
@@ -78,7 +77,8 @@ def compile_kernel(kernel, spec, target, x, **more):
     amd = target.startswith("gfx")
     spec = dataclasses.replace(spec, CLOCK="gcn" if amd else "ptx", NATIVE_CASTS=not amd, DEPENDENT_LAUNCH=not amd)
     options = {"num_warps": 4 if amd else 8, "enable_fp_fusion": False, **more}
-    return lowered(kernel, arguments_of(kernel, {"x": x}), {"S": spec}, target=target, **options)
+    known = spec_of(kernel, spec, {"x": x}, target)
+    return lowered(kernel, known.types, known.constants, target=target, **options)
 
 
 def barriers_between_rows(ops):
@@ -98,9 +98,10 @@ def bare_loads(ttir):
 SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
 """Formats that are received as another one is: only what sends them is compiled."""
 
-PARTS = ("kernels", "variants", "scales", "home", "in_place", "own_rows")
-"""Each kernel once; other formats, cached routings and reductions; those that lay scales out; combine in formats;
-layout "rank", copied and with ``zero_copy``; combine of two ranks whose own rows stay, or travel."""
+PARTS = ("kernels", "small", "variants", "scales", "home", "in_place", "own_rows")
+"""Each kernel of a call once; the phases of the contract, and launches that belong to no call; other formats, cached
+routings and reductions; those that lay scales out; combine in formats; layout "rank", copied and with ``zero_copy``;
+combine of two ranks whose own rows stay, or travel."""
 
 
 def kernels(part):
@@ -109,11 +110,15 @@ def kernels(part):
     import moelink
     from moelink.config import COMBINE_FORMATS
     from moelink.kernels.combine import kernel as combine
+    from moelink.kernels.combine import phases
     from moelink.kernels.dispatch import kernel as dispatch
     from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
     from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
     from moelink.kernels.launch.constants import combine_spec, dispatch_spec
     from moelink.kernels.launch.own_rows import with_own_rows
+    from moelink.kernels.sync.clocks import ep_compare_clocks_kernel
+    from moelink.kernels.sync.credit import ep_grant_credits_kernel
+    from moelink.kernels.sync.signals import ep_give_up_kernel
     from moelink.memory.workspace import Workspace
 
     device = torch.device("cuda")
@@ -125,6 +130,17 @@ def kernels(part):
                 spec = combine_spec(workspace, device, row_weights=True, home_weights=True)
                 yield f"combine_async-{fmt}-{pre_reduce}", combine.ep_combine_async_kernel, spec, "*bf16"
                 yield f"combine_wait-{fmt}-{pre_reduce}", combine.ep_combine_wait_kernel, spec, "*bf16"
+        return
+    if part == "small":
+        workspace = Workspace(moelink.EPConfig(**shape, fused_shared_expert=True), lamport=False)
+        spec = combine_spec(workspace, device, row_weights=False, home_weights=False)
+        yield "wait_phase", phases.ep_wait_for_all_arrivals_kernel, spec, "*bf16"
+        yield "copy_phase", phases.ep_copy_shared_expert_outputs_kernel, spec, "*bf16"
+        added = dataclasses.replace(spec, FUSED_SHARED_EXPERT=0, HAS_SHARED=True)
+        yield "reduce_phase", phases.ep_reduce_and_copy_to_output_kernel, added, "*bf16"
+        yield "credits", ep_grant_credits_kernel, spec, "*bf16"
+        yield "give_up", ep_give_up_kernel, spec, "*bf16"
+        yield "clocks", ep_compare_clocks_kernel, spec, "*bf16"
         return
     if part == "own_rows":
         for layout, most in (("rank", 4096), ("expert", 4096)):
@@ -193,9 +209,9 @@ def kernels(part):
         yield "without_flags_combine_wait", combine.ep_combine_wait_kernel, spec, "*bf16"
 
 
-def main(target, part, prefix=""):
+def main(target, part, *prefixes):
     for name, kernel, spec, x in kernels(part):
-        if not name.startswith(prefix):
+        if not name.startswith(prefixes or ""):
             continue
         as_launched = {"num_warps": 4, "maxnreg": 96} if part == "own_rows" else {}  # of ``combine_launch``
         form = compile_kernel(kernel, spec, target, x, **as_launched)

@@ -1,37 +1,50 @@
-"""Every kernel compiles for GPUs that are not there, and the instructions are the ones the protocol needs."""
+"""Every kernel compiles for GPUs that are not there, and the instructions are the ones the protocol needs.
+
+The quick tier compiles each entry kernel of the transport once for sm_90, but the fused ones, which are two others in
+one, and brings a sample of all forms into the intermediate form. Other forms, sm_100 and gfx942 are in the full tier.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
+from pathlib import Path
 
 import pytest
 import triton
 from triton.runtime import JITFunction
 
+import moelink
 from moelink.kernels.launch.cache_keys import settle_cache_key
-from moelink_testing.fingerprints import nameless
-from tests.kernels.matrix_configs import CONFIGS
-from tests.support.cases import FORMATS
 from tests.support.processes import run_compiled
 
+SOURCE = Path(moelink.__file__).parent
 
-def output_of(script, *args):
+
+def output_of(script, *args, timeout=280):
     """Lines that ``script`` prints in a process where kernels are not interpreted (AMD may abort it)."""
-    done = run_compiled(f"tests.{script}", *args)
+    done = run_compiled(f"tests.{script}", *args, timeout=timeout)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
     return done.stdout.splitlines()
 
 
-def compiled(target, part="kernels", prefix=""):
-    """What ``aot.py`` says of the kernels of one of its parts whose names begin with ``prefix``."""
-    return [json.loads(line) for line in output_of("kernels.aot", target, part, prefix) if line.startswith("{")]
+def compiled(target, part="kernels", *prefixes):
+    """What ``aot.py`` says of the kernels of one of its parts whose names begin with one of ``prefixes``."""
+    return [json.loads(line) for line in output_of("kernels.aot", target, part, *prefixes) if line.startswith("{")]
 
 
-@pytest.mark.parametrize("target, part, count", [
-    ("sm_90", "kernels", 6), ("sm_90", "variants", 17), ("sm_100", "kernels", 6)
+ROLES = ("dispatch_", "combine_")
+
+
+@pytest.mark.parametrize("target, part, count, prefixes", [
+    pytest.param("sm_90", "kernels", 4, ROLES, id="sm_90-roles-4"),
+    pytest.param("sm_90", "kernels", 6, (), id="sm_90-kernels-6"),
+    pytest.param("sm_90", "variants", 17, (), id="sm_90-variants-17"),
+    pytest.param("sm_100", "kernels", 6, (), id="sm_100-kernels-6"),
 ])  # fmt: skip
-def test_memory_order_and_width_on_nvidia(target, part, count):
-    kernels = compiled(target, part)
+def test_memory_order_and_width_on_nvidia(target, part, count, prefixes):
+    kernels = compiled(target, part, *prefixes)
     assert len(kernels) == count
     for kernel in kernels:
         name, ops = kernel["name"], kernel["ops"]
@@ -64,13 +77,22 @@ def test_memory_order_and_width_on_nvidia(target, part, count):
             assert kernel["fma"] == 0, f"{name} fuses products into sums"
 
 
-@pytest.mark.parametrize("prefix, count", [("combine_async-mxfp8-True", 1), ("", 8)], ids=["one", "all"])
-def test_rows_in_a_combine_format(prefix, count):
+def check_small(kernels):
+    """The phases of the contract wait, copy and reduce; the others are one CTA."""
+    for name, kernel in kernels.items():
+        assert kernel["local"] == 0, f"{name} spills"
+        assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
+        assert kernel["fma"] == 0, f"{name} fuses products into sums"
+        releases = any(".sys.release.exch" in op or ".release.sys.exch" in op for op in kernel["ops"])
+        assert releases == (name in ("wait_phase", "reduce_phase", "give_up")), f"{name}: {kernel['ops']}"
+    for name in ("copy_phase", "reduce_phase"):
+        assert kernels[name]["ops"].get("st.global.v4.b32", 0) > 0, f"{name} stores in pieces of less than 16 bytes"
+
+
+def check_home_formats(kernels):
     """What a thread encodes it stores in one piece: 8 codes of the 8 columns that it loaded."""
-    kernels = compiled("sm_90", "home", prefix)
-    assert len(kernels) == count
-    for kernel in kernels:
-        name, ops = kernel["name"], kernel["ops"]
+    for name, kernel in kernels.items():
+        ops = kernel["ops"]
         assert any(".sys.release.exch" in op or ".release.sys.exch" in op for op in ops), name
         assert any(".sys.acquire" in op or ".acquire.sys" in op for op in ops), name
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
@@ -79,12 +101,9 @@ def test_rows_in_a_combine_format(prefix, count):
         assert ops.get(wide, 0) > 0, f"{name}: {ops}"
 
 
-@pytest.mark.parametrize("prefix, count", [("dispatch_wait-", 2), ("", 5)], ids=["one", "all"])
-def test_rows_in_place_are_neither_read_nor_stored(prefix, count):
-    """The receiver with ``zero_copy`` has fewer instructions than the one that copies, and none of 16 bytes that
-    loads."""
-    kernels = {kernel["name"]: kernel for kernel in compiled("sm_90", "in_place", prefix)}
-    assert len(kernels) == count
+def check_rows_in_place(kernels):
+    """Rows are neither read nor stored: the receiver with ``zero_copy`` has fewer instructions than the one that
+    copies, and none of 16 bytes that loads."""
     for name, kernel in kernels.items():
         assert kernel["local"] == 0, f"{name} spills"
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
@@ -96,14 +115,11 @@ def test_rows_in_place_are_neither_read_nor_stored(prefix, count):
             assert kernel["bare_loads"] == 0 < copied["bare_loads"], f"{name} loads rows"
 
 
-@pytest.mark.parametrize("prefix, count", [("rank-4096", 3), ("", 7)], ids=["one", "all"])
-def test_own_rows_that_stay_are_added_from_registers(prefix, count):
+def check_own_rows(kernels):
     """As launched: 4 warps of 96 registers. The sender stores a row at one place, home loads one of two that came.
 
     Sums without flags, here those of layout "rank", spill 10 registers; they are faster all the same (docs/lab).
     """
-    kernels = {kernel["name"]: kernel for kernel in compiled("sm_90", "own_rows", prefix)}
-    assert len(kernels) == count
     for name, kernel in kernels.items():
         ops = kernel["ops"]
         assert kernel["stack"] <= (40 if name.startswith("rank") and "async" not in name else 0), f"{name} spills"
@@ -118,15 +134,33 @@ def test_own_rows_that_stay_are_added_from_registers(prefix, count):
             assert kernel["ops"] != travel["ops"], f"{name} is the form in which own rows travel"
 
 
-def test_scales_are_laid_out_in_whole_lines():
-    """Columns by warps of 32 neighbours, 4 bytes each, as groups begin at any row; words of tiles 16 bytes a thread."""
+def check_scales(kernels):
+    """Whole lines: columns by warps of 32 neighbours, 4 bytes each, as groups begin at any row; words of tiles 16 bytes
+    a thread."""
     widths = {"scale_layout-fp8_block128": "st.global.b32", "scale_layout-nvfp4": "st.global.v4.b32"}
-    kernels = {kernel["name"]: kernel for kernel in compiled("sm_90", "scales")}
     assert kernels.keys() == widths.keys()
     for name, width in widths.items():
         stores = {op for op in kernels[name]["ops"] if op.startswith("st.global")}
         assert stores == {width}, (name, stores)
         assert kernels[name]["local"] == 0, f"{name} spills"
+
+
+def check_amd(kernels):
+    for name, kernel in kernels.items():
+        assert kernel["local"] == 0, f"{name} spills"
+        assert any("store_dwordx4" in op for op in kernel["ops"]), name
+
+
+@pytest.mark.parametrize("target, part, count, check", [
+    pytest.param("sm_90", "small", 6, check_small, marks=pytest.mark.quick("entry kernels, each small")),
+    pytest.param("sm_90", "scales", 2, check_scales, marks=pytest.mark.quick("an entry kernel of its own")),
+    ("sm_90", "home", 8, check_home_formats), ("sm_90", "in_place", 5, check_rows_in_place),
+    ("sm_90", "own_rows", 7, check_own_rows), ("gfx942", "kernels", 6, check_amd),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_compiled_kernels(target, part, count, check):
+    kernels = {kernel["name"]: kernel for kernel in compiled(target, part)}
+    assert len(kernels) == count
+    check(kernels)
 
 
 def test_what_all_warps_agree_on_passes_a_barrier():
@@ -137,18 +171,10 @@ def test_what_all_warps_agree_on_passes_a_barrier():
     assert all(int(count) >= 1 for _, count in lines), lines
 
 
-@pytest.mark.parametrize("prefix, count", [("combine_async", 1), ("", 6)], ids=["one", "all"])
-def test_compiles_for_amd(prefix, count):
-    kernels = compiled("gfx942", "kernels", prefix)
-    assert len(kernels) == count
-    for kernel in kernels:
-        assert kernel["local"] == 0, f"{kernel['name']} spills"
-        assert any("store_dwordx4" in op for op in kernel["ops"]), kernel["name"]
-
-
 @pytest.mark.parametrize("names", [
-    ("fused_combine-True",), ("dispatch_async", "dispatch_wait", "dispatch_async_cached", "fused_combine-False"),
-    ("relays_async", "relays_async_cached", "relays_wait"), ("collected_async-None", "collected_wait-None"),
+    ("collected_wait-None",), ("fused_combine-True",),
+    ("dispatch_async", "dispatch_wait", "dispatch_async_cached", "fused_combine-False"),
+    ("relays_async", "relays_async_cached", "relays_wait"), ("collected_async-None",),
     ("collected_async-fp8_block128", "collected_wait-fp8_block128"),
 ], ids=str)  # fmt: skip
 def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence(names):
@@ -178,24 +204,102 @@ def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence(names):
         assert kernel["local"] == 0, f"{name} uses local memory"
 
 
-@pytest.mark.parametrize("parts", [(0,), range(1, 22), range(22, 43), range(43, 64)], ids=str)
-def test_every_form_is_a_program(parts):
-    *lines, total = output_of("kernels.aot_forms", "64", *map(str, parts))
-    assert int(total) > 3 * len(CONFIGS)
-    assert len(lines) == sum(number % 64 in parts for number in range(int(total)))
-    between_nodes = range(int(total) - 3 * len(FORMATS), int(total))  # the last ones
-    assert sum(line.startswith("nodes of 2: ") for line in lines) == sum(n % 64 in parts for n in between_nodes)
-    assert all(line.endswith(": fine") for line in lines)
+@functools.cache
+def facts():
+    """What ``aot_forms.py`` says of all forms together."""
+    return json.loads(output_of("kernels.aot_forms", "facts")[-1])
 
 
-def test_names_and_places_of_constants_do_not_matter_for_what_a_kernel_is():
-    line = "%b = tt.load %x, %a : i32 loc(#loc7)"
-    assert nameless(f"%a = arith.constant 1 : i32\n{line}") == "%2 = tt.load %1, <1 : i32> : i32"
-    kernel = "  %c = arith.constant 2 : i32\n  %m = arith.muli %y, %c : i32\n  tt.store %p, %m loc(#loc1)"
-    moved = "  %m_1 = arith.muli %z, %k : i32 loc(#loc4)\n  tt.store %p, %m_1\n#loc4 = loc(unknown)"
-    assert nameless(kernel) == nameless("  %k = arith.constant 2 : i32\n" + moved)
-    assert nameless(kernel) != nameless("  %k = arith.constant 3 : i32\n" + moved)
-    assert nameless(kernel) != nameless(kernel.replace("%y, %c", "%y, %y"))
+def launched_kernels():
+    """Names of ``triton.jit`` functions that host code of the library launches, and of those called ``..._kernel``.
+
+    A function is launched as ``kernel[grid](...)``, or given to ``launch`` or to a launcher's ``kernel``. The
+    benchmark's kernels are its own.
+    """
+    files = [path for path in SOURCE.rglob("*.py") if "tools" not in path.parts]
+    trees = [ast.parse(path.read_text()) for path in files]
+    compiled = {
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    launched = {name for tree in trees for name in launched_in(tree)} & compiled
+    return launched, {name for name in compiled if name.endswith("_kernel")}
+
+
+def launched_in(tree):
+    """Names that a file launches: of its own functions, of imported ones, and of those of imported modules."""
+    known = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            known |= {alias.asname or alias.name for alias in node.names}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function, given = call.func, []
+        if isinstance(function, ast.Subscript):  # kernel[grid](...), settle_cache_key(kernel)[grid](...)
+            given = [function.value, *(function.value.args if isinstance(function.value, ast.Call) else [])]
+        elif ast.unparse(function).split(".")[-1] in ("kernel", "launch"):
+            given = call.args
+        for each in given:
+            first, *_, last = ast.unparse(each).split(".") * 2
+            if first in known:
+                yield last
+
+
+def test_every_kernel_that_is_launched_has_a_form():
+    launched, named = launched_kernels()
+    assert launched == named, "what the host launches, and nothing else, is called ..._kernel"
+    missing = launched - facts()["kernels"].keys()
+    assert not missing, f"{missing}: expected forms of every kernel, got none; add them to aot_forms.py or row_forms.py"
+
+
+def test_every_constant_that_a_kernel_tests_has_two_values_among_the_forms():
+    """A branch that no form takes would be in no print."""
+    tested = set()
+    for path in (SOURCE / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+                tested |= {
+                    name.attr for name in ast.walk(node.test)
+                    if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.value.id == "S"
+                }  # fmt: skip
+    values = {
+        f"{name} of {kind}": count for kind, fields in facts()["values"].items() for name, count in fields.items()
+    }
+    assert tested <= {name.split()[0] for name in values}
+    single = {name for name, count in values.items() if count == 1 and name.split()[0] in tested}
+    assert not single, f"{single}: expected two values or more, got one; add a value to the switches"
+
+
+def test_switches_that_follow_from_others_are_what_the_library_says():
+    assert facts()["broken"] == []
+
+
+UNREACHED = {
+    "kernels/dispatch/padding.py": "more experts on a rank than a step has elements, or a topk of 1024",
+    "kernels/dispatch/unpack.py": "scales in tiles are stored in words, so no single place of them is asked for",
+    "kernels/epilogues.py": "interpreted",
+    "kernels/grouped_fp8.py": "interpreted",
+    "kernels/launch/sm_limit.py": "interpreted",
+    "kernels/sync/internode.py": "interpreted",
+    "kernels/sync/signals.py": "interpreted",
+    "kernels/sync/trace.py": "interpreted",
+}
+"""Files with statements that no form has, and why."""
+
+
+@pytest.mark.parametrize("part", [pytest.param(("40", "7", "27"), id="sample"), pytest.param((), id="all")])
+def test_every_form_is_a_program(part):
+    """And all of them together have every statement of every kernel."""
+    lines = output_of("kernels.aot_forms", *part, timeout=1500)
+    end = next(number for number, line in enumerate(lines) if line.isdigit())
+    total, forms, left_out = int(lines[end]), lines[:end], lines[end + 1 :]
+    assert total == sum(facts()["kernels"].values())
+    divisor, *parts = map(int, part or ("1", "0"))
+    assert len(forms) == sum(number % divisor in parts for number in range(total))
+    assert [line for line in forms if not line.endswith(": fine")] == []
+    files = {line.split(": ")[1] for line in left_out}
+    assert files == (set() if part else UNREACHED.keys()), "\n".join(left_out)
 
 
 def test_cache_keys_do_not_depend_on_what_came_before():

@@ -325,13 +325,14 @@ def test_no_role_has_more_ctas_than_records(monkeypatch, tokens, num_sms):
             assert max(1 + cut.programs, dispatch.receive, combine.send, combine.receive) <= most
 
 
-@pytest.mark.full("lowers all kernels twice; kernels' prints show a change of a form without a trace")
-@pytest.mark.parametrize("numbers", [(2,), (0, 1), (8, 11), (45, 53, 57), (121, 122, 241, 242), (463, 472)], ids=str)
-def test_without_a_trace_kernels_are_those_without_stamps(numbers):
-    """Dispatch, cached dispatch and combine, also where own rows stay: not an instruction is added. With a trace there
-    are stamps."""
-    found = [json.loads(line) for line in output_of("tracing.trace_forms", *map(str, numbers)) if line.startswith("{")]
-    assert len(found) == len(numbers)
+@pytest.mark.parametrize("kinds", [
+    ("combine",), ("dispatch", "cached", "planned", "in place"), ("sender", "receiver", "home"),
+    ("without flags", "own rows", "own copies"),
+], ids=", ".join)  # fmt: skip
+def test_without_a_trace_kernels_are_those_without_stamps(kinds):
+    """Not an instruction is added. With a trace there are stamps."""
+    found = [json.loads(line) for line in output_of("tracing.trace_forms", *kinds) if line.startswith("{")]
+    assert len(found) == len(kinds)
     for form in found:
         assert form["same"], form
         assert form["stamps"] > 0, form

@@ -1,26 +1,37 @@
 """Compare kernels without a trace with kernels whose sources have no stamps, for a GPU that is not there.
 
-Run without TRITON_INTERPRET: ``python trace_forms.py 0 2`` prints for the forms 0 and 2 of ``aot_forms`` a JSON object:
-whether its intermediate form (TTIR) is the same as that of its source without the lines that stamp; how many functions
-the form with S.TRACE has for stamps, with its source as it is and without these lines.
+Run without TRITON_INTERPRET: ``python -m tests.tracing.trace_forms cached "own rows"`` prints for the first form of
+each of these KINDS a JSON object: whether its intermediate form (TTIR) is the same as that of its source without the
+lines that stamp; how many functions the form with S.TRACE has for stamps, with its source as it is and without these
+lines.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import itertools
 import json
-import pkgutil
 import re
 import sys
-from typing import Any
-
-from triton.runtime import JITFunction
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from moelink_testing.fingerprints import nameless
-from tests.kernels.aot_forms import TARGET, Form, forms, lower
+from tests.kernels.aot_forms import Form, forms, functions
+from tests.kernels.lowering import Spec, ir_of
 
+KINDS: Mapping[str, Callable[[Form], bool]] = MappingProxyType({
+    "dispatch": lambda form: form.launch == "dispatch both" and not form.row["cached"],
+    "planned": lambda form: form.launch == "dispatch both" and form.row["row_table"] is not None,
+    "in place": lambda form: form.launch == "dispatch both" and form.row["in_place"],
+    "cached": lambda form: form.launch == "dispatch both" and form.row["cached"],
+    "sender": lambda form: form.launch == "dispatch async",
+    "receiver": lambda form: form.launch == "dispatch wait",
+    "combine": lambda form: form.launch == "combine both" and not form.row["lamport"],
+    "home": lambda form: form.launch == "combine wait",
+    "without flags": lambda form: form.launch == "combine both" and form.row["lamport"],
+    "own rows": lambda form: form.launch == "combine both" and form.row["own_rows"] == "sums",
+    "own copies": lambda form: form.launch == "combine both" and form.row["own_rows"] == "copies",
+})  # fmt: skip
 STAMP = re.compile(
     r"^ *(?:stamp|stamp_first|stamp_after|stamp_both|stamp_awaited|note_reached|note_whole)\(.*\)\n"
     r"|^ *came = arrivals\(.*\n|^ *seen = traced_if\(.*\n", re.M,
@@ -28,24 +39,20 @@ STAMP = re.compile(
 """Lines that do nothing but stamp."""
 
 
-def functions() -> list[JITFunction[Any]]:
-    """All functions of kernels."""
-    path = importlib.import_module("moelink.kernels").__path__
-    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(path, "moelink.kernels.")]
-    found = {id(f): f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}
-    return [f for f in found.values() if f.__module__ != "moelink.kernels.sync.trace"]
+def traced(form: Form, on: bool) -> Spec:
+    """Return what ``form`` is compiled for with, or without, a trace."""
+    constants = dataclasses.replace(form.constants, TRACE=on, TRACE_CTAS=660 * on)
+    return dataclasses.replace(form.spec, constants={"S": constants})
 
 
 def ttir_of(form: Form) -> str:
-    """A form's intermediate form after the compiler's first passes, without names."""
-    lowered = lower(*form[1:])
-    return nameless(str(lowered.backend.make_ttir(lowered.module, {}, lowered.options, TARGET.arch)))
+    """Return a form's intermediate form without a trace, without names."""
+    return nameless(ir_of(form.kernel, traced(form, False)))
 
 
 def stamps_of(form: Form) -> int:
-    """How many functions a form with S.TRACE has that stamp or open a record."""
-    _, kernel, spec, pointers = form
-    text = str(lower(kernel, dataclasses.replace(spec, TRACE=True, TRACE_CTAS=660), pointers).module)
+    """Return how many functions a form with S.TRACE has that stamp or open a record."""
+    text = ir_of(form.kernel, traced(form, True), passes=False)
     return len(re.findall(r"tt\.func private @\"?moelink\.kernels\.sync\.trace\.(?:stamp|open_record|_keep)", text))
 
 
@@ -62,20 +69,24 @@ def without_stamps(source: str) -> str:
     return source
 
 
-def main(*numbers: int) -> None:
-    """Print what is said above of the forms with these numbers."""
-    some = itertools.islice(forms(), max(numbers) + 1)
-    chosen = [form for number, form in enumerate(some) if number in numbers]
+def main(*kinds: str) -> None:
+    """Print what is said above of the first form of each of ``kinds`` whose ranks may be traced."""
+    may = [
+        form for form in forms()
+        if form.launch.startswith(("dispatch", "combine")) and form.row["mode"] == "alltoall"
+        and form.row["nodes"] == "one" and form.row["gpu"] == "sm_90"
+    ]  # fmt: skip
+    chosen = [next(form for form in may if KINDS[kind](form)) for kind in kinds]
     before = [ttir_of(form) for form in chosen]
     stamps = [stamps_of(form) for form in chosen]
     for function in functions():
         source = without_stamps(function.src)
-        if source != function.src:
+        if source != function.src and function.__module__ != "moelink.kernels.sync.trace":
             function._unsafe_update_src(source)
     for form, ttir, count in zip(chosen, before, stamps, strict=True):
-        said = {"name": form[0], "same": ttir_of(form) == ttir, "stamps": count, "left": stamps_of(form)}
+        said = {"name": form.name, "same": ttir_of(form) == ttir, "stamps": count, "left": stamps_of(form)}
         print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])
