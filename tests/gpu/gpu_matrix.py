@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import os
 import sys
@@ -27,11 +26,11 @@ import triton
 import moelink
 from moelink import reference
 from moelink.arith import align_up
-from moelink.testing import RankData, assert_bitwise_equal, rank_data, run_ranks
+from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
 from tests.gpu import gpu_ranks
 from tests.gpu.gpu_compile import FUSED, Kernel, compile_all, kernels_of
 from tests.kernels.matrix_configs import CONFIGS, Config, describe
-from tests.support.cases import FIELDS, FORMATS, Case, Packed, Result, Setup, check_case
+from tests.support.cases import FIELDS, FORMATS, Case, Packed, Result, Setup, check_case, cut_rows
 
 ROUNDS = ("full", "holes", "skewed", "one_expert", "one_token", "nothing")
 SCENARIOS = ("holes", "repeats", "one_rank_empty", "uniform", "one_expert", "skewed")
@@ -44,18 +43,10 @@ class FewTokens(Case):
     """A dispatch and combine of a configuration that the oracle can follow. The setup has the rows it needs."""
 
     name: str = ""
-    input_dtype: torch.dtype = torch.bfloat16
-    id_dtype: torch.dtype = torch.int32
 
     @property
     def id(self) -> str:
         return f"{self.name} seed {self.seed} ({self.scenario}): oracle"
-
-    def data(self, rank: int) -> RankData:
-        """What ``rank`` passes to dispatch: values that bf16 does not have, where the input is wider."""
-        data = super().data(0 if self.setup.fields["mode"] == "allreduce" else rank)
-        x = data.x if self.input_dtype == torch.bfloat16 else (data.x.double() * 1.1).to(self.input_dtype)
-        return dataclasses.replace(data, x=x, topk_ids=data.topk_ids.to(self.id_dtype))
 
 
 @dataclass(frozen=True)
@@ -267,17 +258,6 @@ def run_few(pair: Sequence[moelink.Communicator], case: FewTokens, rank: int, di
         if one.config.layout == "masked":  # starts of the groups of an output with fewer rows
             cut["row_offsets"] = Packed.of(torch.arange(one.config.num_groups + 1, dtype=torch.int32) * capacity)
         return Result(cut, Packed.of(out))
-
-
-def cut_rows(config: moelink.EPConfig, name: str, tensor: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
-    """A field as an output with ``capacity`` rows has it."""
-    if tensor is None or name not in ("tokens", "scales", "src_info", "weights", "topk_ids", "topk_weights"):
-        return tensor
-    if name != "scales":
-        return tensor[:, :capacity] if config.layout == "masked" else tensor[:capacity]
-    shape = config.scale_shape(capacity)
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return raw[tuple(slice(size) for size in shape)].contiguous().view(tensor.dtype)
 
 
 def differences_of(jobs: Sequence[Job], world_size: int, kind: str = "cuda", *, timeout: float = 200.0) -> list[str]:

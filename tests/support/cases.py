@@ -58,15 +58,29 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One dispatch and combine on a setup."""
+    """One dispatch and combine on a setup.
+
+    Attributes:
+        weights: "dispatch", "combine", "none", or "left": they travel, and combine does not weigh.
+        small: at most 3 tokens a rank, for interpreted kernels.
+        input_dtype: of the rows that go in; None: one that carries them as they are.
+        variant: of rows and router weights. Cases that differ in nothing else have the same ids.
+        max_tokens: the bound on the tokens of every rank that each rank states, or nothing.
+        exact: the output has as many rows as came (``host_counts``).
+    """
 
     setup: Setup
     scenario: str
-    weights: str = "dispatch"  # or "combine", "none", or "left": they travel, and combine does not weigh
+    weights: str = "dispatch"
     reduce: bool = True
     shared: bool = False
     seed: int = 0
-    small: bool = False  # at most 3 tokens a rank, for interpreted kernels
+    small: bool = False
+    input_dtype: torch.dtype | None = None
+    id_dtype: torch.dtype = torch.int32
+    variant: int = 0
+    max_tokens: tuple[int, ...] = ()
+    exact: bool = False
 
     @property
     def id(self) -> str:
@@ -94,9 +108,14 @@ class Case:
             dtype=torch.float64 if f["dispatch_format"] == "fp64" else torch.bfloat16,
         )
         if f.get("mode") == "allreduce" and source != rank:
-            data = dataclasses.replace(self.data(0))
-        ids = torch.full_like(data.topk_ids, 2) if scenario == "one_expert" else data.topk_ids
-        return dataclasses.replace(data, topk_ids=ids, topk_weights=data.topk_weights.to(self.weight_dtype))
+            return self.data(0)
+        ids, x = data.topk_ids, data.x * (1 + self.variant)
+        if scenario == "one_expert":
+            ids = torch.full_like(ids, min(2, self.setup.num_experts - 1))
+        if self.input_dtype is not None:  # values that bf16 does not have, where they can be
+            x = (x if self.input_dtype == torch.bfloat16 else x.double() * 1.1).to(self.input_dtype)
+        weights = data.topk_weights.to(self.weight_dtype) / (1 + self.variant)
+        return RankData(x, ids.to(self.id_dtype), weights)
 
     @property
     def travel(self) -> bool:
@@ -167,22 +186,27 @@ PER_EXPERT = "num_recv_per_expert"
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank got."""
+    """What one rank got. ``combined`` is None where it did not combine."""
 
     fields: dict[str, Packed | None]
-    combined: Packed
+    combined: Packed | None
 
     @classmethod
     def of(cls, recv: moelink.DispatchOutput, out: torch.Tensor) -> Result:
         """Of what dispatch and combine returned."""
-        return cls({name: Packed.of(getattr(recv, name)) for name in (*FIELDS, PER_EXPERT)}, Packed.of(out))
+        return dataclasses.replace(cls.received(recv), combined=Packed.of(out))
+
+    @classmethod
+    def received(cls, recv: moelink.DispatchOutput) -> Result:
+        """Of what dispatch returned, as it is now."""
+        return cls({name: Packed.of(getattr(recv, name)) for name in (*FIELDS, PER_EXPERT)}, None)
 
     @classmethod
     def around(cls, recv: moelink.DispatchOutput, combine: Callable[[], torch.Tensor]) -> Result:
         """Of what dispatch returned and ``combine`` returns. Rows are read after it, unless they end with it."""
         if recv.rows_in_place is None:
             return cls.of(recv, combine())
-        return dataclasses.replace(cls.of(recv, torch.empty(0)), combined=Packed.of(combine()))
+        return dataclasses.replace(cls.received(recv), combined=Packed.of(combine()))
 
 
 def run_case(ep: moelink.Communicator, case: Case, rank: int) -> Result:
@@ -233,7 +257,11 @@ def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
     data = [case.data(rank) for rank in range(world_size)]
     ids = [d.topk_ids for d in data]
     weights = [d.topk_weights for d in data]
-    rows = reference.reference_dispatch(config, [d.x for d in data], ids, weights if case.travel else None)
+    rows = reference.reference_dispatch(
+        config, [d.x for d in data], ids, weights if case.travel else None, max_tokens=case.max_tokens or None
+    )
+    if case.exact:
+        rows = [exact_rows(case.setup.config(world_size, rank), expected) for rank, expected in enumerate(rows)]
     for rank, (expected, result) in enumerate(zip(rows, results, strict=True)):
         check_rows(f"{case.id} rank {rank}", expected, {name: unpack(value) for name, value in result.fields.items()})
     shared = [case.shared_rows(rank) for rank in range(world_size)] if case.shared else None
@@ -243,7 +271,29 @@ def check_case(case: Case, world_size: int, results: Sequence[Result]) -> None:
         weigh=case.weights != "left",
     )  # fmt: skip
     for rank, (expected, result) in enumerate(zip(outs, results, strict=True)):
-        assert_bitwise_equal(result.combined.tensor(), expected, f"{case.id} rank {rank}: combine")
+        if result.combined is not None:
+            assert_bitwise_equal(result.combined.tensor(), expected, f"{case.id} rank {rank}: combine")
+
+
+BY_ROW = ("tokens", "scales", "src_info", "weights", "topk_ids", "topk_weights")
+
+
+def exact_rows(config: moelink.EPConfig, expected: reference.ReferenceRows) -> reference.ReferenceRows:
+    """What a dispatch with ``host_counts`` returns instead of ``expected``."""
+    if config.rows_by_group:
+        return expected
+    cut = {name: cut_rows(config, name, getattr(expected, name), expected.num_rows) for name in BY_ROW}
+    return dataclasses.replace(expected, **cut)
+
+
+def cut_rows(config: moelink.EPConfig, name: str, tensor: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """A field as an output with ``rows`` rows has it."""
+    if tensor is None or name not in BY_ROW:
+        return tensor
+    if name != "scales":
+        return tensor[:, :rows] if config.layout == "masked" else tensor[:rows]
+    raw = bits_of(tensor)
+    return raw[tuple(slice(size) for size in config.scale_shape(rows))].contiguous().view(tensor.dtype)
 
 
 def check_rows(what: str, expected: reference.ReferenceRows, got: dict[str, torch.Tensor | None]) -> None:
