@@ -44,11 +44,15 @@ ALLOWED = 1.2
 """A folder that takes more than its budget times this fails the run: two runs of the same tests differ by a tenth."""
 NEW_PROCESSES = {
     "tests/project/test_tiers.py::test_pytest_reports_what_the_quick_tier_leaves_out": "runs pytest",
-    "tests/project/test_tiers.py::test_a_clock_counts_processes_that_live_and_those_that_have_ended": "without imports",
-    "testing/tests/": "load Triton without torch",
-    "tests/tools/test_cli.py::test_env_text_shows_every_variable": "asks pip for versions",
-    "tests/tools/test_cli.py::test_a_variable_that_is_not_set_is_shown_as_such": "asks pip for versions",
-    "tests/tools/test_cli.py::test_the_missing_extra_is_one_sentence_and_the_pip_line": "imports without torch",
+    "tests/tools/test_cli.py::test_the_missing_extra_is_one_sentence_and_the_pip_line": "imports",
+    "tests/project/test_layering.py::test_importing_loads_no_optional_package_and_touches_no_device": "imports",
+    "tests/project/test_layering.py::test_the_plots_import_matplotlib_only_when_they_draw": "imports",
+    "tests/project/test_layering.py::test_the_benchmarks_choose_the_interpreter_before_triton_is_imported": "imports",
+    "tests/project/test_layering.py::test_the_command_line_answers_without_its_extra": "imports",
+    "tests/formats/test_formats_layouts.py::test_import_does_not_load_triton": "imports",
+    "tests/mutants/test_mutants.py::test_what_is_caught_and_what_survives": "the runner's own server",
+    "tests/mutants/test_mutants.py::test_tests_that_do_not_pass_without_a_fault": "the runner's own server",
+    "testing/tests/": "loads Triton without torch",
 }
 """Tests of the quick tier, or folders, that may start Python anew, and why; ten at most."""
 

@@ -9,6 +9,7 @@ import pytest
 from tests.mutants import mutants
 from tests.mutants.mutants import PACKAGE, ROOT, TESTS, Mutant
 from tests.mutants.mutants_table import MUTANTS
+from tests.tiers import OWN_TIERS, folder_of
 
 
 def test_every_row_can_be_planted() -> None:
@@ -27,10 +28,16 @@ def test_there_are_forty_faults_at_least_and_each_is_its_own() -> None:
 
 
 def test_every_row_names_a_test_of_the_quick_tier(tests_of_the_quick_tier) -> None:
-    files = sorted({f"{TESTS}/{mutant.test.partition('::')[0]}" for mutant in MUTANTS})
+    """Or of a tier of its own, which runs if its folder is named."""
+    tests = {mutant.test for mutant in MUTANTS}
+    own = {test for test in tests if folder_of(f"{TESTS}/{test}") in OWN_TIERS}
+    files = sorted({f"{TESTS}/{test.partition('::')[0]}" for test in tests - own})
     ids = {node.removeprefix(f"{TESTS}/") for node in tests_of_the_quick_tier(files)}
     ids |= {test.partition("[")[0] for test in ids}
-    assert sorted({mutant.test for mutant in MUTANTS} - ids) == []
+    assert sorted(tests - own - ids) == []
+    for test in own:
+        file, _, function = test.partition("[")[0].partition("::")
+        assert f"def {function.rpartition('::')[2]}(" in (ROOT / TESTS / file).read_text(), test
 
 
 SOURCE = '"""A toy."""\n\n\ndef add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n'

@@ -17,6 +17,7 @@ from tests.support import costs
 from tests.support.costs import Clock, Costs
 from tests.support.paths import ROOT
 from tests.support.processes import run_pytest
+from tests.support.quick_tier import starts_torch
 from tests.tiers import BUDGETS, NEW_PROCESSES, OWN_TIERS, choose, folder_of, over_budget
 
 
@@ -102,6 +103,17 @@ def test_a_folder_over_its_budget_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     errors = over_budget({"nn": 12.1, "ops": 1.0, "new": 0.1})
     assert errors.keys() == {"nn", "new"}
     assert errors["nn"].startswith("nn: expected at most 10 processor seconds, got 12; ")
+
+
+@pytest.mark.quick("each is another way to start Python")
+@pytest.mark.parametrize("command, heavy", [
+    (["python3", "-c", "import sys, torch"], True), (["/a/python3.11", "-m", "moelink", "env"], True),
+    (["ip", "netns", "exec", "a", "python3", "-c", "import moelink"], True), (["python3", "script.py"], True),
+    (["python3", "-c", "print(1)"], False), (["python3", "-I", "-S", "/moelink/responder.py"], False),
+    (["ip", "netns", "list"], False), (["python3", "/moelink/tests/support/programs.py", "torch"], False),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))  # fmt: skip
+def test_commands_that_load_torch_are_found(command: list[str], heavy: bool) -> None:
+    assert starts_torch(command) is heavy
 
 
 def test_costs_are_added_up_at_the_pace_of_the_budgets() -> None:

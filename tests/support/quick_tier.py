@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,21 @@ from tests.tiers import BUDGETS, NEW_PROCESSES, folder_of, over_budget
 
 _PACE_EVERY = 50
 """Tests between two measurements of the pace."""
+_HEAVY = re.compile(r"\b(?:torch|moelink|pytest|triton)\b|importlib")
+
+
+def starts_torch(command: Sequence[str]) -> bool:
+    """Return whether a command starts Python for something that loads torch. Without site packages (``-S``) none can,
+    and the servers of :mod:`tests.support.programs` are two a run."""
+    python = next((at for at, word in enumerate(command) if Path(word).name.startswith("python")), None)
+    if python is None or "-S" in command:
+        return False
+    rest = command[python + 1 :]
+    if "-c" in rest:
+        return _HEAVY.search(" ".join(rest[rest.index("-c") + 1 :])) is not None
+    if "-m" in rest:
+        return _HEAVY.match(rest[rest.index("-m") + 1]) is not None
+    return bool(rest) and not rest[0].endswith(("tests/support/programs.py", "-mpip"))
 
 
 class QuickTier:
@@ -36,8 +52,7 @@ class QuickTier:
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen" and self._running and not self._closed:
             command = [os.fsdecode(word) for word in (arguments[0], *arguments[1]) if word is not None]
-            server = any(word.endswith("tests/support/programs.py") for word in command)
-            if not server and any(Path(word).name.startswith(("python", "torchrun")) for word in command):
+            if starts_torch(command[1:]):
                 self._started.append(" ".join(command[1:])[:200])
 
     @pytest.hookimpl(wrapper=True)

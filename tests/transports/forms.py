@@ -19,7 +19,6 @@ import moelink
 from moelink import reference
 from moelink.transports.base import CombineRequest, DispatchRequest
 from tests.contract.contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of
-from tests.support import fast_interpreter  # noqa: F401 - ranks are processes of their own
 from tests.support.cases import FIELDS, Case, Packed, Result, check_case, used_rows
 from tests.support.setups import Draw
 
