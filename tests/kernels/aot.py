@@ -13,6 +13,7 @@ import re
 import sys
 
 from moelink.kernels import records
+from moelink.kernels.launch.direct import ParameterLayout
 from moelink.kernels.sync.clocks import ClockNumbers
 from moelink_testing import lowered
 from tests.kernels.lowering import Spec
@@ -93,6 +94,18 @@ def bare_loads(ttir):
     loads = re.findall(r"= tt\.load ([^:]*?)(?: \{.*?\})? : tensor<([\dx]+)x", ttir)
     sizes = [math.prod(map(int, shape.split("x"))) for operands, shape in loads if operands.count("%") == 2]
     return sum(size >= 1024 for size in sizes)
+
+
+def has_known_parameters(types, ptx):
+    """Whether the parameters of a kernel with arguments of ``types`` lie where ``kernels.launch.direct`` puts them."""
+    entry = ptx.partition(".entry")[2].partition(")")[0]
+    sizes = [int(bits) // 8 for bits in re.findall(r"\.param \.[bus](\d+)", entry)]
+    places, end = [], 0
+    for size in sizes:
+        begin = -(-end // size) * size
+        places.append((begin, size))
+        end = begin + size
+    return ParameterLayout.of(types).places == places
 
 
 SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
@@ -210,6 +223,7 @@ def kernels(part):
 
 
 def main(target, part, *prefixes):
+    amd = target.startswith("gfx")
     for name, kernel, spec, x in kernels(part):
         if not name.startswith(prefixes or ""):
             continue
@@ -224,7 +238,8 @@ def main(target, part, *prefixes):
             "bare_loads": bare_loads(form.ttir), "instructions": form.instructions,
             "stack": form.stack if as_launched else 0,
             "fma": len(re.findall(r"\bfma\.rn\.f32", form.assembly)),
-            "before_the_wait": -1 if target.startswith("gfx") else form.before_the_wait,
+            "before_the_wait": -1 if amd else form.before_the_wait,
+            "known_parameters": not amd and has_known_parameters(spec_of(kernel, spec, {"x": x}).types, form.assembly),
             "allows": form.assembly.count("griddepcontrol.launch_dependents"),
         }), flush=True)  # fmt: skip
 
