@@ -53,7 +53,8 @@ def call_devices(case: Case, transport: str) -> None:
             shared=[case.shared_rows(rank) for rank in range(RANKS)] if case.shared else None,
             weigh=case.weights != "left",
         )
-        ep.check()
+        if case.setup.fields.get("capacity") is None:  # with one, rows may be dropped
+            ep.check()
         results = [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)]
     check_case(case, RANKS, results)
 

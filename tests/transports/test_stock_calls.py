@@ -56,7 +56,7 @@ def program(folder: Path, number: int, *command: str) -> Program:
 def failures(folder: Path, *programs: list[str]) -> dict[str, str]:
     """Make calls, those of each list in a process of its own, and return what went wrong with each that failed."""
     started = [program(folder, at, stock_calls.__file__, *names) for at, names in enumerate(programs)]
-    statuses = server().run(started, timeout=120.0, at_once=2)
+    statuses = server().run(started, timeout=240.0, at_once=2)
     found: dict[str, str] = {}
     for names, each, status in zip(programs, started, statuses, strict=True):
         answers = [json.loads(line) for line in Path(each.out).read_text().splitlines() if line.startswith("{")]
