@@ -32,9 +32,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 
 BUDGETS = {
-    "kernels": 110, "transports": 90, "control": 70, "nodes": 45, "contract": 15, "formats": 15, "memory": 8, "nn": 14,
-    "ops": 18, "reference": 3, "rows": 22, "tracing": 8, "tools": 12, "gpu": 12, "mutants": 6, "project": 60,
-    "testing": 20,
+    "kernels": 110, "transports": 140, "control": 55, "nodes": 50, "contract": 25, "formats": 12, "memory": 6, "nn": 20,
+    "ops": 18, "reference": 3, "rows": 14, "tracing": 8, "tools": 15, "gpu": 6, "mutants": 8, "project": 50, "testing": 10,
 }  # fmt: skip
 """Processor seconds of each folder in the quick tier, on the machine of :mod:`tests.support.costs`; 550 at most in all.
 ``testing`` is the folder of the distribution moelink-testing."""

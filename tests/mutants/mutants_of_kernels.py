@@ -12,7 +12,7 @@ from tests.mutants.mutants import Mutant
 FORMATS = (
     Mutant("the interpreter finds no language beside the scale tiles", "kernels/scale_tiles.py",
            "import triton.language as tl  # noqa: F401 - Triton's interpreter refuses functions of a module that lacks it\n", "",
-           "transports/test_stock_calls.py::test_every_layout_and_transport[nvfp4]"),
+           "transports/test_stock_calls.py::test_each_format_and_transport"),
     Mutant("E8M0 scales are rounded down", "formats/casts.py",
            "((magnitude + 0x7FFFFF) >> 23)", "(magnitude >> 23)",
            "formats/test_formats.py::test_casts_from_fp32_are_exact_on_every_case"),

@@ -53,6 +53,7 @@ def nodes_of(ranks: int) -> list[Case]:
     return cases
 
 
+@pytest.mark.full("transports/test_property.py draws ranks between nodes")
 @pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 5), (2, 1, 1), (3, 1, 3), (8, 4, 7), (8, 2, 6)])
 def test_equals_oracle(world_size: int, ranks_per_node: int, keep: int) -> None:
     """All cases on two ranks, every ``keep``-th on more."""

@@ -77,6 +77,7 @@ def assert_alike(config, got, expected):
             assert_bitwise_equal(a[name].contiguous(), b[name].contiguous())
 
 
+@pytest.mark.full("test_property.py draws calls over a routing")
 @pytest.mark.parametrize("fmt", SCALE_LAYOUTS)
 def test_equals_a_dispatch_that_counts(fmt, filled_memory):
     """Each layout of scales with every option, bit for bit; other rows and weights, and a reuse of a reuse."""

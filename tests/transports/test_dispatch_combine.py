@@ -12,6 +12,7 @@ def check_all(cases: list[Case], world_size: int) -> None:
         check_case(case, world_size, [result[index] for result in results])
 
 
+@pytest.mark.full("test_property.py draws formats, layouts and reductions")
 @pytest.mark.parametrize("world_size", [2, 1, 3, 4, 8])
 def test_matrix_equals_oracle(world_size):
     check_all(some(matrix(FORMATS), 4) if world_size == 3 else matrix(), world_size)

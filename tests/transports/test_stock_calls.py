@@ -77,7 +77,19 @@ interpreted = pytest.mark.skipif(
 
 
 @interpreted
-@pytest.mark.quick("each format has kernels of its own")
+def test_each_format_and_transport(tmp_path: Path) -> None:
+    """Once each, in three processes. Every layout is there, and the formats with scales in tiles come by expert."""
+    layout_of = {fmt: LAYOUTS[at % len(LAYOUTS)] for at, fmt in enumerate(FORMATS)} | {
+        "nvfp4": "expert",
+        "mxfp8": "masked",
+    }
+    assert set(layout_of.values()) == set(LAYOUTS)
+    calls = [[f"{fmt}-{layout}-{transport}" for transport in TRANSPORTS] for fmt, layout in layout_of.items()]
+    check(tmp_path, *[sum(calls[first::3], []) for first in range(3)])
+
+
+@interpreted
+@pytest.mark.full("test_each_format_and_transport makes some of these calls")
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_layout_and_transport(fmt: str, tmp_path: Path) -> None:
     check(tmp_path, [f"{fmt}-{layout}-{transport}" for layout in LAYOUTS for transport in TRANSPORTS])
@@ -88,6 +100,7 @@ KINDS |= {transport: [["-".join(form)] for form in FORMS if form[2] == transport
 KINDS |= {kind: [[name] for name in CALLS if kind in name.split("-")] for kind in ("launchers", "options")}
 
 
+@pytest.mark.full("test_each_format_and_transport makes some of these calls")
 @interpreted
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,6 +47,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.full("test_property.py draws formats, layouts and reductions")
 @pytest.mark.parametrize("fmt", LAYOUTS)
 def test_matrix_equals_oracle(fmt):
     """The one place where interpreted kernels run in every format."""
@@ -62,6 +63,7 @@ def test_a_scale_of_a_row_and_of_a_word(fmt, filled_memory):
     )
 
 
+@pytest.mark.full("test_property.py draws the same options")
 @pytest.mark.parametrize(
     "fmt, first, keep",
     [("bf16", 0, 4), ("bf16", 1, 4), ("bf16", 2, 4), ("bf16", 3, 4), ("fp8_block128", 0, 9), ("nvfp4", 4, 9),

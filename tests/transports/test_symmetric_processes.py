@@ -48,6 +48,7 @@ def pairwise() -> list[Case]:
     ]
 
 
+@pytest.mark.full("test_property.py has ranks that are processes")
 @pytest.mark.parametrize("world_size", [3, 2, 4, 8])
 def test_equals_oracle(world_size):
     cases = every_combination() if world_size == 2 else pairwise()

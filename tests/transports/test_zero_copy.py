@@ -106,7 +106,7 @@ def test_rows_that_come_quantised_equal_the_oracle(name, filled_memory):
     transport.close()
 
 
-@pytest.mark.quick("each launch shares the blocks in another way")
+@pytest.mark.full("test_property.py draws launches of several blocks")
 @pytest.mark.parametrize("flags", [False, True])
 @pytest.mark.parametrize("few", [2, 256], ids=["whole", "parts"])
 @pytest.mark.parametrize("world, send, receive, spread", [(3, 3, 1, 3), (3, 2, 40, 1), (3, 8, 3, 3), (2, 1, 5, 1)])
