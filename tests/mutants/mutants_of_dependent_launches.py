@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tests.mutants.mutants import Mutant
 
-_COMPILED = "kernels/test_kernels_aot.py::test_memory_order_and_width_on_nvidia[sm_90-kernels-6]"
+_COMPILED = "kernels/test_kernels_aot.py::test_memory_order_and_width_on_nvidia[sm_90-roles-4]"
 _SCHEDULES = "kernels/test_dependent_launch.py::test_a_program_waits_for_no_rank_once_it_has_allowed_the_next_launch"
 _ATTRIBUTE = "kernels/test_launches.py::test_only_a_kernel_that_waits_may_start_before_the_last_one_has_ended"
 _CALLERS = "kernels/test_launches.py::test_a_direct_form_gets_the_callers_table_and_counters"

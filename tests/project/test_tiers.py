@@ -109,7 +109,7 @@ def test_a_folder_over_its_budget_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("command, heavy", [
     (["python3", "-c", "import sys, torch"], True), (["/a/python3.11", "-m", "moelink", "env"], True),
     (["ip", "netns", "exec", "a", "python3", "-c", "import moelink"], True), (["python3", "script.py"], True),
-    (["python3", "-c", "print(1)"], False), (["python3", "-I", "-S", "/moelink/responder.py"], False),
+    (["python3", "-c", "open('/pytest/moelink')"], False), (["python3", "-I", "-S", "/moelink/responder.py"], False),
     (["ip", "netns", "list"], False), (["python3", "/moelink/tests/support/programs.py", "torch"], False),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))  # fmt: skip
 def test_commands_that_load_torch_are_found(command: list[str], heavy: bool) -> None:

@@ -16,7 +16,9 @@ from tests.tiers import BUDGETS, NEW_PROCESSES, folder_of, over_budget
 
 _PACE_EVERY = 50
 """Tests between two measurements of the pace."""
-_HEAVY = re.compile(r"\b(?:torch|moelink|pytest|triton)\b|importlib")
+_HEAVY = r"(?:torch|moelink|pytest|triton)\b"
+_CODE = re.compile(rf"\b(?:import|from)\b[^;\n]*\b{_HEAVY}|importlib")
+"""Code that loads torch."""
 
 
 def starts_torch(command: Sequence[str]) -> bool:
@@ -27,9 +29,9 @@ def starts_torch(command: Sequence[str]) -> bool:
         return False
     rest = command[python + 1 :]
     if "-c" in rest:
-        return _HEAVY.search(" ".join(rest[rest.index("-c") + 1 :])) is not None
+        return _CODE.search(" ".join(rest[rest.index("-c") + 1 :])) is not None
     if "-m" in rest:
-        return _HEAVY.match(rest[rest.index("-m") + 1]) is not None
+        return re.match(_HEAVY, rest[rest.index("-m") + 1]) is not None
     return bool(rest) and not rest[0].endswith(("tests/support/programs.py", "-mpip"))
 
 

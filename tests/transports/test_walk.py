@@ -24,13 +24,13 @@ def walk(transport: str, numbers: Sequence[int]) -> None:
         assert len(said) >= walk_ranks.STEPS * len(part)
 
 
-@seeds(5, 110)
+@seeds(3, 110)
 @pytest.mark.timeout(3600)
 def test_walks_of_the_collective_transport(seeds: Sequence[int]) -> None:
     walk("collective", seeds)
 
 
-@seeds(2, 97)
+@seeds(1, 60)
 @pytest.mark.timeout(3600)
 def test_walks_of_the_symmetric_transport(seeds: Sequence[int]) -> None:
     walk("symmetric", seeds)
