@@ -112,7 +112,8 @@ SENT_OTHERWISE = ("fp8_block128_e8m0", "fp8_token")
 """Formats that are received as another one is: only what sends them is compiled."""
 
 PARTS = ("kernels", "small", "variants", "scales", "home", "in_place", "own_rows")
-"""Each kernel of a call once; the phases of the contract, and launches that belong to no call; other formats, cached
+"""Each kernel of a call once; small kernels: phases of the contract, launches that belong to no call, and
+scales; other formats, cached
 routings and reductions; those that lay scales out; combine in formats; layout "rank", copied and with ``zero_copy``;
 combine of two ranks whose own rows stay, or travel."""
 
@@ -154,6 +155,7 @@ def kernels(part):
         yield "credits", ep_grant_credits_kernel, spec, "*bf16"
         yield "give_up", ep_give_up_kernel, spec, "*bf16"
         yield "clocks", ep_compare_clocks_kernel, spec, "*bf16"
+        yield from kernels("scales")
         return
     if part == "own_rows":
         for layout, most in (("rank", 4096), ("expert", 4096)):

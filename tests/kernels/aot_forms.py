@@ -1,11 +1,13 @@
 """Choose the forms of every kernel that the host launches: switches whose values all meet in pairs.
 
 A *form* is a kernel with all that it is compiled for. The product of the switches of dispatch alone has millions of
-forms; :mod:`tests.kernels.covering` chooses some thirty in which every pair of values meets. Each of them is printed
-with its roles in one launch, and most once more with one role alone. ``python -m tests.kernels.aot_forms`` brings them
-into Triton's intermediate form, prints one line for each, their number, and the statements of kernels that are in no
-form; it exits with 1 when a form fails, as a compile-time branch may that no interpreted test takes. The arguments
-``8 0 5`` take every eighth form from the first and from the sixth. Run it without TRITON_INTERPRET.
+forms; :mod:`tests.kernels.covering` chooses some forty in which every pair of values meets. Each has its roles in one
+launch, and many come once more with one role alone.
+
+``python -m tests.kernels.aot_forms`` brings all forms into Triton's intermediate form. It prints one line for each, the
+statements of kernels that are in no form, and facts of all forms as JSON. It exits with 1 when a form fails, as a
+compile-time branch may that no interpreted test takes. The arguments ``8 0 5`` take every eighth form from the first
+and from the sixth. Run it without TRITON_INTERPRET.
 
 The GPU matrix (``matrix_configs``) keeps a list of its own. It runs on devices against an oracle, so it has every
 format x layout x mode x reduction, and its sizes are dealt out with their cost in mind; what it lacks (traces, rows in
@@ -23,6 +25,7 @@ import math
 import pkgutil
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -538,17 +541,24 @@ def functions() -> list[JITFunction[Any]]:
     return list({id(value): value for value in found if isinstance(value, JITFunction)}.values())
 
 
-def facts() -> dict[str, Any]:
-    """Return what kernels have a form, and how many values each of their constants has."""
-    kernels: dict[str, int] = {}
-    values: dict[str, dict[str, set[str]]] = {}
-    for form in forms():
-        kernels[form.kernel.__name__] = kernels.get(form.kernel.__name__, 0) + 1
-        of_kind = values.setdefault(type(form.constants).__name__, {})
+class Facts:
+    """Count which kernels have a form, and the values of each of their constants."""
+
+    def __init__(self) -> None:
+        self.kernels: Counter[str] = Counter()
+        self.values: dict[str, dict[str, set[str]]] = {}
+
+    def add(self, form: Form) -> None:
+        """Count ``form``."""
+        self.kernels[form.kernel.__name__] += 1
+        of_kind = self.values.setdefault(type(form.constants).__name__, {})
         for field in dataclasses.fields(form.constants):
             of_kind.setdefault(field.name, set()).add(str(getattr(form.constants, field.name)))
-    counts = {kind: {name: len(found) for name, found in fields.items()} for kind, fields in values.items()}
-    return {"kernels": kernels, "values": counts, "broken": broken()}
+
+    def text(self) -> str:
+        """Return the counts as JSON, and the rows that contradict the library."""
+        counts = {kind: {name: len(found) for name, found in fields.items()} for kind, fields in self.values.items()}
+        return json.dumps({"kernels": self.kernels, "values": counts, "broken": broken()})
 
 
 def broken() -> list[str]:
@@ -567,12 +577,15 @@ def broken() -> list[str]:
 
 
 def main(divisor: int = 1, *parts: int) -> int:
-    """Lower those whose number modulo ``divisor`` is in ``parts``; without parts all of them, and then say what
-    statements of kernels are in none."""
-    failed = total = 0
+    """Lower those whose number modulo ``divisor`` is in ``parts``, and print the facts of all forms.
+
+    Without parts lower all of them, and also print which statements of kernels are in none.
+    """
+    failed, facts = 0, Facts()
     with traced_places() as traced:
-        for total, form in enumerate(forms(), 1):
-            if parts and (total - 1) % divisor not in parts:
+        for number, form in enumerate(forms()):
+            facts.add(form)
+            if parts and number % divisor not in parts:
                 continue
             try:
                 said = wrong_in(form)
@@ -580,16 +593,13 @@ def main(divisor: int = 1, *parts: int) -> int:
                 said = f"{type(error).__name__}: {error}"
             failed += bool(said)
             print(f"{form.name}: {said or 'fine'}", flush=True)
-    print(total)
     if not parts:
         package = Path(moelink.__file__).parent
         for file, line, _ in sorted(set().union(*map(places_of, functions())) - traced):
             print(f"in no form: {Path(file).relative_to(package)}: {linecache.getline(file, line).strip()}")
+    print(facts.text())
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["facts"]:
-        print(json.dumps(facts()))
-    else:
-        sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -79,7 +79,15 @@ def test_memory_order_and_width_on_nvidia(target, part, count, prefixes):
 
 
 def check_small(kernels):
-    """The phases of the contract wait, copy and reduce; the others are one CTA."""
+    """The phases of the contract wait, copy and reduce; others are one CTA.
+
+    Scales are stored in whole lines: columns by warps of 32 neighbours, 4 bytes each, as groups begin at any row; words
+    of tiles 16 bytes a thread.
+    """
+    widths = {"scale_layout-fp8_block128": "st.global.b32", "scale_layout-nvfp4": "st.global.v4.b32"}
+    for name, width in widths.items():
+        stores = {op for op in kernels[name]["ops"] if op.startswith("st.global")}
+        assert stores == {width}, (name, stores)
     for name, kernel in kernels.items():
         assert kernel["local"] == 0, f"{name} spills"
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
@@ -135,17 +143,6 @@ def check_own_rows(kernels):
             assert kernel["ops"] != travel["ops"], f"{name} is the form in which own rows travel"
 
 
-def check_scales(kernels):
-    """Whole lines: columns by warps of 32 neighbours, 4 bytes each, as groups begin at any row; words of tiles 16 bytes
-    a thread."""
-    widths = {"scale_layout-fp8_block128": "st.global.b32", "scale_layout-nvfp4": "st.global.v4.b32"}
-    assert kernels.keys() == widths.keys()
-    for name, width in widths.items():
-        stores = {op for op in kernels[name]["ops"] if op.startswith("st.global")}
-        assert stores == {width}, (name, stores)
-        assert kernels[name]["local"] == 0, f"{name} spills"
-
-
 def check_amd(kernels):
     for name, kernel in kernels.items():
         assert kernel["local"] == 0, f"{name} spills"
@@ -153,8 +150,7 @@ def check_amd(kernels):
 
 
 @pytest.mark.parametrize("target, part, count, check", [
-    pytest.param("sm_90", "small", 6, check_small, marks=pytest.mark.quick("entry kernels, each small")),
-    pytest.param("sm_90", "scales", 2, check_scales, marks=pytest.mark.quick("an entry kernel of its own")),
+    ("sm_90", "small", 8, check_small),
     ("sm_90", "home", 8, check_home_formats), ("sm_90", "in_place", 5, check_rows_in_place),
     ("sm_90", "own_rows", 7, check_own_rows), ("gfx942", "kernels", 6, check_amd),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
@@ -205,10 +201,19 @@ def test_between_nodes_nvshmem_is_linked_in_and_puts_follow_a_fence(names):
         assert kernel["local"] == 0, f"{name} uses local memory"
 
 
+SAMPLE = ("40", "7", "27")
+"""Of 40 forms the eighth and the 28th."""
+
+
 @functools.cache
+def sample():
+    """What ``aot_forms.py`` prints of a sample."""
+    return output_of("kernels.aot_forms", *SAMPLE)
+
+
 def facts():
-    """What ``aot_forms.py`` says of all forms together."""
-    return json.loads(output_of("kernels.aot_forms", "facts")[-1])
+    """What it says of all forms together."""
+    return json.loads(sample()[-1])
 
 
 def launched_kernels():
@@ -289,18 +294,24 @@ UNREACHED = {
 """Files with statements that no form has, and why."""
 
 
-@pytest.mark.parametrize("part", [pytest.param(("40", "7", "27"), id="sample"), pytest.param((), id="all")])
+@pytest.mark.parametrize("part", [SAMPLE, ()], ids=["sample", "all"])
 def test_every_form_is_a_program(part):
     """And all of them together have every statement of every kernel."""
-    lines = output_of("kernels.aot_forms", *part, timeout=1500)
-    end = next(number for number, line in enumerate(lines) if line.isdigit())
-    total, forms, left_out = int(lines[end]), lines[:end], lines[end + 1 :]
-    assert total == sum(facts()["kernels"].values())
+    *lines, end = sample() if part == SAMPLE else output_of("kernels.aot_forms", timeout=1500)
+    left_out = [line for line in lines if line.startswith("in no form: ")]
+    programs = lines[: len(lines) - len(left_out)]
     divisor, *parts = map(int, part or ("1", "0"))
-    assert len(forms) == sum(number % divisor in parts for number in range(total))
-    assert [line for line in forms if not line.endswith(": fine")] == []
+    total = sum(json.loads(end)["kernels"].values())
+    assert len(programs) == sum(number % divisor in parts for number in range(total))
+    assert [line for line in programs if not line.endswith(": fine")] == []
     files = {line.split(": ")[1] for line in left_out}
     assert files == (set() if part else UNREACHED.keys()), "\n".join(left_out)
+
+
+def test_prints_see_changes_and_nothing_else():
+    """A sum in place of a product, a credit less, a row further; not a name, nor what a constant leaves out."""
+    changed = [json.loads(line)["changed"] for line in output_of("kernels.planted_prints")]
+    assert changed == [True, True, False, True, False]
 
 
 def test_cache_keys_do_not_depend_on_what_came_before():

@@ -12,7 +12,7 @@ import moelink.memory.workspace as workspaces
 from moelink.kernels.launch import grid as cut
 from moelink.kernels.launch.grid import Launch
 from moelink.transports.symmetric import combine as combining
-from moelink.transports.symmetric import dispatch as dispatching
+from moelink.transports.symmetric import plans as dispatching
 from tests.support.cases import Case, Result, Setup, check_case
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process, over, run_case
 

@@ -14,7 +14,7 @@ from moelink.kernels.dispatch import receive, route
 from moelink.kernels.launch.grid import Launch
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
-from moelink.transports.symmetric import dispatch as dispatching
+from moelink.transports.symmetric import plans as dispatching
 from tests.support.cases import Setup
 from tests.support.protocol_runs import Many, caught, run
 from tests.support.symmetric_ranks import one_process

@@ -14,7 +14,7 @@ from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.records import DispatchNumbers
 from moelink.memory.protocol import MANY_TOKENS
 from moelink.memory.workspace import Workspace
-from moelink.transports.symmetric import dispatch as dispatching
+from moelink.transports.symmetric import plans as dispatching
 from tests.support.cases import Case, Result, Setup, check_case
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process
 

@@ -14,7 +14,7 @@ from moelink.kernels.launch.grid import Launch, TokenSplit
 from moelink.memory.protocol import SM_LIMIT_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.transports.symmetric import combine as combining
-from moelink.transports.symmetric import dispatch as dispatching
+from moelink.transports.symmetric import plans as dispatching
 from moelink.transports.symmetric import rank as ranks
 from moelink_testing import Scheduler
 from tests.kernels.turn_kernels import Budget, note

@@ -15,7 +15,7 @@ from moelink.memory.workspace import Workspace
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.session import Session
-from moelink.transports.symmetric import dispatch as dispatching
+from moelink.transports.symmetric import plans as dispatching
 from tests.support.cases import SCALE_LAYOUTS, SCENARIOS, Case, Setup
 from tests.support.symmetric_ranks import apart, combine_requests, dispatch_requests, one_process, over, poison_memory
 

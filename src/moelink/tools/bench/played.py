@@ -27,7 +27,7 @@ from moelink.kernels.launch import constants
 from moelink.kernels.launch import launcher as launching
 from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher, flat_addresses
-from moelink.transports.symmetric import dispatch
+from moelink.transports.symmetric import plans
 from moelink.transports.symmetric.quick import QuickLane
 
 
@@ -75,7 +75,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
 
     with ExitStack() as stack:
         for patch in (
-            mock.patch.object(dispatch, "dispatch_spec", at_once),
+            mock.patch.object(plans, "dispatch_spec", at_once),
             mock.patch.object(Launcher, "launch", _launch),
             mock.patch.object(Launcher, "preparing", nullcontext),
             mock.patch.object(torch.cuda, "current_device", _current_device),

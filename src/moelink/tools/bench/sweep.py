@@ -37,7 +37,7 @@ from moelink.tools.bench.document import head, script_parser, write
 from moelink.tools.bench.presets import Settings
 from moelink.tools.bench.timing import CudaClock, capture, everyone, slowest_rank
 from moelink.transports.symmetric import combine as combining
-from moelink.transports.symmetric import dispatch as dispatching
+from moelink.transports.symmetric import plans as dispatching
 
 SETTINGS = Settings(samples=10)
 METHOD = (

@@ -27,7 +27,7 @@ from moelink.kernels.records import CachedRouting, CombineInputs, DispatchInputs
 from moelink.lease import RowsInPlace
 from moelink.output import Blank, DispatchOutput, made
 from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink.transports.symmetric import combine, dispatch
+from moelink.transports.symmetric import combine, dispatch, plans
 from moelink.transports.symmetric.rank import Rank
 from moelink.transports.symmetric.received import Received
 
@@ -87,7 +87,7 @@ class _Direct:
 class DirectDispatch(_Direct):
     """Dispatches of one kind on CUDA."""
 
-    def __init__(self, rank: Rank, plan: dispatch.LaunchPlan, direct: DirectKernel, owner: str) -> None:
+    def __init__(self, rank: Rank, plan: plans.LaunchPlan, direct: DirectKernel, owner: str) -> None:
         inside = [(_SMALL + i, begin) for i, begin in enumerate(plan.in_arena) if begin >= 0]
         super().__init__(direct, plan.both.count, inside)
         self._plan, self._owner, self._calls = plan, owner, rank.calls
@@ -119,7 +119,7 @@ class DirectDispatch(_Direct):
 class DirectCombine(_Direct):
     """Combines of one kind on CUDA, of rows of one kind of dispatch."""
 
-    def __init__(self, rank: Rank, plan: combine.LaunchPlan, rows: dispatch.LaunchPlan, direct: DirectKernel) -> None:
+    def __init__(self, rank: Rank, plan: combine.LaunchPlan, rows: plans.LaunchPlan, direct: DirectKernel) -> None:
         inside = {"row_weights": rows.arena.places["weights"][0]} if "weights" in rows.arena.places else {}
         inside.update(zip(RoutingNotes._fields, rows.notes_layout.first_bytes, strict=True))
         places = [(OWN_ADDRESSES + COMBINE_ADDRESSES.index(name), begin) for name, begin in inside.items()]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from moelink.output import DispatchHandle
 from moelink.transports.symmetric.notes import SymmetricNotes
-
-if TYPE_CHECKING:
-    from moelink.transports.symmetric.dispatch import LaunchPlan
+from moelink.transports.symmetric.plans import LaunchPlan
 
 _HANDLE = "handle"
 

@@ -24,11 +24,11 @@ from moelink.memory.workspace import Workspace
 from moelink.output import DispatchOutput, replace_fields
 from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.session import Session
+from moelink.transports.symmetric.clock_comparison import ClockComparison
 from moelink.transports.symmetric.combine import Combine, refuse_combine
 from moelink.transports.symmetric.dispatch import Dispatch, refuse_dispatch
 from moelink.transports.symmetric.quick import QuickLane
 from moelink.transports.symmetric.rank import Rank
-from moelink.transports.symmetric.trace_buffer import ClockComparison
 
 T = TypeVar("T")
 

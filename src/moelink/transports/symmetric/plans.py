@@ -1,0 +1,135 @@
+"""Decide once what all dispatches of one kind have in common: LaunchPlan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelink.kernels.dispatch import kernel as kernels
+from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
+from moelink.kernels.launch.constants import COPY, ENCODE, dispatch_spec
+from moelink.kernels.launch.grid import TokenSplit, dispatch_launch, layout_launch, shared_bounds
+from moelink.kernels.launch.launcher import CompiledKernel
+from moelink.kernels.records import DispatchNumbers, DispatchOutputs, RoutingNotes
+from moelink.lease import IN_PLACE
+from moelink.memory.protocol import STATUS_OK
+from moelink.output import ArenaLayout, Blank, OutputShape, shape_of_outputs
+from moelink.transports.symmetric.notes import NotesLayout
+from moelink.transports.symmetric.rank import Rank
+
+
+@dataclass(frozen=True, eq=False)  # two plans are never equal, and to hash one is to hash its address
+class LaunchPlan:
+    """All that dispatches of one kind have in common, decided once. Otherwise it would take most of a call's host time.
+
+    Attributes:
+        send, receive, both, layout: the compiled kernels; the last one is the scale kernel, where a call has one.
+        sending, receiving, fused, laying: the numbers that each of them gets.
+        copies: whether the kernels move rows as bytes.
+        rows: rows of the output (layout "masked": of each expert), unless the call is over an earlier routing.
+        notes, counts, outputs: the blanks of the tensors that a call makes.
+        arena: where the small ones of them are in one allocation, the notes first.
+        small: of the fields of :class:`DispatchOutputs` from ``row_offsets`` on, the first byte in the arena, -1 where
+            the call has none.
+        in_arena: the same of these fields, of the notes, and of what stands for the cached routing.
+        large: the tensors that are not in the arena.
+        in_place: with ``zero_copy``, the views of rows and scales that stay where they arrive; else None.
+        unseen: the fields of an output that are made at the first look, beside its handle.
+        notes_layout: where the parts of the notes are.
+        rank, first_id: the handle's ``rank`` and ``first_id``.
+    """
+
+    send: CompiledKernel
+    receive: CompiledKernel
+    both: CompiledKernel
+    layout: CompiledKernel | None
+    sending: DispatchNumbers
+    receiving: DispatchNumbers
+    fused: DispatchNumbers
+    laying: DispatchNumbers
+    copies: bool
+    rows: int
+    notes: Blank
+    counts: Blank
+    outputs: OutputShape
+    arena: ArenaLayout
+    small: tuple[int, ...]
+    in_arena: tuple[int, ...]
+    large: tuple[tuple[str, Blank], ...]
+    in_place: dict[str, Tensor] | None
+    unseen: frozenset[str]
+    notes_layout: NotesLayout
+    rank: int
+    first_id: int
+
+    @classmethod
+    def of(
+        cls, rank: Rank, *, num_tokens: int, dtype: torch.dtype, quantized: bool, weights: bool, input_scale: bool,
+        cached: bool, max_tokens: int | None, num_sms: int | None,
+    ) -> LaunchPlan:  # fmt: skip
+        """Return the launch plan of ``rank`` for ``num_tokens`` rows of ``dtype``, and at most ``max_tokens`` on any
+        rank, within ``num_sms`` SMs; the others are as in :func:`dispatch_spec`."""
+        device = rank.device
+        config, workspace, kernel = rank.within(num_sms)
+        spec = dispatch_spec(
+            workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
+            cached=cached,
+        )  # fmt: skip
+        spec = rank.in_form(spec)
+        launch = dispatch_launch(
+            config, device, num_tokens, encodes=bool(spec.SOURCE == ENCODE), max_tokens=max_tokens,
+            forwarders=spec.FORWARDERS,
+        )  # fmt: skip
+        later = layout_launch(config, device)
+        cut = TokenSplit.of(num_tokens, programs=launch.send, world_size=workspace.world_size)
+        senders = 1 + cut.programs + spec.FORWARDERS
+        shared_begin, shared_end = shared_bounds(config, num_tokens)
+        rows = config.output_rows(max_tokens)
+        outputs = shape_of_outputs(config, rows=rows, weighted=weights)
+        numbers = DispatchNumbers(
+            me=rank.me, rank=config.rank, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
+            num_groups=config.num_groups, num_tokens=num_tokens, tokens_per_program=cut.tokens_per_program,
+            split=cut.split, shared_begin=shared_begin, shared_end=shared_end, capacity=rows,
+            scale_rows=scale_rows_of(dict(outputs.present).get("scales")), counts_stride=config.world_size,
+            status=STATUS_OK, senders=senders, limit=rank.limit, programs=0,
+        )  # fmt: skip
+        send = kernel(kernels.ep_dispatch_async_kernel, senders, S=spec, launch=launch)
+        receive = kernel(kernels.ep_dispatch_wait_kernel, launch.receive, S=spec, launch=launch)
+        both = kernel(kernels.ep_fused_dispatch_kernel, senders + launch.receive, S=spec, launch=launch)
+        notes = Blank.of(workspace.note_words(num_tokens))
+        counts = Blank.of(config.num_local_experts, config.world_size)
+        arena = ArenaLayout.of([*([] if cached else [("notes", notes)]), ("counts", counts), *outputs.small])
+        small = tuple(arena.places[name][0] if name in arena.places else -1 for name in DispatchOutputs._fields[2:])
+        noted, stay = rank.notes.first_bytes, config.zero_copy
+        received, counted = noted[RoutingNotes._fields.index("received")], small[-1]
+        return cls(
+            send=send,
+            receive=receive,
+            both=both,
+            layout=kernel(ep_lay_out_scales_kernel, later.receive, S=spec, launch=later) if spec.SCALES_LATER else None,
+            sending=numbers._replace(programs=send.programs),
+            receiving=numbers._replace(programs=receive.programs),
+            fused=numbers._replace(programs=both.programs),
+            laying=numbers._replace(programs=later.receive),
+            copies=bool(spec.SOURCE == COPY),
+            rows=rows,
+            notes=notes,
+            counts=counts,
+            outputs=outputs,
+            arena=arena,
+            small=small,
+            in_arena=(*small, *noted, received, counted),
+            large=tuple((name, blank) for name, blank in outputs.large if not (stay and name in IN_PLACE)),
+            in_place=rank.rows_in_place(rows) if stay else None,
+            unseen=frozenset([*dict(outputs.small), *outputs.absent]),
+            notes_layout=rank.notes,
+            rank=config.rank,
+            first_id=rank.first_expert if config.global_ids else 0,
+        )
+
+
+def scale_rows_of(scales: Blank | Tensor | None) -> int:
+    """Return the rows of a column of scales, where they are in columns."""
+    return 0 if scales is None else scales.shape[-1]
