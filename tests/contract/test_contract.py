@@ -14,32 +14,9 @@ from moelink.hooks import Hook
 from moelink.memory import SingleProcessMemory, create_all
 from moelink.testing import assert_bitwise_equal
 from tests.contract.contract_ranks import Buffers, combine_all, dispatch_all, params_of, ranks_of, run, setup
-from tests.support.cases import SCALE_LAYOUTS, Case, Packed, Result, check_case
+from tests.support.cases import Case, Packed, Result, check_case
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
-
-
-CASES = [
-    *[Case(setup(fmt), "skewed", weights="combine") for fmt in SCALE_LAYOUTS],
-    Case(setup("bf16"), "repeats", weights="combine"),
-    Case(setup("bf16"), "one_rank_empty", weights="combine"),
-    Case(setup("fp8_block128"), "all_empty", weights="combine"),
-    Case(setup("bf16"), "holes", weights="none", reduce=False),
-    Case(setup("bf16"), "uniform", weights="combine", shared=True),
-    Case(setup("fp8_block128", pre_reduce=True), "holes", weights="dispatch"),
-    Case(setup("nvfp4", pre_reduce=True, fused_shared_expert=True), "uniform", weights="dispatch"),
-    Case(setup("bf16", fused_shared_expert=True, expert_alignment=4), "one_expert", weights="combine"),
-    Case(setup("bf16", mode="allreduce", fused_shared_expert=True), "uniform", weights="combine"),
-    Case(setup("mxfp8", mode="allreduce", pre_reduce=True), "repeats", weights="dispatch"),
-]
-
-
-@CPU_ONLY
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_split_launchers_equal_the_oracle(case: Case) -> None:
-    eps = ranks_of(params_of(case.setup, 3))
-    for seed in range(2):  # the second call meets what the first left behind
-        run(eps, dataclasses.replace(case, seed=seed))
 
 
 @CPU_ONLY
@@ -89,15 +66,6 @@ def test_split_launchers_across_nodes_equal_the_oracle(case: Case, n_nodes: int,
 
 
 @CPU_ONLY
-@pytest.mark.parametrize("fmt", ("bf16", "nvfp4"))
-def test_fused_launchers_equal_the_oracle(fmt: str) -> None:
-    case = Case(setup(fmt), "uniform", weights="combine")
-    eps = ranks_of(params_of(case.setup, 1))
-    for seed in range(3):
-        run(eps, dataclasses.replace(case, seed=seed))
-
-
-@CPU_ONLY
 def test_a_dispatch_may_be_combined_after_a_later_one_and_twice() -> None:
     case = Case(setup("bf16"), "skewed", weights="combine")
     later = dataclasses.replace(case, seed=5)
@@ -109,16 +77,6 @@ def test_a_dispatch_may_be_combined_after_a_later_one_and_twice() -> None:
     for buffers, each, out in zip((second, first, first), (later, case, case), outs, strict=True):
         results = [Result(b.fields(), Packed.of(o)) for b, o in zip(buffers, out, strict=True)]
         check_case(each, len(eps), results)
-
-
-@CPU_ONLY
-def test_rows_of_the_caller_are_the_capacity() -> None:
-    case = Case(setup("bf16", capacity=9), "skewed", weights="combine")
-    eps = ranks_of(params_of(case.setup, 2))
-    buffers = [Buffers.allocate(ep, rows=9) for ep in eps]
-    dispatch_all(eps, buffers, case)
-    outs = combine_all(eps, buffers, case)
-    check_case(case, 2, [Result(b.fields(), Packed.of(out)) for b, out in zip(buffers, outs, strict=True)])
 
 
 @CPU_ONLY

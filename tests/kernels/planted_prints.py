@@ -1,7 +1,7 @@
 """Print what kernels are before and after a change of their source, to see which changes the prints see.
 
-Run without TRITON_INTERPRET: ``python -m tests.kernels.planted_prints`` prints a JSON object for each of CHANGES: whether the print
-of a form of the kernel changed.
+Run without TRITON_INTERPRET: ``python -m tests.kernels.planted_prints`` prints a JSON object for each of CHANGES:
+whether the print of a form of the kernel changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Results do not depend on how a launch is cut: programs of each role, tokens and messages at a time."""
+"""How a launch is cut: which sums go without flags, and that other token counts need no other kernels."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
@@ -10,85 +8,10 @@ import torch
 import moelink
 import moelink.memory.workspace as workspaces
 from moelink.kernels.launch import grid as cut
-from moelink.kernels.launch.grid import Launch
-from moelink.transports.symmetric import combine as combining
-from moelink.transports.symmetric import plans as dispatching
-from tests.support.cases import Case, Result, Setup, check_case
-from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process, over, run_case
+from tests.support.cases import Case, Setup, check_case
+from tests.support.symmetric_ranks import one_process, run_case
 
 WORLD = 3
-SHAPES = [  # programs that send and that receive; tokens and messages at a time
-    (1, 1, 1, 1),
-    (7, 5, 2, 2),
-    (2, 9, 1, 4),
-    (20, 16, 4, 1),
-]
-SETUPS = [
-    Setup("fp8_block128", (("expert_alignment", 3),)),
-    Setup("bf16", (("pre_reduce", False), ("fused_shared_expert", True))),
-    Setup("nvfp4", (("layout", "rank"),)),
-]
-
-
-@pytest.mark.parametrize("setup, shape", [
-    (1, 1), (0, 0), (2, 0), (2, 1), (0, 2), (1, 2), (1, 3), (2, 3)
-])  # fmt: skip
-def test_equals_oracle(monkeypatch, setup, shape):
-    setup, shape = SETUPS[setup], SHAPES[shape]
-    send, receive, batch, gather = shape
-    spec_of = dispatching.dispatch_spec
-    monkeypatch.setattr(dispatching, "dispatch_launch", lambda *args, **options: Launch(send, receive))
-    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(receive, send))
-    monkeypatch.setattr(
-        dispatching, "dispatch_spec",
-        lambda *args, **options: dataclasses.replace(spec_of(*args, **options), TOKENS_PER_BATCH=batch,
-        MESSAGES_PER_STEP=gather),
-    )  # fmt: skip
-    transport = one_process(setup.fields, WORLD)
-    for case in (Case(setup, "uniform", seed=3), Case(setup, "one_rank_empty", seed=5)):
-        ranks = range(WORLD)
-        requests = dispatch_requests(case, ranks)
-        first = transport.dispatch(requests).wait()
-        again = transport.dispatch(over(first, [dataclasses.replace(r, x=-r.x) for r in requests])).wait()
-        for recvs in (first, transport.dispatch(over(again, requests)).wait()):
-            outs = transport.combine(combine_requests(case, ranks, recvs)).wait()
-            check_case(case, WORLD, [
-                Result.of(recv, out)
-                for recv, out in zip(recvs, outs, strict=True)
-            ])  # fmt: skip
-    transport.check()
-    transport.close()
-
-
-@pytest.mark.parametrize("send, receive", [(3, 1), (2, 40), (1, 5)])
-def test_whole_rows_that_need_no_flags_equal_oracle(monkeypatch, blocks, send, receive):
-    """As of 257 to 1024 tokens: rows of 44 columns travel whole, in three blocks, several a program."""
-    blocks(16, few=2)
-    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(send, receive))
-    setup = Setup("bf16", (("hidden_size", 44),))
-    workspace = workspaces.Workspace(setup.config(WORLD))
-    assert (workspace.combine_parts, workspace.lamport_tokens) == (1, workspace.config.max_tokens_per_rank)
-    transport = one_process(setup.fields, WORLD)
-    for seed in range(2):
-        case = Case(setup, "uniform", seed=seed)
-        check_case(case, WORLD, run_case(transport, case, range(WORLD)))
-    transport.check()
-    transport.close()
-
-
-@pytest.mark.parametrize("reduce", [True, False], ids=["sums", "rows"])
-@pytest.mark.parametrize("send, receive, spread", [(3, 1, 3), (2, 40, 1), (7, 40, 3), (1, 5, 1)])
-def test_rows_in_parts_equal_oracle(monkeypatch, blocks, send, receive, spread, reduce):
-    """Blocks of 16 columns: rows of 44 travel home in 3 parts."""
-    blocks(16)
-    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(send, receive, spread=spread))
-    setup = Setup("bf16", (("hidden_size", 44), ("pre_reduce", reduce)))
-    assert workspaces.Workspace(setup.config(WORLD)).combine_parts == 3
-    transport = one_process(setup.fields, WORLD)
-    case = Case(setup, "uniform", seed=3)
-    check_case(case, WORLD, run_case(transport, case, range(WORLD)))
-    transport.check()
-    transport.close()
 
 
 @pytest.mark.parametrize("dtype, hidden", [

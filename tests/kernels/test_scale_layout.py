@@ -14,31 +14,7 @@ from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.records import DispatchNumbers
 from moelink.memory.protocol import MANY_TOKENS
 from moelink.memory.workspace import Workspace
-from moelink.transports.symmetric import plans as dispatching
-from tests.support.cases import Case, Result, Setup, check_case
-from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process
-
-WORLD = 2
-OPTIONS = [
-    (("expert_alignment", 3), ("capacity", 11)),
-    (("expert_alignment", 128), ("fused_shared_expert", True)),
-    (("mode", "allreduce"),),
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("fmt", ["fp8_block128", "mxfp8", "nvfp4"])
-def test_at_once_equals_oracle(monkeypatch, fmt, options, filled_memory):
-    """As few tokens have it; the cases of all other tests have more."""
-    spec_of = dispatching.dispatch_spec
-    monkeypatch.setattr(dispatching, "dispatch_spec", lambda *args, **kind: spec_of(*args, **kind, later=False))
-    setup = Setup(fmt, options)
-    case = Case(setup, "uniform", seed=3)
-    transport = one_process(setup.fields, WORLD)
-    recvs = transport.dispatch(dispatch_requests(case, range(WORLD))).wait()
-    outs = transport.combine(combine_requests(case, range(WORLD), recvs)).wait()
-    check_case(case, WORLD, [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)])
-    transport.close()
+from tests.support.symmetric_ranks import one_process
 
 
 @pytest.mark.parametrize(

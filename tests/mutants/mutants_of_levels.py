@@ -11,7 +11,7 @@ from tests.mutants.mutants import Mutant
 _CALL = "nodes/test_protocol_levels.py::test_scenario_under_every_schedule[fused_pair-few]"
 _REFUSED = "nodes/test_protocol_levels.py::test_what_goes_wrong_is_forwarded_and_collected_to_the_end[refused_combine_fast_network-few]"
 _BLAME = "nodes/test_protocol_levels.py::test_the_error_names_the_rank_that_did_not_pass_on[forwarder-few]"
-_BITS = "nodes/test_nodes_levels.py::test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order[4-2-17]"
+_BITS = "transports/test_property.py::test_kept_draws[levels]"
 _KINDS = "nodes/test_nodes_levels.py::test_calls_of_every_kind[every_way-{}]"
 
 # fmt: off

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import moelink
 import moelink.epilogues
 from moelink.testing import rank_data
-from tests.support.cases import FORMATS, SCENARIOS, Case, Result, Setup, by_setup, run_case
+from tests.support.cases import FORMATS, SCENARIOS, Case, Setup
 from tests.support.fault_ranks import EXPIRY, refusals
 from tests.support.patience import hurry, join, meet
 
@@ -52,42 +51,6 @@ def in_two_levels(case: Case) -> Case:
     """The case as the oracle sums it."""
     options = (*case.setup.options, ("transport", "symmetric"), ("two_level", True))
     return dataclasses.replace(case, setup=dataclasses.replace(case.setup, options=options))
-
-
-def levels_and_one_level(rank: int, world_size: int, cases: Sequence[Case]) -> list[Result]:
-    """Every case with two levels, whose dispatch gives the bits that one level gives."""
-    results = []
-    for setup, group in by_setup(cases):
-        with (
-            moelink.init(**setup.fields, transport="symmetric", timeout=60, two_level=True) as ep,
-            moelink.init(**setup.fields, transport="symmetric", timeout=60) as one,
-        ):
-            for case in group:
-                data = case.data(rank)
-                weights = data.topk_weights if case.travel else None
-                results.append(run_case(ep, case, rank))
-                recv = one.dispatch(data.x, data.topk_ids, weights)
-                _same_rows(results[-1].fields, Result.of(recv, data.x).fields)
-                one.combine(case.expert_rows(rank, *recv.tokens.shape[:-1]), recv)
-    return results
-
-
-def _same_rows(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compare two outputs, rows only where a token has filled them: others are undefined."""
-    for name in ("row_offsets", "num_recv_tokens", "overflow", "num_recv_per_expert"):
-        assert found[name] == expected[name], name
-    offsets, info = expected["row_offsets"].tensor(), expected["src_info"].tensor().reshape(-1, 3)
-    if expected["tokens"].tensor().dim() == 3:  # layout "masked"
-        counts, rows = expected["num_recv_per_expert"].tensor(), expected["tokens"].tensor().shape[1]
-        filled = (torch.arange(rows)[None, :] < counts[:, None]).flatten()
-    else:
-        filled = (torch.arange(len(info)) < int(offsets[-1])) & (info[:, 0] >= 0)
-    for name in ("tokens", "src_info", "weights"):
-        if expected[name] is not None and len(filled):
-            one, two = (
-                fields[name].tensor().reshape(len(filled), -1).view(torch.uint8)[filled] for fields in (expected, found)
-            )
-            assert torch.equal(one, two), name
 
 
 def _data(rank: int, seed: int, tokens: int) -> Any:

@@ -18,49 +18,10 @@ from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data, run_ranks
 from moelink.transports.select import choose_transport
-from tests.support.cases import FORMATS, SCENARIOS, Case, Setup, check_case, run_cases
 from tests.support.fault_ranks import refusals
 from tests.support.patience import HANG, hurry, join, meet
 
 CPU = torch.device("cpu")
-OPTIONS: tuple[dict[str, object], ...] = (
-    {},
-    {"layout": "rank"},
-    {"pre_reduce": False},
-    {"fused_shared_expert": True},
-    {"capacity": 5},
-    {"capacity": 5, "pre_reduce": False},
-    {"expert_alignment": 3},
-    {"layout": "rank", "global_ids": True},
-    {"capacity": 7, "expert_alignment": 2},
-)
-
-
-def nodes_of(ranks: int) -> list[Case]:
-    """Each format and each option, with ``ranks`` ranks a node."""
-    cases = []
-    for index, fmt in enumerate(FORMATS):
-        options = {"ranks_per_node": ranks, **OPTIONS[index]}
-        kind = [{"weights": "dispatch"}, {"weights": "combine"} if "pre_reduce" in options else {"weights": "none"}]
-        if "layout" not in options and "fused_shared_expert" not in options:
-            kind.append({"weights": "none", "reduce": False})
-        cases += [
-            Case(
-                Setup(fmt, tuple(options.items())), SCENARIOS[(index + i) % len(SCENARIOS)], seed=index, small=True, **k
-            )
-            for i, k in enumerate(kind)
-        ]
-    return cases
-
-
-@pytest.mark.full("transports/test_property.py draws ranks between nodes")
-@pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 5), (2, 1, 1), (3, 1, 3), (8, 4, 7), (8, 2, 6)])
-def test_equals_oracle(world_size: int, ranks_per_node: int, keep: int) -> None:
-    """All cases on two ranks, every ``keep``-th on more."""
-    cases = nodes_of(ranks_per_node)[::keep]
-    results = run_ranks(run_cases, world_size, cases, {"transport": "symmetric"}, timeout=280)
-    for index, case in enumerate(cases):
-        check_case(case, world_size, [result[index] for result in results])
 
 
 def split_calls(rank: int, world_size: int) -> bool:

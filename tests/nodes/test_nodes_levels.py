@@ -11,18 +11,6 @@ from moelink.errors import ConfigError, UnsupportedError
 from moelink.memory.workspace import Workspace
 from moelink.testing import run_ranks
 from tests.nodes import levels_ranks
-from tests.support.cases import check_case
-
-
-@pytest.mark.parametrize("world_size, ranks_per_node, keep", [(4, 2, 17), (4, 2, 1), (9, 3, 7), (8, 4, 4), (8, 2, 5)])
-def test_dispatch_gives_the_bits_of_one_level_and_combine_the_stated_order(
-    world_size: int, ranks_per_node: int, keep: int
-) -> None:
-    """Every ``keep``-th case, which the oracle also sums in the order of two levels."""
-    cases = levels_ranks.cases_of(ranks_per_node)[::keep]
-    results = run_ranks(levels_ranks.levels_and_one_level, world_size, cases, timeout=280)
-    for index, case in enumerate(cases):
-        check_case(levels_ranks.in_two_levels(case), world_size, [result[index] for result in results])
 
 
 @pytest.mark.parametrize("part, fields", [

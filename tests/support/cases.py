@@ -366,16 +366,6 @@ def matrix(formats: Sequence[str] = SCALE_LAYOUTS) -> list[Case]:
     return cases
 
 
-def some(cases: Sequence[Case], keep: int) -> list[Case]:
-    """A spread of ``cases``: about one in ``keep``, each setup at least once."""
-    seen, chosen = set(), []
-    for index, case in enumerate(cases):
-        if index % keep == 0 or case.setup not in seen:
-            chosen.append(case)
-        seen.add(case.setup)
-    return chosen
-
-
 def features() -> list[Case]:
     """Every option of DESIGN at least once, over several formats."""
     cases = []

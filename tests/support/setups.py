@@ -29,7 +29,7 @@ from moelink.config import COMBINE_DTYPES, COMBINE_FORMATS
 from moelink.formats import get_format
 from tests.support.cases import FORMATS, HIDDEN, SCENARIOS, Case, Setup
 
-MAX_TOKENS = 3
+MAX_TOKENS = 7
 ROOM = {"tight": {"expert": 5, "rank": 2, "masked": 4}, "none": {"expert": 0, "rank": 0, "masked": 0}}
 """Rows of an output, by layout; of each expert for layout "masked"."""
 
@@ -58,6 +58,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "num_sms": (None, 1),
     "experts": (5, 2, 8),
     "topk": (2, 1, 3),
+    "tokens": ("few", "more"),
     "hidden": ("wide", "narrow"),
     "scenario": SCENARIOS,
 }  # fmt: skip
@@ -84,6 +85,7 @@ class Draw:
         shared: rows of a shared expert: "none", "given" to combine, or "fused".
         weights: as of :class:`tests.support.cases.Case`.
         room: of an output: the worst case, less than comes ("tight"), or "none".
+        tokens: of a rank: at most 3, or at most 7.
         hidden: "narrow": a group of the format, one element where it has none; "wide": no power of two.
         scenario: which experts tokens go to, and which ranks have any.
         seed: of tokens, ids and weights.
@@ -110,6 +112,7 @@ class Draw:
     num_sms: int | None = None
     experts: int = 5
     topk: int = 2
+    tokens: str = "few"
     hidden: str = "wide"
     scenario: str = "uniform"
     seed: int = 0
@@ -167,7 +170,7 @@ class Draw:
         """A dispatch and combine of this draw."""
         case = Case(
             self.setup, self.scenario, self.weights, self.form != "unreduced", self.shared == "given", self.seed,
-            small=True, input_dtype=self.input_dtype, id_dtype=self.id_dtype,
+            small=self.tokens == "few", input_dtype=self.input_dtype, id_dtype=self.id_dtype,
         )  # fmt: skip
         return dataclasses.replace(case, **changes)
 

@@ -21,8 +21,8 @@ from moelink.transports.symmetric import dispatch as dispatching
 from tests.support.setups import Draw
 
 LAUNCHES: dict[str, tuple[Launch, Launch, dict[str, int]]] = {
-    "one": (Launch(1, 1), Launch(1, 1), {"TOKENS_PER_BATCH": 1, "MESSAGES_PER_STEP": 1}),
-    "few": (Launch(7, 5), Launch(5, 7), {"TOKENS_PER_BATCH": 2, "MESSAGES_PER_STEP": 2}),
+    "one": (Launch(1, 1), Launch(1, 1), {"TOKENS_PER_BATCH": 2, "MESSAGES_PER_STEP": 2}),
+    "few": (Launch(2, 9), Launch(9, 2), {"TOKENS_PER_BATCH": 1, "MESSAGES_PER_STEP": 4}),
     "many": (Launch(20, 16), Launch(16, 20), {"TOKENS_PER_BATCH": 4, "MESSAGES_PER_STEP": 1}),
 }
 """Programs that send and that receive, of dispatch and of combine; tokens and messages at a time."""

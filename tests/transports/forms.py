@@ -104,6 +104,7 @@ def filled(recv: moelink.DispatchOutput) -> torch.Tensor:
 def received(case: Case, recvs: Outputs) -> Exchange:
     """What dispatch returned, as it is now."""
     for recv in recvs:
+        assert (recv.rows_in_place is not None) == case.setup.fields["zero_copy"]
         assert recv.host_counts == (recv.num_recv_per_expert.tolist() if case.exact else None)
     return Exchange(case, [Result.received(recv) for recv in recvs])
 
@@ -186,9 +187,13 @@ def bounded(ranks: Ranks) -> list[Exchange]:
 
 
 def exact(ranks: Ranks) -> list[Exchange]:
-    """As many rows as come, and the rows of each expert as a list."""
+    """As many rows as come, and the rows of each expert as a list; and over that routing."""
     case = ranks.draw.case(exact=True)
-    return [sent(ranks, case, ranks.requests(case))]
+    recvs = ranks.dispatch(ranks.requests(case))
+    exchanges = [received(case, recvs)]
+    exchanges[0] = exchanges[0].combined(ranks.combine(ranks.combines(case, recvs)))
+    again = dataclasses.replace(case, variant=1)
+    return [*exchanges, sent(ranks, again, over(recvs, ranks.requests(again)))]
 
 
 def quantised(ranks: Ranks) -> list[Exchange]:

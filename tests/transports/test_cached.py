@@ -16,19 +16,10 @@ from moelink.testing import assert_bitwise_equal
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.session import Session
 from moelink.transports.symmetric import plans as dispatching
-from tests.support.cases import SCALE_LAYOUTS, SCENARIOS, Case, Setup
-from tests.support.symmetric_ranks import apart, combine_requests, dispatch_requests, one_process, over, poison_memory
+from tests.support.cases import Case, Setup
+from tests.support.symmetric_ranks import apart, dispatch_requests, one_process, over, poison_memory
 
 BF16 = Setup("bf16")
-OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
-    (),
-    (("layout", "rank"),),
-    (("capacity", 5),),
-    (("capacity", 9), ("expert_alignment", 4), ("fused_shared_expert", True)),
-    (("mode", "allreduce"),),
-    (("mode", "allreduce"), ("layout", "rank"), ("capacity", 5)),
-    (("mode", "allreduce"), ("fused_shared_expert", True)),
-)
 
 
 def changed(requests, salt):
@@ -75,37 +66,6 @@ def assert_alike(config, got, expected):
         if b[name] is not None:
             assert a[name].shape == b[name].shape, name
             assert_bitwise_equal(a[name].contiguous(), b[name].contiguous())
-
-
-@pytest.mark.full("test_property.py draws calls over a routing")
-@pytest.mark.parametrize("fmt", SCALE_LAYOUTS)
-def test_equals_a_dispatch_that_counts(fmt, filled_memory):
-    """Each layout of scales with every option, bit for bit; other rows and weights, and a reuse of a reuse."""
-    for index, options in enumerate(OPTIONS):
-        scenario = SCENARIOS[(index + SCALE_LAYOUTS.index(fmt)) % len(SCENARIOS)]
-        case = Case(
-            Setup(fmt, options), scenario, weights=("dispatch", "none")[(index + len(fmt)) % 2], seed=index, small=True
-        )
-        world, ranks = 2 + index % 2, range(2 + index % 2)
-        transport = one_process(case.setup.fields, world)
-        requests = dispatch_requests(case, ranks)
-        first = transport.dispatch(requests).wait()
-        bytes_of_one = transport.traffic().dispatch
-        again = transport.dispatch(over(first, requests)).wait()
-        others = changed(requests, index)
-        chained = transport.dispatch(over(again, others)).wait()
-        expected = transport.dispatch(others).wait()
-        for rank in ranks:
-            config = case.setup.config(world, rank)
-            assert_alike(config, again[rank], first[rank])
-            assert_alike(config, chained[rank], expected[rank])
-        assert transport.traffic().dispatch == 4 * bytes_of_one
-        outs, plain = (transport.combine(combine_requests(case, ranks, recvs)).wait() for recvs in (chained, expected))
-        for a, b in zip(outs, plain, strict=True):
-            assert_bitwise_equal(a, b)
-        losses = [rank.errors.take_losses() for rank in transport.ranks]
-        assert [dropped for dropped, _ in losses] == [4 * int(recv.overflow) for recv in first]
-        transport.close()
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

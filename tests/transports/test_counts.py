@@ -11,34 +11,8 @@ import moelink
 from moelink.testing import run_ranks
 from tests.gpu.gpu_compile import warmup_kernels
 from tests.ops.op_layers import IDS, H, T, one_rank
-from tests.support.cases import Case, Setup, check_case
-from tests.transports.test_devices import run_devices
-
-EXPERT: list[dict[str, Any]] = [
-    {"expert_alignment": 4, "fused_shared_expert": True},
-    {"expert_alignment": 4, "fused_shared_expert": True, "capacity": 9},
-    {"mode": "allreduce"},
-]
-GLOBAL: list[dict[str, Any]] = [{"layout": "rank", "global_ids": True}]
-RANK: list[dict[str, Any]] = [
-    {"layout": "rank"},
-    {"layout": "rank", "capacity": 2},
-    {"layout": "rank", "mode": "allreduce"},
-]
 
 COUNTED: dict[str, Any] = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": T}
-
-
-@pytest.mark.quick("each transport counts in a way of its own")
-@pytest.mark.parametrize("transport", ["collective", "symmetric"])
-@pytest.mark.parametrize("options", [EXPERT, RANK, GLOBAL], ids=["expert", "rank", "global"])
-def test_counts_per_expert_are_those_of_the_oracle(
-    transport: str, options: list[dict[str, Any]], filled_memory: None
-) -> None:
-    for each in options:
-        case = Case(Setup("bf16", tuple(each.items())), "repeats", small=True)
-        with moelink.init_devices(["cpu"] * 2, **case.setup.fields, transport=transport) as ep:
-            check_case(case, 2, run_devices(ep, case, 2))
 
 
 @pytest.mark.quick("each transport fills in a way of its own")

@@ -22,11 +22,6 @@ def test_two_batches_overlap(wire: str) -> None:
     assert min(run_ranks(lane_ranks.two_batches, 2, wire)) > 0
 
 
-@pytest.mark.parametrize("wire", [*TRANSPORTS, "nodes"])
-def test_two_batches_of_three_ranks_overlap(wire: str) -> None:
-    assert min(run_ranks(lane_ranks.two_batches, 3, wire)) > 0
-
-
 @pytest.mark.parametrize("wire", TRANSPORTS)
 def test_a_failure_in_one_lane_ends_both(wire: str) -> None:
     assert run_ranks(lane_ranks.absent_from_a_lane, 3, wire) == [1, 1, 1]

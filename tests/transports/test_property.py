@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from moelink.testing import run_ranks
+from tests.support.cases import check_case, real_shapes, run_cases
 from tests.support.setups import ALONE, AXES, BY_RANK, Draw, complete, covering, meetings, possible
 from tests.tiers import seeds
 from tests.transports import cuts, forms
@@ -45,17 +46,17 @@ OPEN_DEFECTS = {
 """Draws that meet a known defect, which are left out until it is mended."""
 
 KEPT: dict[str, Draw] = {
-    "plain": Draw(alignment=3, shared="fused", scenario="one_rank_empty"),
+    "allreduce": Draw(mode="allreduce"),
     "collective": Draw(wire="collective", alignment=3, shared="fused", room="tight"),
     "collective, exact": Draw(wire="collective", fmt="fp8_block128", form="exact", alignment=3),
     "collective, weighed by experts": Draw(wire="collective", weights="left"),
-    "collective, bound": Draw(wire="collective", form="bound", ranks=1),
+    "collective, bound": Draw(wire="collective", form="bound", ranks=1, tokens="more", scenario="holes"),
     "collective, home in a format": Draw(wire="collective", combine_format="mxfp8"),
     "home in a format": Draw(combine_format="mxfp8"),
-    "masked, exact": Draw(layout="masked", form="exact"),
     "in place": Draw(layout="zero_copy"),
+    "in place, exact": Draw(layout="zero_copy", form="exact"),
     "in place, bound": Draw(layout="zero_copy", form="bound", ranks=1),
-    "in place, quantised": Draw(layout="zero_copy", fmt="fp8_block128", form="quantised", cut="many"),
+    "in place, quantised": Draw(layout="zero_copy", fmt="fp8_block128", form="quantised", cut="one", tokens="more"),
     "bounded": Draw(form="bounded", room="tight", scenario="one_expert"),
     "levels": Draw(apart=True, wire="levels", ranks=4),
 }
@@ -120,6 +121,13 @@ def test_each_rank_is_a_process(ranks: int, seeds: range) -> None:
         draws = [draw for draw in (dataclasses.replace(draw, ranks=ranks) for draw in draws) if not is_open(draw)]
         for first in range(0, len(draws), 20):
             equal_oracle(draws[first : first + 20])
+
+
+def test_shapes_of_real_models() -> None:
+    cases = real_shapes()
+    results = run_ranks(run_cases, 2, cases, {"transport": "collective"}, timeout=240)
+    for case, *parts in zip(cases, *results, strict=True):
+        check_case(case, 2, parts)
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -1,4 +1,4 @@
-"""The symmetric transport, its kernels interpreted: against the oracle, and when things go wrong."""
+"""The symmetric transport, its kernels interpreted: single options, and when things go wrong."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ import torch
 
 import moelink
 from moelink.hooks import Hook
-from moelink.memory import PosixMemory, create_all
+from moelink.memory import create_all
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import SymmetricTransport
-from tests.memory.memory_ranks import run_ranks
 from tests.support.cases import (
-    FORMATS,
-    SCALE_LAYOUTS,
     Case,
     Result,
     Setup,
     by_setup,
     check_case,
-    features,
-    matrix,
-    some,
 )
 from tests.support.patience import HANG
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, note_launches, one_process, run_case
@@ -41,19 +35,6 @@ def check_all(cases, world_size):
         transport.close()
 
 
-LAYOUTS = [
-    pytest.param(fmt, marks=[pytest.mark.quick("each layout of scales")] if fmt in SCALE_LAYOUTS else [])
-    for fmt in FORMATS
-]
-
-
-@pytest.mark.full("test_property.py draws formats, layouts and reductions")
-@pytest.mark.parametrize("fmt", LAYOUTS)
-def test_matrix_equals_oracle(fmt):
-    """The one place where interpreted kernels run in every format."""
-    check_all(some(matrix([fmt]), 4), 3)
-
-
 @pytest.mark.quick("a sender rounds a row up, or fills a word up")
 @pytest.mark.parametrize("fmt", ["fp8_token", "fp8_block128_e8m0"])
 def test_a_scale_of_a_row_and_of_a_word(fmt, filled_memory):
@@ -63,30 +44,9 @@ def test_a_scale_of_a_row_and_of_a_word(fmt, filled_memory):
     )
 
 
-@pytest.mark.full("test_property.py draws the same options")
-@pytest.mark.parametrize(
-    "fmt, first, keep",
-    [("bf16", 0, 4), ("bf16", 1, 4), ("bf16", 2, 4), ("bf16", 3, 4), ("fp8_block128", 0, 9), ("nvfp4", 4, 9),
-     ("fp32", 0, 1)],
-)  # fmt: skip
-def test_features_equal_oracle(fmt, first, keep):
-    check_all([case for case in features() if case.setup.dispatch_format == fmt][first::keep], 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 5])
-def test_other_world_sizes(world_size):
-    check_all([Case(BF16, "uniform"), Case(Setup("fp8_block128"), "repeats")], world_size)
-
-
 def test_debug_mode_where_nothing_travels(monkeypatch):
     monkeypatch.setenv("MOELINK_DEBUG", "1")
     check_all([Case(Setup("bf16", (("mode", "allreduce"),)), "uniform", small=True)], 2)
-
-
-@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "fp8_block128"])
-def test_padding_of_more_than_a_tile_is_zero(fmt, filled_memory):
-    """A group of 1 to 5 rows is followed by up to 256 rows of padding; 128-row tiles of scales end behind those."""
-    check_all([Case(Setup(fmt, (("expert_alignment", 130),)), "uniform")], 2)
 
 
 def test_ranks_of_one_gpu_take_turns_in_the_current_stream(monkeypatch):
@@ -110,28 +70,6 @@ def test_ranks_of_one_gpu_take_turns_in_the_current_stream(monkeypatch):
     for rank in transport.ranks:
         rank.stream = None
     transport.close()
-
-
-def process_main(rank, world_size, exchange, cases, fused):
-    """One rank, in a process of its own, over shared memory."""
-    results = []
-    for setup, group in by_setup(cases):
-        config = dataclasses.replace(setup.config(world_size, rank), timeout=60.0)
-        memory = PosixMemory.create(Workspace(config).nbytes, rank=rank, world_size=world_size, exchange=exchange)
-        transport = SymmetricTransport([config], [memory], "test")
-        results += [run_case(transport, case, [rank], fused=fused)[0] for case in group]
-        transport.check()
-        transport.close()
-    return results
-
-
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-def test_ranks_as_processes(fused):
-    cases = [Case(BF16, "uniform"), Case(BF16, "one_rank_empty"), Case(Setup("fp8_block128"), "skewed")]
-    ended = run_ranks(3, process_main, cases, fused, timeout=200)
-    assert [kind for kind, *_ in ended] == ["done"] * 3, ended
-    for index, case in enumerate(cases):
-        check_case(case, 3, [results[index] for _, results in ended])
 
 
 def one_rank(rank, world_size=2, *, memories, timeout=0.3, **options):
@@ -245,44 +183,6 @@ def test_traffic_counts_what_left_the_rank():
     assert transport.traffic().combine == 3 * workspace.row_bytes
 
 
-def exact(case, world_size):
-    transport = one_process(case.setup.fields, world_size)
-    ranks = list(range(world_size))
-    full = transport.dispatch(dispatch_requests(case, ranks)).wait()
-    cut = transport.dispatch(dispatch_requests(case, ranks, host_counts=True)).wait()
-    return list(zip(full, cut, strict=True))
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_block128", "mxfp4"])
-def test_host_counts_gives_exact_sizes(fmt):
-    for full, cut in exact(Case(Setup(fmt), "uniform"), 2):
-        n = int(full.row_offsets[-1])
-        assert cut.tokens.shape[0] == cut.src_info.shape[0] == n
-        assert torch.equal(cut.src_info, full.src_info[:n])
-        assert cut.host_counts == full.num_recv_per_expert.tolist()
-        assert full.host_counts is None
-        if full.scales is not None:
-            expected = full.scales[:, :n] if fmt == "fp8_block128" else full.scales[:n]
-            assert cut.scales.shape == expected.shape
-            assert torch.equal(cut.scales.view(torch.uint8), expected.contiguous().view(torch.uint8))
-
-
-def test_out_is_overwritten_and_routing_reused():
-    case = Case(BF16, "uniform")
-    transport = one_process(BF16.fields, 2)
-    first = transport.dispatch(dispatch_requests(case, [0, 1])).wait()
-    copies = [recv.tokens.clone() for recv in first]
-    requests = [
-        dataclasses.replace(r, routing=o, topk_ids=o.handle.topk_ids, out=o)
-        for r, o in zip(dispatch_requests(case, [0, 1]), first, strict=True)
-    ]
-    again = transport.dispatch(requests).wait()
-    for recv, old, copy in zip(again, first, copies, strict=True):
-        n = int(recv.row_offsets[-1])
-        assert recv.tokens.data_ptr() == old.tokens.data_ptr()
-        assert torch.equal(recv.tokens[:n], copy[:n])
-
-
 def test_bias_and_residual_and_torch_hook_go_in_before_rounding():
     case = Case(BF16, "uniform")
     transport = one_process(BF16.fields, 2)
@@ -306,40 +206,6 @@ def test_bias_and_residual_and_torch_hook_go_in_before_rounding():
     ).wait()
     for out, total, residual in zip(got, sums, residuals, strict=True):
         assert torch.equal(out, (total + residual.float()).bfloat16())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_block128", "fp64"])
-def test_other_input_dtypes_quantise_alike(fmt, dtype):
-    setup = Setup(fmt)
-    transport = one_process(setup.fields, 2)
-    case = Case(setup, "uniform")
-    requests = [dataclasses.replace(r, x=r.x.to(dtype)) for r in dispatch_requests(case, [0, 1])]
-    outputs = transport.dispatch(requests).wait()
-    config = setup.config(2)
-    for out in outputs:
-        n = int(out.row_offsets[-1])
-        for row in range(n):
-            source, token, _ = out.src_info[row].tolist()
-            if source >= 0:
-                expected = config.format.quantize(requests[source].x[token : token + 1])
-                assert torch.equal(out.tokens[row].view(torch.uint8), expected.payload[0].view(torch.uint8))
-
-
-def test_quantised_rows_travel_unchanged():
-    setup = Setup("fp8_block128")
-    case = Case(setup, "uniform")
-    transport = one_process(setup.fields, 2)
-    requests = dispatch_requests(case, [0, 1])
-    expected = transport.dispatch(requests).wait()
-    rows = [setup.config(2).format.quantize(r.x) for r in requests]
-    got = transport.dispatch(
-        [dataclasses.replace(r, x=q.payload, scales=q.scales) for r, q in zip(requests, rows, strict=True)]
-    ).wait()
-    for a, b in zip(got, expected, strict=True):
-        n = int(b.row_offsets[-1])
-        assert torch.equal(a.tokens[:n].view(torch.uint8), b.tokens[:n].view(torch.uint8))
-        assert torch.equal(a.scales[:, :n], b.scales[:, :n])
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block128"])

@@ -1,9 +1,5 @@
-"""The symmetric transport as users meet it: ``moelink.init`` in processes over shared memory, interpreted kernels.
+"""The symmetric transport as users meet it: faults in processes over shared memory, and the debug mode."""
 
-Every layout of scales x layout x mode at world 2, pairwise combinations at 3, 4 and 8, one spawn per world.
-"""
-
-import itertools
 import multiprocessing
 import time
 
@@ -12,50 +8,7 @@ from triton.runtime.errors import InterpreterError
 
 import moelink
 from moelink.testing import rank_data, run_ranks
-from tests.support.cases import FORMATS, SCALE_LAYOUTS, SCENARIOS, Case, Setup, check_case, run_cases
 from tests.support.patience import HANG, ROOMY, hurry, join, meet
-
-LAYOUTS = ({}, {"layout": "rank"})
-MODES = ({}, {"mode": "allreduce"})
-REDUCTIONS = ({}, {"pre_reduce": False}, {"fused_shared_expert": True})
-
-
-def every_combination() -> list[Case]:
-    cases = []
-    for index, (fmt, layout, mode) in enumerate(itertools.product(SCALE_LAYOUTS, LAYOUTS, MODES)):
-        extra = {} if layout else REDUCTIONS[index % 3]
-        setup = Setup(fmt, tuple({**layout, **mode, **extra}.items()))
-        cases.append(Case(setup, SCENARIOS[index % len(SCENARIOS)], seed=index, small=True))
-    return cases
-
-
-def pairwise() -> list[Case]:
-    """Each format once, such that each pair of (layout, mode, reduction) values meets."""
-    options = (
-        {},
-        {"layout": "rank"},
-        {"mode": "allreduce"},
-        {"layout": "rank", "mode": "allreduce"},
-        {"pre_reduce": False},
-        {"mode": "allreduce", "pre_reduce": False, "fused_shared_expert": True},
-        {"fused_shared_expert": True},
-        {"expert_alignment": 3},
-        {"layout": "rank", "global_ids": True},
-    )
-    return [
-        Case(Setup(fmt, tuple(o.items())), scenario, seed=i, small=True)
-        for i, (fmt, o, scenario) in enumerate(zip(FORMATS, options, itertools.cycle(reversed(SCENARIOS))))
-    ]
-
-
-@pytest.mark.full("test_property.py has ranks that are processes")
-@pytest.mark.parametrize("world_size", [3, 2, 4, 8])
-def test_equals_oracle(world_size):
-    cases = every_combination() if world_size == 2 else pairwise()
-    results = run_ranks(run_cases, world_size, cases, {"transport": "symmetric"}, timeout=280)
-    for index, case in enumerate(cases):
-        check_case(case, world_size, [result[index] for result in results])
-
 
 SETUP = {"num_experts": 6, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 2, "transport": "symmetric"}
 

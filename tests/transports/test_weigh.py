@@ -14,23 +14,9 @@ from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
 from tests.ops.gradients import Case as GradientCase
 from tests.ops.op_layers import IDS, H, T, one_rank
 from tests.ops.test_autograd import check_all
-from tests.support.cases import Case, Setup, check_case
-from tests.transports.test_devices import run_devices
 
 SETUP: dict[str, Any] = {"num_experts": 6, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 3, "timeout": 60}
 TRANSPORTS = pytest.mark.parametrize("transport", ["collective", "symmetric"])
-
-
-@pytest.mark.quick("the two transports sum in ways of their own")
-@TRANSPORTS
-def test_rows_are_summed_as_they_are(transport: str) -> None:
-    late = (("pre_reduce", False),)
-    for case in (
-        Case(Setup("bf16"), "repeats", weights="left", small=True),
-        Case(Setup("bf16", late), "holes", "left"),
-    ):
-        with moelink.init_devices(["cpu"] * 2, **case.setup.fields, transport=transport) as ep:
-            check_case(case, 2, run_devices(ep, case, 2))
 
 
 @pytest.mark.quick("each case checks something else, in milliseconds")

@@ -1,4 +1,4 @@
-"""``zero_copy``: rows that stay in the workspace are the oracle's, live until the next call, and no longer."""
+"""``zero_copy``: rows that stay in the workspace live until the next call, and no longer."""
 
 from __future__ import annotations
 
@@ -11,35 +11,23 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink import ops, reference
+from moelink import ops
 from moelink.config import EPConfig
 from moelink.kernels.dispatch import receive
-from moelink.kernels.launch.grid import Launch
 from moelink.kernels.sync import credit
-from moelink.memory import workspace as workspaces
 from moelink.memory.layout import REGION_ALIGNMENT
 from moelink.output import OutputShape
-from moelink.testing import assert_bitwise_equal, run_ranks
+from moelink.testing import assert_bitwise_equal
 from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric.rank import Rank
-from tests.support.cases import FIELDS, Case, Packed, Result, Setup, check_case, check_rows
+from tests.support.cases import Setup
 from tests.support.protocol_runs import Small, caught, run
-from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process, over
+from tests.support.symmetric_ranks import one_process, over
 from tests.tiers import seeds
-from tests.transports import zero_copy_ranks
 
 TRANSPORTS = ("collective", "symmetric")
 TURNS = 40
 """Turns of a schedule after which rows are read, long after they have come."""
-FORMATS = ("bf16", "fp8_block128", "nvfp4", "mxfp4", "fp8_token")
-OPTIONS: tuple[tuple[dict[str, Any], str, str, int], ...] = (
-    ({}, "uniform", "dispatch", 2),
-    ({}, "one_rank_empty", "left", 4),
-    ({"global_ids": True}, "holes", "none", 2),
-    ({"num_experts": 2}, "all_empty", "dispatch", 3),
-    ({}, "repeats", "dispatch", 1),
-)
 SMALL: dict[str, Any] = dict(
     num_experts=4, topk=2, hidden_size=128, max_tokens_per_rank=4, layout="rank", zero_copy=True
 )
@@ -55,100 +43,6 @@ def transport_of(name: str, setup: Setup, world: int) -> Any:
     if name == "symmetric":
         return one_process(setup.fields, world)
     return moelink.init_devices(["cpu"] * world, **setup.fields, transport="collective")._session.transport
-
-
-def check(transport: Any, case: Case, world: int) -> None:
-    """Dispatch and combine on all ranks, then twice over the same routing without a combine in between."""
-    ranks, config = range(world), case.setup.config(world)
-    requests = dispatch_requests(case, ranks)
-    recvs = transport.dispatch(requests).wait()
-    asked = combine_requests(case, ranks, recvs)
-    taken = [Result.of(recv, torch.empty(0)) for recv in recvs]
-    outs = transport.combine(asked).wait()
-    results = [dataclasses.replace(each, combined=Packed.of(out)) for each, out in zip(taken, outs, strict=True)]
-    check_case(case, world, results)
-    for _ in range(2):
-        doubled = [dataclasses.replace(request, x=request.x * 2) for request in over(recvs, requests)]
-        recvs = transport.dispatch(doubled).wait()
-        weights = [request.topk_weights for request in requests] if case.travel else None
-        rows = reference.reference_dispatch(config, [r.x for r in doubled], [r.topk_ids for r in requests], weights)
-        for rank in ranks:
-            check_rows(f"again rank {rank}", rows[rank], {name: getattr(recvs[rank], name) for name in FIELDS})
-    for one, two in zip(transport.combine(combine_requests(case, ranks, recvs)).wait(), outs, strict=True):
-        assert_bitwise_equal(one, two)
-
-
-@pytest.mark.quick("each kind of scales, over options that are dealt out to them")
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_equals_the_oracle(fmt, filled_memory):
-    """With interpreted kernels, too, for every other format."""
-    number = FORMATS.index(fmt)
-    options, scenario, weights, world = OPTIONS[number]
-    case = Case(zero_copy(fmt, **options), scenario, weights, seed=number, small=True)
-    for name in TRANSPORTS[: 1 if number % 2 else 2]:
-        transport = transport_of(name, case.setup, world)
-        check(transport, case, world)
-        transport.close()
-
-
-@pytest.mark.quick("the sender copies rows that it would encode otherwise")
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_rows_that_come_quantised_equal_the_oracle(name, filled_memory):
-    """FlashInfer's contract: rows in the format and their scales in, views of the workspace out."""
-    case = Case(zero_copy("fp8_block128"), "holes", "dispatch", seed=5)
-    transport, ranks, fmt = transport_of(name, case.setup, 2), [0, 1], case.setup.config(2).format
-    rows = [(request, fmt.quantize(request.x)) for request in dispatch_requests(case, ranks)]
-    recvs = transport.dispatch([dataclasses.replace(r, x=q.payload, scales=q.scales) for r, q in rows]).wait()
-    asked = combine_requests(case, ranks, recvs)
-    taken = [Result.of(recv, torch.empty(0)) for recv in recvs]
-    outs = transport.combine(asked).wait()
-    check_case(case, 2, [dataclasses.replace(t, combined=Packed.of(o)) for t, o in zip(taken, outs, strict=True)])
-    transport.close()
-
-
-@pytest.mark.full("test_property.py draws launches of several blocks")
-@pytest.mark.parametrize("flags", [False, True])
-@pytest.mark.parametrize("few", [2, 256], ids=["whole", "parts"])
-@pytest.mark.parametrize("world, send, receive, spread", [(3, 3, 1, 3), (3, 2, 40, 1), (3, 8, 3, 3), (2, 1, 5, 1)])
-def test_answers_of_several_blocks_equal_the_oracle(monkeypatch, blocks, world, send, receive, spread, few, flags):
-    """Rows of 44 columns go home in 3 blocks of 16, by one CTA or by several, for one home rank or for all of them,
-    with flags and without. Of two ranks, own rows stay."""
-    blocks(16 if world == 3 else 8, few=few)
-    monkeypatch.setattr(workspaces, "MANY_COPIES", 2)
-    for name in ("LAMPORT_BYTES", "LAMPORT_BYTES_OF_COPIES") if flags else ():
-        monkeypatch.setattr(workspaces, name, 0)
-    launch = Launch(send, receive, spread=spread if few == 256 else 1)
-    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: launch)
-    setup = zero_copy("bf16", hidden_size=44)
-    space = workspaces.Workspace(setup.config(world))
-    assert (space.combine_parts, space.two_copies) == (1 if few == 2 else 3, world == 2)
-    assert bool(space.lamport_tokens) != flags
-    transport = one_process(setup.fields, world)
-    for seed in range(2):
-        check(transport, Case(setup, "holes", seed=seed, small=True), world)
-    transport.check()
-    transport.close()
-
-
-@pytest.mark.parametrize("fmt", ["fp8_block128_e8m0", "mxfp8", "fp32", "fp64", *FORMATS])
-def test_every_option_of_every_format(fmt, filled_memory):
-    for number, (options, scenario, weights, world) in enumerate(OPTIONS[-1:] if fmt.endswith("e8m0") else OPTIONS):
-        case = Case(zero_copy(fmt, **options), scenario, weights, seed=number)
-        for name in TRANSPORTS:
-            transport = transport_of(name, case.setup, world)
-            check(transport, case, world)
-            transport.close()
-
-
-@pytest.mark.quick("the two transports share no code between session and output")
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_every_form_of_a_call_equals_the_copying_one(name):
-    assert sum(run_ranks(zero_copy_ranks.calls, 2, {"transport": name})) > 0
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_every_form_of_a_call_of_three_ranks(name):
-    run_ranks(zero_copy_ranks.calls, 3, {"transport": name, "global_ids": True})
 
 
 def test_rows_are_views_of_the_workspace():
@@ -226,6 +120,30 @@ def test_rows_end_with_the_next_call(name):
         assert last.tokens[0, :3, 0].tolist() == [1, 2, 3]
     with pytest.raises(moelink.ExpiredRowsError, match="got a closed communicator"):
         last.tokens  # noqa: B018 - to look at it is what is refused
+
+
+@pytest.mark.quick("each transport counts calls for itself")
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_rows_of_a_bound_dispatch_end_with_the_next_call(name):
+    """They live again after each of its calls; a second lane is a second buffer."""
+    with moelink.init(**SMALL, transport=name, device="cpu", lanes=2) as ep:
+        dispatch = ep.bind(X, IDS)
+        combine = None
+        for _ in range(2):
+            recv = dispatch()
+            assert recv.tokens[0, :3, 0].tolist() == [1, 2, 3]
+            combine = combine or dispatch.combine(recv.tokens.clone())
+            ep.lane(1).dispatch(X, IDS)
+            assert recv.tokens[0, :3, 0].tolist() == [1, 2, 3]
+            assert combine()[:, 0].tolist() == [1, 2, 3]
+            with pytest.raises(moelink.ExpiredRowsError):
+                recv.tokens  # noqa: B018 - to look at it is what is refused
+        dispatch()
+        ep.dispatch(X, IDS)
+        with pytest.raises(moelink.ExpiredRowsError, match="recv: expected the rows of the lane's latest dispatch"):
+            combine()
+        dispatch()
+        assert combine()[:, 0].tolist() == [1, 2, 3]
 
 
 def test_a_closed_communicator_unmaps_its_block():
