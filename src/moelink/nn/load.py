@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ConfigError
+from moelink.nn.kept import KeepsBuffers
 from moelink.routing import ExpertMap
 
 
@@ -54,7 +55,7 @@ class LoadStats:
         return max(load) * len(load) / sum(load) if sum(load) else 1.0
 
 
-class LoadMeter(torch.nn.Module):
+class LoadMeter(KeepsBuffers):
     """Counts the experts that tokens are sent to, on the device.
 
     Its buffers are not part of a state_dict.
@@ -66,6 +67,7 @@ class LoadMeter(torch.nn.Module):
         device: where counting happens.
     """
 
+    kept = ("total", "recent", "step")
     total: Tensor
     recent: Tensor
     step: Tensor
@@ -108,6 +110,10 @@ class LoadMeter(torch.nn.Module):
         """Forget everything."""
         for buffer in (self.total, self.recent, self.step):
             buffer.zero_()
+
+    def reset_buffers(self) -> None:
+        """Nothing is counted."""
+        self.reset()
 
     def stats(self) -> LoadStats:
         """The numbers so far. Synchronises with the host."""

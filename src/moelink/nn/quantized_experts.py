@@ -14,12 +14,13 @@ from moelink.nn.block_quantized import BlockQuantized, check_product
 from moelink.nn.expert_backends import multiply
 from moelink.nn.experts import Activation
 from moelink.nn.gated import known_activation
+from moelink.nn.kept import KeepsBuffers
 from moelink.nn.placement import Placement
 
 INNER_FORMAT = "fp8_block128"
 
 
-class QuantizedExperts(torch.nn.Module):
+class QuantizedExperts(KeepsBuffers):
     """The gated feed-forward experts of one rank in fp8, stacked; made by :meth:`moelink.nn.Experts.quantized`.
 
     Rows come as format fp8_block128 has them and are multiplied as they are. Between the two products
@@ -35,12 +36,13 @@ class QuantizedExperts(torch.nn.Module):
         dtype: of the output.
 
     Attributes:
-        gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict. Each has the
-            groups as its first dimension.
+        gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict, whose dtypes
+            stay when the module is cast. Each has the groups as its first dimension.
         first, num_experts, num_shared, placement: as in :class:`moelink.nn.Experts`.
     """
 
     stacked = ("gate_up_proj", "gate_up_scales", "down_proj", "down_scales")
+    kept = stacked
     gate_up_proj: Tensor
     gate_up_scales: Tensor
     down_proj: Tensor
