@@ -98,7 +98,7 @@ class Experts(torch.nn.Module):
 
     def quantized(self, backend: str) -> QuantizedExperts:
         """Experts of these weights in fp8 (:func:`moelink.nn.quantize_weight`), multiplied by ``backend``, one of
-        "triton", "torch", "flashinfer", "deep_gemm". :meth:`MoE.quantize_experts` checks that it can run."""
+        "triton", "torch", "flashinfer". :meth:`MoE.quantize_experts` checks that it can run."""
         return QuantizedExperts(
             quantize_weight(self.gate_up_proj), quantize_weight(self.down_proj), backend=backend,
             activation=self.activation, experts=(self.first, self.num_shared), placement=self.placement,
@@ -129,9 +129,9 @@ class MoE(torch.nn.Module):
         host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
             for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
         experts_backend: what multiplies rows of experts. "dequantize": rows become numbers of ``dtype``
-            first. "triton", "torch", "flashinfer", "deep_gemm": rows of format fp8_block128 are multiplied in fp8 by
-            weights in fp8, for inference only (:meth:`quantize_experts`). "auto" chooses by format and device; the
-            choice is logged, and part of the layer's ``repr``.
+            first. "triton", "torch", "flashinfer": rows of format fp8_block128 are multiplied in fp8 by
+            weights in fp8, for inference only (:meth:`quantize_experts`). "auto" takes what was measured to be fastest,
+            by format and device; the choice is logged, and part of the layer's ``repr``.
         load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
         placement: which expert each of the communicator's experts holds (:mod:`moelink.nn.placement`): the router
             chooses among ``placement.num_experts``, and the communicator has ``placement.num_physical``. None: the

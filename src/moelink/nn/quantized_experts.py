@@ -29,7 +29,7 @@ class QuantizedExperts(KeepsBuffers):
     Args:
         gate_up: codes [G, 2 * I, H], rows of gate before rows of up.
         down: codes [G, H, I].
-        backend: one of "triton", "torch", "flashinfer", "deep_gemm" (:mod:`moelink.nn.expert_backends`).
+        backend: one of "triton", "torch", "flashinfer" (:mod:`moelink.nn.expert_backends`).
         activation: silu or a :class:`moelink.activation.Clamp`.
         experts: (id of the first physical expert here, 1 if group 0 is the fused shared expert).
         placement: which expert each physical expert holds.

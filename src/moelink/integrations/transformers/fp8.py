@@ -74,7 +74,7 @@ def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
         assert form.activation is not None
         choice = choose_backend(
             wanted, ep.config, intermediate_size=form.intermediate_size, activation=form.activation, device=ep.device,
-            dtype=form.dtype,
+            dtype=form.dtype, stored_in_fp8=True,
         )  # fmt: skip
         if choice.backend != "dequantize":
             return choice.backend
