@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +112,44 @@ def test_experts_in_fp8_stay_in_fp8() -> None:
         after = layer.experts.state_dict()
         assert {name: value.dtype for name, value in after.items()} == {n: v.dtype for n, v in before.items()}
         assert torch.equal(layer(x), plain)
+
+
+def test_a_copied_layer_has_parameters_of_its_own_over_the_same_communicator() -> None:
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layer = MoE({"num_experts": 4, **SIZES}, intermediate_size=16)
+    mean = torch.optim.swa_utils.AveragedModel(layer)
+    for other in (copy.deepcopy(layer), copy.deepcopy(copy.deepcopy(layer)), mean.module):
+        assert other.ep is layer.ep
+        assert torch.equal(other(x), layer(x))
+        assert other.experts.down_proj is not layer.experts.down_proj
+        other.close()
+    with torch.no_grad():
+        layer.experts.down_proj.zero_()
+    assert mean(x).abs().max() > 0
+    layer.close()
+    with pytest.raises(moelink.ClosedError):
+        mean(x)
+
+
+def test_pickling_a_layer_says_what_to_save(tmp_path: Path) -> None:
+    with moelink.init(num_experts=4, **SIZES) as ep:
+        layer = torch.nn.Sequential(MoE(ep, intermediate_size=16))
+        for save in (pickle.dumps, lambda each: torch.save(each, tmp_path / "model.pt")):
+            with pytest.raises(moelink.UnsupportedError, match="got a Communicator.*save the state_dict of a model"):
+                save(layer)
+        torch.save(layer.state_dict(), tmp_path / "model.pt")
+
+
+def test_a_copied_output_is_combined_as_the_first_one_is() -> None:
+    with moelink.init(num_experts=4, **SIZES) as ep:
+        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+        ids = torch.tensor([[0, 1], [2, 3], [3, -1], [1, 0], [2, 0]], dtype=torch.int32)
+        ids += 0  # so that torch counts a change before the dispatch
+        recv = ep.dispatch(x, ids)
+        other = copy.deepcopy(recv)
+        assert torch.equal(ep.combine(recv.tokens, other), ep.combine(recv.tokens, recv))
+        ids.fill_(0)
+        assert torch.equal(ep.combine(recv.tokens, other)[2], x[2])
+        for overwritten in (recv, copy.deepcopy(recv)):
+            with pytest.raises(moelink.ArgumentError, match="topk_ids were overwritten since"):
+                ep.combine(recv.tokens, overwritten)

@@ -6,6 +6,7 @@ every rank has them whole; of the experts a rank has its own only.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -213,6 +214,14 @@ class MoE(torch.nn.Module):
         except (ConfigError, UnsupportedError):
             self.close()
             raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """Return a layer with parameters of its own over the same communicator, which the copy does not close."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        made._owned = False
+        return made
 
     def quantize_experts(self, backend: ExpertsBackend = "auto") -> None:
         """Quantise the experts' weights to fp8, once, and multiply by ``backend`` from now on; with "dequantize", or
