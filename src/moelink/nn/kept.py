@@ -28,7 +28,7 @@ class KeepsBuffers(torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = {name: buffer for name in self.kept if (buffer := self._buffers.get(name)) is not None}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         empty = False
         for name, buffer in before.items():
             device = getattr(self, name).device
