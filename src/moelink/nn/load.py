@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moelink.errors import ConfigError
 from moelink.nn.kept import KeepsBuffers
+from moelink.nn.owned import Ownership
 from moelink.routing import ExpertMap
 
 
@@ -88,6 +89,11 @@ class LoadMeter(KeepsBuffers):
         self.rank, self.world_size, self.replicated = rank, world_size, replicated
         for name, shape in (("total", (num_experts,)), ("recent", (steps, num_experts)), ("step", ())):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+
+    @property
+    def ownership(self) -> Ownership:
+        """The counts are of this rank's tokens."""
+        return Ownership(self.rank, self.world_size)
 
     @torch.no_grad()
     def record(self, topk_ids: Tensor) -> None:

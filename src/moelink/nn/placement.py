@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moelink.errors import ArgumentError, ConfigError
 from moelink.nn.kept import KeepsBuffers
+from moelink.nn.owned import Ownership
 from moelink.routing import ExpertMap
 
 
@@ -211,6 +212,11 @@ class PlacementMap(KeepsBuffers):
         for name, shape in (("table", (placement.num_experts, most)), ("count", (placement.num_experts,))):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
         self.set(placement)
+
+    @property
+    def ownership(self) -> Ownership:
+        """The map is this rank's: ranks begin with different replicas."""
+        return Ownership()
 
     def set(self, placement: Placement) -> None:
         """Use ``placement``, of the same sizes, from now on."""

@@ -15,6 +15,7 @@ from moelink.nn.expert_backends import multiply
 from moelink.nn.experts import Activation
 from moelink.nn.gated import known_activation
 from moelink.nn.kept import KeepsBuffers
+from moelink.nn.owned import Ownership
 from moelink.nn.placement import Placement
 
 INNER_FORMAT = "fp8_block128"
@@ -34,6 +35,7 @@ class QuantizedExperts(KeepsBuffers):
         experts: (id of the first physical expert here, 1 if group 0 is the fused shared expert).
         placement: which expert each physical expert holds.
         dtype: of the output.
+        ranks: (rank, world_size) of the communicator.
 
     Attributes:
         gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict, whose dtypes
@@ -58,8 +60,10 @@ class QuantizedExperts(KeepsBuffers):
         experts: tuple[int, int],
         placement: Placement,
         dtype: torch.dtype,
+        ranks: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.backend, self.activation, self.dtype = backend, activation, dtype
         self.first, self.num_shared = experts
         self.placement = placement
@@ -79,6 +83,12 @@ class QuantizedExperts(KeepsBuffers):
     def num_local_experts(self) -> int:
         """Routed physical experts here."""
         return self.gate_up_proj.shape[0] - self.num_shared
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
+        held = self.placement.experts[self.first : self.first + self.num_local_experts]
+        return Ownership(*self.ranks, experts=held, num_shared=self.num_shared)
 
     def forward(self, codes: Tensor, scales: Tensor, row_offsets: Tensor) -> Tensor:
         """Rows by group, ``codes`` [R, H] and ``scales`` [H / 128, R] as dispatch gives them: [R, H] of ``dtype``.

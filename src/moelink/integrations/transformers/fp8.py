@@ -131,6 +131,7 @@ def quantized_experts(
     return QuantizedExperts(
         weights[0], weights[1], backend=backend, activation=form.activation,
         experts=(first, 0), placement=Placement.identity(ep.config.num_experts), dtype=form.dtype,
+        ranks=(ep.config.rank, ep.config.world_size),
     )  # fmt: skip
 
 
