@@ -32,9 +32,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 
 BUDGETS = {
-    "kernels": 110, "transports": 140, "control": 55, "nodes": 50, "contract": 25, "formats": 12, "memory": 6,
-    "nn": 20, "ops": 18, "reference": 3, "rows": 14, "tracing": 8, "tools": 15, "gpu": 6, "mutants": 8,
-    "project": 50, "testing": 10,
+    "kernels": 110, "transports": 140, "control": 55, "nodes": 50, "contract": 20, "formats": 12, "memory": 6,
+    "nn": 26, "ops": 18, "reference": 3, "rows": 14, "tracing": 8, "tools": 15, "gpu": 10, "mutants": 8,
+    "project": 45, "testing": 10,
 }  # fmt: skip
 """Processor seconds of each folder in the quick tier, on the machine of :mod:`tests.support.costs`; 550 at most in all.
 ``testing`` is the folder of the distribution moelink-testing."""
@@ -50,8 +50,7 @@ NEW_PROCESSES = {
     "tests/project/test_layering.py::test_the_benchmarks_choose_the_interpreter_before_triton_is_imported": "imports",
     "tests/project/test_layering.py::test_the_command_line_answers_without_its_extra": "imports",
     "tests/formats/test_formats_layouts.py::test_import_does_not_load_triton": "imports",
-    "tests/mutants/test_mutants.py::test_what_is_caught_and_what_survives": "the runner's own server",
-    "tests/mutants/test_mutants.py::test_tests_that_do_not_pass_without_a_fault": "the runner's own server",
+    "tests/mutants/test_mutants.py": "the runner's own server, and the collection of the quick tier",
     "testing/tests/": "loads Triton without torch",
 }
 """Tests of the quick tier, or folders, that may start Python anew, and why; ten at most."""

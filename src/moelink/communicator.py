@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from moelink.control.recovery import (
     regroup,
 )
 from moelink.control.surroundings import ProcessSurroundings
-from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateError
+from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateError, UnsupportedError
 from moelink.hooks import Hook
 from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
@@ -55,6 +55,16 @@ class Communicator:
         self._context = lanes.contexts[0]
         self._session = self._context.session
         self._quick: Quick | None = self._session.quick_lane()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Return this communicator: a copied layer communicates with the same ranks, by the same memory."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "pickle: expected an object that another process can have, got a Communicator, whose memory and ranks are "
+            "those of this one; save the state_dict of a model, and make the communicator again"
+        )
 
     @property
     def config(self) -> EPConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -139,6 +140,14 @@ class DispatchHandle:
     ids_version: int | None = None
     first_id: int = 0
     carrier: Tensor | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHandle:
+        """Return a handle with tensors of its own, of ids that are as unchanged as these are."""
+        made = {each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)}
+        if self.ids_version is not None:
+            unchanged = version_of(self.topk_ids) == self.ids_version
+            made["ids_version"] = version_of(made["topk_ids"]) if unchanged else -1  # which is no tensor's
+        return type(self)(**made)
 
 
 def version_of(tensor: Tensor) -> int | None:

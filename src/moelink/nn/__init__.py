@@ -5,6 +5,7 @@
 ``router``     which experts, with which weights    ``mlp``       the dense block, for shared experts
 ``load``       tokens per expert and rank           ``report``    them as JSON      ``plots``    them as a picture
 ``placement``  which expert is where, by load   ``balance``   moving experts between ranks
+``owned``      which parts of a model are a rank's alone, for DistributedDataParallel and others
 ``parallel``   gradients and checkpoints of models  ``initial``   first weights, the same on any number of ranks
 ``quantized_experts``, ``block_quantized``          experts in fp8; their weights and products
 ``expert_backends``                                 what multiplies rows that travelled in fp8
@@ -17,6 +18,7 @@ from moelink.nn.experts import dequantized, grouped_experts
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.mlp import GatedMLP
 from moelink.nn.moe import Experts, MoE
+from moelink.nn.owned import mark_experts
 from moelink.nn.parallel import all_reduce_gradients, local_state_dict, merge_state_dicts
 from moelink.nn.placement import Placement, place_experts
 from moelink.nn.quantized_experts import QuantizedExperts
@@ -44,6 +46,7 @@ __all__ = [
     "grouped_fp8",
     "load_report",
     "local_state_dict",
+    "mark_experts",
     "merge_state_dicts",
     "place_experts",
     "quantize_weight",

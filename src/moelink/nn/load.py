@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ConfigError
+from moelink.nn.kept import KeepsBuffers
+from moelink.nn.owned import Ownership
 from moelink.routing import ExpertMap
 
 
@@ -54,7 +56,7 @@ class LoadStats:
         return max(load) * len(load) / sum(load) if sum(load) else 1.0
 
 
-class LoadMeter(torch.nn.Module):
+class LoadMeter(KeepsBuffers):
     """Counts the experts that tokens are sent to, on the device.
 
     Its buffers are not part of a state_dict.
@@ -66,6 +68,7 @@ class LoadMeter(torch.nn.Module):
         device: where counting happens.
     """
 
+    kept = ("total", "recent", "step")
     total: Tensor
     recent: Tensor
     step: Tensor
@@ -86,6 +89,11 @@ class LoadMeter(torch.nn.Module):
         self.rank, self.world_size, self.replicated = rank, world_size, replicated
         for name, shape in (("total", (num_experts,)), ("recent", (steps, num_experts)), ("step", ())):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+
+    @property
+    def ownership(self) -> Ownership:
+        """The counts are of this rank's tokens."""
+        return Ownership(self.rank, self.world_size)
 
     @torch.no_grad()
     def record(self, topk_ids: Tensor) -> None:
@@ -108,6 +116,10 @@ class LoadMeter(torch.nn.Module):
         """Forget everything."""
         for buffer in (self.total, self.recent, self.step):
             buffer.zero_()
+
+    def reset_buffers(self) -> None:
+        """Nothing is counted."""
+        self.reset()
 
     def stats(self) -> LoadStats:
         """The numbers so far. Synchronises with the host."""

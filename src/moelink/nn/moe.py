@@ -6,8 +6,9 @@ every rank has them whole; of the experts a rank has its own only.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens
 from moelink.nn.initial import EXPERTS, SHARED, draw
 from moelink.nn.load import LoadMeter, LoadStats
+from moelink.nn.owned import Ownership, Wrapping, ignored_by_ddp, look, share_of_gradient
 from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
@@ -45,6 +47,7 @@ class Experts(torch.nn.Module):
     Attributes:
         gate_up_proj: [num_groups, 2 * intermediate_size, hidden_size], rows of gate before rows of up.
         down_proj: [num_groups, hidden_size, intermediate_size].
+        ranks: (rank, world_size) of the communicator.
         first: id of the first physical expert here; group g is physical expert ``first + g - num_shared``.
         num_experts: experts of the layer, each counted once.
         num_shared: 1 if group 0 of both parameters is the fused shared expert, the same on every rank; else 0.
@@ -66,6 +69,8 @@ class Experts(torch.nn.Module):
         super().__init__()
         self.activation, self.seed = activation, seed
         self.placement = placement or Placement.identity(config.num_experts)
+        self.ranks = config.rank, config.world_size
+        self.wrapping = Wrapping()
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
         self.num_shared = int(config.fused_shared_expert)
         groups, hidden = config.num_groups, config.hidden_size
@@ -84,6 +89,12 @@ class Experts(torch.nn.Module):
         """Routed physical experts here."""
         return self.gate_up_proj.shape[0] - self.num_shared
 
+    @property
+    def ownership(self) -> Ownership:
+        """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
+        held = self.placement.experts[self.first : self.first + self.num_local_experts]
+        return Ownership(*self.ranks, experts=held, num_shared=self.num_shared)
+
     def reset_parameters(self) -> None:
         """The weights that ``seed`` gives each expert, whichever rank owns it."""
         for group in range(self.gate_up_proj.shape[0]):
@@ -94,15 +105,17 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, row_offsets: Tensor) -> Tensor:
         """Rows by group, as :func:`moelink.nn.grouped_experts` takes them."""
-        return grouped_experts(rows, row_offsets, self.gate_up_proj, self.down_proj, activation=self.activation)
+        ranks = self.wrapping.ranks()
+        gate_up, down = (share_of_gradient(weight, ranks) for weight in (self.gate_up_proj, self.down_proj))
+        return grouped_experts(rows, row_offsets, gate_up, down, activation=self.activation)
 
     def quantized(self, backend: str) -> QuantizedExperts:
         """Experts of these weights in fp8 (:func:`moelink.nn.quantize_weight`), multiplied by ``backend``, one of
-        "triton", "torch", "flashinfer", "deep_gemm". :meth:`MoE.quantize_experts` checks that it can run."""
+        "triton", "torch", "flashinfer". :meth:`MoE.quantize_experts` checks that it can run."""
         return QuantizedExperts(
             quantize_weight(self.gate_up_proj), quantize_weight(self.down_proj), backend=backend,
             activation=self.activation, experts=(self.first, self.num_shared), placement=self.placement,
-            dtype=self.down_proj.dtype,
+            dtype=self.down_proj.dtype, ranks=self.ranks,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -129,9 +142,9 @@ class MoE(torch.nn.Module):
         host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
             for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
         experts_backend: what multiplies rows of experts. "dequantize": rows become numbers of ``dtype``
-            first. "triton", "torch", "flashinfer", "deep_gemm": rows of format fp8_block128 are multiplied in fp8 by
-            weights in fp8, for inference only (:meth:`quantize_experts`). "auto" chooses by format and device; the
-            choice is logged, and part of the layer's ``repr``.
+            first. "triton", "torch", "flashinfer": rows of format fp8_block128 are multiplied in fp8 by
+            weights in fp8, for inference only (:meth:`quantize_experts`). "auto" takes what was measured to be fastest,
+            by format and device; the choice is logged, and part of the layer's ``repr``.
         load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
         placement: which expert each of the communicator's experts holds (:mod:`moelink.nn.placement`): the router
             chooses among ``placement.num_experts``, and the communicator has ``placement.num_physical``. None: the
@@ -182,6 +195,7 @@ class MoE(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._ignored: tuple[str, ...] = ()
         if not isinstance(communicator, (Communicator, Mapping)):
             expected = "a Communicator or a mapping of moelink.init's arguments"
             raise ConfigError("communicator", expected, communicator)
@@ -203,6 +217,7 @@ class MoE(torch.nn.Module):
                 config, intermediate_size=intermediate_size, activation=activation, seed=seed, placement=placement,
                 device=device, dtype=dtype,
             )  # fmt: skip
+            self._wrapping = self.experts.wrapping
             self.quantize_experts(experts_backend)
             self.shared_expert = shared_expert
             self.host_counts = host_counts
@@ -213,6 +228,23 @@ class MoE(torch.nn.Module):
         except (ConfigError, UnsupportedError):
             self.close()
             raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """Return a layer with parameters of its own over the same communicator, which the copy does not close."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        made._owned = False
+        return made
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What DistributedDataParallel(layer) leaves alone, beside the names that were assigned."""
+        return [*self._ignored, *ignored_by_ddp(self)]
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: Iterable[str]) -> None:
+        self._ignored = tuple(names)
 
     def quantize_experts(self, backend: ExpertsBackend = "auto") -> None:
         """Quantise the experts' weights to fp8, once, and multiply by ``backend`` from now on; with "dequantize", or
@@ -292,6 +324,7 @@ class MoE(torch.nn.Module):
         config = self.ep.config
         if x.shape[-1:] != (config.hidden_size,):
             raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
+        look(self._wrapping, config)
         if isinstance(self.experts, QuantizedExperts):
             refuse_gradients(x, self)
         elif self.placement is not None and self.experts.placement.num_physical > self.experts.num_experts:

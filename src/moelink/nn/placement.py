@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ArgumentError, ConfigError
+from moelink.nn.kept import KeepsBuffers
+from moelink.nn.owned import Ownership
 from moelink.routing import ExpertMap
 
 
@@ -187,7 +189,7 @@ def _in_place(mine: list[int], experts: list[int]) -> list[int]:
     return [next(rest) if expert is None else expert for expert in result]
 
 
-class PlacementMap(torch.nn.Module):
+class PlacementMap(KeepsBuffers):
     """Turns ids of experts into ids of physical experts, on the device.
 
     Its buffers are not part of a state_dict. They keep their shape when the placement changes, so a CUDA graph that
@@ -199,6 +201,7 @@ class PlacementMap(torch.nn.Module):
         device: where the ids are.
     """
 
+    kept = ("table", "count")
     table: Tensor
     count: Tensor
 
@@ -210,6 +213,11 @@ class PlacementMap(torch.nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
         self.set(placement)
 
+    @property
+    def ownership(self) -> Ownership:
+        """The map is this rank's: ranks begin with different replicas."""
+        return Ownership()
+
     def set(self, placement: Placement) -> None:
         """Use ``placement``, of the same sizes, from now on."""
         sizes = self.table.shape[0], self.table.shape[0] + self.table.shape[1] - 1
@@ -217,12 +225,16 @@ class PlacementMap(torch.nn.Module):
             got = f"{placement.num_experts} in {placement.num_physical}"
             raise ArgumentError("placement", f"{sizes[0]} experts in {sizes[1]} physical ones", got)
         self.placement = placement
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """The tables of the placement in use."""
         if self.table.is_meta:
             return
-        width = self.table.shape[1]
-        rows = [[places[k % len(places)] for k in range(width)] for places in placement.replicas]
-        self.table.copy_(torch.tensor(rows, dtype=torch.int32))
-        self.count.copy_(torch.tensor([len(places) for places in placement.replicas], dtype=torch.int32))
+        width, replicas = self.table.shape[1], self.placement.replicas
+        rows = [[places[k % len(places)] for k in range(width)] for places in replicas]
+        self.table.copy_(torch.tensor(rows, dtype=torch.int32, device="cpu"))
+        self.count.copy_(torch.tensor([len(places) for places in replicas], dtype=torch.int32, device="cpu"))
 
     @torch.no_grad()
     def forward(self, topk_ids: Tensor) -> Tensor:

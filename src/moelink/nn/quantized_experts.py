@@ -14,12 +14,14 @@ from moelink.nn.block_quantized import BlockQuantized, check_product
 from moelink.nn.expert_backends import multiply
 from moelink.nn.experts import Activation
 from moelink.nn.gated import known_activation
+from moelink.nn.kept import KeepsBuffers
+from moelink.nn.owned import Ownership
 from moelink.nn.placement import Placement
 
 INNER_FORMAT = "fp8_block128"
 
 
-class QuantizedExperts(torch.nn.Module):
+class QuantizedExperts(KeepsBuffers):
     """The gated feed-forward experts of one rank in fp8, stacked; made by :meth:`moelink.nn.Experts.quantized`.
 
     Rows come as format fp8_block128 has them and are multiplied as they are. Between the two products
@@ -28,19 +30,21 @@ class QuantizedExperts(torch.nn.Module):
     Args:
         gate_up: codes [G, 2 * I, H], rows of gate before rows of up.
         down: codes [G, H, I].
-        backend: one of "triton", "torch", "flashinfer", "deep_gemm" (:mod:`moelink.nn.expert_backends`).
+        backend: one of "triton", "torch", "flashinfer" (:mod:`moelink.nn.expert_backends`).
         activation: silu or a :class:`moelink.activation.Clamp`.
         experts: (id of the first physical expert here, 1 if group 0 is the fused shared expert).
         placement: which expert each physical expert holds.
         dtype: of the output.
+        ranks: (rank, world_size) of the communicator.
 
     Attributes:
-        gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict. Each has the
-            groups as its first dimension.
+        gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict, whose dtypes
+            stay when the module is cast. Each has the groups as its first dimension.
         first, num_experts, num_shared, placement: as in :class:`moelink.nn.Experts`.
     """
 
     stacked = ("gate_up_proj", "gate_up_scales", "down_proj", "down_scales")
+    kept = stacked
     gate_up_proj: Tensor
     gate_up_scales: Tensor
     down_proj: Tensor
@@ -56,8 +60,10 @@ class QuantizedExperts(torch.nn.Module):
         experts: tuple[int, int],
         placement: Placement,
         dtype: torch.dtype,
+        ranks: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.backend, self.activation, self.dtype = backend, activation, dtype
         self.first, self.num_shared = experts
         self.placement = placement
@@ -77,6 +83,12 @@ class QuantizedExperts(torch.nn.Module):
     def num_local_experts(self) -> int:
         """Routed physical experts here."""
         return self.gate_up_proj.shape[0] - self.num_shared
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
+        held = self.placement.experts[self.first : self.first + self.num_local_experts]
+        return Ownership(*self.ranks, experts=held, num_shared=self.num_shared)
 
     def forward(self, codes: Tensor, scales: Tensor, row_offsets: Tensor) -> Tensor:
         """Rows by group, ``codes`` [R, H] and ``scales`` [H / 128, R] as dispatch gives them: [R, H] of ``dtype``.

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from moelink.errors import ArgumentError, ConfigError
 from moelink.nn.initial import ROUTER, draw
+from moelink.nn.kept import KeepsBuffers
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
@@ -134,8 +135,8 @@ def _limit_groups(compared: Tensor, config: RouterConfig) -> Tensor:
     return grouped.masked_fill(barred[:, :, None], float("-inf")).view(tokens, experts)
 
 
-class Router(torch.nn.Module):
-    """A linear map to logits in fp32 (fp64 for fp64 tokens), then :func:`route`.
+class Router(KeepsBuffers):
+    """A linear map to logits in fp32 (fp64 for fp64 tokens), under autocast as well, then :func:`route`.
 
     Args:
         hidden_size, num_experts, topk: H, E, K.
@@ -145,9 +146,10 @@ class Router(torch.nn.Module):
 
     Attributes:
         weight: [E, H] parameter.
-        correction_bias: [E] fp32 buffer, zero at first, or None.
+        correction_bias: [E] fp32 buffer, zero at first, or None. It stays fp32 when the module is cast.
     """
 
+    kept = ("correction_bias",)
     correction_bias: Tensor | None
 
     def __init__(
@@ -173,6 +175,10 @@ class Router(torch.nn.Module):
     def reset_parameters(self) -> None:
         """The weights that ``seed`` gives, and no bias."""
         draw(self.weight, seed=self.seed, stream=ROUTER)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """No correction bias."""
         if self.correction_bias is not None:
             torch.nn.init.zeros_(self.correction_bias)
 
@@ -181,8 +187,9 @@ class Router(torch.nn.Module):
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ArgumentError("x", f"shape [num_tokens, {self.weight.shape[1]}]", list(x.shape))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        logits = torch.nn.functional.linear(x.to(dtype), self.weight.to(dtype))
-        return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)
+        with torch.autocast(x.device.type, enabled=False):  # it would round what decides between experts
+            logits = torch.nn.functional.linear(x.to(dtype), self.weight.to(dtype))
+            return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape

@@ -16,6 +16,7 @@ from moelink.nn import dequantized
 from moelink.nn.expert_backends import group_of_rows
 from moelink.nn.experts import grouped_matmul, known_max_tokens
 from moelink.nn.gated import gated_activation, known_activation
+from moelink.nn.owned import Ownership, Wrapping, look, share_of_gradient
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.ops.scale_rows import cast_rows
 from moelink.output import DispatchOutput
@@ -127,7 +128,7 @@ class ParallelExperts(nn.Module):
                 self.register_parameter(name, module._parameters[name])
         if form.norm is not None:
             self.post_expert_norm = form.norm
-        self._ep, self._group = ep, group
+        self._ep, self._group, self.wrapping = ep, group, Wrapping()
         self.train(module.training)
 
     @property
@@ -135,12 +136,22 @@ class ParallelExperts(nn.Module):
         """Names of the entries of the state_dict whose first dimension is this rank's experts."""
         return self.form.stacked if self.quantized is None else tuple(f"quantized.{n}" for n in self.quantized.stacked)
 
+    @property
+    def ownership(self) -> Ownership:
+        """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
+        config = self._ep.config
+        held = tuple(range(self.first, self.first + config.num_local_experts))
+        norm = ("post_expert_norm",) if self.form.norm is not None else ()
+        return Ownership(config.rank, config.world_size, experts=held, replicated=norm)
+
     def own_parameters(self) -> list[nn.Parameter]:
         """Those of this rank's experts alone."""
         return [] if self.quantized is not None else [getattr(self, name) for name in self.form.stacked]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
+        config = self._ep.config
+        look(self.wrapping, config, complete=config.mode == "allreduce")
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
         return run_experts(
@@ -151,7 +162,8 @@ class ParallelExperts(nn.Module):
         if self.quantized is not None:
             assert recv.scales is not None
             return self.quantized(recv.tokens, recv.scales, recv.row_offsets)  # type: ignore[no-any-return]
-        tensors = {name: getattr(self, name) for name in self.form.stacked}
+        ranks = self.wrapping.ranks()
+        tensors = {name: share_of_gradient(getattr(self, name), ranks) for name in self.form.stacked}
         return compute(self.form, tensors, recv, self._ep, self._group)
 
     def extra_repr(self) -> str:

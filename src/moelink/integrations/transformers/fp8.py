@@ -74,7 +74,7 @@ def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
         assert form.activation is not None
         choice = choose_backend(
             wanted, ep.config, intermediate_size=form.intermediate_size, activation=form.activation, device=ep.device,
-            dtype=form.dtype,
+            dtype=form.dtype, stored_in_fp8=True,
         )  # fmt: skip
         if choice.backend != "dequantize":
             return choice.backend
@@ -131,6 +131,7 @@ def quantized_experts(
     return QuantizedExperts(
         weights[0], weights[1], backend=backend, activation=form.activation,
         experts=(first, 0), placement=Placement.identity(ep.config.num_experts), dtype=form.dtype,
+        ranks=(ep.config.rank, ep.config.world_size),
     )  # fmt: skip
 
 

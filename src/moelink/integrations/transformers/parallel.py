@@ -27,6 +27,7 @@ from moelink.integrations.transformers.saving import gathered_state_dict
 from moelink.integrations.transformers.settings import Settings, Shape
 from moelink.integrations.versions import require
 from moelink.nn.expert_backends import ExpertsBackend
+from moelink.nn.owned import mark_experts
 from moelink.routing import ExpertMap
 
 
@@ -191,6 +192,7 @@ def parallelize(
         experts = ParallelExperts(ep, module, forms[name], first=first, group=ranks, quantized=quantized)
         model.set_submodule(name, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
+    mark_experts(model)
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
     return ParallelModel(model, ep, ranks, loaded)
 

@@ -161,12 +161,11 @@ def by_library(rows: Rows, weights: Weights, library: str) -> Tensor:
     return out
 
 
-def contenders(device: torch.device, sizes: Sequence[int]) -> dict[str, Product]:
-    """The ways to make a product of groups of ``sizes`` rows that run here."""
+def contenders(device: torch.device) -> dict[str, Product]:
+    """The ways to make a product that run here."""
     ways: dict[str, Product] = {BF16: by_torch, FP8: by_kernel}
     for library in PIP:
-        aligned = library != "deep_gemm" or not any(size % BLOCK for size in sizes)
-        if aligned and not what_library_lacks(library, device):
+        if not what_library_lacks(library, device):
             ways[library] = functools.partial(by_library, library=library)
     return ways
 
@@ -246,7 +245,7 @@ def measure_load(
         columns, inner = shape.product(name)
         row: dict[str, Any] = {"product": name, **base}
         worst = 0.0
-        for way, product in contenders(device, sizes).items():
+        for way, product in contenders(device).items():
             if way != BF16:
                 worst = max(worst, excess(product(by_product[name], own), by_product[name], own))
             us = microseconds(functools.partial(product, by_product[name], own), device, samples)
