@@ -22,7 +22,7 @@ from moelink.control.gloo import await_release
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
 from moelink.control.stores import LauncherStore
-from moelink.errors import ConfigError, MoelinkError, PeerError, PeerTimeoutError, UnsupportedError
+from moelink.errors import ConfigError, PeerError, PeerTimeoutError, UnsupportedError
 
 _LIMIT = 1 << 20
 _PAUSE_SECONDS = 2e-4
@@ -164,7 +164,7 @@ def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadli
             open_store, connect_all, launcher.rank, launcher.world_size, deadline,
             has_group=False, host_rank=launcher.host_rank, reopens=True,
         )  # fmt: skip
-    except MoelinkError:
+    except BaseException:  # an interrupt, or the exception of a signal's handler: no group may be left of them either
         _keep(held)
         default.forget()
         raise
