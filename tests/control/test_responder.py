@@ -19,7 +19,7 @@ import pytest
 
 import moelink
 from moelink.control.probe import GONE, NO_ANSWER, Address, Failure, ProbeServer, probe, read_proposal
-from moelink.control.responder import NUM_PHASES, PROGRESS, TOKEN_BYTES
+from moelink.control.responder import NUM_PHASES, PROGRESS, TOKEN_BYTES, proof_of
 from moelink.testing import run_ranks
 from tests.support.fault_ranks import FIELDS, check_round_trip
 from tests.support.starving import Starved
@@ -183,7 +183,8 @@ def test_a_thousand_at_once_are_answered(starved: Starved) -> None:
         start = time.monotonic()
         for connection in connections:
             connection.sendall(server.address.token + b"?")
-        assert {connection.recv(8) for connection in connections} == {PROGRESS.pack(9 * NUM_PHASES)}
+        answer = proof_of(server.address.token) + PROGRESS.pack(9 * NUM_PHASES)
+        assert {connection.recv(16) for connection in connections} == {answer}
         assert time.monotonic() - start < 2 + starved()
         with ThreadPoolExecutor(32) as pool:
             assert {result.call for result in pool.map(lambda _: probe(server.address), range(200))} == {9}

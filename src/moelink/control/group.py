@@ -113,6 +113,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
     """
     deadline = time.monotonic() + timeout
     if group is None and not dist.is_initialized():
+        LauncherStore.require_both()
         if not is_launched():
             return World(rank=0, world_size=1)
         launcher = LauncherStore()
@@ -256,7 +257,7 @@ def _meet(
     deadline: float,
     **options: Any,
 ) -> World:
-    probe_server = ProbeServer()
+    probe_server = ProbeServer(world_size)
     meeting = Meeting(
         open_store,
         connect_all,

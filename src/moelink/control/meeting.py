@@ -80,6 +80,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from moelink.control.probe import GONE_IN_WORDS, Address, ProbeResult, probe_all
 from moelink.control.roster import ENTERED, LEFT, NONCE_BYTES, WAITING, Entry, decode_roster, digest, encode_roster
 from moelink.control.stores import peek
+from moelink.control.threads import start_daemon
 from moelink.errors import PeerLostError, PeerTimeoutError
 
 _VOID, _FAILED = 0, 1
@@ -167,8 +168,8 @@ class Meeting:
         self._connected, self._closed, self._doubted = threading.Event(), threading.Event(), threading.Event()
         self._done: set[int] = set()
         self._farewell: Setback | None = None
-        self._thread = threading.Thread(target=self._run, name="moelink-meeting", daemon=True)
-        self._thread.start()
+        self._obstacle = ""
+        self._thread = start_daemon(self._run, "moelink-meeting")
 
     def wait(self) -> Any:
         """Wait until all ranks have met and connected; return the mesh.
@@ -178,7 +179,7 @@ class Meeting:
         """
         while not self._connected.wait(0.02):
             if self._setback is not None or time.monotonic() > self.deadline + _LAST_WORD_SECONDS:
-                raise self.fail("the mesh was not connected")
+                raise self.fail(self._obstacle or "the mesh was not connected")
         return self._mesh
 
     def failure(self) -> PeerTimeoutError | None:
@@ -252,7 +253,7 @@ class Meeting:
                     if not self._reopens or time.monotonic() + 0.1 > self.deadline or self._connected.is_set():
                         self._setback = self._setback or self._suspect() or self._store_failed(error)
                         return
-                    self._store = None
+                    self._store, self._obstacle = None, self._store_failed(error).detail
                     self._closed.wait(0.1)
         except _SetbackError as error:
             self._setback = self._setback or error.setback
@@ -264,7 +265,9 @@ class Meeting:
 
     def _attempt(self) -> None:
         if self._store is None:
+            self._obstacle = self._obstacle or "the store that ranks meet in was not reached"
             self._store = self._open_store()
+        self._obstacle = ""
         self._mine = replace(self._mine, state=WAITING, nonce=secrets.token_bytes(NONCE_BYTES))
         self._name = b""
         if self._hosts:
@@ -355,7 +358,7 @@ class Meeting:
                 if left.is_set():
                     _forget_gloo(room, self.rank)
 
-        threading.Thread(target=connect, name="moelink-connect", daemon=True).start()
+        start_daemon(connect, "moelink-connect")
         begin = time.monotonic()
         next_look, next_probe = begin + _FIRST_LOOK_SECONDS, begin + _PROBE_EVERY_SECONDS
         try:

@@ -30,7 +30,6 @@ On CUDA they run on a stream of their own, forked from the caller's.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -46,6 +45,7 @@ from moelink.control.failure_detector import FailureDetector
 from moelink.control.gloo import await_release
 from moelink.control.group import World, release
 from moelink.control.probe import Failure
+from moelink.control.threads import start_daemon
 from moelink.errors import PeerAbortedError, PeerError, PeerTimeoutError, ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.background import Background, BackgroundCall
@@ -174,7 +174,8 @@ class GroupWire:
             release(self._world)
         elif self._work is not None and not self._work.is_completed():
             # Destroying a group of gloo waits for its exchanges, up to their timeout. A thread keeps it until then.
-            threading.Thread(target=_outlive, args=(self._world, self._work), daemon=True).start()
+            world, work = self._world, self._work
+            start_daemon(lambda: _outlive(world, work), "moelink-outlive")
         self._lent = ()
 
     def _raise_poison(self) -> None:
