@@ -78,6 +78,10 @@ class MemoryReport:
         return "\n".join(lines if self.lanes == 1 else [*lines, f"The totals are of {self.lanes} lanes."])
 
 
+_MOST = {"num_experts": 1 << 20, "topk": 1 << 10, "hidden_size": 1 << 20, "lanes": 64}
+"""Larger values are mistakes: they take the host seconds to find out, and end in an error of an allocator."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EPConfig:
     """Settings of one communicator. The same on every rank but for ``rank``.
@@ -279,9 +283,11 @@ class EPConfig:
             raise ConfigError("ranks_per_node", expected, self.ranks_per_node)
 
     def _integer(self, name: str, minimum: int) -> None:
-        value = getattr(self, name)
+        value, most = getattr(self, name), _MOST.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(name, f"an integer >= {minimum}", value)
+        if most is not None and value > most:
+            raise ConfigError(name, f"an integer in [{minimum}, {most}]", value)
 
     @property
     def format(self) -> Format:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moelink.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -22,6 +24,13 @@ class Variable:
     def read(self, environ: Mapping[str, str] = os.environ) -> str:
         """The value set in ``environ``, or the default."""
         return environ.get(self.name, self.default)
+
+    def is_on(self, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether a variable that is 0 or 1 is 1. Raises ConfigError for another value, such as "true"."""
+        value = self.read(environ)
+        if value not in ("", "0", "1"):
+            raise ConfigError(self.name, "0 or 1 in the environment", value)
+        return value == "1"
 
 
 DEBUG = Variable(

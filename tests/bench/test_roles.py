@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -237,3 +238,12 @@ def test_a_launch_on_another_stream_is_refused(monkeypatch):
     assert [launches.second_of(phase) for phase in (0, 1)] == [None, "lay_out"]
     with pytest.raises(RuntimeError, match="expected all ranks' launches on stream 7, got stream 8"):
         launches.enter(SimpleNamespace(get=lambda: {"name": "send", "stream": 8}))
+
+
+def test_compiled_kernels_stay_in_the_users_own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Closes over: a folder of a known name in the temporary directory, from which code of its first maker is run."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert roles.options_of([]).cache == tmp_path / ".cache" / "moelink" / "roles"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    assert roles.options_of([]).cache == tmp_path / "own" / "moelink" / "roles"

@@ -24,7 +24,7 @@ import pytest
 import moelink
 from moelink.control import responder
 from moelink.control.probe import GONE, NO_ANSWER, Address, Failure, ProbeServer, probe, read_proposal
-from moelink.control.responder import NUM_PHASES, PROGRESS, TOKEN_BYTES, Blackboard, Responder
+from moelink.control.responder import NUM_PHASES, PROGRESS, TOKEN_BYTES, Blackboard, Responder, proof_of
 from moelink.testing import run_ranks
 from tests.support.fault_ranks import FIELDS, check_round_trip, data
 from tests.support.patience import ROOMY, Mark, hurry, join, meet, state_of, until
@@ -229,9 +229,10 @@ def test_a_thousand_at_once_are_answered() -> None:
         for connection in connections:
             with contextlib.suppress(ConnectionError):  # the server waits for two seconds
                 connection.sendall(server.address.token + b"?")
+        answer = proof_of(server.address.token) + PROGRESS.pack(9 * NUM_PHASES)
         for connection in connections:
             with contextlib.suppress(ConnectionError):
-                answered += connection.recv(8) == PROGRESS.pack(9 * NUM_PHASES)
+                answered += connection.recv(16) == answer
         assert answered
         with ThreadPoolExecutor(32) as pool:
             assert {result.call for result in pool.map(lambda _: probe(server.address), range(200))} == {9}

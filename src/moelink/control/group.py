@@ -21,9 +21,12 @@ from moelink.control.gloo import await_release
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
 from moelink.control.stores import LauncherStore
-from moelink.errors import ConfigError, MoelinkError, PeerError, PeerTimeoutError, UnsupportedError
+from moelink.control.threads import start_daemon
+from moelink.errors import ConfigError, PeerAbortedError, PeerError, PeerTimeoutError, UnsupportedError
 
 _LIMIT = 1 << 20
+_DECLINED = -1
+"""In place of a size: this rank takes no part in the exchange."""
 _PAUSE_SECONDS = 2e-4
 _GRACE_SECONDS = 0.25
 """How long a rank goes on with an exchange after a peer has said that it gave up: it may have all that it needs."""
@@ -112,6 +115,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
     """
     deadline = time.monotonic() + timeout
     if group is None and not dist.is_initialized():
+        LauncherStore.require_both()
         if not is_launched():
             return World(rank=0, world_size=1)
         launcher = LauncherStore()
@@ -163,7 +167,7 @@ def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadli
             open_store, connect_all, launcher.rank, launcher.world_size, deadline,
             has_group=False, host_rank=launcher.host_rank, reopens=True,
         )  # fmt: skip
-    except MoelinkError:
+    except BaseException:  # an interrupt, or the exception of a signal's handler: no group may be left of them either
         _keep(held)
         default.forget()
         raise
@@ -261,7 +265,7 @@ def _meet(
     deadline: float,
     **options: Any,
 ) -> World:
-    probe_server = ProbeServer()
+    probe_server = ProbeServer(world_size)
     meeting = Meeting(
         open_store,
         connect_all,
@@ -312,12 +316,13 @@ def add_data_group(world: World, device: torch.device, timeout: float) -> World:
     return dataclasses.replace(world, data=data)
 
 
-def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
+def gather_bytes(world: World, payload: bytes, timeout: float, *, phase: str = "init") -> list[bytes]:
     """Gather every rank's ``payload`` (at most 1 MiB), by rank. Sizes are exchanged and checked before the bytes.
 
     Raises:
         PeerTimeoutError: a rank did not take part within ``timeout`` seconds.
         UnsupportedError: a rank's payload is larger than 1 MiB.
+        PeerAbortedError: a rank takes no part (:func:`decline`); raised on all the others, in ``phase``.
     """
     if world.control is None:
         return [payload]
@@ -330,12 +335,35 @@ def gather_bytes(world: World, payload: bytes, timeout: float) -> list[bytes]:
         return everyone
 
     sizes = [int(size) for size in gather(torch.tensor([len(payload)], device="cpu"))]
+    if _DECLINED in sizes:
+        raise PeerAbortedError(rank=world.rank, peer=sizes.index(_DECLINED), phase=phase, call=0)
     if max(sizes) > _LIMIT or min(sizes) < 0:
         raise UnsupportedError(
             f"init: expected at most {_LIMIT} bytes from each rank, got {sizes}; install one moelink version everywhere"
         )
     padded = torch.frombuffer(bytearray(payload.ljust(max(sizes) + 1, b"\0")), dtype=torch.uint8)
     return [bytes(data[:size].numpy().tobytes()) for data, size in zip(gather(padded), sizes, strict=True)]
+
+
+def decline(world: World, timeout: float) -> None:
+    """Take no part in the next :func:`gather_bytes` of the others, and wait for nobody.
+
+    In place of its size this rank sends ``_DECLINED``, which ends the exchange on all ranks after the sizes. So the
+    exchanges after it belong together again. Gloo holds the tensors until the others come, and a thread waits for that.
+    """
+    if world.control is None:
+        return
+    mine = torch.tensor([_DECLINED], device="cpu")
+    everyone = [torch.empty_like(mine) for _ in range(world.world_size)]
+    work = world.control.allgather([everyone], [mine])
+    end = time.monotonic() + timeout
+
+    def outlive() -> None:
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(_GRACE_SECONDS / 5)
+        await_release([*everyone, mine])
+
+    start_daemon(outlive, "moelink-declined")
 
 
 def _await(work: Any, world: World, deadline: float) -> None:

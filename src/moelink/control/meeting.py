@@ -8,9 +8,11 @@ that the ranks agree on. All keys are under one prefix of the store, which the r
 key          written by               value
 ===========  =======================  ======================================================================
 ``entry/r``  rank r alone             state, a random nonce of its attempt, the address of its probe server
-``roster``   rank 0 alone             all ranks' nonces and addresses; its digest is the name of the *room*
+``roster``   rank 0 alone             all ranks' nonces and addresses; its digest is the name of the *room*. Or why
+                                      rank 0, which hosts the store, gave up before there was a room
 ``failed``   any rank, the last wins  a room, and why it is of no use
 ``room/..``  gloo, in that room       addresses of its sockets
+``room/..``  any rank                 ``done/r``: rank r has set up; ``done``: how many ranks have
 ===========  =======================  ======================================================================
 
 One attempt, with what each rank writes (w) and waits for:
@@ -24,8 +26,19 @@ One attempt, with what each rank writes (w) and waits for:
 4. *Set up.* w ``entry/r`` = ENTERED. The handshake and the exchanges of memory go over the mesh. Ranks watch
    ``failed`` and rank 0's process; rank 0 watches all processes. A rank that raises w ``failed`` = room, the rank at
    fault, and the others raise the same.
-5. *Leave.* Each rank deletes its entry and gloo's address, rank 0 the other two keys as well. After a failure the
-   entry stays as LEFT, until the rank's next attempt: so the others can tell who gave up from who never came.
+5. *Leave.* Each rank w ``done/r`` in the room and counts itself, and the last one deletes these keys. Each deletes its
+   entry and gloo's address, rank 0 the other two keys as well. After a failure the entry stays as LEFT, until the
+   rank's next attempt: so the others can tell who gave up from who never came.
+
+A rank that is *done* may close its communicator, and its probe server with that, while others still set up. So a rank
+that finds nothing at the address of another one in step 4 reads its ``done/r`` before it says that its process is gone.
+The mark comes before the end of the probe server, because :meth:`Meeting.finish` waits for it.
+
+When the host of the store gives up, the store goes with its process. So rank 0, if it is the host, writes why: to
+``failed`` if there is a room, else in place of the roster, which the others wait for. Both are read every few
+milliseconds. Then it waits until their entries say that they have left, ``_HOST_SECONDS`` at most, before it raises.
+They raise the same and name the same rank. The wait ends early when all have left, and the rank at fault is not waited
+for. It is for the host alone: nobody waits for a rank whose end takes nothing away.
 
 Why an attempt cannot be mixed up with another:
 
@@ -67,15 +80,21 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from moelink.control.probe import GONE_IN_WORDS, Address, ProbeResult, probe_all
 from moelink.control.roster import ENTERED, LEFT, NONCE_BYTES, WAITING, Entry, decode_roster, digest, encode_roster
 from moelink.control.stores import peek
+from moelink.control.threads import start_daemon
 from moelink.errors import PeerLostError, PeerTimeoutError
 
 _VOID, _FAILED = 0, 1
+_NO_ROSTER = b"\xff\xffgave up:"
+"""Begins what the host of the store writes in place of a roster. No roster begins with the length 65535."""
 _NEWS = struct.Struct("<16sBq?")
 _PAUSE_SECONDS = 0.01
 _PROBE_EVERY_SECONDS = 0.5
 _FIRST_LOOK_SECONDS = 0.1
 _LAST_WORD_SECONDS = 0.3
 """How long after its deadline a rank waits for its own threads, to name the rank at fault."""
+_FINISH_SECONDS = 5.0
+_HOST_SECONDS = 0.7
+"""How long the host of the store, which has failed, waits for the others to read why."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +165,11 @@ class Meeting:
         self._name = b""
         self._mesh: Any = None
         self._setback: Setback | None = None
-        self._connected, self._closed = threading.Event(), threading.Event()
+        self._connected, self._closed, self._doubted = threading.Event(), threading.Event(), threading.Event()
+        self._done: set[int] = set()
         self._farewell: Setback | None = None
-        self._thread = threading.Thread(target=self._run, name="moelink-meeting", daemon=True)
-        self._thread.start()
+        self._obstacle = ""
+        self._thread = start_daemon(self._run, "moelink-meeting")
 
     def wait(self) -> Any:
         """Wait until all ranks have met and connected; return the mesh.
@@ -159,7 +179,7 @@ class Meeting:
         """
         while not self._connected.wait(0.02):
             if self._setback is not None or time.monotonic() > self.deadline + _LAST_WORD_SECONDS:
-                raise self.fail("the mesh was not connected")
+                raise self.fail(self._obstacle or "the mesh was not connected")
         return self._mesh
 
     def failure(self) -> PeerTimeoutError | None:
@@ -172,20 +192,25 @@ class Meeting:
         """Return the error of this attempt, which has failed here: what a peer told, or what probes show."""
         suspect = None if self._setback is not None else self._suspect()
         end = min(time.monotonic() + _LAST_WORD_SECONDS, self.deadline)
-        while self._setback is None and (suspect is None or not suspect.lost) and time.monotonic() < end:
-            time.sleep(_PAUSE_SECONDS)  # a peer that gave up first says why
+        self._doubted.set()
+        while self._setback is None and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)  # a peer that gave up first says why, and ends then
+        if suspect is not None and suspect.peer in self._done:
+            suspect = None
         self._setback = self._setback or suspect or Setback(self._unheard(), detail)
         return self._setback.error(self.rank)
 
     def finish(self) -> None:
-        """Leave with a communicator. Removes this attempt's keys; waits for the store at most a second.
+        """Leave with a communicator. Marks this rank as done and removes this attempt's keys.
+
+        Waits for the store until the deadline, at most ``_FINISH_SECONDS`` and at least a second.
 
         Raises:
             PeerTimeoutError: another rank has left without one.
         """
         if self._setback is not None:
             raise self._setback.error(self.rank)
-        self._end(None, seconds=1.0)
+        self._end(None, seconds=max(1.0, min(_FINISH_SECONDS, self.deadline - time.monotonic())))
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave without a communicator, because ``error`` was raised here. Peers in the room raise soon, too.
@@ -194,10 +219,15 @@ class Meeting:
         """
         if isinstance(error, PeerTimeoutError):
             detail = f"rank {self.rank} says so: {error}"[:150]
-            self._end(Setback(error.peer, detail, lost=isinstance(error, PeerLostError)), seconds=_LAST_WORD_SECONDS)
+            farewell = Setback(error.peer, detail, lost=isinstance(error, PeerLostError))
         else:
             why = f"it raised {type(error).__name__} in init" if error is not None else "it gave up"
-            self._end(Setback(self.rank, why), seconds=_LAST_WORD_SECONDS)
+            farewell = Setback(self.rank, why)
+        self._end(farewell, seconds=_HOST_SECONDS + 0.1 if self._hosts else _LAST_WORD_SECONDS)
+
+    @property
+    def _hosts(self) -> bool:
+        return self.rank == self._host_rank == 0
 
     def _end(self, farewell: Setback | None, *, seconds: float) -> None:
         if not self._closed.is_set():
@@ -223,7 +253,7 @@ class Meeting:
                     if not self._reopens or time.monotonic() + 0.1 > self.deadline or self._connected.is_set():
                         self._setback = self._setback or self._suspect() or self._store_failed(error)
                         return
-                    self._store = None
+                    self._store, self._obstacle = None, self._store_failed(error).detail
                     self._closed.wait(0.1)
         except _SetbackError as error:
             self._setback = self._setback or error.setback
@@ -235,9 +265,13 @@ class Meeting:
 
     def _attempt(self) -> None:
         if self._store is None:
+            self._obstacle = self._obstacle or "the store that ranks meet in was not reached"
             self._store = self._open_store()
+        self._obstacle = ""
         self._mine = replace(self._mine, state=WAITING, nonce=secrets.token_bytes(NONCE_BYTES))
         self._name = b""
+        if self._hosts:
+            self._store.delete_key("roster")  # it may say why an earlier attempt was given up
         self._store.set(f"entry/{self.rank}", self._mine.encode())
         roster = self._publish() if self.rank == 0 else self._find()
         if roster is None:
@@ -274,7 +308,10 @@ class Meeting:
     def _find(self) -> list[Entry] | None:
         """Another rank: wait for a roster with this rank's entry."""
         while not self._closed.is_set():
-            roster = decode_roster(peek(self._store, "roster"))
+            text = peek(self._store, "roster")
+            if text.startswith(_NO_ROSTER):
+                raise _SetbackError(self._read_setback(text[len(_NO_ROSTER) :]))
+            roster = decode_roster(text)
             if len(roster) == self.world_size and roster[self.rank] == self._mine:
                 return roster
             if time.monotonic() > self.deadline:
@@ -321,7 +358,7 @@ class Meeting:
                 if left.is_set():
                     _forget_gloo(room, self.rank)
 
-        threading.Thread(target=connect, name="moelink-connect", daemon=True).start()
+        start_daemon(connect, "moelink-connect")
         begin = time.monotonic()
         next_look, next_probe = begin + _FIRST_LOOK_SECONDS, begin + _PROBE_EVERY_SECONDS
         try:
@@ -355,14 +392,15 @@ class Meeting:
         return True
 
     def _attend(self) -> None:
-        """Watch the others while this rank sets up."""
+        """Watch the others while this rank sets up. A doubt of the rank's own has them probed at once."""
         next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
         while not self._closed.wait(2 * _PAUSE_SECONDS):
             try:
                 self._hear()
             except _VoidError:
                 raise _SetbackError(Setback(0, "it has begun again")) from None
-            if time.monotonic() > next_probe:
+            if time.monotonic() > next_probe or self._doubted.is_set():
+                self._doubted.clear()
                 self._raise_lost()
                 next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
 
@@ -371,17 +409,26 @@ class Meeting:
         news = peek(self._store, "failed")
         if len(news) < _NEWS.size:
             return
-        name, kind, peer, lost = _NEWS.unpack_from(news)
+        name, kind, *_ = _NEWS.unpack_from(news)
         if name != self._name:
             return
         if kind == _VOID:
             raise _VoidError
+        raise _SetbackError(self._read_setback(news))
+
+    def _read_setback(self, news: bytes) -> Setback:
+        if len(news) < _NEWS.size:
+            return Setback(self._host_rank, "it gave up")
+        _, _, peer, lost = _NEWS.unpack_from(news)
         known = peer if peer in range(self.world_size) else -1
-        raise _SetbackError(Setback(known, news[_NEWS.size :].decode(errors="replace"), lost))
+        return Setback(known, news[_NEWS.size :].decode(errors="replace"), lost)
 
     def _tell(self, kind: int, setback: Setback) -> None:
-        news = _NEWS.pack(self._name, kind, setback.peer, setback.lost) + setback.detail.encode()[:200]
-        self._store.set("failed", news)
+        self._store.set("failed", self._news(kind, setback))
+
+    def _news(self, kind: int, setback: Setback) -> bytes:
+        name = self._name.ljust(NONCE_BYTES, b"\0")
+        return _NEWS.pack(name, kind, setback.peer, setback.lost) + setback.detail.encode()[:200]
 
     def _read_entries(self, waiting: Sequence[Entry] = ()) -> dict[int, Entry]:
         """Read the entries there are. With ``waiting``, one that has ENTERED since reads as it was."""
@@ -396,7 +443,9 @@ class Meeting:
     def _probe(self, entries: Mapping[int, Entry], ranks: Iterable[int] | None = None) -> dict[int, ProbeResult]:
         """Probe ``ranks`` of ``entries`` (None: all), except this one; results by rank."""
         places = [entries.get(rank, self._mine).address for rank in range(self.world_size)]
-        others = [rank for rank in sorted(entries if ranks is None else ranks) if rank != self.rank]
+        others = [
+            rank for rank in sorted(entries if ranks is None else ranks) if rank != self.rank and rank not in self._done
+        ]
         return probe_all(places, others) if others else {}
 
     def _raise_lost(self) -> None:
@@ -405,6 +454,10 @@ class Meeting:
         lost = [rank for rank, result in results.items() if result.lost]
         if lost:
             self._hear()  # a rank that gave up first says why, and ends then
+            if self.room is not None:
+                self._done |= {rank for rank in lost if peek(self.room, f"done/{rank}")}
+        lost = [rank for rank in lost if rank not in self._done]
+        if lost:
             raise _SetbackError(Setback(lost[0], GONE_IN_WORDS, lost=True))
 
     def _suspect(self) -> Setback | None:
@@ -434,18 +487,51 @@ class Meeting:
             else:
                 self._store.set(f"entry/{self.rank}", replace(self._mine, state=LEFT).encode())
         if failed is None and self._connected.is_set():
+            self._mark_done()
             _forget_gloo(self.room, self.rank)
             if self.rank == 0:
                 self._store.delete_key("roster")
                 self._store.delete_key("failed")
             return
+        failed = failed or Setback(self.rank, "it gave up")
         if self._name:
-            self._tell(_FAILED, failed or Setback(self.rank, "it gave up"))
+            self._tell(_FAILED, failed)
+            self._linger(failed)
+            return
+        if self._hosts and failed.peer != self.rank:  # of its own fault the others learn when the store ends
+            self._store.set("roster", _NO_ROSTER + self._news(_FAILED, failed))
+            self._linger(failed)
             return
         roster = decode_roster(peek(self._store, "roster"))
         if self.rank < len(roster) and roster[self.rank].nonce == self._mine.nonce:
             self._name = digest(roster)
             self._tell(_VOID, Setback(-1, ""))
+
+    def _mark_done(self) -> None:
+        """Say in the room that this rank has set up. The last one takes the marks away: nobody reads them any more."""
+        self.room.set(f"done/{self.rank}", b"1")
+        if self.room.add("done", 1) == self.world_size:
+            for key in ("done", *(f"done/{rank}" for rank in range(self.world_size))):
+                self.room.delete_key(key)
+
+    def _linger(self, failed: Setback) -> None:
+        """Serve the store, as its host, until the others have read why this rank gives up, a moment at most."""
+        if not self._hosts:
+            return
+        end = time.monotonic() + _HOST_SECONDS
+        others = {
+            rank: entry
+            for rank, entry in self._read_entries().items()
+            if rank not in (self.rank, failed.peer) and entry.state != LEFT
+        }
+        while others and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)
+            now = self._read_entries()
+            others = {rank: entry for rank, entry in others.items() if now.get(rank) in (entry, _entered(entry))}
+
+
+def _entered(entry: Entry) -> Entry:
+    return replace(entry, state=ENTERED)
 
 
 def _say(ranks: Sequence[int], before: str, many: str, one: str) -> str:

@@ -28,7 +28,19 @@ from typing import Any, TypeVar
 
 from moelink import env
 from moelink.control import responder
-from moelink.control.responder import ASK, FAILURE, LENGTH, MAX_PROPOSAL, NUM_PHASES, PROGRESS, READ, TELL, TOKEN_BYTES
+from moelink.control.responder import (
+    ASK,
+    FAILURE,
+    LENGTH,
+    MAX_PROPOSAL,
+    NUM_PHASES,
+    PROGRESS,
+    PROOF_BYTES,
+    READ,
+    TELL,
+    TOKEN_BYTES,
+    proof_of,
+)  # fmt: skip
 from moelink.control.stores import listen
 from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UndeliveredError, UnsupportedError
 
@@ -146,8 +158,11 @@ class ProbeServer:
         pid: its process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 0) -> None:
         """Start it. Probes that come before it runs wait for it.
+
+        Args:
+            world_size: reports that blame another rank than one of these are dropped. 0: not known.
 
         Raises:
             UnsupportedError: there is no Python interpreter to run it, or no such address to listen at.
@@ -158,6 +173,7 @@ class ProbeServer:
             os.ftruncate(memory, responder.Blackboard.BYTES)
             self._board = responder.Blackboard(memory)
             self._board.token = secrets.token_bytes(TOKEN_BYTES)
+            self._board.world_size = world_size
             with listen(_own_host(), _BACKLOG) as listener:
                 host, port = listener.getsockname()[:2]
                 self.address = Address(host, port, self._board.token)
@@ -259,13 +275,15 @@ def probe(address: Address, report: Failure | None = None) -> ProbeResult:
         phase = _PHASES.index(report.phase)
         request = TELL + FAILURE.pack(report.peer, phase, report.call, report.expected, report.got)
     try:
-        word: int = _ask(address, request, lambda connection: PROGRESS.unpack(_receive(connection, PROGRESS.size))[0])
+        word: int = _ask(address, request, lambda receive: PROGRESS.unpack(receive(PROGRESS.size))[0])
     except ConnectionRefusedError:
         return ProbeResult(call=None, lost=True)
     except OSError:
         return ProbeResult(call=None)
     if word == responder.STOPPED:
         return ProbeResult(call=None, stopped=True)
+    if word < 0:
+        return ProbeResult(call=None)
     call, phase = divmod(word, NUM_PHASES)
     return ProbeResult(call, _PHASES[phase])
 
@@ -281,12 +299,12 @@ def probe_all(
 def read_proposal(address: Address) -> bytes | int:
     """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes as long as :func:`probe` at most."""
 
-    def receive(connection: socket.socket) -> bytes | int:
-        (size,) = LENGTH.unpack(_receive(connection, LENGTH.size))
-        return _receive(connection, size) if size <= MAX_PROPOSAL else NO_ANSWER
+    def proposal(receive: Callable[[int], bytes]) -> bytes | int:
+        (size,) = LENGTH.unpack(receive(LENGTH.size))
+        return receive(size) if size <= MAX_PROPOSAL else NO_ANSWER
 
     try:
-        return _ask(address, READ, receive)
+        return _ask(address, READ, proposal)
     except ConnectionRefusedError:
         return GONE
     except OSError:
@@ -314,8 +332,12 @@ def furthest_behind(results: dict[int, ProbeResult], call: int) -> tuple[int, Pr
     return peer, results[peer]
 
 
-def _ask(address: Address, request: bytes, receive: Callable[[socket.socket], T]) -> T:
-    """Send ``request`` to a probe server, and return what ``receive`` reads of its answer.
+def _ask(address: Address, request: bytes, read: Callable[[Callable[[int], bytes]], T]) -> T:
+    """Send ``request`` to a probe server, and return what ``read`` makes of its answer.
+
+    ``read`` gets a function that receives so many bytes. A try has one deadline for the whole of it, so a peer that
+    answers byte by byte holds nobody. An answer begins with a proof that its sender knows the token: the port of a rank
+    that is gone may belong to another program by now.
 
     Only a refused connection shows that a rank's process is gone. A server that lives closes connections, too: of a
     client that has said nothing for two seconds, because another thread held the lock of its interpreter. So where a
@@ -326,18 +348,26 @@ def _ask(address: Address, request: bytes, receive: Callable[[socket.socket], T]
         OSError: the server did not answer, or closed every connection.
     """
     for _ in range(_TRIES):
+        deadline = time.monotonic() + _PROBE_SECONDS
         try:
             with socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS) as connection:
                 connection.sendall(address.token + request)
-                return receive(connection)
+                if _receive(connection, PROOF_BYTES, deadline) != proof_of(address.token):
+                    raise OSError(f"expected a probe server at {address.host}:{address.port}, got another program")
+                return read(lambda count: _receive(connection, count, deadline))  # noqa: B023 - called at once
         except (ConnectionResetError, BrokenPipeError):
             time.sleep(_PAUSE_SECONDS)
     raise TimeoutError(f"expected an answer, got {_TRIES} connections that the server closed")
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Receive ``count`` bytes by ``deadline`` of the monotonic clock. Raises OSError."""
     data = b""
     while len(data) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"expected {count} bytes in time, got {len(data)}")
+        connection.settimeout(left)
         piece = connection.recv(min(count - len(data), 1 << 16))
         if not piece:
             raise ConnectionResetError(f"expected {count} bytes, got {len(data)} before the peer closed")

@@ -61,7 +61,8 @@ PHASE = "recover"
 _HEAD = struct.Struct("<16sH16s?I")
 _GRACE_SECONDS = 2.0
 LINGER_SECONDS = 1.0
-"""How long a refused list stays published, so that every other rank sees it for longer than ``_GRACE_SECONDS``."""
+"""How long a refused list stays published, so that every other rank sees it for longer than ``_GRACE_SECONDS``, and how
+long the store of a rank that gave up answers those that are about to."""
 _PAUSE_SECONDS = 0.02
 _CALL_SPARE_SECONDS = 1.0
 """What a call may take beyond its timeout."""
@@ -167,7 +168,13 @@ def regroup(around: Surroundings, survivors: tuple[int, ...], timeout: float) ->
         raise
     except BaseException:
         board.withdraw()
+        if around.rank == survivors[0]:  # the others may need the store to see who is missing
+            around.later(LINGER_SECONDS, lambda: _hold(store))
         raise
+
+
+def _hold(_store: Any) -> None:
+    """Do nothing: the store that this rank serves lives as long as it waits for this."""
 
 
 def go_on(around: Surroundings, survivors: tuple[int, ...]) -> None:

@@ -33,6 +33,7 @@ import socket
 import struct
 import sys
 import time
+from hashlib import blake2b
 
 ASK, TELL, READ = b"?", b"!", b"r"
 TOKEN_BYTES = 16
@@ -46,12 +47,19 @@ LENGTH = struct.Struct("<I")
 PROGRESS = struct.Struct("<q")
 FAILURE = struct.Struct("<qqqqq")
 NUM_PHASES = 3
+PROOF_BYTES = 8
 
-_PROGRESS, _SLOT, _FAILED, _FAILURE, _TOKEN, _SIZES, _WORDS = 0, 1, 2, 3, 8, 10, 16
+_PROGRESS, _SLOT, _FAILED, _FAILURE, _TOKEN, _SIZES, _WORLD_SIZE, _WORDS = 0, 1, 2, 3, 8, 10, 12, 16
+_LARGEST_WORLD, _LEAST_GOT = 1 << 20, -5
 _IDLE_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.03
 _MOST_CONNECTIONS = 4096
 _PF_EXITING = 0x4
+
+
+def proof_of(token: bytes) -> bytes:
+    """Return the bytes with which the answers of the server with this token begin. They do not tell the token."""
+    return blake2b(token, digest_size=PROOF_BYTES, person=b"moelink-answer").digest()
 
 
 class Blackboard:
@@ -83,6 +91,15 @@ class Blackboard:
         self._memory[8 * _TOKEN : 8 * _TOKEN + TOKEN_BYTES] = token
 
     @property
+    def world_size(self) -> int:
+        """How many ranks there are, 0 if that is not known."""
+        return int(self.words[_WORLD_SIZE])
+
+    @world_size.setter
+    def world_size(self, ranks: int) -> None:
+        self.words[_WORLD_SIZE] = ranks
+
+    @property
     def proposal(self) -> bytes:
         """What peers read in a recovery."""
         slot = self.words[_SLOT]
@@ -104,8 +121,9 @@ class Blackboard:
 
     def report(self, failure: tuple[int, ...]) -> None:
         """Keep ``failure`` if it is the first, and possible."""
-        peer, phase, *_ = failure
-        if not self.words[_FAILED] and 0 <= phase < NUM_PHASES and peer >= 0:
+        peer, phase, call, expected, got = failure
+        known = 0 <= peer < (self.world_size or _LARGEST_WORLD) and 0 <= phase < NUM_PHASES
+        if not self.words[_FAILED] and known and min(call, expected) >= 0 and got >= _LEAST_GOT:
             for place, value in enumerate(failure):
                 self.words[_FAILURE + place] = value
             self.words[_FAILED] = 1
@@ -161,6 +179,7 @@ class Responder:
 
     def __init__(self, listener: socket.socket, board: Blackboard, owner: Owner) -> None:
         self._listener, self._board, self._owner = listener, board, owner
+        self._proof = proof_of(board.token)
         self._clients: dict[int, Client] = {}
         self._held: list[tuple[float, Client, bytes]] = []
         self._events = selectors.DefaultSelector()
@@ -241,9 +260,10 @@ class Responder:
             return  # dropped meanwhile
         if kind == READ:
             proposal = b"" if stopped else self._board.proposal
-            client.unsent = LENGTH.pack(STOPPED_LENGTH if stopped else len(proposal)) + proposal
+            answer = LENGTH.pack(STOPPED_LENGTH if stopped else len(proposal)) + proposal
         else:
-            client.unsent = PROGRESS.pack(STOPPED if stopped else self._board.progress)
+            answer = PROGRESS.pack(STOPPED if stopped else self._board.progress)
+        client.unsent = self._proof + answer
         self._events.register(client.connection, selectors.EVENT_WRITE)
         self._send(client)
 

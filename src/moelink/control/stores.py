@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -18,12 +17,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink import env
+from moelink.control.threads import start_daemon
 from moelink.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
 
 _ABSENT = b"?"
 _SMALLEST = timedelta(milliseconds=50)
+_CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
+"""How long one try to connect takes at most, and how long until the next."""
 
 
 class BoundedError(Exception):
@@ -44,8 +46,7 @@ def bounded(call: Callable[[], T], deadline: float) -> T:
         except BaseException as error:  # noqa: BLE001 - raised again below
             results.append((False, error))
 
-    thread = threading.Thread(target=run, name="moelink-bounded", daemon=True)
-    thread.start()
+    thread = start_daemon(run, "moelink-bounded")
     thread.join(max(deadline - time.monotonic(), 0.0))
     if not results:
         raise BoundedError
@@ -87,11 +88,36 @@ def serve(host: str, timeout: float) -> Any:
 
 
 def reach(host: str, port: int, deadline: float, timeout: float) -> Any:
-    """Connect to a store by ``deadline``; its own calls wait ``timeout`` seconds then."""
+    """Connect to a store by ``deadline``; its own calls wait ``timeout`` seconds then.
+
+    Waits for the port in Python. torch would do so in C++, where it could not be left behind when the program ends.
+
+    Raises:
+        RuntimeError: nothing listened at the port, or ``host`` did not resolve; it says which.
+    """
+    _await_port(host, port, deadline)
     left = max(timedelta(seconds=deadline - time.monotonic()), _SMALLEST)
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout))
     return store
+
+
+def _await_port(host: str, port: int, deadline: float) -> None:
+    while True:
+        try:
+            left = min(max(deadline - time.monotonic(), 0.05), _CONNECT_SECONDS)
+            socket.create_connection((host, port), timeout=left).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _PAUSE_SECONDS > deadline:
+                raise RuntimeError(_why_not(host, port, error)) from error
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the address {host!r} does not resolve ({error.strerror}): check MASTER_ADDR"
+    return f"nothing answers at {host}:{port} ({error.strerror or error}): check MASTER_ADDR, MASTER_PORT and its host"
 
 
 class LauncherStore:
@@ -116,14 +142,30 @@ class LauncherStore:
         self._use_libuv = environ.get("USE_LIBUV", "1") == "1"
 
     @staticmethod
+    def require_both(environ: Mapping[str, str] = os.environ) -> None:
+        """Raise ConfigError if only one of RANK and WORLD_SIZE is set: this process is then one rank of several."""
+        for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+            if name in environ and other not in environ:
+                expected = f"a whole number in the environment, as torchrun sets it, because {name} is set"
+                raise ConfigError(other, expected, None)
+
+    @staticmethod
     def is_named(environ: Mapping[str, str] = os.environ) -> bool:
         """Return True if all variables are there. A default group that the caller made needs none of them."""
         return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
     def open(self, deadline: float, timeout: float) -> Any:
-        """Connect, or serve on the host's rank, which shares what this process serves at that port already."""
+        """Connect, or serve on the host's rank, which shares what this process serves at that port already.
+
+        Raises:
+            RuntimeError: nothing listened at the port by ``deadline``, or the host's name does not resolve.
+        """
         if self.rank != self.host_rank:
             return reach(self.host, self.port, deadline, timeout)
+        try:  # the host reaches its own store by this name
+            socket.getaddrinfo(self.host, self.port)
+        except OSError as error:
+            raise RuntimeError(_why_not(self.host, self.port, error)) from error
         return dist.TCPStore(  # type: ignore[attr-defined]
             self.host, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout),
             multi_tenant=True, use_libuv=self._use_libuv,

@@ -13,18 +13,31 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 _LAST_SECONDS = 2.0
 
 
+def _signaller(pid: int) -> Callable[[int], None]:
+    """Return what sends a signal to process ``pid`` as it is now, and to none that gets its number later."""
+    if not hasattr(os, "pidfd_open"):
+        return lambda number: os.kill(pid, number)
+    handle = os.pidfd_open(pid)
+    return lambda number: signal.pidfd_send_signal(handle, number)
+
+
 def watch(pipe: int, pid: int, seconds: float, message: str) -> None:
     """Wait for ``pipe``, at most ``seconds``, and then end process ``pid``."""
+    try:
+        end_it = _signaller(pid)
+    except ProcessLookupError:
+        return
     if select.select([pipe], [], [], seconds)[0]:
         return
     os.write(2, f"{message}\n".encode())
     for number in (signal.SIGABRT, signal.SIGKILL):
         try:
-            os.kill(pid, number)
+            end_it(number)
         except ProcessLookupError:
             return
         end = time.monotonic() + _LAST_SECONDS

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from moelink.control.group import World, gather_bytes
+from moelink.control.group import World, decline, gather_bytes
 from moelink.errors import PeerTimeoutError
 from moelink.tracing.records import Rows, read_rows, rows_of
 from moelink.tracing.trace import Trace
@@ -28,6 +28,7 @@ def tracing(session: Session, world: World) -> Iterator[Trace]:
         UnsupportedError: kernels of this communicator cannot be traced.
         StateError: a trace is open.
         PeerTimeoutError: a peer does not leave its block within ``timeout``.
+        PeerAbortedError: an exception left a peer's block. The communicator and later traces are as before.
     """
     transport, config = session.transport, session.configs[0]
     transport.open_trace()
@@ -35,11 +36,15 @@ def tracing(session: Session, world: World) -> Iterator[Trace]:
     try:
         yield trace
     except BaseException:
-        transport.close_trace()
+        try:
+            transport.close_trace()
+        finally:
+            decline(world, config.timeout)
         raise
     buffers = [buffer.numpy() for buffer in transport.close_trace()]
     rows = [rows_of(buffer) for buffer in buffers]
-    gather_bytes(world, b"here", config.timeout)  # so that no rank's kernel waits for one that has not come
+    # First of all, so that no rank's kernel waits for one that has not come.
+    gather_bytes(world, b"here", config.timeout, phase="trace")
     clocks = transport.compare_clocks()
     if clocks is None:
         raise PeerTimeoutError(

@@ -31,10 +31,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -216,6 +216,12 @@ def compare(
             save()
 
 
+def _own_cache() -> Path:
+    """Return a folder in the user's own cache. Code is loaded from it, so nobody else may be able to make it first."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "moelink" / "roles"
+
+
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Compare the kernels of two trees, role by role, on one device.")
@@ -231,7 +237,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, help="after this time no case is started; 480, or 85 with --quick")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu with Triton's interpreter")
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "moelink-roles", help="of Triton")
+    parser.add_argument("--cache", type=Path, default=_own_cache(), help="of Triton; default: of this user alone")
     parser.add_argument("--out", type=Path, default=Path("roles.json"))
     options = parser.parse_args(arguments)
     if options.seconds is None:

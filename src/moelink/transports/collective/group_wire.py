@@ -24,15 +24,14 @@ and a report that comes while a call ends is raised in the next one.
 In mode "allreduce" no peer takes part in a call, so nothing is sent, not even a refusal (``exchanges`` is False).
 
 Calls run on one background thread in the order in which they were issued, so an asynchronous call returns at once even
-while a peer is late. On CUDA they run on a stream of their own, forked from the caller's.
+while a peer is late. A signal's handler may check or close meanwhile (:mod:`moelink.transports.collective.background`).
+On CUDA they run on a stream of their own, forked from the caller's.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,8 +45,10 @@ from moelink.control.failure_detector import FailureDetector
 from moelink.control.gloo import await_release
 from moelink.control.group import World, release
 from moelink.control.probe import Failure
+from moelink.control.threads import start_daemon
 from moelink.errors import PeerAbortedError, PeerError, PeerTimeoutError, ProtocolError
 from moelink.transports.base import Phase
+from moelink.transports.collective.background import Background, BackgroundCall
 from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 from moelink.transports.collective.wire import odd_rank
 
@@ -78,18 +79,18 @@ def digest(text: str) -> int:
 class GroupPending(Generic[R]):
     """A call on the background thread."""
 
-    future: Future[R]
+    call: BackgroundCall[R]
     finished: torch.cuda.Event | None
     device: torch.device
 
     @property
     def over(self) -> bool:
         """Whether the background thread has ended the call, so that an exception here leaves nothing half done."""
-        return self.future.done()
+        return self.call.over
 
     def wait(self) -> R:
         """Wait for the call on the host (its transfers need host counts), then make the current stream wait for it."""
-        result = self.future.result()
+        result = self.call.result()
         if self.finished is not None:
             torch.cuda.current_stream(self.device).wait_event(self.finished)
         return result
@@ -135,7 +136,7 @@ class GroupWire:
         self._detector, self.shared = detector, exchanges
         self._error: PeerError | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelink-wire")
+        self._thread = Background("moelink-wire")
         self._lent: tuple[Tensor, ...] = ()
         self._settled = True
         self._work: Any = None
@@ -167,13 +168,14 @@ class GroupWire:
     def close(self) -> None:
         """Finish what is under way and release the groups; after an error, wait for nobody and leave the groups."""
         poisoned = self._error is not None or self._detector.reported is not None
-        self._thread.shutdown(wait=not poisoned, cancel_futures=True)
+        self._thread.close(wait=not poisoned)
         if not poisoned:
             await_release(self._lent)
             release(self._world)
         elif self._work is not None and not self._work.is_completed():
             # Destroying a group of gloo waits for its exchanges, up to their timeout. A thread keeps it until then.
-            threading.Thread(target=_outlive, args=(self._world, self._work), daemon=True).start()
+            world, work = self._world, self._work
+            start_daemon(lambda: _outlive(world, work), "moelink-outlive")
         self._lent = ()
 
     def _raise_poison(self) -> None:
@@ -190,8 +192,8 @@ class GroupWire:
             started, finished = torch.cuda.Event(), torch.cuda.Event()
             started.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + self._timeout
-        future = self._thread.submit(self._run, call, phase, steps, deadline, started, finished)
-        return GroupPending(future, finished, self._device)
+        handed = self._thread.submit(lambda: self._run(call, phase, steps, deadline, started, finished))
+        return GroupPending(handed, finished, self._device)
 
     def _run(
         self,

@@ -41,7 +41,7 @@ P = TypeVar("P")
 def _guard(rank: Rank) -> AbstractContextManager[None]:
     """Return a context in which, in debug mode, interpreted kernels may touch only the regions of the blocks, their
     arguments, and what their words hold the addresses of."""
-    if DEBUG.read() != "1":
+    if not DEBUG.is_on():
         return nullcontext()
     from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
 
@@ -107,7 +107,7 @@ class Rank:
         self.trace: TraceBuffer | None = None
         # Where rows stay in the block: what ends them. In debug mode that also overwrites them.
         self.calls = CallCount(memory.local) if config.zero_copy else None
-        self.spoils = config.zero_copy and DEBUG.read() == "1"
+        self.spoils = DEBUG.is_on() and config.zero_copy
         self._plans: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
         self._latest_handle, self._index = -1, self.device.index
