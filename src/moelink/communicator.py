@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from moelink import ops
 from moelink.config import EPConfig
 from moelink.control.group import World
+from moelink.control.process import OfThisProcess
 from moelink.control.recovery import (
     LINGER_SECONDS,
     check_survivors,
@@ -22,7 +23,7 @@ from moelink.control.recovery import (
     regroup,
 )
 from moelink.control.surroundings import ProcessSurroundings
-from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateError, UnsupportedError
+from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateError
 from moelink.hooks import Hook
 from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
@@ -40,7 +41,7 @@ def open_communicator(config: EPConfig, device: torch.device, world: World) -> C
     return Communicator(lanes, further)
 
 
-class Communicator:
+class Communicator(OfThisProcess):
     """Dispatch and combine for one rank. Made by :func:`moelink.init`; also a context manager.
 
     Every call is collective: all ranks make the same calls in the same order, each with any number of tokens up to
@@ -55,16 +56,6 @@ class Communicator:
         self._context = lanes.contexts[0]
         self._session = self._context.session
         self._quick: Quick | None = self._session.quick_lane()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Return this communicator: a copied layer communicates with the same ranks, by the same memory."""
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise UnsupportedError(
-            "pickle: expected an object that another process can have, got a Communicator, whose memory and ranks are "
-            "those of this one; save the state_dict of a model, and make the communicator again"
-        )
 
     @property
     def config(self) -> EPConfig:

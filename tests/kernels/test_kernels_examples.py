@@ -314,6 +314,8 @@ def test_padding_is_for_programs_without_messages():
     assert set(out[:, 1].tolist()) == {68}
     _who[(133,)](out, 133, 35, 128, S=SimpleNamespace(WORLD_SIZE=2, FUSED_SHARED_EXPERT=0))
     assert out.tolist() == [[program, 133] for program in range(133)]
+    _who[(1,)](out, 1, 0, 0, S=SimpleNamespace(WORLD_SIZE=2, FUSED_SHARED_EXPERT=0))
+    assert out[0].tolist() == [0, 1], "a rank without experts marks rows of no token"
 
 
 @triton.jit

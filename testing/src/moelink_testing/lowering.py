@@ -259,7 +259,9 @@ def _traced(made: Any, target: GPUTarget, options: Mapping[str, Any], *, passes:
     codegen, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
     module = made.make_ir(target, parsed, codegen, modules, context)
     if passes:
-        module = backend.make_ttir(module, {}, parsed, target.arch)
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, parsed, made.language)
+        module = stages["ttir"](module, {})
     return str(module)
 
 

@@ -23,13 +23,14 @@ def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
     """Return which one CTA ``program`` is of the CTAs that write padding (-1: none of them), and how many these are.
 
     They are the CTAs that have no message to unpack, because no source has more than ``most`` messages. If these CTAs
-    are less than half as many as the groups, all CTAs write padding.
+    are less than half as many as the groups, all CTAs write padding. A rank without experts has rows of no token to
+    mark, so at least one CTA writes padding.
 
     Example: 133 CTAs, 2 ranks with up to 32 messages, 128 groups: CTAs 65 to 132, 68 of them.
     """
     busy = 1 + S.WORLD_SIZE * most
     idle = num_programs - busy
-    enough = 2 * idle >= num_local + S.FUSED_SHARED_EXPERT
+    enough = 2 * idle >= tl.maximum(num_local + S.FUSED_SHARED_EXPERT, 1)
     first = tl.where(enough, busy, 0)
     return tl.maximum(program - first, -1), num_programs - first
 
