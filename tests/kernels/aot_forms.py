@@ -320,7 +320,10 @@ COMBINE_RULES = (
 
 
 DISPATCH_WANTED = (
-    {"scales": "tiles_128x4", "layout": "expert", "tokens": 260, "cached": False},  # tiles are padded as rows come
+    # Tiles are padded as rows come, and the scales of a row do not fill its last word.
+    {"format": "mxfp8", "hidden": 2880, "layout": "expert", "tokens": 260, "cached": False},
+    # Rows and scales of several messages are unpacked in turn.
+    {"format": "fp8_block128", "layout": "masked", "tokens": 4096, "cached": False, "mode": "alltoall"},
     {
         "cached": True,
         "tokens": 64,
@@ -329,10 +332,12 @@ DISPATCH_WANTED = (
         "mode": "alltoall",
         "layout": "masked",
     },  # renews a table
-    {"format": "fp64", "hidden": 7168, "tokens": 64, "cached": False},  # a row in more than two pieces
+    {"format": "fp8_block128_e8m0", "hidden": 2944, "quantized": False},  # more scales than groups fill a word
+    {"format": "fp64", "hidden": 7168, "input": 2, "tokens": 64, "cached": False},  # a row in more than two pieces
     {"format": "nvfp4", "quantized": False, "input": 0},  # with a global scale
-    {"format": "mxfp8", "hidden": 2880, "scales_later": True},  # whose scales do not fill a word
+    {"format": "mxfp8", "hidden": 2880, "scales_later": True},
     {"launch": "async", "nodes": "two levels", "cached": True},
+    {"launch": "async", "nodes": "two levels", "cached": False},
 )
 COMBINE_WANTED = ({"own_rows": "sums", "topk": 3}, {"own_rows": "sums", "topk": 6})
 """Three values and more that decide together: found by statements that were in no form."""
@@ -520,7 +525,7 @@ def wrong_in(form: Form) -> str:
     """Lower ``form``, and return what is wrong with it or nothing."""
     text, constants = ir_of(form.kernel, form.spec, passes=False), form.constants
     # The text takes long, and a limit of SMs changes nothing of what is looked at: so not every form.
-    looks = form.launch in ("combine both", "combine wait") and form.row["lamport"]
+    looks = form.launch in ("combine both", "combine wait") and form.row["lamport"] and form.row["sums"] == SUMS
     if form.launch == "dispatch both":
         looks = bool(form.row["num_sms"]) and not (form.row["cached"] or form.row["row_table"])
     if not looks:
