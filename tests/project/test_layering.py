@@ -12,7 +12,7 @@ import moelink
 
 ROOT = Path(moelink.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
-MAX_LINES = 500
+MAX_LINES = 550
 
 ROOMS = (
     "errors", "env", "arith", "version",
