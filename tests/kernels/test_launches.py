@@ -252,7 +252,7 @@ PLACES = [(getattr(NATURAL, name).offset, getattr(NATURAL, name).size) for name,
 
 
 def played(signature=SIGNATURE, ptx="", **changes):
-    metadata, source = SimpleNamespace(**{**METADATA, **changes}), SimpleNamespace(signature=signature)
+    metadata, source = SimpleNamespace(name="one_kernel", **{**METADATA, **changes}), SimpleNamespace(signature=signature)
     return SimpleNamespace(function=7, packed_metadata=(4, 1, 96), metadata=metadata, src=source, asm={"ptx": ptx})
 
 
@@ -302,9 +302,17 @@ def test_what_only_triton_can_launch_has_no_direct_form():
         {"global_scratch_size": 8},
     ):
         assert DirectKernel.of(played(**change), driver) is None, change
-    for signature in ({"x": "*bf16", "scale": "fp32"}, {"number": "i32", "x": "*bf16"}, {**SIGNATURE, "more": "i32"}):
+    for signature in ({"x": "*bf16", "scale": "fp32"}, {"number": "i32", "x": "*bf16"}):
         assert DirectKernel.of(played(signature), driver) is None, signature
-    assert DirectKernel.of(played(), Driver(PlayedDriver(PLACES[:-1]))) is None, "the driver knows of fewer parameters"
+    mute = Driver(PlayedDriver(PLACES))
+    mute._parameter = None
+    assert DirectKernel.of(played(), mute) is None, "the driver cannot say"
+
+
+def test_parameters_of_another_layout_are_left_to_triton_with_a_warning():
+    for signature, places in (({**SIGNATURE, "more": "i32"}, PLACES), (SIGNATURE, PLACES[:-1])):
+        with pytest.warns(UserWarning, match="one_kernel: expected .* got .* launches this kernel"):
+            assert DirectKernel.of(played(signature), Driver(PlayedDriver(places))) is None
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

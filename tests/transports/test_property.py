@@ -30,7 +30,7 @@ from tests.support.setups import ALONE, AXES, BY_RANK, Draw, complete, covering,
 from tests.tiers import seeds
 from tests.transports import cuts, forms
 
-APART = ("wire", "form", "ranks", "layout", "mode")
+APART = ("wire", "form", "layout", "mode")
 """Axes of which every two values meet in processes, in the quick tier."""
 
 HERE = {

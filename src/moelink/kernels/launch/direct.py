@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import triton
 
 _CODES = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _ADDRESS = "Q"
@@ -192,14 +195,24 @@ class DirectKernel:
 
     @classmethod
     def of(cls, loaded: Any, driver: Driver) -> DirectKernel | None:
-        """Return the direct form of a kernel that Triton has loaded, or None where only Triton can launch it."""
+        """Return the direct form of a kernel that Triton has loaded, or None where only Triton can launch it.
+
+        Warns:
+            UserWarning: the driver names other parameters than this release of Triton is known to make.
+        """
         metadata = loaded.metadata
         layout = ParameterLayout.of(loaded.src.signature)
         if layout is None or metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
             return None
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             return None
-        if driver.parameters(int(loaded.function)) != layout.places:
+        if (found := driver.parameters(int(loaded.function))) != layout.places:
+            if found is not None:
+                warnings.warn(
+                    f"parameters of {metadata.name}: expected {layout.places} as offsets and sizes, got {found} "
+                    f"with Triton {triton.__version__}; its own launcher launches this kernel, which takes more host time",
+                    stacklevel=2,
+                )
             return None
         return cls(loaded, layout, driver, dependent=_WAITS in loaded.asm["ptx"] and driver.has_dependent_launches())
 
