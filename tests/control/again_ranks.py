@@ -32,6 +32,7 @@ def interrupted(rank: int, world_size: int, kind: str) -> list[tuple[str, bool]]
     """
     number = {"ctrl-c": signal.SIGINT, "handler": signal.SIGUSR2}[kind]
     signal.signal(signal.SIGUSR2, _raise)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background of a shell ignore it
     make = group._DefaultGroup.make
 
     def struck(*arguments: object) -> None:

@@ -116,6 +116,7 @@ def test_after_combines_of_different_dispatches_nothing_of_them_is_under_way(odd
         run_another(seed, few, dataclasses.replace(few, tokens=(4, 4)), (odd,))
 
 
+@pytest.mark.full("seldom: the schedules of test_after_combines_of_different_dispatches see the rule in another order")
 @pytest.mark.parametrize("slow_to", [0.02, 0.002], ids=["slow", "slowest"])
 def test_rows_of_a_refused_combine_land_before_the_next_one(slow_to):
     """Without sums another rank of the node may store the same rows in the next combine."""
