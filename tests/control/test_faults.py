@@ -82,7 +82,7 @@ def test_a_rank_that_leaves_out_a_call_is_the_one_that_is_named(first: tuple[int
 
 def test_a_rank_that_waits_raises_at_once_what_a_peer_has_found_out(tmp_path: Path) -> None:
     for told in run_ranks(fault_ranks.told_while_waiting, 3, str(tmp_path), mortal={2})[:2]:
-        assert (told.kind, told.peer) == ("PeerLostError", 2)
+        assert (told.kind, told.peer) == ("PeerTimeoutError", 2)
         assert told.took < HANG
 
 

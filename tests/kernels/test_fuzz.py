@@ -7,6 +7,7 @@ transport: rows and headers are changed on their way. Beacons and records of set
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import torch
 
 import moelink
 from moelink import reference
+from moelink.control import responder
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World
 from moelink.control.handshake import Hello
@@ -33,6 +35,7 @@ from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
 from moelink.transports.symmetric import SymmetricTransport
 from tests.support.cases import Case, Setup, check_rows
+from tests.support.patience import HANG
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, over
 from tests.tiers import seeds
 
@@ -371,6 +374,12 @@ def test_a_probe_server_survives_nonsense_and_tells_nothing_without_its_token() 
     stranger = Address(address.host, address.port, bytes(16))
     assert probe(stranger).call is None
     assert read_proposal(stranger) in (GONE, NO_ANSWER)
+    for kind in (responder.ASK, responder.READ):
+        with socket.create_connection((address.host, address.port), timeout=HANG) as connection:
+            connection.sendall(stranger.token + kind)
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b"", "a stranger is told something"
     for data in mutations(address.token + b"!" + bytes(40), choice, 40):
         with socket.create_connection((address.host, address.port)) as connection:
             connection.sendall(data)

@@ -252,7 +252,10 @@ PLACES = [(getattr(NATURAL, name).offset, getattr(NATURAL, name).size) for name,
 
 
 def played(signature=SIGNATURE, ptx="", **changes):
-    metadata, source = SimpleNamespace(name="one_kernel", **{**METADATA, **changes}), SimpleNamespace(signature=signature)
+    metadata, source = (
+        SimpleNamespace(name="one_kernel", **{**METADATA, **changes}),
+        SimpleNamespace(signature=signature),
+    )
     return SimpleNamespace(function=7, packed_metadata=(4, 1, 96), metadata=metadata, src=source, asm={"ptx": ptx})
 
 

@@ -358,6 +358,10 @@ def test_libraries_get_rows_as_dispatch_lays_them_out(monkeypatch: pytest.Monkey
     assert (out[given.rows :] == POISON).all()
 
 
+def test_rows_that_do_not_exist_belong_to_no_group() -> None:
+    assert backends.group_of_rows(torch.tensor([0, 2, 2, 3]), 4).tolist() == [0, 0, 2, -1]
+
+
 def test_the_choice_of_auto_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "moelink")
     with moelink.init(**{**SIZES, "dispatch_format": "bf16"}) as ep:

@@ -209,8 +209,8 @@ class DirectKernel:
         if (found := driver.parameters(int(loaded.function))) != layout.places:
             if found is not None:
                 warnings.warn(
-                    f"parameters of {metadata.name}: expected {layout.places} as offsets and sizes, got {found} "
-                    f"with Triton {triton.__version__}; its own launcher launches this kernel, which takes more host time",
+                    f"parameters of {metadata.name}: expected {layout.places} as offsets and sizes, got {found} with "
+                    f"Triton {triton.__version__}; its own launcher launches this kernel, which takes more host time",
                     stacklevel=2,
                 )
             return None
