@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import moelink
@@ -139,11 +139,14 @@ class Oracle:
 
 @dataclass
 class Generation:
-    """One communicator: the transports of its ranks, and what each rank's completed calls returned."""
+    """One communicator: the transports of its ranks, what each rank's completed calls returned, and when each rank has
+    entered its last one."""
 
     world: int
     transports: list[SymmetricTransport]
-    outputs: list[list[tuple[Case, Any, Any]]] = field(default_factory=list)
+    outputs: list[list[tuple[Case, Any, Any]]]
+    scheduler: FaultScheduler
+    entered: list[int]
 
     @classmethod
     def make(cls, setup: Setup, old_ranks: Sequence[int], scheduler: FaultScheduler) -> Generation:
@@ -161,12 +164,14 @@ class Generation:
         for rank, (config, memory, address) in enumerate(zip(configs, memories, addresses, strict=True)):
             detector = FailureDetector(rank=rank, probe_server=address.probe_server, addresses=addresses)  # type: ignore[arg-type]
             transports.append(SymmetricTransport([config], [memory], "test", detector))
-        return cls(world, transports, [[] for _ in range(world)])
+        return cls(world, transports, [[] for _ in range(world)], scheduler, [0] * world)
 
     def call(self, rank: int, case: Case) -> None:
         """One dispatch and one combine of ``case``; what completed is kept."""
+        self.entered[rank] = self.scheduler.now
         (recv,) = self.transports[rank].dispatch(dispatch_requests(case, [rank]), fused=True).wait()
         self.outputs[rank].append((case, recv, None))
+        self.entered[rank] = self.scheduler.now
         (out,) = self.transports[rank].combine(combine_requests(case, [rank], [recv]), fused=True).wait()
         self.outputs[rank][-1] = (case, recv, out)
 
@@ -190,7 +195,7 @@ class Outcome:
     Attributes:
         victim, dies: the rank that stopped, and whether for good.
         errors: of the first generation, by rank. Empty if all calls were over before the rank stopped.
-        raised: the time at which each of them was raised.
+        waited: the time for which each of them was waited for in its dispatch or combine.
         calls: dispatches and combines completed, on all ranks together, in each generation.
         switches: of the whole schedule.
     """
@@ -198,7 +203,7 @@ class Outcome:
     victim: int
     dies: bool
     errors: dict[int, moelink.PeerTimeoutError]
-    raised: dict[int, int]
+    waited: dict[int, int]
     calls: list[int]
     switches: int
 
@@ -226,7 +231,7 @@ def run_schedule(
     done: set[int] = set()
     over: list[bool] = []
     errors: dict[int, moelink.PeerTimeoutError] = {}
-    raised: dict[int, int] = {}
+    waited: dict[int, int] = {}
 
     def main(rank: int) -> Callable[[], None]:
         def run() -> None:
@@ -241,7 +246,7 @@ def run_schedule(
                     return
                 old.call(rank, before[0])  # a program goes on calling, and so learns that a rank is missing
             except moelink.PeerTimeoutError as error:
-                errors[rank], raised[rank] = error, scheduler.now
+                errors[rank], waited[rank] = error, scheduler.now - old.entered[rank]
             if rank == victim:
                 return
             while not all(other in errors for other in survivors):  # recover waits for all of them
@@ -256,4 +261,4 @@ def run_schedule(
 
     scheduler.run([main(rank) for rank in range(WORLD)])
     calls = [generation.check(oracle) for generation in (old, *new)]
-    return Outcome(victim, dies, errors, raised, calls, scheduler.switches)
+    return Outcome(victim, dies, errors, waited, calls, scheduler.switches)

@@ -59,7 +59,7 @@ def test_kernels_stopped_anywhere(seeds: range, clocks: list[FaultScheduler]) ->
         seen["recovered"] += 1
         assert {outcome.errors[rank].peer for rank in survivors} == {outcome.victim}, f"seed {seed}"
         assert outcome.calls[1] == 2 * len(AFTER) * len(survivors), f"seed {seed}: calls after recover are missing"
-        late = {rank: outcome.raised[rank] for rank in survivors if outcome.raised[rank] > limit + 1}
+        late = {rank: outcome.waited[rank] for rank in survivors if outcome.waited[rank] > limit + 1}
         assert not late, f"seed {seed}: they waited longer than the timeout of {limit}: {late}"
         if not outcome.dies:
             assert outcome.errors[outcome.victim].peer == outcome.victim, f"seed {seed}: it learns that it was stopped"

@@ -19,7 +19,7 @@ from moelink.control import meeting as meetings
 from moelink.control import probe
 from moelink.control.meeting import Meeting
 from moelink.control.probe import Address, ProbeServer
-from moelink.control.roster import LEFT, WAITING, Entry
+from moelink.control.roster import LEFT, WAITING, Entry, decode_roster, encode_end, news_for
 from moelink.control.stores import BoundedError, LauncherStore, bounded, peek, reach, serve
 from moelink.testing import run_ranks
 from tests.control import init_ranks
@@ -36,6 +36,13 @@ NOWHERE = "203.0.113.9"
 def unhurried(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that gives up has time to ask the others, and to say its word."""
     monkeypatch.setattr(meetings, "_LAST_WORD_SECONDS", 20.0)
+
+
+def test_why_there_is_no_roster_is_told_to_those_that_it_means() -> None:
+    told = encode_end([b"a" * 16, b"b" * 16], b"why")
+    assert [news_for(nonce * 16, told) for nonce in (b"a", b"b", b"c", b"y")] == [b"why", b"why", b"", b""]
+    assert news_for(b"a" * 16, b"") == news_for(b"a" * 16, told[:13]) == b""
+    assert decode_roster(told) == []
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["no_group", "group"])

@@ -161,7 +161,9 @@ def poisoned(recv: moelink.DispatchOutput) -> moelink.DispatchOutput:
 def in_place(ranks: Ranks) -> list[Exchange]:
     """Into an output of an earlier call, and the result into a tensor."""
     earlier = ranks.draw.case(seed=ranks.draw.seed + 1)
-    before = [poisoned(recv) for recv in ranks.dispatch(ranks.requests(earlier))]
+    before = ranks.dispatch(ranks.requests(earlier))
+    first = received(earlier, before)
+    before = [poisoned(recv) for recv in before]
     case = ranks.draw.case()
     requests = [dataclasses.replace(r, out=recv) for r, recv in zip(ranks.requests(case), before, strict=True)]
     recvs = ranks.dispatch(requests)
@@ -170,7 +172,7 @@ def in_place(ranks: Ranks) -> list[Exchange]:
     plain = [torch.full_like(out, torch.nan) for out in ranks.combine(ranks.combines(case, recvs))]
     outs = ranks.combine(ranks.combines(case, recvs, plain))
     assert [out is given for out, given in zip(outs, plain, strict=True)] == [True] * len(outs)
-    return [exchange.combined(outs)]
+    return [first, exchange.combined(outs)]
 
 
 def bounded(ranks: Ranks) -> list[Exchange]:

@@ -35,10 +35,11 @@ that finds nothing at the address of another one in step 4 reads its ``done/r`` 
 The mark comes before the end of the probe server, because :meth:`Meeting.finish` waits for it.
 
 When the host of the store gives up, the store goes with its process. So rank 0, if it is the host, writes why: to
-``failed`` if there is a room, else in place of the roster, which the others wait for. Both are read every few
-milliseconds. Then it waits until their entries say that they have left, ``_HOST_SECONDS`` at most, before it raises.
-They raise the same and name the same rank. The wait ends early when all have left, and the rank at fault is not waited
-for. It is for the host alone: nobody waits for a rank whose end takes nothing away.
+``failed`` if there is a room, else in place of the roster, which the others wait for, with the nonces of those that it
+means: a rank that has begun again before rank 0 did still finds the text. Both are read every few milliseconds. Then
+it waits until their entries say that they have left, ``_HOST_SECONDS`` at most, before it raises. They raise the same
+and name the same rank. The wait ends early when all have left, and the rank at fault is not waited for. It is for the
+host alone: nobody waits for a rank whose end takes nothing away.
 
 Why an attempt cannot be mixed up with another:
 
@@ -78,14 +79,23 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.control.probe import GONE_IN_WORDS, Address, ProbeResult, probe_all
-from moelink.control.roster import ENTERED, LEFT, NONCE_BYTES, WAITING, Entry, decode_roster, digest, encode_roster
+from moelink.control.roster import (
+    ENTERED,
+    LEFT,
+    NONCE_BYTES,
+    WAITING,
+    Entry,
+    decode_roster,
+    digest,
+    encode_end,
+    encode_roster,
+    news_for,
+)  # fmt: skip
 from moelink.control.stores import peek
 from moelink.control.threads import start_daemon
 from moelink.errors import PeerLostError, PeerTimeoutError
 
 _VOID, _FAILED = 0, 1
-_NO_ROSTER = b"\xff\xffgave up:"
-"""Begins what the host of the store writes in place of a roster. No roster begins with the length 65535."""
 _NEWS = struct.Struct("<16sBq?")
 _PAUSE_SECONDS = 0.01
 _PROBE_EVERY_SECONDS = 0.5
@@ -309,8 +319,8 @@ class Meeting:
         """Another rank: wait for a roster with this rank's entry."""
         while not self._closed.is_set():
             text = peek(self._store, "roster")
-            if text.startswith(_NO_ROSTER):
-                raise _SetbackError(self._read_setback(text[len(_NO_ROSTER) :]))
+            if news := news_for(self._mine.nonce, text):
+                raise _SetbackError(self._read_setback(news))
             roster = decode_roster(text)
             if len(roster) == self.world_size and roster[self.rank] == self._mine:
                 return roster
@@ -499,7 +509,8 @@ class Meeting:
             self._linger(failed)
             return
         if self._hosts and failed.peer != self.rank:  # of its own fault the others learn when the store ends
-            self._store.set("roster", _NO_ROSTER + self._news(_FAILED, failed))
+            meant = [entry.nonce for entry in self._read_entries().values()]
+            self._store.set("roster", encode_end(meant, self._news(_FAILED, failed)))
             self._linger(failed)
             return
         roster = decode_roster(peek(self._store, "roster"))

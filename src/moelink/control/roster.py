@@ -17,6 +17,9 @@ WAITING, ENTERED, LEFT = b"W", b"E", b"L"
 
 NONCE_BYTES = 16
 _FLAG = 1 + NONCE_BYTES
+_END = struct.Struct("<H8sH")
+_MARK = 0xFFFF, b"gave up:"
+"""Begins an end. No roster begins with the length 65535."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,27 @@ def decode_roster(data: bytes) -> list[Entry]:
         entries.append(entry)
         data = data[2 + size :]
     return entries
+
+
+def encode_end(nonces: Sequence[bytes], news: bytes) -> bytes:
+    """Encode why there is no roster, for the ranks that have these nonces."""
+    return _END.pack(*_MARK, len(nonces)) + b"".join(nonces) + news
+
+
+def news_for(nonce: bytes, data: bytes) -> bytes:
+    """Return the news that :func:`encode_end` was given, if they are for ``nonce``; empty for anything else.
+
+    >>> news_for(b"b" * 16, encode_end([b"a" * 16, b"b" * 16], b"why"))
+    b'why'
+    >>> news_for(b"c" * 16, encode_end([b"a" * 16, b"b" * 16], b"why"))
+    b''
+    """
+    if len(data) < _END.size or _END.unpack_from(data)[:2] != _MARK:
+        return b""
+    begin = _END.size
+    end = begin + _END.unpack_from(data)[2] * NONCE_BYTES
+    nonces = [data[i : i + NONCE_BYTES] for i in range(begin, end, NONCE_BYTES)]
+    return data[end:] if nonce in nonces else b""
 
 
 def digest(roster: Sequence[Entry]) -> bytes:

@@ -23,7 +23,7 @@ from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens
 from moelink.nn.initial import EXPERTS, SHARED, draw
 from moelink.nn.load import LoadMeter, LoadStats
-from moelink.nn.owned import Ownership, Wrapping, ignored_by_ddp, look, share_of_gradient
+from moelink.nn.owned import Ownership, Wrapping, ignored_by_ddp, share_of_gradient
 from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
@@ -324,7 +324,7 @@ class MoE(torch.nn.Module):
         config = self.ep.config
         if x.shape[-1:] != (config.hidden_size,):
             raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
-        look(self._wrapping, config)
+        self._wrapping.look(config.mode, config.world_size)
         if isinstance(self.experts, QuantizedExperts):
             refuse_gradients(x, self)
         elif self.placement is not None and self.experts.placement.num_physical > self.experts.num_experts:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -207,11 +206,13 @@ class Wrapping:
         """Return by how many ranks gradients are divided: those of DistributedDataParallel, or 1 without it."""
         return self._ranks if self._ddp is not None and self._ddp() is not None else 1
 
-    def look(self, config: EPConfig, *, complete: bool = False) -> None:
-        """Learn which DistributedDataParallel calls, and check it.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def look(self, mode: str, world_size: int, complete: bool = False) -> int:
+        """Learn which DistributedDataParallel calls, and check it; return :meth:`ranks`. In compiled code this happens
+        when it is traced; torch 2.11 takes no objects as arguments of what it calls then.
 
         Args:
-            config: of the communicator.
+            mode, world_size: of the communicator.
             complete: each rank has the whole gradient of its experts for the mean, as all ranks have the same tokens.
 
         Raises:
@@ -219,7 +220,7 @@ class Wrapping:
         """
         ddp = DistributedDataParallel._active_ddp_module
         if ddp is None or (self._ddp is not None and self._ddp() is ddp):
-            return
+            return self.ranks()
         missing = [name for name in ignored_by_ddp(ddp.module) if name not in ddp.parameters_to_ignore]
         if missing:
             raise UnsupportedError(
@@ -227,26 +228,20 @@ class Wrapping:
                 "ranks, got a model in which they were overwritten with those of rank 0; make the model again, and "
                 "call moelink.nn.mark_experts on it right before it is wrapped"
             )
-        if config.mode == "allreduce" and not complete and config.world_size > 1:
+        if mode == "allreduce" and not complete and world_size > 1:
             raise UnsupportedError(
                 "DistributedDataParallel: expected mode='alltoall', got mode='allreduce', in which each rank has a "
                 "share of the router's gradient, to be added; use moelink.nn.all_reduce_gradients in its place"
             )
         ranks = ddp.process_group.size()
-        if config.world_size not in (1, ranks):
+        if world_size not in (1, ranks):
             raise UnsupportedError(
-                f"DistributedDataParallel: expected the {config.world_size} ranks of the communicator, got {ranks} "
+                f"DistributedDataParallel: expected the {world_size} ranks of the communicator, got {ranks} "
                 "ranks, and it sums no gradient of experts that several of them hold; use "
                 "moelink.nn.all_reduce_gradients in its place"
             )
-        self._ddp, self._ranks = weakref.ref(ddp), 1 if complete or config.world_size == 1 else ranks
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def look(wrapping: Wrapping, config: EPConfig, complete: bool = False) -> int:
-    """Call :meth:`Wrapping.look` and return :meth:`Wrapping.ranks`; in compiled code when it is traced."""
-    wrapping.look(config, complete=complete)
-    return wrapping.ranks()
+        self._ddp, self._ranks = weakref.ref(ddp), 1 if complete or world_size == 1 else ranks
+        return self.ranks()
 
 
 def share_of_gradient(weight: Tensor, ranks: int) -> Tensor:

@@ -16,7 +16,7 @@ from moelink.nn import dequantized
 from moelink.nn.expert_backends import group_of_rows
 from moelink.nn.experts import grouped_matmul, known_max_tokens
 from moelink.nn.gated import gated_activation, known_activation
-from moelink.nn.owned import Ownership, Wrapping, look, share_of_gradient
+from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.ops.scale_rows import cast_rows
 from moelink.output import DispatchOutput
@@ -151,7 +151,7 @@ class ParallelExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
         config = self._ep.config
-        look(self.wrapping, config, complete=config.mode == "allreduce")
+        self.wrapping.look(config.mode, config.world_size, config.mode == "allreduce")
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
         return run_experts(
