@@ -28,13 +28,15 @@ class _Share(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The sum over ranks; the gradient, the same on every rank, is that of each summand."""
+    """``total``, which is the sum over ranks; the gradient, the same on every rank, is that of each summand.
+
+    The sum is made before: torch 2.11, when it compiles a function that writes into a tensor of its own, loses the
+    gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, value: Tensor, total: Tensor) -> Tensor:
+        return total.view_as(total)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -50,7 +52,11 @@ def shared_by_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def total_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of the ranks' ``value`` (None: one rank)."""
-    return value if group is None else _Total.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+    if group is None:
+        return value
+    total = value.detach().clone()
+    dist.all_reduce(total, group=group)
+    return _Total.apply(value, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
