@@ -33,7 +33,7 @@ BUDGET = {
     "contract": 2529,
     "ops": 1902,
     "nn": 2952,
-    "integrations": 3794,
+    "integrations": 3800,
     "tracing": 530,
     "tools": 99,
     "tools/bench": 10152,

@@ -78,19 +78,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from moelink.control import roster as rosters
 from moelink.control.probe import GONE_IN_WORDS, Address, ProbeResult, probe_all
-from moelink.control.roster import (
-    ENTERED,
-    LEFT,
-    NONCE_BYTES,
-    WAITING,
-    Entry,
-    decode_roster,
-    digest,
-    encode_end,
-    encode_roster,
-    news_for,
-)  # fmt: skip
+from moelink.control.roster import ENTERED, LEFT, NONCE_BYTES, WAITING, Entry, decode_roster, digest, encode_roster
 from moelink.control.stores import peek
 from moelink.control.threads import start_daemon
 from moelink.errors import PeerLostError, PeerTimeoutError
@@ -319,7 +309,7 @@ class Meeting:
         """Another rank: wait for a roster with this rank's entry."""
         while not self._closed.is_set():
             text = peek(self._store, "roster")
-            if news := news_for(self._mine.nonce, text):
+            if news := rosters.news_for(self._mine.nonce, text):
                 raise _SetbackError(self._read_setback(news))
             roster = decode_roster(text)
             if len(roster) == self.world_size and roster[self.rank] == self._mine:
@@ -510,7 +500,7 @@ class Meeting:
             return
         if self._hosts and failed.peer != self.rank:  # of its own fault the others learn when the store ends
             meant = [entry.nonce for entry in self._read_entries().values()]
-            self._store.set("roster", encode_end(meant, self._news(_FAILED, failed)))
+            self._store.set("roster", rosters.encode_end(meant, self._news(_FAILED, failed)))
             self._linger(failed)
             return
         roster = decode_roster(peek(self._store, "roster"))
