@@ -92,8 +92,8 @@ class Experts(torch.nn.Module):
     @property
     def ownership(self) -> Ownership:
         """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
-        held = self.placement.experts[self.first : self.first + self.num_local_experts]
-        return Ownership(*self.ranks, experts=held, num_shared=self.num_shared)
+        placed = self.placement.experts
+        return Ownership.of(*self.ranks, self.first, self.num_local_experts, placed, self.num_shared)
 
     def reset_parameters(self) -> None:
         """The weights that ``seed`` gives each expert, whichever rank owns it."""

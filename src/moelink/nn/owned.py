@@ -17,11 +17,12 @@ A communicator of one rank has all experts on every rank, which are replicated l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +43,7 @@ class Ownership:
             maps, which are never the same on two ranks.
         num_shared: leading groups of the stacked tensors that every rank has: 1 if a shared expert is fused, else 0.
         replicated: names of children that every rank has.
+        num_even: the number of experts over all ranks if every rank has as many, in the order of their ids; else 0.
     """
 
     rank: int = 0
@@ -49,11 +51,21 @@ class Ownership:
     experts: tuple[int, ...] = ()
     num_shared: int = 0
     replicated: tuple[str, ...] = ()
+    num_even: int = 0
 
     @property
     def num_groups(self) -> int:
         """Groups of a stacked tensor here."""
         return len(self.experts) + self.num_shared
+
+    @classmethod
+    def of(
+        cls, rank: int, world_size: int, first: int, count: int, placed: Sequence[int], num_shared: int
+    ) -> Ownership:
+        """Return the mark of a rank that has ``count`` of the experts ``placed`` over all ranks, from ``first`` on."""
+        even = len(placed) % world_size == 0 and tuple(placed) == tuple(range(len(placed)))
+        held = tuple(placed[first : first + count])
+        return cls(rank, world_size, experts=held, num_shared=num_shared, num_even=len(placed) if even else 0)
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,36 @@ def mark_experts(model: torch.nn.Module) -> torch.nn.Module:
         raise ArgumentError("model", "a module with layers of moelink in it", f"{type(model).__name__} without any")
     names = [*getattr(model, _IGNORED, ()), *ignored_by_ddp(model)]
     setattr(model, _IGNORED, list(dict.fromkeys(names)))
+    return model
+
+
+def fully_shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """Shard what every rank of ``model`` has by :func:`torch.distributed.fsdp.fully_shard`; experts stay whole.
+
+    Torch's own function would take this rank's experts for those of all ranks, and mix them. It can be called on parts
+    of a model before the whole, as torch's. Gradients are *summed* over the ranks, as those of experts are by
+    themselves: for the gradient of a mean over all ranks' tokens, divide each rank's loss by the number of all tokens.
+
+    Args:
+        model: with layers of :mod:`moelink.nn`, or a part of it.
+        options: of torch's function (``mesh``, ``reshard_after_forward``, ``mp_policy``, ...). ``ignored_params`` are
+            left alone besides experts.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UnsupportedError: a shared expert is fused.
+    """
+    own = [each for each in owned_tensors(model) if each.is_parameter and each.owner.world_size > 1]
+    if fused := [each for each in own if each.owner.num_shared]:
+        raise UnsupportedError(
+            f"{fused[0].name}: expected experts without a shared one for fully_shard, got a fused shared expert, part "
+            "of the same parameter, of which it would sum no gradient; use shared_expert="
+        )
+    ignored = {*(options.pop("ignored_params", None) or ()), *(each.tensor for each in own)}
+    sharded = torch.distributed.fsdp.fully_shard(model, ignored_params=ignored, **options)  # type: ignore[arg-type]
+    sharded.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]
     return model
 
 

@@ -7,6 +7,7 @@ it; a *part* is a rank's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moelink.control.gloo import await_release
 from moelink.errors import ArgumentError
 from moelink.nn.moe import Experts
+from moelink.nn.owned import owned_gradients
 from moelink.nn.quantized_experts import QuantizedExperts
 
 
@@ -28,23 +32,133 @@ def _experts_by_key(model: torch.nn.Module) -> dict[str, Experts | QuantizedExpe
     return {f"{name}.{part}".lstrip("."): module for name, module in named for part in module.stacked}
 
 
-def all_reduce_gradients(model: torch.nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Sum the gradients of replicated parameters over the ranks of ``group`` (default: all), in place.
+def all_reduce_gradients(
+    model: torch.nn.Module, *, group: dist.ProcessGroup | None = None, replicas: dist.ProcessGroup | None = None
+) -> None:
+    """Sum the gradients of ``model`` over the ranks of ``group``, in place. Collective.
 
-    Experts are left out: their rows came from all ranks, so their gradients are complete. For the gradient of a mean
-    over all ranks' tokens, divide each rank's loss by the number of all tokens. Collective; nothing happens without a
-    process group. Every rank must have gradients for the same parameters; frozen ones are skipped.
+    Replicated parameters are summed over all ranks of ``group``. Experts are the parameters of one rank of the
+    communicator, whose rows came from all of its ranks, so their gradients are complete if it has all ranks of
+    ``group``. If it has fewer, other communicators hold the same experts, and ``replicas`` names the ranks that do.
+    What is attached to experts (parametrisations, adapters) is theirs.
+
+    For the gradient of a mean over all ranks' tokens, divide each rank's loss by the number of all tokens. Nothing
+    happens without a process group. Every rank must have gradients for the same parameters; frozen ones are skipped.
+
+    Args:
+        model: with layers of :mod:`moelink.nn`, or of a model that ``parallelize`` returned.
+        group: the ranks over which the loss is summed; default: all.
+        replicas: the ranks of ``group`` whose communicators give them the same experts: with a mesh of dimensions
+            ``("replica", "expert")`` and a communicator over ``"expert"``, ``mesh["replica"].get_group()``.
+
+    Raises:
+        ArgumentError: ``replicas`` is missing, or is not one rank of each communicator.
+        UnsupportedError: a parameter mixes a fused shared expert with those of this rank.
     """
     if not dist.is_initialized():
         return
-    stacked = _experts_by_key(model)
-    gradients = []
+    replicated, own = _gradients(model)
+    copies = _copies(model, group, replicas)
+    sum_over_ranks(replicated, group=group)
+    if copies > 1:
+        sum_over_ranks(own, group=replicas)
+
+
+def clip_grad_norm_(
+    model: torch.nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale the gradients of ``model`` so that their norm over all ranks is at most ``max_norm``. Collective.
+
+    As :func:`torch.nn.utils.clip_grad_norm_` of the model on one rank, after :func:`all_reduce_gradients` or in
+    DistributedDataParallel: a replicated parameter counts once, and the experts of all ranks count.
+
+    Args:
+        model: as for :func:`all_reduce_gradients`.
+        max_norm, norm_type: as in torch; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: raise when the norm is NaN or infinite. All ranks have the same norm, so all raise.
+        group: the ranks that hold the experts; default: all.
+
+    Returns:
+        [] the norm before, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        ArgumentError: ``group`` has not the ranks of whole communicators.
+        UnsupportedError: a parameter mixes a fused shared expert with those of this rank.
+    """
+    replicated, own = _gradients(model)
+    largest = math.isinf(norm_type)
+    device = next((gradient.device for gradient in (*replicated, *own)), torch.device("cpu"))
+    found = [get_total_norm(gradients, norm_type) for gradients in (replicated, own)]
+    norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device) for norm in found]
+    same, mine = norms if largest else [norm.double() ** norm_type for norm in norms]
+    if dist.is_initialized():
+        copies = _ranks_in(group) // _widest(model, group)
+        mine = mine if largest else mine / copies
+        reduced = mine.reshape(1).clone()
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        await_release([reduced])
+        mine = reduced[0]
+    norm = torch.maximum(same, mine) if largest else ((same + mine) ** (1.0 / norm_type)).to(norms[0].dtype)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"error_if_nonfinite: expected a finite norm of order {norm_type} of gradients, got {float(norm)}; look "
+            "for the loss that is not finite, or pass error_if_nonfinite=False to scale by it"
+        )
+    learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for sharded in (True, False):  # torch multiplies no DTensors together with others
+        clip_grads_with_norm_([p for p in learning if isinstance(p.grad, DTensor) == sharded], max_norm, norm)
+    return norm
+
+
+def _gradients(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of what every rank has, and of this rank's experts; of a fused shared expert and the others, views."""
+    own = owned_gradients(model)
+    replicated: list[Tensor] = []
+    mine: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        owner = stacked.get(name)
-        if parameter.grad is None or (owner is not None and not owner.num_shared):
+        if parameter.grad is None:
             continue
-        gradients.append(parameter.grad if owner is None else parameter.grad[: owner.num_shared])
-    sum_over_ranks(gradients, group=group)
+        if name not in own:
+            replicated.append(parameter.grad)
+            continue
+        shared = own[name].owner.num_shared
+        if shared:
+            replicated.append(parameter.grad[:shared])
+        mine.append(parameter.grad[shared:])
+    return replicated, mine
+
+
+def _ranks_in(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group)
+
+
+def _widest(model: torch.nn.Module, group: dist.ProcessGroup | None) -> int:
+    """Ranks of the communicators of ``model``, which divide those of ``group``; all of these if there are none."""
+    sizes = {owned.owner.world_size for owned in owned_gradients(model).values()} or {_ranks_in(group)}
+    (size,) = sizes if len(sizes) == 1 else (0,)
+    if not size or _ranks_in(group) % size:
+        raise ArgumentError("group", f"the ranks of whole communicators, of {sorted(sizes)} ranks", _ranks_in(group))
+    return size
+
+
+def _copies(model: torch.nn.Module, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None) -> int:
+    """How many ranks of ``group`` hold each expert."""
+    copies = _ranks_in(group) // _widest(model, group)
+    if copies == 1:
+        return 1
+    if replicas is None or _ranks_in(replicas) != copies:
+        raise ArgumentError(
+            "replicas",
+            f"the {copies} of {_ranks_in(group)} ranks that hold the same experts, as mesh['replica'].get_group()",
+            None if replicas is None else f"{_ranks_in(replicas)} ranks",
+        )
+    return copies
 
 
 def sum_over_ranks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:

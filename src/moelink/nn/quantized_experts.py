@@ -87,8 +87,8 @@ class QuantizedExperts(KeepsBuffers):
     @property
     def ownership(self) -> Ownership:
         """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
-        held = self.placement.experts[self.first : self.first + self.num_local_experts]
-        return Ownership(*self.ranks, experts=held, num_shared=self.num_shared)
+        placed = self.placement.experts
+        return Ownership.of(*self.ranks, self.first, self.num_local_experts, placed, self.num_shared)
 
     def forward(self, codes: Tensor, scales: Tensor, row_offsets: Tensor) -> Tensor:
         """Rows by group, ``codes`` [R, H] and ``scales`` [H / 128, R] as dispatch gives them: [R, H] of ``dtype``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,9 +141,10 @@ class ParallelExperts(nn.Module):
     def ownership(self) -> Ownership:
         """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
         config = self._ep.config
-        held = tuple(range(self.first, self.first + config.num_local_experts))
+        placed = range(config.num_experts)
+        held = Ownership.of(config.rank, config.world_size, self.first, config.num_local_experts, placed, 0)
         norm = ("post_expert_norm",) if self.form.norm is not None else ()
-        return Ownership(config.rank, config.world_size, experts=held, replicated=norm)
+        return replace(held, replicated=norm)
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Those of this rank's experts alone."""
