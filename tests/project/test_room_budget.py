@@ -31,7 +31,7 @@ BUDGET = {
     "transports/collective": 1773,
     "transports/symmetric": 2149,
     "contract": 2529,
-    "ops": 1902,
+    "ops": 1918,
     "nn": 2952,
     "integrations": 3794,
     "tracing": 530,
