@@ -27,7 +27,7 @@ from moelink.integrations.transformers.saving import gathered_state_dict
 from moelink.integrations.transformers.settings import Settings, Shape
 from moelink.integrations.versions import require
 from moelink.nn.expert_backends import ExpertsBackend
-from moelink.nn.owned import mark_experts
+from moelink.nn.owned import mark_experts, owned_tensors
 from moelink.routing import ExpertMap
 
 
@@ -89,7 +89,7 @@ class ParallelModel:
         agreed(problem, self.group)
 
     def _own(self) -> list[nn.Parameter]:
-        return [parameter for _, module in experts_modules(self.model) for parameter in module.own_parameters()]
+        return [owned.tensor for owned in owned_tensors(self.model) if isinstance(owned.tensor, nn.Parameter)]
 
     def _replicated(self) -> list[nn.Parameter]:
         own = {id(parameter) for parameter in self._own()}
@@ -187,10 +187,12 @@ def parallelize(
     except BaseException:
         ep.close()
         raise
+    names = _all_names(model, layers)
     for name, module in layers.items():
         quantized = quantized_experts(module, forms[name], ep, first=first, backend=backends[name]) if fp8 else None
         experts = ParallelExperts(ep, module, forms[name], first=first, group=ranks, quantized=quantized)
-        model.set_submodule(name, experts)
+        for each in names[name]:
+            model.set_submodule(each, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
     mark_experts(model)
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
@@ -202,7 +204,7 @@ def from_pretrained(
     *,
     max_tokens_per_rank: int,
     mode: Mode = "alltoall",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     dispatch_format: str | None = None,
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
@@ -264,6 +266,16 @@ def _shape_of(model: PreTrainedModel, layers: dict[str, Any], forms: dict[str, F
             "the model that have experts of one shape, each by itself"
         )
     return shapes.pop()
+
+
+def _all_names(model: nn.Module, layers: dict[str, Any]) -> dict[str, list[str]]:
+    """All names of each of ``layers``, which may be one module in several places, by its first."""
+    first = {id(module): name for name, module in layers.items()}
+    names: dict[str, list[str]] = {name: [] for name in layers}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            names[first[id(module)]].append(name)
+    return names
 
 
 def _keep(layers: dict[str, Any], forms: dict[str, Form], part: Part, device: torch.device) -> None:
