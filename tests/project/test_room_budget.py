@@ -33,7 +33,7 @@ BUDGET = {
     "contract": 2529,
     "ops": 1918,
     "nn": 2977,
-    "integrations": 3851,
+    "integrations": 3980,
     "tracing": 530,
     "tools": 99,
     "tools/bench": 10152,

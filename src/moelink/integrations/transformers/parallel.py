@@ -88,6 +88,37 @@ class ParallelModel:
                 problem = error
         agreed(problem, self.group)
 
+    def load_pretrained(self, folder: str | Path) -> LoadReport:
+        """Read the weights of ``folder`` into the model, each rank its own experts only. Collective.
+
+        Parameters stay the same objects, so an optimizer keeps them.
+
+        Args:
+            folder: a checkpoint of such a model, such as :meth:`save_pretrained` writes.
+
+        Raises:
+            UnsupportedError: the experts are in fp8.
+            CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
+        """
+        if any(module.quantized is not None for _, module in experts_modules(self.model)):
+            raise UnsupportedError(
+                "load_pretrained: expected experts of the model's dtype, got experts in fp8; use from_pretrained"
+            )
+        problem: Exception | None = None
+        try:
+            model = empty_model(folder, dtype=self.model.dtype, auto_class=type(self.model))
+            layers = dict(experts_of(model))
+            forms = {name: form_of(module) for name, module in layers.items()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
+            problem = error
+        agreed(problem, self.group)
+        config = self.ep.config
+        first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+        part = Part(first, config.num_local_experts, config.num_experts)
+        report = _load(model, layers, forms, part, self.ep.device, checkpoint=folder, group=self.group, fp8=False)
+        self.model.load_state_dict(model.state_dict())
+        return report
+
     def _own(self) -> list[nn.Parameter]:
         return [owned.tensor for owned in owned_tensors(self.model) if isinstance(owned.tensor, nn.Parameter)]
 
@@ -316,5 +347,6 @@ def _load(
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
         "save_pretrained: expected the ParallelModel that parallelize returned, got its model, which holds this rank's "
-        "experts only; call save_pretrained of the ParallelModel on every rank"
+        "experts only; call save_pretrained of the ParallelModel on every rank, or use the Trainer of "
+        "moelink.integrations.transformers.trainer"
     )
