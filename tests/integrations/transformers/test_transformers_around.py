@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ if find_spec("transformers") is None:
 
 import moelink
 from moelink.integrations.transformers import from_pretrained, parallelize
+from moelink.testing import run_ranks
 from tests.integrations.transformers.transformers_models import HIDDEN, MAX_TOKENS, build, tokens
 
 ONE = {"max_tokens_per_rank": MAX_TOKENS, "device": "cpu"}
@@ -128,3 +130,71 @@ def test_names_of_dtypes(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(moelink.ArgumentError, match=r"folder: expected a folder on this machine.*got .*missing"):
         from_pretrained(tmp_path / "missing", **ONE)
+
+
+def batches_that_differ(rank: int, world_size: int) -> dict[str, Any]:
+    """What is said of ranks whose tokens differ, by the way in which they came to."""
+    said: dict[str, Any] = {}
+
+    def refused(name: str, call: Any) -> None:
+        try:
+            call()
+        except moelink.ArgumentError as error:
+            said[name] = str(error)
+
+    options = {"attention_mask": torch.ones_like(tokens()), "max_new_tokens": 8}
+    with parallelize(build("mixtral"), mode="allreduce", **ONE) as parallel:
+        model = parallel.model
+        torch.manual_seed(5)
+        said["sampled"] = model.generate(tokens(), do_sample=True, **options)
+        torch.manual_seed(rank)
+        refused("seeds", lambda: model.generate(tokens(), do_sample=True, **options))
+        said["afterwards"] = model.generate(tokens(), do_sample=False, **options)
+    model = build("mixtral")
+    model.config.router_jitter_noise = 0.1
+    for layer in model.model.layers:
+        layer.mlp.jitter_noise = 0.1
+    with parallelize(model, mode="allreduce", **ONE):
+        logits(model.train(False))
+        torch.manual_seed(rank)
+        refused("jitter", lambda: logits(model.train()))
+        torch.manual_seed(5)
+        said["same jitter"] = logits(model)
+    os.environ["MOELINK_DEBUG"] = "1"
+    with parallelize(build("mixtral"), mode="allreduce", **ONE) as parallel:
+        logits(parallel.model)
+        refused("another batch", lambda: logits_of(parallel.model, tokens() + rank))
+        refused("another layer", lambda: experts(parallel.model, 0)(torch.ones(4, HIDDEN), *routed(rank)))
+    return said
+
+
+def routed(rank: int) -> tuple[Tensor, Tensor]:
+    return torch.tensor([[0, 1 + rank]] * 4), torch.ones(4, 2)
+
+
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_ranks_that_pass_different_batches_are_told_where_they_must_be_the_same() -> None:
+    model = build("mixtral")
+    options = {"attention_mask": torch.ones_like(tokens()), "max_new_tokens": 8}
+    want = model.generate(tokens(), do_sample=False, **options)
+    torch.manual_seed(5)
+    sampled = model.generate(tokens(), do_sample=True, **options)
+    for layer in model.model.layers:
+        layer.mlp.jitter_noise = 0.1
+    torch.manual_seed(5)
+    jittered = logits(model.train())
+    for said in run_ranks(batches_that_differ, 2):
+        assert torch.equal(said.pop("sampled"), sampled)
+        assert torch.equal(said.pop("afterwards"), want)
+        assert torch.allclose(said.pop("same jitter"), jittered, atol=5e-6)
+        for name, what in {
+            "seeds": "input_ids", "jitter": "hidden_states", "another batch": "input_ids", "another layer": "topk_ids",
+        }.items():  # fmt: skip
+            text = said.pop(name)
+            assert text.startswith(f"{what}: expected the same on all ranks"), name
+            assert "on ranks [1]; pass the same batch" in text
+        assert not said

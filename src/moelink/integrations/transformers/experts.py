@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import moelink
+from moelink.env import DEBUG
 from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
+from moelink.integrations.transformers.same_batch import check_same
 from moelink.nn import dequantized
 from moelink.nn.expert_backends import group_of_rows
 from moelink.nn.experts import grouped_matmul, known_max_tokens
@@ -114,6 +116,7 @@ class ParallelExperts(KnowsRows):
         form: how the experts compute.
         num_experts: over all ranks.
         first: global id of this rank's first expert.
+        has_jitter: whether the router multiplies tokens by random numbers in training.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class ParallelExperts(KnowsRows):
             self.post_expert_norm = form.norm
         self._ep, self._group, self.wrapping = ep, group, Wrapping()
         self.row_dtype = ep.config.combine_dtype
+        self.has_jitter, self._debug = False, DEBUG.is_on()
         self.train(module.training)
         for name in _HOOKS:  # the same dictionaries, so that the handles that the hooks' owners have still remove them
             setattr(self, name, getattr(module, name))
@@ -158,6 +162,11 @@ class ParallelExperts(KnowsRows):
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
         config = self._ep.config
         self.wrapping.look(config.mode, config.world_size, config.mode == "allreduce")
+        if config.mode == "allreduce" and self._group is not None:
+            if self.has_jitter and self.training:
+                check_same("hidden_states", hidden_states, self._group)
+            elif self._debug:
+                check_same("topk_ids", top_k_index, self._group)
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
         return run_experts(

@@ -23,6 +23,7 @@ from moelink.integrations.transformers.forms import Form, experts_of, form_of, t
 from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, quantized_experts
 from moelink.integrations.transformers.loading import empty_model, fill, is_empty, only_own
 from moelink.integrations.transformers.replicated import gradient_norm, sum_gradients
+from moelink.integrations.transformers.same_batch import CheckedGenerate, has_jitter
 from moelink.integrations.transformers.saving import gathered_state_dict
 from moelink.integrations.transformers.settings import Settings, Shape
 from moelink.integrations.versions import require
@@ -170,7 +171,8 @@ def parallelize(
         model: whose experts use transformers' experts interface.
         max_tokens_per_rank: the largest batch times sequence length that a rank passes in one forward.
         mode: "alltoall": each rank passes a batch of its own, tokens travel to experts and back. "allreduce": every
-            rank passes the same batch, nothing travels but the sum of the experts' outputs.
+            rank passes the same batch, nothing travels but the sum of the experts' outputs. ``generate`` compares the
+            ranks' tokens in every forward, and raises ArgumentError on all ranks if they differ.
         dispatch_format: how rows travel; None for the format that carries the model's dtype exactly, or for
             ``fp8_block128`` if the checkpoint's experts are in fp8.
         combine_dtype: of experts' outputs on the way home; None for the model's dtype.
@@ -222,11 +224,14 @@ def parallelize(
     for name, module in layers.items():
         quantized = quantized_experts(module, forms[name], ep, first=first, backend=backends[name]) if fp8 else None
         experts = ParallelExperts(ep, module, forms[name], first=first, group=ranks, quantized=quantized)
+        experts.has_jitter = has_jitter(model)
         for each in names[name]:
             model.set_submodule(each, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
     mark_experts(model)
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
+    if mode == "allreduce" and ranks is not None and callable(getattr(model, "generate", None)):
+        model.generate = CheckedGenerate(model, ranks)  # type: ignore[method-assign,assignment]
     return ParallelModel(model, ep, ranks, loaded)
 
 
