@@ -22,12 +22,15 @@ CASTS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "to_empty": lambda module: module.to_empty(device="cpu"), "share_memory": lambda module: module.share_memory(),
 }  # fmt: skip
 
+told_of_casts = pytest.mark.filterwarnings("ignore:Experts. expected weights of:UserWarning")
+
 
 def experts_of(x: Tensor, weight: Tensor, bias: Tensor | float, topk: int) -> Tensor:
     """The experts of each token, ascending, by sigmoid scores in fp64."""
     return ((x.double() @ weight.double().T).sigmoid() + bias).topk(topk).indices.sort().values
 
 
+@told_of_casts
 @pytest.mark.quick("each cast takes another way through torch")
 @pytest.mark.parametrize("cast", CASTS)
 def test_the_correction_bias_keeps_its_values(cast: str) -> None:
@@ -88,6 +91,7 @@ def test_a_layer_that_was_meta_counts_and_places(
         assert sum(layer.stats().tokens_per_expert) == 10
 
 
+@told_of_casts
 def test_counts_and_placement_survive_what_is_applied_to_a_model(filled_memory: None) -> None:
     with moelink.init(num_experts=12, **SIZES) as ep, torch.no_grad():
         layer = MoE(ep, intermediate_size=16, placement=Placement.identity(8, 12))
@@ -100,6 +104,16 @@ def test_counts_and_placement_survive_what_is_applied_to_a_model(filled_memory: 
         assert sum(layer.stats().tokens_per_expert) == 10
         assert layer.placement is not None
         assert layer.placement(torch.arange(8).view(4, 2)).max() < 12
+
+
+def test_a_cast_to_more_than_rows_carry_is_told() -> None:
+    with moelink.init(num_experts=4, **SIZES) as ep:
+        layer = torch.nn.Sequential(MoE(ep, intermediate_size=16))
+        layer.half()
+        with pytest.warns(UserWarning, match=r"Experts: .* of torch.bfloat16 or less.*got a cast to torch.float32"):
+            layer.float()
+        layer.float()
+        MoE(ep, intermediate_size=16, dtype=torch.float32).to("cpu")
 
 
 def test_experts_in_fp8_stay_in_fp8() -> None:

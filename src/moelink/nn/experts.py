@@ -22,6 +22,7 @@ from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.nn.gated import gated_activation
 from moelink.ops.rows import dequantized
+from moelink.ops.scale_rows import looks_for_nan
 
 __all__ = ["Activation", "dequantized", "grouped_experts", "grouped_matmul", "has_grouped_mm"]
 
@@ -84,7 +85,8 @@ def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
     Raises: as :func:`grouped_experts`.
     """
     _check(rows, row_offsets, weight)
-    if _fits_grouped_mm(rows, weight):
+    # The plain loop makes zeros of the rows that do not exist, and of their gradients.
+    if _fits_grouped_mm(rows, weight) and not looks_for_nan():
         if _leaves_empty_groups(rows.device):
             weight = _ZeroGradWithoutRows.apply(weight, row_offsets)  # type: ignore[no-untyped-call]
         out = torch._grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=row_offsets[1:])

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from moelink.activation import Clamp
 from moelink.errors import ArgumentError
+from moelink.ops.scale_rows import without_tail
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 
@@ -189,7 +190,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, row_offsets = ctx.saved_tensors
-    return torch.ops.moelink.gated_activation_gradient(grad, gate_up, row_offsets, *ctx.rest), None, None, None, None
+    rows = torch.ops.moelink.gated_activation_gradient(grad, gate_up, row_offsets, *ctx.rest)
+    return without_tail(rows, row_offsets), None, None, None, None
 
 
 _gated.register_autograd(_backward, setup_context=_save)

@@ -1,7 +1,9 @@
-"""Modules with buffers that keep their dtype and values whatever is applied to the model around them."""
+"""What casts and moves of a whole model do to its layers: buffers that stay as they are, experts that outgrow their
+rows."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,4 +40,27 @@ class KeepsBuffers(torch.nn.Module):
                 self._buffers[name] = buffer.to(device)
         if empty:
             self.reset_buffers()
+        return self
+
+
+class KnowsRows(torch.nn.Module):
+    """Experts whose rows travel in a dtype that was chosen before; a cast of their weights to a wider one says so.
+
+    Attributes:
+        row_dtype: what a row loses no more than, on its way: the communicator's ``combine_dtype``.
+    """
+
+    row_dtype: torch.dtype = torch.float64
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = next((p.dtype for p in self.parameters()), None)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = next((p.dtype for p in self.parameters()), None)
+        if before is not None and after is not None and before != after and after.itemsize > self.row_dtype.itemsize:
+            warnings.warn(
+                f"{type(self).__name__}: expected weights of {self.row_dtype} or less, as rows travel, got a cast to "
+                f"{after}: rows go on to travel as before; cast the model first, or make the communicator with "
+                f"combine_dtype={after} and a dispatch_format that carries it",
+                stacklevel=2,
+            )
         return self

@@ -22,6 +22,7 @@ from moelink.nn.block_quantized import quantize_weight
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens
 from moelink.nn.initial import EXPERTS, SHARED, draw
+from moelink.nn.kept import KnowsRows
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.owned import Ownership, Wrapping, ignored_by_ddp, share_of_gradient
 from moelink.nn.placement import Placement, PlacementMap
@@ -33,7 +34,7 @@ from moelink.routing import ExpertMap
 _log = logging.getLogger("moelink")
 
 
-class Experts(torch.nn.Module):
+class Experts(KnowsRows):
     """The gated feed-forward experts of one rank, stacked.
 
     Args:
@@ -70,7 +71,7 @@ class Experts(torch.nn.Module):
         self.activation, self.seed = activation, seed
         self.placement = placement or Placement.identity(config.num_experts)
         self.ranks = config.rank, config.world_size
-        self.wrapping = Wrapping()
+        self.wrapping, self.row_dtype = Wrapping(), config.combine_dtype
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
         self.num_shared = int(config.fused_shared_expert)
         groups, hidden = config.num_groups, config.hidden_size

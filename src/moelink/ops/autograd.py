@@ -20,7 +20,8 @@ dw is the gradient of w. Weights that came with dispatch pass it on to dispatch'
 row r alone is ``out[t(r), k(r)]``, so the backward makes one dispatch per slot.
 
 Combine does not read dropped rows or padding: their gradient is zero. Rows past the last offset are undefined in the
-forward, and so is their gradient, which nothing here computes (:mod:`moelink.ops.scale_rows`).
+forward, and so is their gradient, which nothing here computes (:mod:`moelink.ops.scale_rows`), but for zeros where
+torch looks for NaN in gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.fx.experimental import proxy_tensor
 
 from moelink.ops import library
 from moelink.ops.context import CARRIER, FIELDS, NUM_OUTPUTS, REGISTRY, record_of
-from moelink.ops.scale_rows import cast_rows, row_gradients, slot_gradients, zero_rows
+from moelink.ops.scale_rows import cast_rows, row_gradients, slot_gradients, without_tail, zero_rows
 
 _TOKENS, _SRC_INFO, _TOPK_IDS = (FIELDS.index(name) for name in ("tokens", "src_info", "topk_ids"))
 _WEIGHTS, _TOPK_WEIGHTS = (FIELDS.index(name) for name in ("weights", "topk_weights"))
@@ -187,6 +188,7 @@ class Combine(torch.autograd.Function):
             _added_backward(grad, *term) if term is not None and needed else None
             for term, needed in zip(ctx.added, ctx.needs_input_grad[4:6], strict=True)
         ]
+        dy, dweights = (None if rows is None else without_tail(rows, record[0]) for rows in (dy, dweights))
         rest = [None] * (len(ctx.needs_input_grad) - 6)
         return (None, dy, dweights, dtopk_weights, *added, *rest)
 

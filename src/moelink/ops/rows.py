@@ -12,7 +12,7 @@ from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.formats.plain import Plain
-from moelink.ops.scale_rows import cast_rows, count_rows
+from moelink.ops.scale_rows import cast_rows, count_rows, without_tail
 from moelink.output import DispatchOutput
 
 
@@ -37,7 +37,7 @@ class _Straight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (row_offsets,) = ctx.saved_tensors
-        return None, cast_rows(grad, row_offsets, ctx.dtype), None
+        return None, without_tail(cast_rows(grad, row_offsets, ctx.dtype), row_offsets), None
 
 
 def dequantize(

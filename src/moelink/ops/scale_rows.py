@@ -42,6 +42,20 @@ def cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.moelink.cast_rows(rows, row_offsets, dtype)  # type: ignore[no-any-return]
 
 
+def looks_for_nan() -> bool:
+    """Return whether torch examines all gradients for NaN (``torch.autograd.set_detect_anomaly``), tails included."""
+    compiled = torch.compiler.is_compiling()
+    return not compiled and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+def without_tail(rows: Tensor, row_offsets: Tensor) -> Tensor:
+    """Return ``rows`` [R, ...] with zeros from ``row_offsets[-1]`` on where :func:`looks_for_nan`, else as they are."""
+    if not looks_for_nan():
+        return rows
+    exists = torch.arange(rows.shape[0], device=rows.device) < row_offsets[-1]
+    return rows.where(exists.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
 def zero_rows(row_offsets: Tensor, shape: tuple[int | torch.SymInt, int], dtype: torch.dtype) -> Tensor:
     """Make rows [R, H] of ``dtype`` that are zero up to ``row_offsets[-1]``, and undefined from there on."""
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
@@ -172,7 +186,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (row_offsets,) = ctx.saved_tensors
-    return torch.ops.moelink.cast_rows(grad, row_offsets, ctx.dtype), None, None
+    return without_tail(torch.ops.moelink.cast_rows(grad, row_offsets, ctx.dtype), row_offsets), None, None
 
 
 _cast_rows.register_autograd(_backward, setup_context=_save)

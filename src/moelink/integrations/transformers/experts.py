@@ -11,16 +11,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import moelink
+from moelink.env import DEBUG
 from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
+from moelink.integrations.transformers.same_batch import check_same
 from moelink.nn import dequantized
 from moelink.nn.expert_backends import group_of_rows
 from moelink.nn.experts import grouped_matmul, known_max_tokens
 from moelink.nn.gated import gated_activation, known_activation
+from moelink.nn.kept import KnowsRows
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.ops.scale_rows import cast_rows
 from moelink.output import DispatchOutput
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+"""What torch keeps of the hooks that are set on a module."""
 
 
 def run_experts(
@@ -59,7 +68,7 @@ def compute(
     ``group`` is what the norm's gradients are summed over in mode "allreduce"; None for one rank.
     """
     offsets = recv.row_offsets
-    rows = dequantized(recv, ep.config, dtype=form.dtype)
+    rows = dequantized(recv, ep.config, dtype=tensors[form.up].dtype)  # which is another one after a cast of the model
     owner = group_of_rows(offsets, rows.shape[0]) if form.biased or form.norm is not None else None
     inner = _activated(form, _product(form, tensors, form.up, rows, offsets, owner), offsets)
     out = _product(form, tensors, "down_proj", inner, offsets, owner)
@@ -99,7 +108,7 @@ def _activated(form: Form, rows: Tensor, offsets: Tensor) -> Tensor:
     return gated_activation(rows, offsets, form.activation)
 
 
-class ParallelExperts(nn.Module):
+class ParallelExperts(KnowsRows):
     """Takes the place of a model's experts module; holds this rank's experts under the same parameter names.
 
     Attributes:
@@ -108,6 +117,7 @@ class ParallelExperts(nn.Module):
         form: how the experts compute.
         num_experts: over all ranks.
         first: global id of this rank's first expert.
+        has_jitter: whether the router multiplies tokens by random numbers in training.
     """
 
     def __init__(
@@ -130,7 +140,11 @@ class ParallelExperts(nn.Module):
         if form.norm is not None:
             self.post_expert_norm = form.norm
         self._ep, self._group, self.wrapping = ep, group, Wrapping()
+        self.row_dtype = ep.config.combine_dtype
+        self.has_jitter, self._debug = False, DEBUG.is_on()
         self.train(module.training)
+        for name in _HOOKS:  # the same dictionaries, so that the handles that the hooks' owners have still remove them
+            setattr(self, name, getattr(module, name))
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -146,14 +160,15 @@ class ParallelExperts(nn.Module):
         norm = ("post_expert_norm",) if self.form.norm is not None else ()
         return replace(held, replicated=norm)
 
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank's experts alone."""
-        return [] if self.quantized is not None else [getattr(self, name) for name in self.form.stacked]
-
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
         config = self._ep.config
         self.wrapping.look(config.mode, config.world_size, config.mode == "allreduce")
+        if config.mode == "allreduce" and self._group is not None:
+            if self.has_jitter and self.training:
+                check_same("hidden_states", hidden_states, self._group)
+            elif self._debug:
+                check_same("topk_ids", top_k_index, self._group)
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
         return run_experts(

@@ -80,7 +80,10 @@ class Form:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether ``module`` holds the routed experts of a layer and uses transformers' experts interface."""
+    """Return whether ``module`` holds the routed experts of a layer and uses transformers' experts interface.
+
+    An adapter around experts, which forwards the attributes of what it wraps, is taken for them, to be refused.
+    """
     return all(hasattr(module, name) for name in _DECLARED) and isinstance(getattr(module, "down_proj", None), Tensor)
 
 
@@ -95,6 +98,7 @@ def form_of(module: Any) -> Form:
     Raises:
         UnsupportedError: its parameters are not those that the declaration implies.
     """
+    refuse_attached(module)
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
     up = "gate_up_proj" if gated else "up_proj"
     shape = _shape_of(module, up, transposed)
@@ -121,6 +125,21 @@ def form_of(module: Any) -> Form:
             f"{', '.join(sorted(found))}; use transformers' own expert parallelism for this model"
         )
     return form
+
+
+def refuse_attached(module: nn.Module) -> None:
+    """Refuse experts with an adapter around them (as PEFT has it) or parametrisations: these have the sizes of all
+    experts, and a rank is to have its own.
+
+    Raises:
+        UnsupportedError: ``module`` has such.
+    """
+    attached = "an adapter" if hasattr(module, "base_layer") else "parametrisations"
+    if attached == "an adapter" or hasattr(module, "parametrizations"):
+        raise UnsupportedError(
+            f"{type(module).__name__}: expected experts as the model's class has them, got {attached} of all experts; "
+            "call parallelize first, and then attach adapters and parametrisations to the model"
+        )
 
 
 def topk_of(model: Any, module: Any) -> int:

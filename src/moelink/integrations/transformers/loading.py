@@ -15,6 +15,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moelink.arith import ceil_div
+from moelink.errors import ArgumentError
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
 from moelink.integrations.transformers.conversion import Part, check_shapes, mapping_of, plan_of
 from moelink.integrations.transformers.errors import CheckpointError
@@ -26,7 +27,7 @@ from moelink.nn.block_quantized import BLOCK
 def empty_model(
     folder: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     auto_class: Any = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
@@ -34,14 +35,18 @@ def empty_model(
 
     Args:
         folder: with ``config.json`` (and ``generation_config.json``, if it is to generate as its makers meant).
-        dtype: of the weights; None for the one in ``config.json``.
+        dtype: of the weights, also by its name ("bfloat16"); None or "auto" for the one in ``config.json``.
         auto_class: one of transformers' auto classes, or a class of models; None for AutoModelForCausalLM.
         attn_implementation: as transformers calls it; None for its choice.
 
     Raises:
+        ArgumentError: there is no such folder, or no such dtype.
         UnsupportedError: the checkpoint is quantised otherwise than in fp8 with blocks of 128 x 128.
     """
     require("transformers")
+    if not (Path(folder) / "config.json").is_file():
+        raise ArgumentError("folder", "a folder on this machine with config.json and safetensors files", str(folder))
+    chosen = _dtype_of(dtype)
     builder: Any = auto_class or AutoModelForCausalLM
     is_model = isinstance(builder, type) and issubclass(builder, PreTrainedModel)
     config = (builder.config_class if is_model else AutoConfig).from_pretrained(folder)
@@ -49,12 +54,20 @@ def empty_model(
     with init_empty_weights():  # buffers that no file has, of rotary embeddings, keep their values
         model: PreTrainedModel = (builder._from_config if is_model else builder.from_config)(
             config,
-            dtype=dtype or config.dtype,
+            dtype=chosen or config.dtype,
             **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
         )
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that is meant, or None for that of the checkpoint."""
+    found = None if dtype == "auto" else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ArgumentError("dtype", "a dtype of floating point, its name, or 'auto'", repr(dtype))
+    return found
 
 
 def is_empty(model: nn.Module) -> bool:

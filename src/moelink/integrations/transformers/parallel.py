@@ -23,11 +23,12 @@ from moelink.integrations.transformers.forms import Form, experts_of, form_of, t
 from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, quantized_experts
 from moelink.integrations.transformers.loading import empty_model, fill, is_empty, only_own
 from moelink.integrations.transformers.replicated import gradient_norm, sum_gradients
+from moelink.integrations.transformers.same_batch import CheckedGenerate, has_jitter
 from moelink.integrations.transformers.saving import gathered_state_dict
 from moelink.integrations.transformers.settings import Settings, Shape
 from moelink.integrations.versions import require
 from moelink.nn.expert_backends import ExpertsBackend
-from moelink.nn.owned import mark_experts
+from moelink.nn.owned import mark_experts, owned_tensors
 from moelink.routing import ExpertMap
 
 
@@ -88,8 +89,39 @@ class ParallelModel:
                 problem = error
         agreed(problem, self.group)
 
+    def load_pretrained(self, folder: str | Path) -> LoadReport:
+        """Read the weights of ``folder`` into the model, each rank its own experts only. Collective.
+
+        Parameters stay the same objects, so an optimizer keeps them.
+
+        Args:
+            folder: a checkpoint of such a model, such as :meth:`save_pretrained` writes.
+
+        Raises:
+            UnsupportedError: the experts are in fp8.
+            CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
+        """
+        if any(module.quantized is not None for _, module in experts_modules(self.model)):
+            raise UnsupportedError(
+                "load_pretrained: expected experts of the model's dtype, got experts in fp8; use from_pretrained"
+            )
+        problem: Exception | None = None
+        try:
+            model = empty_model(folder, dtype=self.model.dtype, auto_class=type(self.model))
+            layers = dict(experts_of(model))
+            forms = {name: form_of(module) for name, module in layers.items()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
+            problem = error
+        agreed(problem, self.group)
+        config = self.ep.config
+        first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+        part = Part(first, config.num_local_experts, config.num_experts)
+        report = _load(model, layers, forms, part, self.ep.device, checkpoint=folder, group=self.group, fp8=False)
+        self.model.load_state_dict(model.state_dict())
+        return report
+
     def _own(self) -> list[nn.Parameter]:
-        return [parameter for _, module in experts_modules(self.model) for parameter in module.own_parameters()]
+        return [owned.tensor for owned in owned_tensors(self.model) if isinstance(owned.tensor, nn.Parameter)]
 
     def _replicated(self) -> list[nn.Parameter]:
         own = {id(parameter) for parameter in self._own()}
@@ -139,7 +171,8 @@ def parallelize(
         model: whose experts use transformers' experts interface.
         max_tokens_per_rank: the largest batch times sequence length that a rank passes in one forward.
         mode: "alltoall": each rank passes a batch of its own, tokens travel to experts and back. "allreduce": every
-            rank passes the same batch, nothing travels but the sum of the experts' outputs.
+            rank passes the same batch, nothing travels but the sum of the experts' outputs. ``generate`` compares the
+            ranks' tokens in every forward, and raises ArgumentError on all ranks if they differ.
         dispatch_format: how rows travel; None for the format that carries the model's dtype exactly, or for
             ``fp8_block128`` if the checkpoint's experts are in fp8.
         combine_dtype: of experts' outputs on the way home; None for the model's dtype.
@@ -187,13 +220,18 @@ def parallelize(
     except BaseException:
         ep.close()
         raise
+    names = _all_names(model, layers)
     for name, module in layers.items():
         quantized = quantized_experts(module, forms[name], ep, first=first, backend=backends[name]) if fp8 else None
         experts = ParallelExperts(ep, module, forms[name], first=first, group=ranks, quantized=quantized)
-        model.set_submodule(name, experts)
+        experts.has_jitter = has_jitter(model)
+        for each in names[name]:
+            model.set_submodule(each, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
     mark_experts(model)
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
+    if mode == "allreduce" and ranks is not None and callable(getattr(model, "generate", None)):
+        model.generate = CheckedGenerate(model, ranks)  # type: ignore[method-assign,assignment]
     return ParallelModel(model, ep, ranks, loaded)
 
 
@@ -202,7 +240,7 @@ def from_pretrained(
     *,
     max_tokens_per_rank: int,
     mode: Mode = "alltoall",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     dispatch_format: str | None = None,
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
@@ -266,6 +304,16 @@ def _shape_of(model: PreTrainedModel, layers: dict[str, Any], forms: dict[str, F
     return shapes.pop()
 
 
+def _all_names(model: nn.Module, layers: dict[str, Any]) -> dict[str, list[str]]:
+    """All names of each of ``layers``, which may be one module in several places, by its first."""
+    first = {id(module): name for name, module in layers.items()}
+    names: dict[str, list[str]] = {name: [] for name in layers}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            names[first[id(module)]].append(name)
+    return names
+
+
 def _keep(layers: dict[str, Any], forms: dict[str, Form], part: Part, device: torch.device) -> None:
     """Leave this rank's experts of the model, on ``device``, and free the others."""
     for name, module in layers.items():
@@ -304,5 +352,6 @@ def _load(
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
         "save_pretrained: expected the ParallelModel that parallelize returned, got its model, which holds this rank's "
-        "experts only; call save_pretrained of the ParallelModel on every rank"
+        "experts only; call save_pretrained of the ParallelModel on every rank, or use the Trainer of "
+        "moelink.integrations.transformers.trainer"
     )
