@@ -399,11 +399,20 @@ CONTROL = (
     Mutant("who gave up is named for who never came", "control/recovery.py",
            "(_reason(shown[rank]), rank in seen)", "_reason(shown[rank])",
            "control/test_faults.py::test_who_gave_up_first_is_not_named_for_who_never_came"),
+    Mutant("who waits is named for who never came", "control/exchange.py",
+           "return min(unheard, key=", "return max(range(1), key=",
+           "control/test_exchange.py::test_every_rank_names_the_one_that_is_missing"),
+    Mutant("a rank balances without the others' word", "nn/balance.py",
+           "if failed and problem is None:", "if False:",
+           "nn/test_balance_faults.py::test_a_step_that_raises_on_one_rank_changes_none"),
+    Mutant("a step that some may have made ends nothing", "nn/balance.py",
+           "end_outside_calls(ep, cause) for ep", "cause for ep",
+           "nn/test_balance_faults.py::test_a_step_that_some_may_have_made_ends_the_communicator"),
 )
 
 TRUST = (
     Mutant("what peers say is unpickled", "integrations/transformers/agreement.py",
-           "        told = gather_values(", "        dist.all_gather_object(told := [None], problem)\n        told = gather_values(",
+           "        told = gather_values(", "        import torch.distributed as dist\n        dist.all_gather_object(told := [None], problem)\n        told = gather_values(",
            "control/test_trust.py::test_nothing_in_the_package_unpickles_what_a_peer_or_a_file_holds"),
     Mutant("a routing file may hold a pickle", "tools/plan/routing.py",
            "allow_pickle=False", "allow_pickle=True",

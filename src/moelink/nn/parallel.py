@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from moelink.control.gloo import await_release
+from moelink.control.exchange import TIMEOUT, Peers, all_reduce
 from moelink.errors import ArgumentError
-from moelink.nn.moe import Experts
+from moelink.nn.moe import Experts, MoE
 from moelink.nn.quantized_experts import QuantizedExperts
 
 
@@ -34,6 +34,10 @@ def all_reduce_gradients(model: torch.nn.Module, *, group: dist.ProcessGroup | N
     Experts are left out: their rows came from all ranks, so their gradients are complete. For the gradient of a mean
     over all ranks' tokens, divide each rank's loss by the number of all tokens. Collective; nothing happens without a
     process group. Every rank must have gradients for the same parameters; frozen ones are skipped.
+
+    Raises:
+        PeerTimeoutError: on CPUs, a rank did not come within the ``timeout`` of the model's communicators, or
+            (PeerLostError) is gone. It names the rank; ``group`` cannot be used any more.
     """
     if not dist.is_initialized():
         return
@@ -44,17 +48,17 @@ def all_reduce_gradients(model: torch.nn.Module, *, group: dist.ProcessGroup | N
         if parameter.grad is None or (owner is not None and not owner.num_shared):
             continue
         gradients.append(parameter.grad if owner is None else parameter.grad[: owner.num_shared])
-    sum_over_ranks(gradients, group=group)
+    limits = [module.ep.config.timeout for module in model.modules() if isinstance(module, MoE)]
+    sum_over_ranks(gradients, Peers(group, max(limits, default=TIMEOUT), what="the sum of gradients"))
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Sum each tensor over the ranks of ``group`` (default: all), in place: one collective for each dtype. Every rank
+def sum_over_ranks(tensors: Sequence[Tensor], peers: Peers) -> None:
+    """Sum each tensor over the ranks of ``peers``, in place: one collective for each dtype. Every rank
     passes tensors of the same shapes and dtypes in the same order."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = _flatten_dense_tensors(alike)
-        dist.all_reduce(flat, group=group)
-        await_release([flat])
+        all_reduce(flat, peers)
         for tensor, total in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
             tensor.copy_(total)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import moelink
+from moelink.control.exchange import Peers
 from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized
@@ -29,7 +28,7 @@ def run_experts(
     topk_weights: Tensor,
     *,
     experts: Callable[[DispatchOutput], Tensor],
-    group: dist.ProcessGroup | None,
+    peers: Peers | None,
 ) -> Tensor:
     """The experts' weighted sum for each of this rank's tokens, [T, H] of the dtype of ``hidden_states``. Collective.
 
@@ -37,25 +36,25 @@ def run_experts(
         hidden_states: [T, H]; the same on every rank if ``ep`` is in mode "allreduce".
         topk_ids, topk_weights: [T, K], ids over all ranks.
         experts: this rank's, from received rows to rows [R, H].
-        group: what sums are taken over in mode "allreduce"; None for one rank.
+        peers: what sums are taken over in mode "allreduce"; None for one rank.
     """
     replicated = ep.config.mode == "allreduce"
     x, weights = hidden_states, topk_weights
     if replicated:
-        x, weights = shared_by_ranks(x, group), shared_by_ranks(weights, group)
+        x, weights = shared_by_ranks(x, peers), shared_by_ranks(weights, peers)
     # In mode "alltoall" each rank has a batch of its own, whose size the others do not know.
     bound = known_max_tokens(ep.config, x.shape[0])
     recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous(), max_tokens=bound)
     out = ep.combine(cast_rows(experts(recv), recv.row_offsets, ep.config.combine_dtype), recv)
-    return (total_over_ranks(out, group) if replicated else out).to(hidden_states.dtype)
+    return (total_over_ranks(out, peers) if replicated else out).to(hidden_states.dtype)
 
 
 def compute(
-    form: Form, tensors: Mapping[str, Tensor], recv: DispatchOutput, ep: moelink.Communicator, group: Any
+    form: Form, tensors: Mapping[str, Tensor], recv: DispatchOutput, ep: moelink.Communicator, peers: Peers | None
 ) -> Tensor:
     """What experts of ``form`` with this rank's ``tensors`` (by name of the parameter) make of received rows: [R, H].
 
-    ``group`` is what the norm's gradients are summed over in mode "allreduce"; None for one rank.
+    ``peers`` is what the norm's gradients are summed over in mode "allreduce"; None for one rank.
     """
     offsets = recv.row_offsets
     rows = dequantized(recv, ep.config, dtype=form.dtype)
@@ -67,7 +66,7 @@ def compute(
     assert owner is not None
     exists = (owner >= 0)[:, None]
     shares = ep.config.mode == "allreduce"  # each rank normalises its experts' rows, so has a share of the gradient
-    weights = {name: shared_by_ranks(p, group) if shares else p for name, p in form.norm.named_parameters()}
+    weights = {name: shared_by_ranks(p, peers) if shares else p for name, p in form.norm.named_parameters()}
     normed = torch.func.functional_call(form.norm, weights, (out.where(exists, 0),))
     return normed.where(exists, 0)  # type: ignore[no-any-return]
 
@@ -116,7 +115,7 @@ class ParallelExperts(nn.Module):
         form: Form,
         *,
         first: int,
-        group: dist.ProcessGroup | None,
+        peers: Peers | None,
         quantized: QuantizedExperts | None = None,
     ) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class ParallelExperts(nn.Module):
                 self.register_parameter(name, module._parameters[name])
         if form.norm is not None:
             self.post_expert_norm = form.norm
-        self._ep, self._group, self.wrapping = ep, group, Wrapping()
+        self._ep, self._peers, self.wrapping = ep, peers, Wrapping()
         self.train(module.training)
 
     @property
@@ -155,7 +154,7 @@ class ParallelExperts(nn.Module):
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
         return run_experts(
-            self._ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, group=self._group
+            self._ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, peers=self._peers
         )
 
     def _experts(self, recv: DispatchOutput) -> Tensor:
@@ -164,7 +163,7 @@ class ParallelExperts(nn.Module):
             return self.quantized(recv.tokens, recv.scales, recv.row_offsets)  # type: ignore[no-any-return]
         ranks = self.wrapping.ranks()
         tensors = {name: share_of_gradient(getattr(self, name), ranks) for name in self.form.stacked}
-        return compute(self.form, tensors, recv, self._ep, self._group)
+        return compute(self.form, tensors, recv, self._ep, self._peers)
 
     def extra_repr(self) -> str:
         """The experts here, of how many."""
