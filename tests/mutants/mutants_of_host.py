@@ -408,6 +408,9 @@ CONTROL = (
     Mutant("a step that some may have made ends nothing", "nn/balance.py",
            "end_outside_calls(ep, cause) for ep", "cause for ep",
            "nn/test_balance_faults.py::test_a_step_that_some_may_have_made_ends_the_communicator"),
+    Mutant("an address that leads elsewhere is taken", "control/handshake.py",
+           "if peer in range(world.world_size):", "if False:",
+           "control/test_reach.py::test_an_address_that_leads_elsewhere_is_refused_on_every_rank"),
 )
 
 TRUST = (
