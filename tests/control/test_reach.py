@@ -18,11 +18,12 @@ GONE, LIVES = ProbeResult(None, lost=True), ProbeResult(3)
 def said_by_all(monkeypatch: pytest.MonkeyPatch, found: dict[int, dict[int, ProbeResult]]) -> list[str]:
     """The refusals of three ranks, by rank, of which each finds at the others' addresses what ``found`` says."""
     missed: dict[int, bytes] = {}
-    monkeypatch.setattr(
-        handshake,
-        "probe_all",
-        lambda _addresses, ranks: {r: found[next(iter({0, 1, 2} - set(ranks)))][r] for r in ranks},
-    )
+
+    def probed(_addresses: object, ranks: list[int]) -> dict[int, ProbeResult]:
+        (me,) = {0, 1, 2} - set(ranks)
+        return {rank: found[me][rank] for rank in ranks}
+
+    monkeypatch.setattr(handshake, "probe_all", probed)
 
     def told(world: World, payload: bytes, _timeout: float) -> list[bytes]:
         missed[world.rank] = payload
