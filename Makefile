@@ -184,7 +184,7 @@ NOT_LOCKED := torch cuda-toolkit cuda-bindings cuda-pathfinder nvidia-cublas nvi
 
 lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, with the hashes of their files
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/pip install --quiet uv
+	build/lock/bin/pip install --quiet -c constraints.txt uv
 	$(UV) pyproject.toml --extra cli --extra plot --extra transformers --group dev \
 	  $(NOT_LOCKED:%=--no-emit-package %) -o requirements/dev.txt
 	$(UV) --group build -o requirements/build.txt

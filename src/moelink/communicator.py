@@ -9,9 +9,11 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moelink import ops
 from moelink.config import EPConfig
+from moelink.control.exchange import Peers
 from moelink.control.group import World
 from moelink.control.process import OfThisProcess
 from moelink.control.recovery import (
@@ -494,3 +496,25 @@ class PendingSingle(Generic[T]):
         if not self._result:
             self._result.append(self._finish())
         return self._result[0]
+
+
+def peers_of(ep: Communicator, group: ProcessGroup | None, what: str, busy: float = 0.0) -> Peers:
+    """Return the ranks of ``ep``, which are those of ``group`` in the same order, for exchanges over that group.
+
+    Args:
+        ep: whose timeout and probe servers say how long a rank is waited for.
+        group: the process group; None for the default one.
+        what, busy: as in :class:`~moelink.control.exchange.Peers`.
+    """
+    return Peers(group, ep.config.timeout, ep._session.detector, busy, what)
+
+
+def require_running(ep: Communicator) -> None:
+    """Raise the error that has ended ``ep``, if one has."""
+    ep._session.raise_fate()
+
+
+def end_outside_calls(ep: Communicator, cause: PeerTimeoutError | None) -> PeerTimeoutError:
+    """End ``ep`` and tell its peers, because a collective change outside its calls has failed. Returns the error that
+    all its later calls raise: one about the rank that ``cause`` names, or about this one, which was interrupted."""
+    return ep._session.end(cause)

@@ -27,6 +27,18 @@ def test_one_version() -> None:
     assert newest[1] == version
 
 
+def test_what_locks_the_requirements_is_pinned_itself() -> None:
+    installs = re.findall(r"build/lock/bin/pip install (.*)", text_of("Makefile"))
+    assert installs == ["--quiet -c constraints.txt uv"]
+    assert re.search(r"^uv==[\d.]+$", text_of("constraints.txt"), re.MULTILINE)
+
+
+def test_tests_that_constraints_name_exist() -> None:
+    for name in ("constraints.txt", "constraints-cuda.txt"):
+        for path in re.findall(r"tests/[\w/]+\.py", text_of(name)):
+            assert (ROOT / path).is_file(), f"{name} names {path}, which does not exist"
+
+
 def test_hooks_have_the_versions_of_the_constraints() -> None:
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)$", text_of("constraints.txt"), re.MULTILINE))
     hooks = re.findall(r"additional_dependencies: \[(.*)\]", text_of(".pre-commit-config.yaml"))

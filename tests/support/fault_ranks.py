@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moelink
 import moelink.ops
-from moelink.control import gloo, surroundings
+from moelink.control import exchange, gloo, surroundings
 from moelink.control.values import gather_values
 from moelink.testing import assert_bitwise_equal, rank_data
 from moelink.transports import build as set_up
@@ -492,13 +492,13 @@ def held_after_gathers(rank: int, world_size: int) -> list[int]:
     _let_gloo_take_its_time()
     dist.init_process_group("gloo")
     lent: list[Tensor] = []
-    gather = dist.all_gather
+    run = exchange._run
 
-    def recorded(parts: list[Tensor], mine: Tensor, group: Any) -> None:
-        gather(parts, mine, group=group)
-        lent.extend([*parts, mine])
+    def recorded(start: Any, tensors: list[Tensor], peers: exchange.Peers, **options: Any) -> None:
+        run(start, tensors, peers, **options)
+        lent.extend(tensors)
 
-    with mock.patch.object(dist, "all_gather", recorded):
+    with mock.patch.object(exchange, "_run", recorded):
         gather_values(rank)
         gather_values("text" * 1000)
     counts = [tensor._use_count() for tensor in lent]

@@ -55,7 +55,7 @@ class FailureDetector:
 
     def blame(self, phase: str, call: int) -> Failure:
         """Find the rank furthest behind call ``call``, which failed, and report it. Takes about half a second."""
-        results = self._probe()
+        results = self.probe()
         # A peer that gave up first has reported whom it blames, and may have closed since. Its report therefore counts
         # before its refused connection.
         if self.reported is not None:
@@ -82,7 +82,7 @@ class FailureDetector:
             self._await_report()
         if self.reported is not None:
             return self.reported
-        results = self._probe()
+        results = self.probe()
         if self.reported is not None:
             return self.reported
         here = self.probe_server.call
@@ -130,7 +130,7 @@ class FailureDetector:
         """Report ``failure``, which this rank knows of without a probe, and return it, or what a peer reported."""
         if self.reported is not None:
             return self.reported
-        return self._report(failure, self._probe())
+        return self._report(failure, self.probe())
 
     def _report(self, failure: Failure, results: Mapping[int, ProbeResult]) -> Failure:
         """Report ``failure`` to every peer. A stopped peer reads the report when it continues; nobody waits for it."""
@@ -141,7 +141,8 @@ class FailureDetector:
         report.join(_REPORT_SECONDS)
         return failure
 
-    def _probe(self) -> dict[int, ProbeResult]:
+    def probe(self) -> dict[int, ProbeResult]:
+        """Probe every peer; results by rank."""
         # This rank probes itself, too. Its server answers in order, so reports that came before, while this process was
         # stopped for example, have been read once the probe is answered.
         results = probe_all(self.addresses, range(len(self.addresses)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moelink import env
 from moelink.config import EPConfig
 from moelink.control.group import World, gather_bytes
-from moelink.control.probe import Address
-from moelink.errors import ConfigMismatchError, PeerAbortedError, ProtocolError
+from moelink.control.probe import Address, probe_all
+from moelink.errors import ConfigMismatchError, PeerAbortedError, ProtocolError, UnsupportedError
 from moelink.memory.setup import machine_id
 from moelink.version import __version__
 
@@ -94,6 +96,7 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str, *, la
         ConfigMismatchError: on every rank, naming the first field that differs and the ranks; ``moelink`` for builds.
         PeerAbortedError: a peer refused its own arguments (it raises ConfigError itself).
         ProtocolError: a peer's message is malformed.
+        UnsupportedError: a rank does not reach the probe server of another one; on every rank, with both.
     """
     hello = Hello(config.shared_fields(), address, machine_id(), proposal, __version__, layout)
     messages = gather_bytes(world, hello.encode(), config.timeout)
@@ -106,7 +109,33 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str, *, la
     # Layouts follow from the configuration, which has been compared.
     compare([{"moelink": f"a build with layout {peer.layout}"} for peer in hellos])
     addresses, machines = tuple(peer.address for peer in hellos), tuple(peer.machine for peer in hellos)
+    require_reach(world, addresses, machines, config.timeout)
     return Agreement(identity=hellos[0].identity, addresses=addresses, machines=machines)
+
+
+def require_reach(world: World, addresses: Sequence[Address], machines: Sequence[str], timeout: float) -> None:
+    """Refuse an address that leads peers elsewhere, as a loopback address does on other hosts. Collective.
+
+    A peer that cannot reach a probe server would say of its rank that it is gone as soon as it is late. All ranks have
+    just taken part in an exchange, so one that does not answer now is at a wrong address. Ranks of one machine with one
+    address reach each other, and ask nothing.
+
+    Raises:
+        UnsupportedError: a rank does not reach another one; on every rank, for the same two.
+    """
+    if len(set(machines)) == 1 and len({address.host for address in addresses}) == 1:
+        return
+    results = probe_all(addresses, [rank for rank in range(world.world_size) if rank != world.rank])
+    missed = next((rank for rank, result in results.items() if result.call is None and not result.stopped), -1)
+    for rank, answer in enumerate(gather_bytes(world, struct.pack("<i", missed), timeout)):
+        (peer,) = struct.unpack("<i", answer[:4].ljust(4, b"\xff"))
+        if peer in range(world.world_size):
+            host = addresses[peer].host
+            raise UnsupportedError(
+                f"{env.PROBE_HOST.name}: expected an address at which every rank reaches rank {peer}, got {host!r}, at "
+                f"which rank {rank} finds no probe server of it; set the variable on rank {peer} to the address of an "
+                "interface that all hosts reach, and open its ports"
+            )
 
 
 def refuse(world: World, timeout: float) -> None:

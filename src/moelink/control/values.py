@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from moelink.control.gloo import await_release
+from moelink.control.exchange import Peers, all_gather
 from moelink.errors import ProtocolError, UnsupportedError
 
 MAX_VALUE_BYTES = 1 << 26
@@ -22,29 +21,27 @@ MAX_VALUE_BYTES = 1 << 26
 _PHASE = "an exchange of values"
 
 
-def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather ``value`` of every rank, by rank. Collective over ``group``, None for the default group.
+def gather_values(value: Any, peers: Peers | dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather ``value`` of every rank, by rank. Collective over ``peers``, None for the default group.
 
     Args:
         value: None, bool, int, float, str, bytes, and lists, tuples and dicts with text keys of these. Tuples arrive as
             lists.
+        peers: the ranks, and how long one is waited for; of a group alone as :class:`~moelink.control.exchange.Peers`.
 
     Raises:
         TypeError: the value holds something else; before any communication.
         UnsupportedError: a rank's text is longer than ``MAX_VALUE_BYTES``; on every rank.
         ProtocolError: a peer's text is malformed; it names the peer.
+        PeerTimeoutError: a rank did not come in time, or (PeerLostError) its process is gone.
     """
+    peers = peers if isinstance(peers, Peers) else Peers(peers, what=_PHASE)
+    group = peers.own
     text = json.dumps(value, default=_hexadecimal).encode()
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = group.rank()
     device = _device(group)
 
-    def gather(mine: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(mine) for _ in range(world_size)]
-        dist.all_gather(parts, mine, group=group)
-        await_release([*parts, mine])
-        return [part.cpu() for part in parts]
-
-    sizes = [int(size) for size in gather(torch.tensor([len(text)], device=device))]
+    sizes = [int(size) for size in all_gather(torch.tensor([len(text)], device=device), peers)]
     longest = max(sizes)
     if longest > MAX_VALUE_BYTES or min(sizes) < 1:
         raise UnsupportedError(
@@ -53,7 +50,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     padded = torch.frombuffer(bytearray(text.ljust(longest, b" ")), dtype=torch.uint8).to(device)
     return [
         _decode(part[:size].numpy().tobytes(), rank=rank, peer=peer)
-        for peer, (part, size) in enumerate(zip(gather(padded), sizes, strict=True))
+        for peer, (part, size) in enumerate(zip(all_gather(padded, peers), sizes, strict=True))
     ]
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import moelink
+from moelink.control.exchange import TIMEOUT, Peers
 from moelink.control.handshake import compare
 from moelink.control.values import gather_values
 from moelink.errors import ConfigError
@@ -48,7 +49,8 @@ class SharedCommunicators:
         key = (frozenset(arguments.items()), frozenset(texts.items()))
         if key not in communicators:
             if options is not None:
-                compare(gather_values(texts, group))
+                timeout = arguments.get("timeout", TIMEOUT)
+                compare(gather_values(texts, Peers(group, timeout, what="an exchange of options")))
             communicators[key] = moelink.init(group=group, **arguments)
         return communicators[key]
 

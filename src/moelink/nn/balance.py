@@ -11,6 +11,13 @@ Why a forward between two steps is right: a step changes a physical expert's wei
 together, on all ranks, and reads all old weights before it writes new ones. :func:`order_moves` orders the moves so
 that after each step every expert is somewhere. Experts that change places in a ring, each with the only copy of what
 the next one needs, move in one step, even if that exceeds ``max_bytes``.
+
+Why ranks never use different maps: a step *packs* on each rank what it sends, *exchanges* it, and *uses* it. After each
+of the first two all ranks tell one another whether they succeeded, and nothing of the model changes before the second
+vote. If one rank's part raised, it raises that and the others PeerAbortedError; the step is still to do. A rank for
+which a vote does not end cannot know whether the others have gone on, so it ends the layers' communicators, and tells
+its peers: from then on every call of every rank raises the same error, that of the rank at fault. So does a rank that
+an exception hits while it uses what all have voted for.
 """
 
 from __future__ import annotations
@@ -18,20 +25,24 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelink.control.gloo import await_release
+from moelink.communicator import end_outside_calls, peers_of, require_running
+from moelink.control.exchange import all_reduce, all_to_all
 from moelink.control.values import gather_values
-from moelink.errors import ArgumentError, ConfigMismatchError, StateError
+from moelink.errors import ArgumentError, ConfigMismatchError, PeerAbortedError, PeerTimeoutError, StateError
 from moelink.nn.moe import Experts, MoE
 from moelink.nn.placement import Placement, place_experts
 from moelink.nn.quantized_experts import QuantizedExperts
 from moelink.routing import ExpertMap
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,45 @@ class _Move:
     expert: int
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """Weights that one rank sends to each rank (bytes), and the moves and old weights of what it receives from each."""
+
+    outgoing: list[list[Tensor]]
+    incoming: list[list[tuple[_Move, list[Tensor]]]]
+    device: torch.device
+
+    @property
+    def to(self) -> list[int]:
+        """Bytes to each rank."""
+        return [sum(t.nbytes for t in parts) for parts in self.outgoing]
+
+    @property
+    def counts(self) -> list[int]:
+        """Bytes from each rank."""
+        return [sum(t.nbytes for _, tensors in moves for t in tensors) for moves in self.incoming]
+
+    def room(self) -> Tensor:
+        """New memory for all that is received."""
+        return torch.empty(sum(self.counts), dtype=torch.uint8, device=self.device)
+
+    def bytes(self) -> Tensor:
+        """All that is sent, by rank."""
+        none = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.cat([none, *(t for parts in self.outgoing for t in parts)])
+
+    def unpacked(self, received: Tensor) -> list[tuple[_Move, list[Tensor]]]:
+        """The bytes of each weight, by move."""
+        arrived, first = [], 0
+        for move, tensors in (each for moves in self.incoming for each in moves):
+            parts = []
+            for tensor in tensors:
+                parts.append(received[first : first + tensor.nbytes].clone())
+                first += tensor.nbytes
+            arrived.append((move, parts))
+        return arrived
+
+
 class Balancer:
     """Balances the MoE layers of a model, for inference. All methods are collective over the ranks.
 
@@ -88,7 +138,8 @@ class Balancer:
             expected = "MoE layers with placement= and load_steps >= 1"
             raise ArgumentError("model", expected, f"{len(self._layers)} with a placement of {len(named)} layers")
         config = self._layers[0].ep.config
-        self._rank, self._world_size, self._max_bytes, self._group = config.rank, config.world_size, max_bytes, group
+        self._rank, self._world_size, self._max_bytes = config.rank, config.world_size, max_bytes
+        self._peers = peers_of(self._layers[0].ep, group, "balancing")
         self._steps: list[list[_Move]] = []
         self._agree()
 
@@ -130,15 +181,37 @@ class Balancer:
 
         Raises:
             StateError: nothing is left to move: :meth:`plan` first.
+            PeerAbortedError: the step raised on another rank. No rank has changed anything; it may be repeated.
+            PeerTimeoutError: a rank did not come in time, or (PeerLostError) is gone. The layers' communicators are
+                ended: their calls raise the same.
         """
         if not self._steps:
             raise StateError("step: expected a plan with steps left, got none; call plan() first")
+        for layer in self._layers:
+            require_running(layer.ep)
         start = time.perf_counter()
-        moves = self._steps.pop(0)
-        arrived = self._exchange(moves)
+        moves = self._steps[0]
+        try:
+            packed, problem = self._vote(lambda: self._pack(moves))
+            if problem is None:
+                arrived, problem = self._vote(lambda: self._exchange(packed))
+            if problem is None:
+                self._use(moves, arrived)
+        except BaseException as error:
+            ended = self._end(error)
+            if ended is None:
+                raise
+            raise ended from error
+        if problem is not None:
+            raise problem
+        self._steps.pop(0)
+        return time.perf_counter() - start
+
+    def _use(self, moves: Sequence[_Move], arrived: Sequence[tuple[_Move, list[Tensor]]]) -> None:
+        """Change weights, maps of ids and counters, on which all ranks have agreed."""
         for move, tensors in arrived:
             for old, new in zip(self._tensors(move.layer, move.place), tensors, strict=True):
-                old.copy_(new.view(old.dtype))
+                old.copy_(new.view(old.dtype).view_as(old))
         changed: dict[int, list[int]] = {}
         for move in moves:
             experts = changed.setdefault(move.layer, list(_placement(self._layers[move.layer]).experts))
@@ -152,7 +225,32 @@ class Balancer:
             layer.load.reset()  # it counts by physical experts, which are others now
         if self._layers[0].ep.device.type == "cuda":
             torch.cuda.synchronize(self._layers[0].ep.device)
-        return time.perf_counter() - start
+
+    def _vote(self, act: Callable[[], T]) -> tuple[T, BaseException | None]:
+        """Return the result of ``act`` and None if it succeeded on all ranks; else what this rank is to raise.
+
+        A rank whose ``act`` raised says so in the exchange in which the others wait for it.
+        """
+        result: Any = None
+        problem: BaseException | None = None
+        try:
+            result = act()
+        except PeerTimeoutError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
+            problem = error
+        if self._world_size > 1:
+            for rank, failed in enumerate(gather_values(problem is not None, self._peers)):
+                if failed and problem is None:
+                    problem = PeerAbortedError(rank=self._rank, peer=rank, phase="a step of the balancer", call=0)
+        return result, problem
+
+    def _end(self, error: BaseException) -> PeerTimeoutError | None:
+        """End the layers' communicators, because ranks may differ from now on; return the error about a peer, if
+        ``error`` is one."""
+        cause = error if isinstance(error, PeerTimeoutError) else None
+        ended = [end_outside_calls(ep, cause) for ep in dict.fromkeys(layer.ep for layer in self._layers)]
+        return ended[0] if cause is not None else None
 
     def run(self) -> list[LayerBalance]:
         """Plan, and move everything in as many steps as it takes."""
@@ -175,7 +273,10 @@ class Balancer:
         """Refuse ranks that say something else than the others."""
         if self._world_size == 1:
             return
-        said = gather_values(mine, self._group)
+        try:
+            said = gather_values(mine, self._peers)
+        except PeerTimeoutError as error:
+            raise (self._end(error) or error) from error
         ranks: dict[str, Sequence[int]] = {
             words: [rank for rank, other in enumerate(said) if other == words] for words in said
         }
@@ -187,8 +288,10 @@ class Balancer:
         totals = [layer.load.total.clone() for layer in self._layers if layer.load is not None]
         if self._world_size > 1 and not self._layers[0].load.replicated:  # type: ignore[union-attr]
             flat = torch.cat(totals)
-            dist.all_reduce(flat, group=self._group)
-            await_release([flat])
+            try:
+                all_reduce(flat, self._peers)
+            except PeerTimeoutError as error:
+                raise (self._end(error) or error) from error
             totals = list(flat.split([len(total) for total in totals]))
         return [
             _placement(layer).expert_load(total.tolist()) for layer, total in zip(self._layers, totals, strict=True)
@@ -209,13 +312,12 @@ class Balancer:
                 steps[-1] += [_Move(index, place, new.experts[place]) for place in places]
         return steps
 
-    def _exchange(self, moves: Sequence[_Move]) -> list[tuple[_Move, list[Tensor]]]:
-        """Return the new weights of this rank's physical experts among ``moves``, as bytes where they travelled."""
-        operations: list[dist.P2POp] = []
-        lent: list[Tensor] = []
-        arrived = []
+    def _pack(self, moves: Sequence[_Move]) -> _Packed:
+        """Find what this rank sends to each rank, and receives from each, in the order of ``moves``."""
+        outgoing: list[list[Tensor]] = [[] for _ in range(self._world_size)]
+        incoming: list[list[tuple[_Move, list[Tensor]]]] = [[] for _ in range(self._world_size)]
         sent: Counter[int] = Counter()
-        for number, move in enumerate(moves):
+        for move in moves:
             layer = self._layers[move.layer]
             owner = self._owners(layer)
             here = owner[move.place]
@@ -223,24 +325,20 @@ class Balancer:
             source = min(holders, key=lambda place: (owner[place] != here, sent[owner[place]], place))  # noqa: B023
             there = owner[source]
             sent[there] += there != here
-            if self._rank not in (here, there):
-                continue
-            tensors = self._tensors(move.layer, source if self._rank == there else move.place)
-            packed = [t.contiguous().view(torch.uint8).clone() if self._rank == there else _like(t) for t in tensors]
-            if here == there:
-                arrived.append((move, packed))
-                continue
-            call, peer = (dist.irecv, there) if self._rank == here else (dist.isend, here)
-            name = peer if self._group is None else dist.get_global_rank(self._group, peer)
-            first = number * len(packed)
-            operations += [dist.P2POp(call, t, name, self._group, first + part) for part, t in enumerate(packed)]
-            lent += packed
+            if self._rank == there:
+                outgoing[here] += [t.contiguous().view(-1).view(torch.uint8) for t in self._tensors(move.layer, source)]
             if self._rank == here:
-                arrived.append((move, packed))
-        _transfer(operations)
-        operations.clear()
-        await_release(lent)
-        return arrived
+                incoming[there].append((move, self._tensors(move.layer, move.place)))
+        return _Packed(outgoing, incoming, self._layers[0].ep.device)
+
+    def _exchange(self, packed: _Packed) -> list[tuple[_Move, list[Tensor]]]:
+        """Return the new weights of this rank's physical experts, as bytes. Old weights are not written yet."""
+        received = packed.room()
+        if self._world_size > 1:
+            all_to_all(received, packed.bytes(), packed.counts, packed.to, self._peers)
+        else:
+            received.copy_(packed.bytes())
+        return packed.unpacked(received)
 
     def _tensors(self, layer: int, place: int) -> list[Tensor]:
         """Return the weights of physical expert ``place``, which is on this rank."""
@@ -292,18 +390,5 @@ def _expert_bytes(layer: MoE) -> int:
     return sum(getattr(layer.experts, name)[0].nbytes for name in layer.experts.stacked)
 
 
-def _transfer(operations: list[dist.P2POp]) -> None:
-    """Send and receive, and wait. The handles, which hold the tensors, are gone afterwards."""
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-
 def _digest(value: object) -> str:
     return hashlib.sha256(str(value).encode()).hexdigest()[:8]
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """Return new memory for the bytes of ``tensor``."""
-    return torch.empty(*tensor.shape[:-1], tensor.shape[-1] * tensor.element_size(), dtype=torch.uint8,
-                       device=tensor.device)  # fmt: skip

@@ -9,7 +9,7 @@ it. It can be loaded on any number of ranks that divides the experts, and by a m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the model and the optimizer, by name, experts as DTensors over the mesh."""
         optimizers = [] if self._optimizer is None else [self._optimizer]
-        model, optimizer = get_state_dict(self._model, optimizers, options=StateDictOptions())
+        model, optimizer = cast("tuple[Any, Any]", get_state_dict(self._model, optimizers, options=StateDictOptions()))
         result: dict[str, Any] = {"model": self._sharded(model)}
         if self._optimizer is not None:
             states = {name: self._sharded(state, name) for name, state in optimizer["state"].items()}

@@ -18,9 +18,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from moelink.control.gloo import await_release
+from moelink.control.exchange import TIMEOUT, Peers, all_reduce
 from moelink.errors import ArgumentError
-from moelink.nn.moe import Experts
+from moelink.nn.moe import Experts, MoE
 from moelink.nn.owned import owned_gradients
 from moelink.nn.quantized_experts import QuantizedExperts
 
@@ -54,14 +54,16 @@ def all_reduce_gradients(
     Raises:
         ArgumentError: ``replicas`` is missing, or is not one rank of each communicator.
         UnsupportedError: a parameter mixes a fused shared expert with those of this rank.
+        PeerTimeoutError: on CPUs, a rank did not come within the ``timeout`` of the model's communicators, or
+            (PeerLostError) is gone. It names the rank; the group cannot be used any more.
     """
     if not dist.is_initialized():
         return
     replicated, own = _gradients(model)
     copies = _copies(model, group, replicas)
-    sum_over_ranks(replicated, group=group)
+    sum_over_ranks(replicated, _peers(model, group, "the sum of gradients"))
     if copies > 1:
-        sum_over_ranks(own, group=replicas)
+        sum_over_ranks(own, _peers(model, replicas, "the sum of gradients of experts"))
 
 
 def clip_grad_norm_(
@@ -89,6 +91,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         ArgumentError: ``group`` has not the ranks of whole communicators.
+        PeerTimeoutError: as :func:`all_reduce_gradients`.
         UnsupportedError: a parameter mixes a fused shared expert with those of this rank.
     """
     replicated, own = _gradients(model)
@@ -101,8 +104,8 @@ def clip_grad_norm_(
         copies = _ranks_in(group) // _widest(model, group)
         mine = mine if largest else mine / copies
         reduced = mine.reshape(1).clone()
-        dist.all_reduce(reduced, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        await_release([reduced])
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        all_reduce(reduced, _peers(model, group, "the norm of gradients"), op)
         mine = reduced[0]
     norm = torch.maximum(same, mine) if largest else ((same + mine) ** (1.0 / norm_type)).to(norms[0].dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -134,6 +137,12 @@ def _gradients(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return replicated, mine
 
 
+def _peers(model: torch.nn.Module, group: dist.ProcessGroup | None, what: str) -> Peers:
+    """The ranks of ``group``, each waited for as long as the communicators of ``model`` wait."""
+    limits = [module.ep.config.timeout for module in model.modules() if isinstance(module, MoE)]
+    return Peers(group, max(limits, default=TIMEOUT), what=what)
+
+
 def _ranks_in(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group)
 
@@ -161,14 +170,13 @@ def _copies(model: torch.nn.Module, group: dist.ProcessGroup | None, replicas: d
     return copies
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Sum each tensor over the ranks of ``group`` (default: all), in place: one collective for each dtype. Every rank
+def sum_over_ranks(tensors: Sequence[Tensor], peers: Peers) -> None:
+    """Sum each tensor over the ranks of ``peers``, in place: one collective for each dtype. Every rank
     passes tensors of the same shapes and dtypes in the same order."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = _flatten_dense_tensors(alike)
-        dist.all_reduce(flat, group=group)
-        await_release([flat])
+        all_reduce(flat, peers)
         for tensor, total in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
             tensor.copy_(total)
 

@@ -34,13 +34,14 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.probe import INTERRUPTED, LEFT, Failure
+from moelink.control.probe import GONE, INTERRUPTED, LEFT, NO_ANSWER, Failure
 from moelink.errors import (
     ArgumentError,
     ClosedError,
     ConcurrencyError,
     ForkedError,
     PeerError,
+    PeerLostError,
     PeerTimeoutError,
     PendingError,
     UnsupportedError,
@@ -368,6 +369,21 @@ class Session:
     def _own_failure(self, phase: Phase, how: int) -> Failure:
         call = 0 if self.detector is None else self.detector.probe_server.call
         return Failure(self.configs[0].rank, phase, call, expected=call, got=how)
+
+    def end(self, cause: PeerTimeoutError | None) -> PeerTimeoutError:
+        """End the communicator for what failed outside of its calls, and tell the peers; returns what it raises now.
+
+        ``cause`` names the rank at fault; None: an exception came over this rank when peers counted on it.
+        """
+        if self.fate.error is None and not self.closed:
+            failure = self._own_failure(self._phase, INTERRUPTED)
+            if cause is not None and cause.peer >= 0:
+                lost = isinstance(cause, PeerLostError)
+                got = GONE if lost else NO_ANSWER
+                failure = dataclasses.replace(failure, peer=cause.peer, expected=failure.call + 1, got=got)
+            self._end(self.transport.abandon(failure))
+        assert self.fate.error is not None
+        return self.fate.error
 
     def leave(self) -> None:
         """Tell the peers that an exception ends this rank's part, so that none waits for it."""

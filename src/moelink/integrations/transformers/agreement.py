@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
+from moelink.control.exchange import Peers
 from moelink.control.values import gather_values
 from moelink.integrations.transformers.errors import CheckpointError
 
 
-def agreed(problem: BaseException | None, group: dist.ProcessGroup | None) -> None:
+def agreed(problem: BaseException | None, peers: Peers | None) -> None:
     """Raise ``problem`` here, and a CheckpointError that repeats it on ranks without one. Collective.
 
-    ``group`` is None for one rank.
+    ``peers`` is None for one rank.
     """
-    if group is not None:
-        told = gather_values(None if problem is None else str(problem), group)
+    if peers is not None:
+        told = gather_values(None if problem is None else str(problem), peers)
         if problem is None:
             for rank, text in enumerate(told):
                 if text is not None:

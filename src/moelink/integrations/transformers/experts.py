@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import moelink
+from moelink.control.exchange import Peers
 from moelink.env import DEBUG
 from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
@@ -39,7 +38,7 @@ def run_experts(
     topk_weights: Tensor,
     *,
     experts: Callable[[DispatchOutput], Tensor],
-    group: dist.ProcessGroup | None,
+    peers: Peers | None,
 ) -> Tensor:
     """The experts' weighted sum for each of this rank's tokens, [T, H] of the dtype of ``hidden_states``. Collective.
 
@@ -47,25 +46,25 @@ def run_experts(
         hidden_states: [T, H]; the same on every rank if ``ep`` is in mode "allreduce".
         topk_ids, topk_weights: [T, K], ids over all ranks.
         experts: this rank's, from received rows to rows [R, H].
-        group: what sums are taken over in mode "allreduce"; None for one rank.
+        peers: what sums are taken over in mode "allreduce"; None for one rank.
     """
     replicated = ep.config.mode == "allreduce"
     x, weights = hidden_states, topk_weights
     if replicated:
-        x, weights = shared_by_ranks(x, group), shared_by_ranks(weights, group)
+        x, weights = shared_by_ranks(x, peers), shared_by_ranks(weights, peers)
     # In mode "alltoall" each rank has a batch of its own, whose size the others do not know.
     bound = known_max_tokens(ep.config, x.shape[0])
     recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous(), max_tokens=bound)
     out = ep.combine(cast_rows(experts(recv), recv.row_offsets, ep.config.combine_dtype), recv)
-    return (total_over_ranks(out, group) if replicated else out).to(hidden_states.dtype)
+    return (total_over_ranks(out, peers) if replicated else out).to(hidden_states.dtype)
 
 
 def compute(
-    form: Form, tensors: Mapping[str, Tensor], recv: DispatchOutput, ep: moelink.Communicator, group: Any
+    form: Form, tensors: Mapping[str, Tensor], recv: DispatchOutput, ep: moelink.Communicator, peers: Peers | None
 ) -> Tensor:
     """What experts of ``form`` with this rank's ``tensors`` (by name of the parameter) make of received rows: [R, H].
 
-    ``group`` is what the norm's gradients are summed over in mode "allreduce"; None for one rank.
+    ``peers`` is what the norm's gradients are summed over in mode "allreduce"; None for one rank.
     """
     offsets = recv.row_offsets
     rows = dequantized(recv, ep.config, dtype=tensors[form.up].dtype)  # which is another one after a cast of the model
@@ -77,7 +76,7 @@ def compute(
     assert owner is not None
     exists = (owner >= 0)[:, None]
     shares = ep.config.mode == "allreduce"  # each rank normalises its experts' rows, so has a share of the gradient
-    weights = {name: shared_by_ranks(p, group) if shares else p for name, p in form.norm.named_parameters()}
+    weights = {name: shared_by_ranks(p, peers) if shares else p for name, p in form.norm.named_parameters()}
     normed = torch.func.functional_call(form.norm, weights, (out.where(exists, 0),))
     return normed.where(exists, 0)  # type: ignore[no-any-return]
 
@@ -127,7 +126,7 @@ class ParallelExperts(KnowsRows):
         form: Form,
         *,
         first: int,
-        group: dist.ProcessGroup | None,
+        peers: Peers | None,
         quantized: QuantizedExperts | None = None,
     ) -> None:
         super().__init__()
@@ -139,7 +138,7 @@ class ParallelExperts(KnowsRows):
                 self.register_parameter(name, module._parameters[name])
         if form.norm is not None:
             self.post_expert_norm = form.norm
-        self._ep, self._group, self.wrapping = ep, group, Wrapping()
+        self._ep, self._peers, self.wrapping = ep, peers, Wrapping()
         self.row_dtype = ep.config.combine_dtype
         self.has_jitter, self._debug = False, DEBUG.is_on()
         self.train(module.training)
@@ -164,15 +163,15 @@ class ParallelExperts(KnowsRows):
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
         config = self._ep.config
         self.wrapping.look(config.mode, config.world_size, config.mode == "allreduce")
-        if config.mode == "allreduce" and self._group is not None:
+        if config.mode == "allreduce" and self._peers is not None:
             if self.has_jitter and self.training:
-                check_same("hidden_states", hidden_states, self._group)
+                check_same("hidden_states", hidden_states, self._peers)
             elif self._debug:
-                check_same("topk_ids", top_k_index, self._group)
+                check_same("topk_ids", top_k_index, self._peers)
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
         return run_experts(
-            self._ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, group=self._group
+            self._ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, peers=self._peers
         )
 
     def _experts(self, recv: DispatchOutput) -> Tensor:
@@ -181,7 +180,7 @@ class ParallelExperts(KnowsRows):
             return self.quantized(recv.tokens, recv.scales, recv.row_offsets)  # type: ignore[no-any-return]
         ranks = self.wrapping.ranks()
         tensors = {name: share_of_gradient(getattr(self, name), ranks) for name in self.form.stacked}
-        return compute(self.form, tensors, recv, self._ep, self._group)
+        return compute(self.form, tensors, recv, self._ep, self._peers)
 
     def extra_repr(self) -> str:
         """The experts here, of how many."""

@@ -13,7 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import moelink
+from moelink.communicator import peers_of
 from moelink.config import Mode, TransportName
+from moelink.control.exchange import BUSY, Peers
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.integrations.transformers.agreement import agreed
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
@@ -41,12 +43,14 @@ class ParallelModel:
         ep: what its layers with experts communicate over, one after the other.
         group: the process group of the ranks; None for one rank.
         loaded: what was read of a checkpoint; None without one.
+        peers: the ranks of ``group``, and how long exchanges wait for one.
     """
 
     model: PreTrainedModel
     ep: moelink.Communicator
     group: dist.ProcessGroup | None
     loaded: LoadReport | None
+    peers: Peers | None = None
 
     def sum_gradients(self) -> None:
         """Sum the replicated parameters' gradients over the ranks. Collective; call it after backward.
@@ -55,7 +59,7 @@ class ParallelModel:
         rank has seen every token it served. In mode "allreduce" all gradients are whole, and this does nothing.
         """
         if self.ep.config.mode == "alltoall":
-            sum_gradients(self._replicated(), self.group)
+            sum_gradients(self._replicated(), self.peers)
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, [] fp32, the same on every rank. Collective; after sum_gradients.
@@ -63,7 +67,7 @@ class ParallelModel:
         ``torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, parallel.grad_norm())`` clips by it.
         (``clip_grad_norm_`` would scale each rank by the norm of what it has itself, and ranks would drift apart.)
         """
-        return gradient_norm(self._replicated(), self._own(), self.group)
+        return gradient_norm(self._replicated(), self._own(), self.peers)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the whole model, all experts included, as transformers would write it unsharded. Collective.
@@ -80,14 +84,14 @@ class ParallelModel:
                 "save_pretrained: expected experts of the model's dtype, got experts in fp8, which are as the "
                 "checkpoint has them; copy the checkpoint"
             )
-        state = gathered_state_dict(self.model, experts, group=self.group, rank=self.ep.config.rank)
+        state = gathered_state_dict(self.model, experts, peers=self.peers, rank=self.ep.config.rank)
         problem: Exception | None = None
         if state is not None:
             try:
                 type(self.model).save_pretrained(self.model, folder, state_dict=state)
             except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
                 problem = error
-        agreed(problem, self.group)
+        agreed(problem, self.peers)
 
     def load_pretrained(self, folder: str | Path) -> LoadReport:
         """Read the weights of ``folder`` into the model, each rank its own experts only. Collective.
@@ -112,11 +116,11 @@ class ParallelModel:
             forms = {name: form_of(module) for name, module in layers.items()}
         except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
             problem = error
-        agreed(problem, self.group)
+        agreed(problem, self.peers)
         config = self.ep.config
         first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
         part = Part(first, config.num_local_experts, config.num_experts)
-        report = _load(model, layers, forms, part, self.ep.device, checkpoint=folder, group=self.group, fp8=False)
+        report = _load(model, layers, forms, part, self.ep.device, checkpoint=folder, peers=self.peers, fp8=False)
         self.model.load_state_dict(model.state_dict())
         return report
 
@@ -209,6 +213,8 @@ def parallelize(
     where = torch.device(device) if device is not None else None if empty else model.device
     ep = settings.open(shape, mode=mode, group=group, device=where)
     ranks = (group or dist.group.WORLD) if ep.config.world_size > 1 else None
+    peers = peers_of(ep, ranks, "an exchange of the model's weights", busy=BUSY) if ranks is not None else None
+    layer_peers = peers_of(ep, ranks, "a sum of a layer") if ranks is not None else None
     first = ExpertMap(ep.config.num_experts, ep.config.world_size).first(ep.config.rank)
     part, loaded = Part(first, ep.config.num_local_experts, ep.config.num_experts), None
     try:
@@ -216,23 +222,23 @@ def parallelize(
         if checkpoint is None:
             _keep(layers, forms, part, ep.device)
         else:
-            loaded = _load(model, layers, forms, part, ep.device, checkpoint=checkpoint, group=ranks, fp8=fp8)
+            loaded = _load(model, layers, forms, part, ep.device, checkpoint=checkpoint, peers=peers, fp8=fp8)
     except BaseException:
         ep.close()
         raise
     names = _all_names(model, layers)
     for name, module in layers.items():
         quantized = quantized_experts(module, forms[name], ep, first=first, backend=backends[name]) if fp8 else None
-        experts = ParallelExperts(ep, module, forms[name], first=first, group=ranks, quantized=quantized)
+        experts = ParallelExperts(ep, module, forms[name], first=first, peers=layer_peers, quantized=quantized)
         experts.has_jitter = has_jitter(model)
         for each in names[name]:
             model.set_submodule(each, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
     mark_experts(model)
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
-    if mode == "allreduce" and ranks is not None and callable(getattr(model, "generate", None)):
-        model.generate = CheckedGenerate(model, ranks)  # type: ignore[method-assign,assignment]
-    return ParallelModel(model, ep, ranks, loaded)
+    if mode == "allreduce" and layer_peers is not None and callable(getattr(model, "generate", None)):
+        model.generate = CheckedGenerate(model, layer_peers)  # type: ignore[method-assign,assignment]
+    return ParallelModel(model, ep, ranks, loaded, peers)
 
 
 def from_pretrained(
@@ -331,7 +337,7 @@ def _load(
     device: torch.device,
     *,
     checkpoint: str | Path,
-    group: dist.ProcessGroup | None,
+    peers: Peers | None,
     fp8: bool,
 ) -> LoadReport:
     """This rank's experts and all that is replicated, from files. Collective."""
@@ -344,7 +350,7 @@ def _load(
                 result = fill(model, opened, parts, device)
         except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
             problem = error
-        agreed(problem, group)
+        agreed(problem, peers)
     assert result is not None
     return result
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import moelink
+from moelink.communicator import peers_of
 from moelink.config import Mode, TransportName
 from moelink.errors import ClosedError, UnsupportedError
 from moelink.integrations.shared import device_of
@@ -132,16 +133,17 @@ def register(
             device = device_of(ep_mesh.device_type)
             mode: Mode = "allreduce" if self.shares_batch else "alltoall"
             self.ep = registration.communicator(shape, mode=mode, group=self.group, device=device)
+            self.peers = peers_of(self.ep, self.group, "a sum of a layer") if ep_mesh.size() > 1 else None
 
         def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
             return run_experts(
-                self.ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, group=self.group
+                self.ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, peers=self.peers
             )
 
         def _experts(self, recv: DispatchOutput) -> torch.Tensor:
             # During the call transformers shows this rank's part of a parameter in its place.
             tensors = {name: getattr(self.experts, name) for name in self.form.stacked}
-            return compute(self.form, tensors, recv, self.ep, self.group)
+            return compute(self.form, tensors, recv, self.ep, self.peers)
 
     EPImplementationInterface.register(name, MoelinkEP)
     return registration

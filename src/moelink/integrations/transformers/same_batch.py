@@ -12,10 +12,10 @@ import zlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moelink.control.exchange import Peers
 from moelink.control.values import gather_values
 from moelink.env import DEBUG
 from moelink.errors import ArgumentError
@@ -25,8 +25,8 @@ _JITTER = ("router_jitter_noise", "input_jitter_noise")
 """What configurations call it."""
 
 
-def check_same(name: str, value: Tensor, group: dist.ProcessGroup) -> None:
-    """Compare ``value`` of all ranks of ``group``. Collective; synchronises with the host; nothing in compiled code.
+def check_same(name: str, value: Tensor, peers: Peers) -> None:
+    """Compare ``value`` of all ranks of ``peers``. Collective; synchronises with the host; nothing in compiled code.
 
     Raises:
         ArgumentError: it differs, on every rank.
@@ -34,7 +34,7 @@ def check_same(name: str, value: Tensor, group: dist.ProcessGroup) -> None:
     if torch.compiler.is_compiling():
         return
     mine = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    told = gather_values([list(value.shape), zlib.crc32(mine.numpy().tobytes())], group)
+    told = gather_values([list(value.shape), zlib.crc32(mine.numpy().tobytes())], peers)
     others = [rank for rank, said in enumerate(told) if said != told[0]]
     if others:
         raise ArgumentError(
@@ -51,10 +51,10 @@ def has_jitter(model: Any) -> bool:
 
 
 class CheckedGenerate:
-    """``model.generate`` whose forwards compare tokens over the ranks of ``group``. A copied model has its own."""
+    """``model.generate`` whose forwards compare tokens over the ranks of ``peers``. A copied model has its own."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-        self._model, self._group = model, group
+    def __init__(self, model: PreTrainedModel, peers: Peers) -> None:
+        self._model, self._peers = model, peers
         if DEBUG.is_on():
             model.register_forward_pre_hook(self._compare, with_kwargs=True)
 
@@ -67,11 +67,11 @@ class CheckedGenerate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckedGenerate:
         made = self.__class__.__new__(self.__class__)
-        made._model, made._group = memo.get(id(self._model), self._model), self._group
+        made._model, made._peers = memo.get(id(self._model), self._model), self._peers
         return made
 
     def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {**dict(zip(_INPUTS, args[:1], strict=False)), **kwargs}
         for name in _INPUTS:
             if isinstance(named.get(name), Tensor):
-                check_same(name, named[name], self._group)
+                check_same(name, named[name], self._peers)

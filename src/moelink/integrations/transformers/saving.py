@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from moelink.control.exchange import Peers, all_to_all
 from moelink.integrations.transformers.experts import ParallelExperts
 from moelink.routing import ExpertMap
 
 
 def gathered_state_dict(
-    model: nn.Module, experts: Mapping[str, ParallelExperts], *, group: dist.ProcessGroup | None, rank: int
+    model: nn.Module, experts: Mapping[str, ParallelExperts], *, peers: Peers | None, rank: int
 ) -> dict[str, Tensor] | None:
     """``model.state_dict()`` with all experts, on the CPU of rank 0; None on the others. Collective."""
     state: dict[str, Tensor] | None = {} if rank == 0 else None
@@ -21,7 +21,7 @@ def gathered_state_dict(
         owner, _, own = name.rpartition(".")
         module = experts.get(owner)
         if module is not None and own in module.stacked:
-            value = _gather(tensor, module, group=group, rank=rank)
+            value = _gather(tensor, module, peers=peers, rank=rank)
         else:
             value = tensor
         if state is not None and value is not None:
@@ -29,18 +29,20 @@ def gathered_state_dict(
     return state
 
 
-def _gather(local: Tensor, module: ParallelExperts, *, group: dist.ProcessGroup | None, rank: int) -> Tensor | None:
+def _gather(local: Tensor, module: ParallelExperts, *, peers: Peers | None, rank: int) -> Tensor | None:
     """The ranks' blocks of experts, in order, on the CPU of rank 0. One block at a time is on its device."""
-    if group is None:
+    if peers is None:
         return local
-    ranks = dist.get_process_group_ranks(group)
-    if rank:
-        dist.send(local.detach().contiguous(), dst=ranks[0], group=group)
-        return None
-    owned = ExpertMap(module.num_experts, len(ranks))
-    blocks = [local.detach().cpu()]
-    for peer in range(1, len(ranks)):
-        block = torch.empty(owned.num_local(peer), *local.shape[1:], dtype=local.dtype, device=local.device)
-        dist.recv(block, src=ranks[peer], group=group)
-        blocks.append(block.cpu())
-    return torch.cat(blocks)
+    world_size = peers.own.size()
+    owned = ExpertMap(module.num_experts, world_size)
+    mine, nothing = local.detach().contiguous().view(-1).view(torch.uint8), [0] * world_size
+    blocks = [local.detach().cpu()] if rank == 0 else []
+    for peer in range(1, world_size):
+        shape = (owned.num_local(peer), *local.shape[1:])
+        block = torch.empty(shape if rank == 0 else 0, dtype=local.dtype, device=local.device)
+        received = block.view(-1).view(torch.uint8)
+        counts = [received.numel() if source == peer else 0 for source in range(world_size)]
+        to = [mine.numel(), *nothing[1:]] if rank == peer else nothing
+        all_to_all(received, mine if rank == peer else mine[:0], counts, to, peers)
+        blocks += [block.cpu()] if rank == 0 else []
+    return torch.cat(blocks) if rank == 0 else None

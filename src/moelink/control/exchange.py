@@ -1,0 +1,249 @@
+"""Exchange tensors over a caller's process group, with a deadline, and name the rank that is missing.
+
+torch waits for half an hour where a rank does not come, and raises an error of gloo where one died. Every exchange of
+moelink over a group that it did not make is here: :func:`all_reduce`, :func:`all_gather` and :func:`all_to_all`.
+
+Who waits for whom: each exchange needs all ranks of the group. A rank looks every moment whether it is over. What a
+rank knows of the others it has from two places: the probe servers of a communicator over the same ranks, where there
+is one (``Peers.detector``), and *marks* in the store of the group. A healthy exchange writes no mark.
+
+===========  ===================  ==========================================================================
+key          written by           value
+===========  ===================  ==========================================================================
+``at/r``     rank r alone         the number of the exchange in which it has waited for ``_MARK_SECONDS``
+``failed/r`` rank r alone         written when its exchange has failed, by an error or by the deadline
+``verdict``  the first who knows  the rank at fault, and whether its process is gone
+===========  ===================  ==========================================================================
+
+A rank whose exchange failed writes ``failed/r`` and looks for a rank at fault: one whose process is gone, or stopped,
+as probes say; else the one that alone has not failed; else, after the deadline and a moment, one that has not even
+waited in this exchange. Why that names no innocent rank: all that live come to the exchange, or are in it, and fail
+there, too, by ``timeout`` after they came; one that waits has its mark ``at``, which comes earlier than any deadline.
+The first verdict is written by compare-and-set and everybody reads it before it raises, so all ranks name the same
+one; a rank that comes late reads that it is itself the one. It stays: what torch has under way in the group is
+undefined from then on.
+
+A rank that lives may have long work before an exchange, as files to read (``Peers.busy``). Then the deadline moves on
+as long as every probe server says that its rank is neither gone nor stopped.
+
+On CUDA the host does not wait for sums, which are ordered on the stream: the limits of NCCL hold (docs/faults.md).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from moelink.control.failure_detector import FailureDetector
+from moelink.control.gloo import await_release
+from moelink.control.stores import BoundedError, LauncherStore, bounded, peek
+from moelink.errors import PeerLostError, PeerTimeoutError
+
+T = TypeVar("T")
+
+TIMEOUT = 60.0
+"""Seconds for a rank that does not come, where no communicator says how many."""
+BUSY = 1800.0
+"""Seconds that a rank which lives may take before an exchange that follows long work: torch's own limit."""
+
+_MARK_SECONDS = 0.25
+_GRACE_SECONDS = 1.0
+"""How long a rank whose exchange failed waits for the others to fail as well."""
+_PROBE_EVERY_SECONDS = 0.5
+_STORE_SECONDS = 2.0
+_PAUSE_SECONDS = 2e-4
+_LATER_SECONDS = 5.0
+"""How much later than moelink gloo gives up, so that its threads end."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a process group, and how long one is waited for.
+
+    Attributes:
+        group: the process group; None for the default one.
+        timeout: seconds until a rank that has not come is missing.
+        detector: of a communicator over the same ranks, if there is one.
+        busy: seconds that a rank may take if its probe server says that it lives; ``timeout`` where that is more.
+        what: what the exchange is for, in the words of an error.
+    """
+
+    group: dist.ProcessGroup | None = None
+    timeout: float = TIMEOUT
+    detector: FailureDetector | None = None
+    busy: float = 0.0
+    what: str = "an exchange"
+
+    @property
+    def own(self) -> dist.ProcessGroup:
+        """The process group, which exists."""
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        return group
+
+
+def all_reduce(tensor: Tensor, peers: Peers, op: Any = dist.ReduceOp.SUM) -> None:
+    """Combine ``tensor`` of all ranks, in place.
+
+    Raises:
+        PeerTimeoutError: a rank did not come in time, or (PeerLostError) its process is gone. It names the rank.
+    """
+    if torch.compiler.is_compiling():
+        dist.all_reduce(tensor, op=op, group=peers.group)  # a part of the graph: torch's own limit holds
+        return
+    options = distributed_c10d.AllreduceOptions()
+    options.reduceOp = op
+    _run(lambda: peers.own.allreduce([tensor], _limited(options, peers)), [tensor], peers)
+
+
+def all_gather(mine: Tensor, peers: Peers) -> list[Tensor]:
+    """Return ``mine``, of the same shape everywhere, of each rank, on the host. Raises as :func:`all_reduce`."""
+    parts = [torch.empty_like(mine) for _ in range(peers.own.size())]
+    options = _limited(distributed_c10d.AllgatherOptions(), peers)  # type: ignore[attr-defined]
+    _run(lambda: peers.own.allgather([parts], [mine], options), [*parts, mine], peers, on_host=True)
+    return [part.cpu() for part in parts]
+
+
+def all_to_all(received: Tensor, sent: Tensor, counts: Sequence[int], to: Sequence[int], peers: Peers) -> None:
+    """Send ``to[r]`` leading elements of ``sent`` to rank r, receive ``counts[r]``. Raises as :func:`all_reduce`."""
+    options = _limited(distributed_c10d.AllToAllOptions(), peers)
+    _run(lambda: peers.own.alltoall_base(received, sent, list(counts), list(to), options), [received, sent], peers)
+
+
+def _limited(options: Any, peers: Peers) -> Any:
+    options.timeout = timedelta(seconds=max(peers.timeout, peers.busy) + _LATER_SECONDS)
+    return options
+
+
+def _run(start: Callable[[], Any], lent: list[Tensor], peers: Peers, *, on_host: bool = False) -> None:
+    """Start an exchange and wait for it."""
+    begin = time.monotonic()
+    board = _Board(peers)
+    try:
+        work = start()
+        if on_host or lent[0].device.type == "cpu":
+            _wait(work, board, begin)
+        work.wait()
+        del work  # it holds the tensors
+    except RuntimeError as error:
+        if isinstance(error, PeerTimeoutError):
+            raise
+        raise board.find_fault(begin + peers.timeout, late=False) from error
+    await_release(lent)
+
+
+def _wait(work: Any, board: _Board, begin: float) -> None:
+    """Return when ``work`` is over, or raise PeerTimeoutError."""
+    peers = board.peers
+    marked, alive, look = False, begin, begin + _PROBE_EVERY_SECONDS
+    while not work.is_completed():
+        now = time.monotonic()
+        if not marked and now > begin + min(_MARK_SECONDS, peers.timeout / 2):
+            marked = True
+            board.mark("at")
+        if marked and now > look:
+            look = now + _PROBE_EVERY_SECONDS
+            board.raise_verdict()
+            if peers.busy and peers.detector is not None and board.all_live() and now < begin + peers.busy:
+                alive = now
+        if now > alive + peers.timeout:
+            raise board.find_fault(now, late=True)
+        time.sleep(_PAUSE_SECONDS if now < begin + 1 else 10 * _PAUSE_SECONDS)
+
+
+class _Board:
+    """The marks of one exchange."""
+
+    def __init__(self, peers: Peers) -> None:
+        group = peers.own
+        self.peers, self.rank, self.world_size = peers, group.rank(), group.size()
+        self._number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        self._store = distributed_c10d._get_process_group_store(group)
+
+    def mark(self, kind: str) -> None:
+        self._ask(lambda: self._store.set(f"moelink/{kind}/{self.rank}", str(self._number)))
+
+    def raise_verdict(self) -> None:
+        text = self._ask(lambda: peek(self._store, "moelink/verdict")).decode()
+        if text:
+            peer, lost = (int(part) for part in text.split())
+            raise self.error(peer, lost=bool(lost))
+
+    def all_live(self) -> bool:
+        """Whether no probe server says that its rank is gone or stopped, and each answers."""
+        return all(result.call is not None for result in self._probe().values())
+
+    def find_fault(self, deadline: float, *, late: bool) -> PeerTimeoutError:
+        """Return the error to raise: what the first rank that knew has written, or what shows here."""
+        try:
+            self.mark("failed")
+            begin = time.monotonic()
+            while True:
+                self.raise_verdict()
+                now = time.monotonic()
+                found = self._at_fault(settled=now > begin + _GRACE_SECONDS, over=now > deadline + _GRACE_SECONDS)
+                if found is not None:
+                    verdict = "{} {:d}".format(*found)
+                    self._ask(lambda: self._store.compare_set("moelink/verdict", "", verdict))  # noqa: B023 - at once
+                    self.raise_verdict()
+                time.sleep(0.02)
+        except PeerTimeoutError as error:
+            return error
+
+    def _at_fault(self, *, settled: bool, over: bool) -> tuple[int, bool] | None:
+        """The rank at fault and whether its process is gone; None as long as it is not known."""
+        results = self._probe() if self.peers.detector is not None else {}
+        for wanted in ("lost", "stopped"):
+            for rank, result in results.items():
+                if getattr(result, wanted) and (wanted == "lost" or settled):
+                    return rank, wanted == "lost"
+        unheard = [rank for rank in range(self.world_size) if self._read("failed", rank) < self._number]
+        if not unheard:
+            return (-1, False) if settled else None
+        if over or (settled and len(unheard) == 1):
+            return min(unheard, key=lambda rank: (self._read("at", rank) >= self._number, rank)), False
+        return None
+
+    def _read(self, kind: str, rank: int) -> int:
+        text = self._ask(lambda: peek(self._store, f"moelink/{kind}/{rank}"))
+        return int(text) if text else -1
+
+    def _probe(self) -> dict[int, Any]:
+        assert self.peers.detector is not None
+        return self.peers.detector.probe()
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Make a call of the store, whose host may be gone or stopped: then that rank is at fault."""
+        try:
+            return bounded(call, time.monotonic() + _STORE_SECONDS)
+        except (RuntimeError, BoundedError) as error:
+            if self.peers.detector is not None:
+                for rank, result in self._probe().items():
+                    if result.lost or result.stopped:
+                        raise self.error(rank, lost=result.lost) from None
+            raise self.error(self._host(), lost=isinstance(error, RuntimeError)) from None
+
+    def _host(self) -> int:
+        """The rank whose process hosts the store, -1 if none does or it is not known."""
+        if not LauncherStore.is_named():
+            return -1
+        launcher = LauncherStore()
+        ranks = dist.get_process_group_ranks(self.peers.own)
+        known = launcher.root_of(self._store) is not None and launcher.host_rank in ranks
+        return ranks.index(launcher.host_rank) if known else -1
+
+    def error(self, peer: int, *, lost: bool) -> PeerTimeoutError:
+        """Return the error that this rank raises about ``peer``."""
+        kind = PeerLostError if lost and peer != self.rank else PeerTimeoutError
+        detail = "this rank itself came late" if peer == self.rank else "its process is gone" if lost else ""
+        return kind(
+            rank=self.rank, peer=peer, phase=self.peers.what, call=0, expected=0, got=None, detail=detail
+        )  # fmt: skip
