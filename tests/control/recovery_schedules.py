@@ -148,6 +148,14 @@ class _Prefixed:
         self._rank.call(self._store)
         self._store.values[f"{self.prefix}/{key}"] = value
 
+    def compare_set(self, key: str, expected: str | bytes, desired: bytes) -> bytes:
+        self._rank.call(self._store)
+        if not expected:
+            return self._store.values.setdefault(f"{self.prefix}/{key}", desired)
+        return self._store.values.get(
+            f"{self.prefix}/{key}", bytes(expected, "ascii") if isinstance(expected, str) else expected
+        )
+
     def check(self, keys: Sequence[str]) -> bool:
         self._rank.call(self._store)
         return all(f"{self.prefix}/{key}" in self._store.values for key in keys)
@@ -282,7 +290,8 @@ class Rank:
         """Stand for the set-up: in its last exchange each rank sends to each other, and waits for all."""
         sent = self._all.rooms.setdefault(store.prefix, set())
         survivors = self._all.nodes  # by old number; a room has the numbers of its survivors
-        numbers = sorted(int(key.rsplit("/", 1)[1]) for key in store._store.values if key.startswith(store.prefix))
+        names = [key.rsplit("/", 1)[1] for key in store._store.values if key.startswith(store.prefix)]
+        numbers = sorted(int(name) for name in names if name.isdigit())
         for peer in range(world_size):
             self.sleep(self._all.choice.uniform(0, 0.02))
             if self._node.falls == len({to for one, to in sent if one == rank}):

@@ -140,6 +140,12 @@ def test_who_is_left_out_does_not_go_on_alone(tmp_path: Path) -> None:
     assert run_ranks(fault_ranks.left_out, 3, str(tmp_path), mortal={0}) == [None, True, True]
 
 
+@pytest.mark.full("waits for a meeting's deadline; the quick schedules of test_recovery_schedules meet the same code")
+def test_survivors_do_not_part_over_a_rank_that_dies_as_they_meet(tmp_path: Path) -> None:
+    told = run_ranks(fault_ranks.host_of_recover_gives_up, 3, str(tmp_path), mortal={2})
+    assert told == [(2, (0, 1)), (2, (0, 1)), None]
+
+
 def test_a_recovered_communicator_trains() -> None:
     assert run_ranks(fault_ranks.gradients, 3, mortal={0}) == [None, True, True]
 

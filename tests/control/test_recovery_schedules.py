@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import moelink
 from moelink.control import recovery
 from tests.control.recovery_schedules import Simulation, prefixed
 from tests.tiers import seeds
@@ -41,6 +43,47 @@ def test_survivors_never_split(seeds: Any) -> None:
     print(f"seeds {seeds}: {ended}")
     assert ended["finished"] > len(seeds)
     assert ended["dead"] > len(seeds) // 4
+
+
+class Corner(dict[str, bytes]):
+    """What ranks have written in one corner."""
+
+    set = dict.__setitem__
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: bytes) -> bytes:
+        return self.get(key, bytes(expected)) if expected else self.setdefault(key, desired)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", ["who gives up", "who goes on"])
+@pytest.mark.quick("milliseconds; either order of two writes")
+def test_ranks_leave_a_corner_alike(first: str) -> None:
+    """Rank 0 finds rank 2 gone before it has seen all in the corner; rank 1 has seen all."""
+
+    def gone() -> Any:
+        raise moelink.PeerLostError(rank=0, peer=2, phase="recover", call=0, expected=0, got=None)
+
+    def leave(rank: int) -> object:
+        board: Any = SimpleNamespace(
+            rank=rank, read=gone, mine=SimpleNamespace(ranks=(0, 1, 2)), around=SimpleNamespace(now=lambda: 0.0)
+        )
+        try:
+            return recovery._all_arrived(board, {}, corner, 1.0)
+        except moelink.PeerLostError as error:
+            return error.peer
+
+    corner = Corner()
+    if first == "who gives up":
+        corner["1"] = b"1"
+        assert leave(0) == 2
+        corner["2"] = b"1"  # it arrived, and died
+        assert leave(1) == 2
+    else:
+        corner |= {"0": b"1", "2": b"1"}
+        assert leave(1) is True
+        assert leave(0) is True
 
 
 def test_a_probe_server_that_closes_at_once_splits_survivors() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moelink
 import moelink.ops
-from moelink.control import exchange, gloo, surroundings
+from moelink.control import exchange, gloo, recovery, surroundings
 from moelink.control.values import gather_values
 from moelink.testing import assert_bitwise_equal, rank_data
 from moelink.transports import build as set_up
@@ -576,3 +576,34 @@ def refused_where_nothing_travels(rank: int, world_size: int, transport: str) ->
             ep.check()
             seconds.append(time.monotonic() - start)
     return seconds
+
+
+def host_of_recover_gives_up(rank: int, world_size: int, folder: str) -> tuple[int, tuple[int, ...]]:
+    """Rank 2 dies when ranks go on to meet in the store of rank 0, which finds that out before it has seen all of them:
+    whom a rank names, and who it goes on with."""
+    ep = join(**FIELDS, transport="collective")
+    meet()
+    hurry(ep, EXPIRY["symmetric"], recover=True)
+    if rank == 2:
+        dying = mock.patch.object(surroundings, "meet", _die)
+    elif rank == 0:
+
+        def check_late(store: Any, keys: list[str]) -> bool:
+            until(lambda: is_gone(ep, 2))
+            return False
+
+        dying = mock.patch.object(recovery.PrefixStore, "check", check_late)
+    else:
+        dying = mock.patch.object(surroundings, "meet", surroundings.meet)
+    with dying, pytest.raises(moelink.PeerTimeoutError) as caught:
+        ep.recover(range(world_size))
+    hurry(ep, ROOMY, recover=True)
+    again = [other for other in range(world_size) if other != caught.value.peer]
+    with ep.recover(again) as new:
+        check_round_trip(new, rank)
+        gather(folder, "goes on", rank, (0, 1))
+        return caught.value.peer, tuple(again[: new.config.world_size])
+
+
+def _die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -18,6 +18,15 @@ name of its corner, so an attempt meets only itself. Example: rank 1 gave up and
 still waits in the corner of the first attempt. Rank 2 sees rank 1's new nonce, leaves that corner and agrees anew. From
 there on everything is as at ``init``: new connections, a new identity, new workspaces.
 
+Ranks leave a corner by its *verdict*, one key that is written once, by compare-and-set: "go" by a rank that has seen
+all in the corner, or the rank at fault by one that finds its process gone or waits in vain. Whoever would write it and
+finds another one obeys that. So either all that are in a corner go on to meet, where the meeting's own rules let all
+name the same rank, or all give up and name the rank of the verdict. Without it, a rank that gives up just when the
+others have gone on to meet would be missing there, and they would name it, or the store's host with whose exception the
+store ends. The host keeps the store for ``LINGER_SECONDS`` more, so that the others read the verdict. One that comes
+too late for that, or that a meeting fails for, looks at the proposal of the rank it would name: a rank that lives and
+has begun again is not at fault, and both agree anew.
+
 The last exchange of a set-up may succeed on one rank and fail on another, whose peer died in the middle of it. The one
 has gone on and does not come back to the old group; the other must not take it for dead, and go on alone. So a rank
 that has a new communicator publishes that at its old probe server (:func:`go_on`), which stays a while. Who reads it
@@ -51,7 +60,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from moelink.config import EPConfig
 from moelink.control.group import World
 from moelink.control.probe import GONE, GONE_IN_WORDS, NO_ANSWER
-from moelink.control.stores import BoundedError
+from moelink.control.stores import BoundedError, peek
 from moelink.control.surroundings import Surroundings
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerLostError, PeerTimeoutError
 
@@ -68,6 +77,9 @@ _CALL_SPARE_SECONDS = 1.0
 """What a call may take beyond its timeout."""
 _LAST_WORD_SECONDS = 0.5
 
+
+_VERDICT, _GO = "verdict", b"go"
+_END = struct.Struct("<q?")
 
 NOTHING = 0
 """In place of a proposal: the rank answers and has none."""
@@ -159,10 +171,13 @@ def regroup(around: Surroundings, survivors: tuple[int, ...], timeout: float) ->
                 store = _connect(board, agreed[survivors[0]], deadline, timeout)
             corner = PrefixStore(f"moelink/{board.corner(agreed).hex()}", store)
             if _bounded_arrival(board, agreed, corner, deadline):
-                break
+                try:
+                    with named_as_before(around, survivors):
+                        return around.meet(corner, survivors.index(around.rank), len(survivors), timeout, deadline)
+                except PeerTimeoutError as error:
+                    if isinstance(error, PeerLostError) or not board.has_begun_again(error.peer, agreed):
+                        raise
             store = store if around.rank == survivors[0] else None
-        with named_as_before(around, survivors):
-            return around.meet(corner, survivors.index(around.rank), len(survivors), timeout, deadline)
     except ConfigMismatchError:
         board.withdraw(after=LINGER_SECONDS)
         raise
@@ -235,6 +250,11 @@ class _Board:
                 )
         return shown
 
+    def has_begun_again(self, peer: int, agreed: Mapping[int, Proposal]) -> bool:
+        """Return whether ``peer`` lives and has given up the attempt of ``agreed``, so is not who is missing in it."""
+        shown = self.read().get(peer, NO_ANSWER)
+        return shown == NOTHING or (isinstance(shown, Proposal) and shown.nonce != agreed[peer].nonce)
+
     def corner(self, agreed: Mapping[int, Proposal]) -> bytes:
         """Name the corner of this attempt: a digest of all nonces, so no other attempt has the same."""
         nonces = {self.rank: self.mine.nonce, **{rank: proposal.nonce for rank, proposal in agreed.items()}}
@@ -300,26 +320,63 @@ def _reason(shown: Proposal | int) -> int:
 
 
 def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
-    """Wait until all survivors are in ``corner``: True; False when one of them has begun again with another nonce."""
+    """Wait until all survivors are in ``corner``: True; False when one of them has begun again with another nonce.
+
+    Raises:
+        PeerTimeoutError: the verdict of the corner, the same on every rank that reads it.
+    """
     names = [str(rank) for rank in board.mine.ranks]
     try:
         corner.set(str(board.rank), b"1")
-        while not corner.check(names):
-            shown = board.read()
+        while True:
+            said = peek(corner, _VERDICT)
+            if not said and corner.check(names):
+                said = bytes(corner.compare_set(_VERDICT, "", _GO))
+            if said:
+                return _heed(board, said)
+            try:
+                shown = board.read()
+                if board.around.now() > deadline:
+                    absent = [rank for rank in board.mine.ranks if not corner.check([str(rank)])]
+                    raise _late(
+                        board.rank, absent[0] if absent else -1, "it agreed to the list and did not reach the new store"
+                    )
+            except PeerTimeoutError as error:
+                if error.peer == board.rank:  # the others have gone on, in another corner
+                    raise
+                return _heed(board, bytes(corner.compare_set(_VERDICT, "", _end_of(error))))
             if any(isinstance(p, Proposal) and p.nonce != agreed[rank].nonce for rank, p in shown.items()):
                 return False
-            if board.around.now() > deadline:
-                absent = [rank for rank in board.mine.ranks if not corner.check([str(rank)])]
-                raise _late(
-                    board.rank, absent[0] if absent else -1, "it agreed to the list and did not reach the new store"
-                )
             board.around.sleep(_PAUSE_SECONDS)
     except RuntimeError as error:
         if isinstance(error, PeerTimeoutError):
             raise
-        board.read()  # raises PeerLostError if the process of the store's host is gone
-        raise _late(board.rank, board.mine.ranks[0], "its store does not answer") from error
-    return True
+        host = board.mine.ranks[0]
+        if host != board.rank and board.has_begun_again(host, agreed):  # raises PeerLostError if its process is gone
+            return False
+        raise _late(board.rank, host, "its store does not answer") from error
+
+
+def _end_of(error: PeerTimeoutError) -> bytes:
+    """Return the verdict that ends a corner for ``error``."""
+    lost = isinstance(error, PeerLostError)
+    return _END.pack(error.peer, lost) + (b"" if lost else b"it agreed to the list and did not reach the new store")
+
+
+def _heed(board: _Board, verdict: bytes) -> bool:
+    """Do as the verdict of a corner says: return True to meet there, or raise its error.
+
+    False for one that names this rank: the others wait for it in vain here, and it agrees with them anew.
+    """
+    if verdict == _GO:
+        return True
+    peer, lost = _END.unpack_from(verdict)
+    if peer == board.rank:
+        board.around.sleep(_PAUSE_SECONDS)
+        return False
+    if lost:
+        raise PeerLostError(rank=board.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=GONE_IN_WORDS)
+    raise _late(board.rank, peer, verdict[_END.size :].decode(errors="replace")[:200])
 
 
 def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:

@@ -150,5 +150,5 @@ def _refuse(name: str, each: OwnedTensor) -> None:
     if not each.is_stacked:
         raise UnsupportedError(
             f"{name}: expected {each.owner.num_groups} groups as the first dimension of a tensor of experts, got shape "
-            f"{list(each.tensor.shape)}, which is another on every rank; save it apart, by rank"
+            f"{list(each.tensor.shape)}, which is another on every rank; use torch.save for it, by rank"
         )

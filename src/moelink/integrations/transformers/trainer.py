@@ -58,7 +58,7 @@ class Trainer(transformers.Trainer):
         best = self.state.best_model_checkpoint
         if best is None:
             raise CheckpointError(
-                "load_best_model_at_end: expected a best checkpoint, got none; evaluate before the end"
+                "load_best_model_at_end: expected a best checkpoint, got none; pass eval_strategy= to TrainingArguments"
             )
         self.parallel.load_pretrained(best)
 
