@@ -79,7 +79,7 @@ class Trainer(transformers.Trainer):
         if not file.is_file():
             found = sorted(path.name for path in Path(checkpoint).glob("optimizer*.pt"))
             raise CheckpointError(
-                f"{checkpoint}: expected {file.name}, the optimizer's state of this rank, got {found}; resume on as "
+                f"{checkpoint}: expected {file.name}, the optimizer's state of this rank, got {found}; use as "
                 "many ranks as have saved, or begin anew from the model with from_pretrained"
             )
         assert self.optimizer is not None, "made before the state is read"
