@@ -113,6 +113,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         tell("adapter", moelink.UnsupportedError, lambda: TrainingState(layer))
         mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
         tell("mesh", moelink.ArgumentError, lambda: TrainingState(MoE(ep, intermediate_size=8), mesh=mesh["b"]))
+        dist.barrier()  # rank 0, which hosts the store, must not end while rank 1 makes groups of the mesh
     return said
 
 
