@@ -3,9 +3,9 @@
 torch waits for half an hour where a rank does not come, and raises an error of gloo where one died. Every exchange of
 moelink over a group that it did not make is here: :func:`all_reduce`, :func:`all_gather` and :func:`all_to_all`.
 
-Who waits for whom: each exchange needs all ranks of the group. A rank looks every moment whether it is over. What a
-rank knows of the others it has from two places: the probe servers of a communicator over the same ranks, where there
-is one (``Peers.detector``), and *marks* in the store of the group. A healthy exchange writes no mark.
+Each exchange needs all ranks of the group, and each rank polls it until it is over. A rank learns of the others from
+two places: the probe servers of a communicator over the same ranks, if there is one (``Peers.detector``), and *marks*
+in the store of the group. A healthy exchange writes no mark.
 
 ===========  ===================  ==========================================================================
 key          written by           value
@@ -18,7 +18,7 @@ key          written by           value
 A rank whose exchange failed writes ``failed/r`` and looks for a rank at fault: one whose process is gone, or stopped,
 as probes say; else the one that alone has not failed; else, after the deadline and a moment, one that has not even
 waited in this exchange. Why that names no innocent rank: all that live come to the exchange, or are in it, and fail
-there, too, by ``timeout`` after they came; one that waits has its mark ``at``, which comes earlier than any deadline.
+there by ``timeout`` after they came. A rank that waits has written its mark ``at``, before any deadline.
 The first verdict is written by compare-and-set and everybody reads it before it raises, so all ranks name the same
 one; a rank that comes late reads that it is itself the one. It stays: what torch has under way in the group is
 undefined from then on.

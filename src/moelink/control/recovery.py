@@ -19,13 +19,13 @@ still waits in the corner of the first attempt. Rank 2 sees rank 1's new nonce, 
 there on everything is as at ``init``: new connections, a new identity, new workspaces.
 
 Ranks leave a corner by its *verdict*, one key that is written once, by compare-and-set: "go" by a rank that has seen
-all in the corner, or the rank at fault by one that finds its process gone or waits in vain. Whoever would write it and
-finds another one obeys that. So either all that are in a corner go on to meet, where the meeting's own rules let all
-name the same rank, or all give up and name the rank of the verdict. Without it, a rank that gives up just when the
-others have gone on to meet would be missing there, and they would name it, or the store's host with whose exception the
-store ends. The host keeps the store for ``LINGER_SECONDS`` more, so that the others read the verdict. One that comes
-too late for that, or that a meeting fails for, looks at the proposal of the rank it would name: a rank that lives and
-has begun again is not at fault, and both agree anew.
+all in the corner, or the rank at fault by one that finds its process gone or waits in vain. If a rank is about to
+write it and finds another one, it obeys that. So either all that are in a corner go on to meet, where the meeting's
+own rules let all name the same rank, or all give up and name the rank of the verdict. Without it, a rank that gives up
+just when the others have gone on to meet would be missing there, and they would name it, or the store's host with
+whose exception the store ends. The host keeps the store for ``LINGER_SECONDS`` more, so that the others read the
+verdict. One that comes too late for that, or that a meeting fails for, looks at the proposal of the rank it would
+name: a rank that lives and has begun again is not at fault, and both agree anew.
 
 The last exchange of a set-up may succeed on one rank and fail on another, whose peer died in the middle of it. The one
 has gone on and does not come back to the old group; the other must not take it for dead, and go on alone. So a rank

@@ -23,7 +23,7 @@ from moelink.nn.owned import OwnedTensor, owned_tensors
 _SHARED = ".fused_shared"
 """Ends the name under which the rows of a fused shared expert are saved."""
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and ``torch.compile`` put before names; names in checkpoints are without."""
+"""Prefixes that DistributedDataParallel and ``torch.compile`` give to names; names in checkpoints have none."""
 
 
 class TrainingState:

@@ -150,7 +150,7 @@ def what_is_missing(backend: str, device: torch.device) -> Lack | None:
 
 
 def what_library_lacks(library: str, device: torch.device) -> Lack | None:
-    """What a ``library`` of :data:`PIP` needs and does not find, for any layer, or None."""
+    """Return a requirement of a ``library`` of :data:`PIP` that is not met here, for any layer, or None."""
     if importlib.util.find_spec(library) is None:
         return Lack(f"package {library}, by '{PIP[library]}'", "no such package")
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and not torch.version.hip else 0

@@ -152,14 +152,18 @@ def ignored_by_ddp(model: torch.nn.Module) -> list[str]:
     for each in owned_tensors(model):
         if each.owner.world_size == 1 and each.owner.experts:
             continue
-        if each.owner.num_shared and each.is_parameter:
-            raise UnsupportedError(
-                f"{each.name}: expected experts without a shared one for DistributedDataParallel, got a fused shared "
-                "expert, part of the same parameter, of which it would sum no gradient; use shared_expert=, or "
-                "moelink.nn.all_reduce_gradients in place of DistributedDataParallel"
-            )
+        _refuse_fused(each, "DistributedDataParallel")
         names.append(each.name)
     return names
+
+
+def _refuse_fused(each: OwnedTensor, wrapper: str) -> None:
+    if each.owner.num_shared and each.is_parameter:
+        raise UnsupportedError(
+            f"{each.name}: expected experts without a shared one for {wrapper}, got a fused shared expert, part of the "
+            "same parameter, of which it would sum no gradient; use shared_expert=, or "
+            f"moelink.nn.all_reduce_gradients in place of {wrapper}"
+        )
 
 
 def mark_experts(model: torch.nn.Module) -> torch.nn.Module:
@@ -214,11 +218,8 @@ def fully_shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
         UnsupportedError: a shared expert is fused.
     """
     own = [each for each in owned_tensors(model) if each.is_parameter and each.owner.world_size > 1]
-    if fused := [each for each in own if each.owner.num_shared]:
-        raise UnsupportedError(
-            f"{fused[0].name}: expected experts without a shared one for fully_shard, got a fused shared expert, part "
-            "of the same parameter, of which it would sum no gradient; use shared_expert="
-        )
+    for each in own:
+        _refuse_fused(each, "fully_shard")
     ignored = {*(options.pop("ignored_params", None) or ()), *(each.tensor for each in own)}
     sharded = torch.distributed.fsdp.fully_shard(model, ignored_params=ignored, **options)  # type: ignore[arg-type]
     sharded.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]

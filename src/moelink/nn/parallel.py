@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from moelink.control.exchange import TIMEOUT, Peers, all_reduce
 from moelink.errors import ArgumentError
 from moelink.nn.moe import Experts, MoE
-from moelink.nn.owned import owned_gradients
+from moelink.nn.owned import OwnedTensor, owned_gradients
 from moelink.nn.quantized_experts import QuantizedExperts
 
 
@@ -59,8 +59,16 @@ def all_reduce_gradients(
     """
     if not dist.is_initialized():
         return
-    replicated, own = _gradients(model)
-    copies = _copies(model, group, replicas)
+    owned = owned_gradients(model)
+    replicated, own = _gradients(model, owned)
+    copies = _copies(owned, group)
+    if copies > 1 and (replicas is None or dist.get_world_size(replicas) != copies):
+        raise ArgumentError(
+            "replicas",
+            f"the {copies} of {dist.get_world_size(group)} ranks that hold the same experts, as "
+            "mesh['replica'].get_group()",
+            None if replicas is None else f"{dist.get_world_size(replicas)} ranks",
+        )
     sum_over_ranks(replicated, _peers(model, group, "the sum of gradients"))
     if copies > 1:
         sum_over_ranks(own, _peers(model, replicas, "the sum of gradients of experts"))
@@ -94,15 +102,15 @@ def clip_grad_norm_(
         PeerTimeoutError: as :func:`all_reduce_gradients`.
         UnsupportedError: a parameter mixes a fused shared expert with those of this rank.
     """
-    replicated, own = _gradients(model)
+    owned = owned_gradients(model)
+    replicated, own = _gradients(model, owned)
     largest = math.isinf(norm_type)
     device = next((gradient.device for gradient in (*replicated, *own)), torch.device("cpu"))
     found = [get_total_norm(gradients, norm_type) for gradients in (replicated, own)]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device) for norm in found]
     same, mine = norms if largest else [norm.double() ** norm_type for norm in norms]
     if dist.is_initialized():
-        copies = _ranks_in(group) // _widest(model, group)
-        mine = mine if largest else mine / copies
+        mine = mine if largest else mine / _copies(owned, group)
         reduced = mine.reshape(1).clone()
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         all_reduce(reduced, _peers(model, group, "the norm of gradients"), op)
@@ -119,9 +127,8 @@ def clip_grad_norm_(
     return norm
 
 
-def _gradients(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+def _gradients(model: torch.nn.Module, own: Mapping[str, OwnedTensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of what every rank has, and of this rank's experts; of a fused shared expert and the others, views."""
-    own = owned_gradients(model)
     replicated: list[Tensor] = []
     mine: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -143,31 +150,13 @@ def _peers(model: torch.nn.Module, group: dist.ProcessGroup | None, what: str) -
     return Peers(group, max(limits, default=TIMEOUT), what=what)
 
 
-def _ranks_in(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group)
-
-
-def _widest(model: torch.nn.Module, group: dist.ProcessGroup | None) -> int:
-    """Ranks of the communicators of ``model``, which divide those of ``group``; all of these if there are none."""
-    sizes = {owned.owner.world_size for owned in owned_gradients(model).values()} or {_ranks_in(group)}
-    (size,) = sizes if len(sizes) == 1 else (0,)
-    if not size or _ranks_in(group) % size:
-        raise ArgumentError("group", f"the ranks of whole communicators, of {sorted(sizes)} ranks", _ranks_in(group))
-    return size
-
-
-def _copies(model: torch.nn.Module, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None) -> int:
-    """How many ranks of ``group`` hold each expert."""
-    copies = _ranks_in(group) // _widest(model, group)
-    if copies == 1:
-        return 1
-    if replicas is None or _ranks_in(replicas) != copies:
-        raise ArgumentError(
-            "replicas",
-            f"the {copies} of {_ranks_in(group)} ranks that hold the same experts, as mesh['replica'].get_group()",
-            None if replicas is None else f"{_ranks_in(replicas)} ranks",
-        )
-    return copies
+def _copies(own: Mapping[str, OwnedTensor], group: dist.ProcessGroup | None) -> int:
+    """How many ranks of ``group`` hold each expert: 1 if a communicator has all of them, or if no rank owns experts."""
+    ranks = dist.get_world_size(group)
+    sizes = sorted({each.owner.world_size for each in own.values()} or {ranks})
+    if len(sizes) > 1 or ranks % sizes[0]:
+        raise ArgumentError("group", f"the ranks of whole communicators, of {sizes} ranks", ranks)
+    return ranks // sizes[0]
 
 
 def sum_over_ranks(tensors: Sequence[Tensor], peers: Peers) -> None:

@@ -28,7 +28,7 @@ _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook",
 )  # fmt: skip
-"""What torch keeps of the hooks that are set on a module."""
+"""Names of the dictionaries in which torch keeps the hooks of a module."""
 
 
 def run_experts(

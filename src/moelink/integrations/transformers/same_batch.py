@@ -22,7 +22,7 @@ from moelink.errors import ArgumentError
 
 _INPUTS = ("input_ids", "inputs_embeds")
 _JITTER = ("router_jitter_noise", "input_jitter_noise")
-"""What configurations call it."""
+"""Names of a router's jitter in the configurations of models."""
 
 
 def check_same(name: str, value: Tensor, peers: Peers) -> None:
