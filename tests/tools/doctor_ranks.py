@@ -15,7 +15,7 @@ from moelink.tools.doctor import diagnose, facts, pairs
 from moelink.tools.doctor import run as doctor
 from moelink.tools.doctor.diagnosis import Examination
 from moelink.tools.doctor.pairs import GroupWire
-from tests.support.patience import be_patient
+from tests.support.patience import Mark, be_patient, stop_until
 
 FORMATS = ("bf16", "fp8_block128")
 
@@ -42,6 +42,18 @@ class SlowWire(TimedWire):
 
     def takes(self, peer: int) -> float:
         return 0.05 if {dist.get_rank(), peer} == {0, 2} else 0.001
+
+
+class OnceSlowWire(TimedWire):
+    """Over which messages between ranks 0 and 2 take longer in the first measurement of the pair."""
+
+    messages = 0
+
+    def takes(self, peer: int) -> float:
+        if {dist.get_rank(), peer} != {0, 2}:
+            return 0.001
+        self.messages += 1
+        return 0.05 if self.messages <= 2 * (pairs.PINGS + 1 + 2 * pairs.REPEATS) else 0.001
 
 
 class BrokenWire(TimedWire):
@@ -78,7 +90,7 @@ def examined(rank: int, world_size: int, fault: str) -> Any:
     if fault == "closed port" and rank == 2:
         doctor.ProbeServer = ClosedServer
     be_patient()
-    wires = {"none": GroupWire, "slow link": SlowWire, "broken link": BrokenWire}
+    wires = {"none": GroupWire, "slow link": SlowWire, "once slow": OnceSlowWire, "broken link": BrokenWire}
     if fault != "none":
         pairs.time = SimpleNamespace(perf_counter=lambda: TimedWire.seconds)  # type: ignore[assignment]
     examine = doctor.examine
@@ -90,6 +102,24 @@ def examined(rank: int, world_size: int, fault: str) -> Any:
     seconds = 9.0 if fault == "absent" else 90.0  # for the absent rank the others wait a third of that
     found = doctor.rank_main(rank, world_size, "cpu", FORMATS, "collective", seconds)
     return found, diagnose(found)
+
+
+def host_stopped(rank: int, world_size: int, folder: str) -> int:
+    """Rank 0, which hosts the store, is stopped in the middle until the others end. How many facts a rank has."""
+    be_patient()
+    ended = [Mark(folder, f"rank {other} has ended") for other in range(1, world_size)]
+    if rank == 0:
+        reach = doctor._reach
+
+        def stopped(board: Any) -> Any:
+            stop_until(lambda: all(mark.is_set() for mark in ended))
+            return reach(board)
+
+        doctor._reach = stopped
+    found = doctor.rank_main(rank, world_size, "cpu", FORMATS, "collective", 4.0)
+    if rank > 0:
+        ended[rank - 1].set()
+    return sum(each is not None for each in found.facts)
 
 
 def unreachable(rank: int, world_size: int) -> str:

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+import moelink
+
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
+from moelink.control.stores import BoundedError
 from moelink.testing import run_ranks
 from moelink.tools.cli import app as commands
 from moelink.tools.cli import doctor as command
-from moelink.tools.doctor import Examination, diagnose
+from moelink.tools.doctor import Examination, diagnose, run
 from moelink.tools.doctor.facts import facts_of, nvlinked
 from moelink.tools.doctor.pairs import Pair, link_of, nominal_gb_per_s, rounds
 from tests.tools import doctor_ranks
@@ -55,7 +58,7 @@ def test_healthy_ranks_have_no_problem() -> None:
     found, problems = run_ranks(doctor_ranks.examined, 4, "none")[0]
     assert len(found.pairs) == 6
     assert all(pair.latency_us > 0 and pair.gb_per_s > 0 for pair in found.pairs)
-    assert found.formats == [dict.fromkeys(doctor_ranks.FORMATS, "ok")] * 4
+    assert list(found.formats) == [dict.fromkeys(doctor_ranks.FORMATS, "ok")] * 4
     # Ranks of a busy machine wait for one another; "slow link" below has a clock of its own.
     assert [problem for problem in problems if not problem.where.startswith("ranks ")] == []
 
@@ -78,12 +81,36 @@ def test_a_fault_is_found_and_named(fault: str) -> None:
         (told,) = [problem for problem in problems if problem.where == where]
         assert re.match(what, told.what), told
         assert told.advice
-        assert (found.formats == ()) == (fault in ("closed port", "absent", "broken link"))
+        assert (not found.formats) == (fault in ("closed port", "absent", "broken link"))
 
 
-def test_a_store_that_is_not_there_is_named() -> None:
+def test_a_pair_that_was_slow_once_is_measured_again() -> None:
+    found, problems = run_ranks(doctor_ranks.examined, 3, "once slow")[0]
+    assert problems == []
+    assert len(found.pairs) == 3
+
+
+def test_ranks_end_whose_store_has_a_stopped_host(tmp_path: Any) -> None:
+    facts = run_ranks(doctor_ranks.host_stopped, 3, str(tmp_path))
+    assert min(facts) >= 1
+
+
+def test_a_store_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said = run_ranks(doctor_ranks.unreachable, 2)[1]
-    assert said.startswith("rank 1: expected the store at 127.0.0.1:9, which rank 0 or the launcher serves, got ")
+    assert said.startswith(
+        "rank 1: expected the store at 127.0.0.1:9, which rank 0 or the launcher serves, got nothing"
+    )
+    for name, value in {"MASTER_ADDR": "h", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "bounded", lambda *_: (_ for _ in ()).throw(BoundedError()))
+    with pytest.raises(moelink.UnsupportedError, match="store at h:9, .*, got no answer; set MASTER_ADDR"):
+        run.rank_main(1, 2, "cpu", ("bf16",), "collective", 1.0)
+
+
+def test_a_format_that_there_is_not_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run_ranks", None)
+    with pytest.raises(moelink.ConfigError, match="format: expected one of bf16, .*, got 'bf61'"):
+        run.run_doctor(2, device="cpu", formats=("bf16", "bf61"))
 
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -81,7 +81,10 @@ class Address:
         if not TOKEN_BYTES + 2 < len(data) <= TOKEN_BYTES + 2 + 255:
             raise ValueError(f"expected an address of {TOKEN_BYTES + 3} to {TOKEN_BYTES + 257} bytes, got {len(data)}")
         (port,) = struct.unpack_from("<H", data, TOKEN_BYTES)
-        return cls(host=data[TOKEN_BYTES + 2 :].decode("ascii"), port=port, token=data[:TOKEN_BYTES])
+        host = data[TOKEN_BYTES + 2 :].decode("ascii")
+        if not host.isprintable() or not host.encode("idna"):  # which raises for labels that cannot be looked up
+            raise ValueError(f"expected the name of a host, got {host!r}")
+        return cls(host=host, port=port, token=data[:TOKEN_BYTES])
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,9 @@ def ranks_table(console: Console, found: Examination, problems: list[Problem]) -
             continue
         versions, device = facts["versions"], facts["device"]
         grid.add_row(
-            label, facts["host"], device["name"], quantity(device["free"]),
-            *[versions[name] or "-" for name in ("moelink", "torch", "triton", "python")],
-            "yes" if facts["nvshmem"] else "no", ", ".join(facts["network"]) or "-",
+            label, Text(facts["host"]), Text(device["name"]), quantity(int(device["free"])),
+            *[Text(versions.get(name) or "-") for name in ("moelink", "torch", "triton", "python")],
+            "yes" if facts["nvshmem"] else "no", Text(", ".join(facts["network"]) or "-"),
         )  # fmt: skip
     return grid
 

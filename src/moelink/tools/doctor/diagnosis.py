@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from moelink.tools.doctor.answers import FORMS, read
 from moelink.tools.doctor.pairs import Pair, link_of, nominal_gb_per_s
 
 SHARE_OF_NOMINAL = 0.4
@@ -40,7 +41,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Examination:
-    """What all ranks found. Entries by rank are None for a rank that said nothing in time.
+    """What all ranks found. Entries by rank are None for a rank that said nothing in time, or what is not of the form
+    (:mod:`moelink.tools.doctor.answers`).
 
     Attributes:
         facts: of :func:`moelink.tools.doctor.facts.facts_of`.
@@ -50,6 +52,7 @@ class Examination:
         pairs: what was measured.
         broken: pairs whose measurement failed, with the reason.
         formats: by rank, "ok" or what went wrong by format; empty if formats were not tried.
+        odd: by rank, the first step in which its answer was not of the form.
     """
 
     facts: Sequence[Mapping[str, Any] | None]
@@ -59,13 +62,29 @@ class Examination:
     pairs: Sequence[Pair] = ()
     broken: Mapping[tuple[int, int], str] | None = None
     formats: Sequence[Mapping[str, str] | None] = ()
+    odd: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Take entries of the right form only: all that is said and shown of an examination relies on it."""
+        odd = dict(self.odd)
+        for step in ("facts", "times", "reached", "mesh", "formats"):
+            taken: list[Any] = []
+            for rank, each in enumerate(getattr(self, step)):
+                try:
+                    taken.append(read(each, (FORMS[step], None)))
+                except ValueError:
+                    taken.append(None)
+                    odd.setdefault(rank, step)
+            object.__setattr__(self, step, tuple(taken))
+        object.__setattr__(self, "odd", odd)
 
 
 def diagnose(found: Examination) -> list[Problem]:
     """Return the problems of an examination, those that explain others first."""
     present = {rank: facts for rank, facts in enumerate(found.facts) if facts is not None}
     return [
-        *_missing(found.facts),
+        *_odd_answers(found.odd),
+        *_missing(found.facts, found.odd),
         *_versions(present),
         *_devices(present),
         *_clocks(found.times),
@@ -76,9 +95,16 @@ def diagnose(found: Examination) -> list[Problem]:
     ]
 
 
-def _missing(facts: Sequence[Mapping[str, Any] | None]) -> Iterator[Problem]:
+def _odd_answers(odd: Mapping[int, str]) -> Iterator[Problem]:
+    for rank, step in sorted(odd.items()):
+        what = f"expected its {step.split()[0]} in the form of this version, got another"
+        advice = "install the same versions everywhere, and let only the job's machines reach the port of the store"
+        yield Problem(f"rank {rank}", what, advice)
+
+
+def _missing(facts: Sequence[Mapping[str, Any] | None], odd: Mapping[int, str]) -> Iterator[Problem]:
     for rank, each in enumerate(facts):
-        if each is None:
+        if each is None and rank not in odd:
             yield Problem(f"rank {rank}", "expected its facts, got none in time", "start it, or read its log")
 
 
@@ -153,25 +179,32 @@ def _mesh(mesh: Sequence[str | None]) -> Iterator[Problem]:
 def _slow(found: Examination, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Problem]:
     for (first, second), reason in (found.broken or {}).items():
         yield Problem(f"ranks {first} and {second}", f"expected messages to pass, got {reason}", "check their link")
+    for pair, what in slow_pairs(found.pairs, facts):
+        advice = "check the link between them, and what else uses it"
+        yield Problem(f"ranks {pair.first} and {pair.second}", what, advice)
+
+
+def slow_pairs(
+    pairs: Sequence[Pair], facts: Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Pair, str]]:
+    """Yield each pair that is slow for its link or among its like, and what was expected of it; ``facts`` by rank."""
     by_link: defaultdict[str, list[Pair]] = defaultdict(list)
-    for pair in found.pairs:
+    for pair in pairs:
         by_link[link_of(facts[pair.first], facts[pair.second])].append(pair)
-    for link, pairs in by_link.items():
-        rate = statistics.median(pair.gb_per_s for pair in pairs)
-        latency = statistics.median(pair.latency_us for pair in pairs)
-        for pair in pairs:
+    for link, alike in by_link.items():
+        rate = statistics.median(pair.gb_per_s for pair in alike)
+        latency = statistics.median(pair.latency_us for pair in alike)
+        for pair in alike:
             nominal = nominal_gb_per_s(link, facts[pair.first]["device"]["name"])
-            where = f"ranks {pair.first} and {pair.second}"
-            advice = "check the link between them, and what else uses it"
             if nominal is not None and pair.gb_per_s < SHARE_OF_NOMINAL * nominal:
-                what = f"expected more than {SHARE_OF_NOMINAL * nominal:.0f} GB/s of {link}, got {pair.gb_per_s:.1f}"
-                yield Problem(where, what, advice)
+                yield (
+                    pair,
+                    f"expected more than {SHARE_OF_NOMINAL * nominal:.0f} GB/s of {link}, got {pair.gb_per_s:.1f}",
+                )
             elif pair.gb_per_s < SHARE_OF_MEDIAN * rate:
-                what = f"expected about {rate:.2g} GB/s as other pairs over {link}, got {pair.gb_per_s:.2g}"
-                yield Problem(where, what, advice)
+                yield pair, f"expected about {rate:.2g} GB/s as other pairs over {link}, got {pair.gb_per_s:.2g}"
             elif pair.latency_us > TIMES_MEDIAN * latency:
-                what = f"expected about {latency:.0f} us as other pairs over {link}, got {pair.latency_us:.0f}"
-                yield Problem(where, what, advice)
+                yield pair, f"expected about {latency:.0f} us as other pairs over {link}, got {pair.latency_us:.0f}"
 
 
 def _formats(formats: Sequence[Mapping[str, str] | None]) -> Iterator[Problem]:

@@ -40,6 +40,11 @@ class Pair:
     latency_us: float
     gb_per_s: float
 
+    def better(self, other: Pair) -> Pair:
+        """Return the best of two measurements of one pair: the lower latency, the higher rate."""
+        latency, rate = min(self.latency_us, other.latency_us), max(self.gb_per_s, other.gb_per_s)
+        return Pair(self.first, self.second, latency, rate)
+
 
 class Wire(Protocol):
     """Sends and receives between two ranks. Calls return when the tensor may be used again."""
@@ -121,8 +126,8 @@ def link_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         return "network"
     if one["device"]["kind"] == "cpu":
         return "memory"
-    linked = one["device"]["nvlinked"]
-    return "NVLink" if int(other["device"]["driver"].get("index", -1)) in linked else "PCIe"
+    linked = map(str, one["device"].get("nvlinked", ()))
+    return "NVLink" if other["device"]["driver"].get("index") in linked else "PCIe"
 
 
 def nominal_gb_per_s(link: str, name: str) -> float | None:
