@@ -13,6 +13,7 @@ import moelink
 from moelink.control import group, meeting
 from moelink.transports import build
 from tests.support.fault_ranks import FIELDS, check_round_trip
+from tests.support.patience import until
 
 ATTEMPTS = 8
 
@@ -72,6 +73,20 @@ def given_up(rank: int, world_size: int, late: float) -> tuple[str, int, str]:
             os._exit(0)  # as a program ends: nothing that this process holds outlives its exception
         return type(error).__name__, getattr(error, "peer", -1), str(error)
     return "", -1, ""
+
+
+def ended_by_one(rank: int, world_size: int) -> str:
+    """Rank 0, which hosts the store, closes and ends before rank 1, which has set up, is done with ``init``."""
+    finish = meeting.Meeting.finish
+
+    def late(self: meeting.Meeting) -> None:
+        until(lambda: self._setback is not None)  # it has found that rank 0 is gone
+        finish(self)
+
+    if rank == 1:
+        meeting.Meeting.finish = late  # type: ignore[method-assign]
+    with moelink.init(**FIELDS, timeout=30, device="cpu", transport="collective", mode="allreduce") as ep:
+        return repr(ep)
 
 
 def closed_by_one(rank: int, world_size: int, mode: str) -> list[str]:

@@ -27,3 +27,8 @@ def test_the_rank_that_never_came_is_named_when_the_host_of_the_store_gives_up_f
 def test_a_rank_that_has_set_up_and_closed_is_not_gone_for_one_that_still_sets_up(mode: str) -> None:
     """Closes over: an ended probe server, which a rank that is done and one that is dead have alike."""
     assert run_ranks(again_ranks.closed_by_one, 3, mode) == [["made", "made"]] * 3
+
+
+def test_a_rank_that_has_set_up_has_a_communicator_although_another_has_ended() -> None:
+    """Closes over: a store and a probe server that end with rank 0's program, which was shorter than an exchange."""
+    assert all("closed" not in said for said in run_ranks(again_ranks.ended_by_one, 2))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.control.gloo import await_release
+from moelink.control.limits import naming_refusals, require_files
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
 from moelink.control.stores import LauncherStore
@@ -265,7 +266,9 @@ def _meet(
     deadline: float,
     **options: Any,
 ) -> World:
-    probe_server = ProbeServer(world_size)
+    require_files(world_size, meshes=1 if options.get("has_group", True) else 2)
+    with naming_refusals():
+        probe_server = ProbeServer(world_size)
     meeting = Meeting(
         open_store,
         connect_all,
@@ -396,7 +399,8 @@ def _late(world: World, detail: str) -> PeerTimeoutError:
 def setting_up(world: World) -> Iterator[None]:
     """Set up, in the block, what the ranks have met for. At its end the meeting is over; peers learn of an error."""
     try:
-        yield
+        with naming_refusals():
+            yield
         if world.meeting is not None:
             world.meeting.finish()
     except BaseException as error:

@@ -99,11 +99,12 @@ _HOST_SECONDS = 0.7
 
 @dataclass(frozen=True)
 class Setback:
-    """Why an attempt failed: ``peer`` (-1: unknown) is at fault, and its process is gone if ``lost``."""
+    """Why an attempt failed: ``peer`` (-1: unknown) is at fault, its process gone if ``lost``; ``told`` by a peer."""
 
     peer: int
     detail: str
     lost: bool = False
+    told: bool = False
 
     def error(self, rank: int) -> PeerTimeoutError:
         """Return the exception that ``rank`` raises for it."""
@@ -203,12 +204,14 @@ class Meeting:
     def finish(self) -> None:
         """Leave with a communicator. Marks this rank as done and removes this attempt's keys.
 
-        Waits for the store until the deadline, at most ``_FINISH_SECONDS`` and at least a second.
+        Waits for the store until the deadline, at most ``_FINISH_SECONDS`` and at least a second. All ranks have taken
+        part in the last exchange by now, so nothing is missing if a process is gone since: it may have closed and
+        ended, and the store with it.
 
         Raises:
-            PeerTimeoutError: another rank has left without one.
+            PeerTimeoutError: another rank has left without one, and says so.
         """
-        if self._setback is not None:
+        if self._setback is not None and self._setback.told:
             raise self._setback.error(self.rank)
         self._end(None, seconds=max(1.0, min(_FINISH_SECONDS, self.deadline - time.monotonic())))
 
@@ -398,7 +401,7 @@ class Meeting:
             try:
                 self._hear()
             except _VoidError:
-                raise _SetbackError(Setback(0, "it has begun again")) from None
+                raise _SetbackError(Setback(0, "it has begun again", told=True)) from None
             if time.monotonic() > next_probe or self._doubted.is_set():
                 self._doubted.clear()
                 self._raise_lost()
@@ -418,10 +421,10 @@ class Meeting:
 
     def _read_setback(self, news: bytes) -> Setback:
         if len(news) < _NEWS.size:
-            return Setback(self._host_rank, "it gave up")
+            return Setback(self._host_rank, "it gave up", told=True)
         _, _, peer, lost = _NEWS.unpack_from(news)
         known = peer if peer in range(self.world_size) else -1
-        return Setback(known, news[_NEWS.size :].decode(errors="replace"), lost)
+        return Setback(known, news[_NEWS.size :].decode(errors="replace"), lost, told=True)
 
     def _tell(self, kind: int, setback: Setback) -> None:
         self._store.set("failed", self._news(kind, setback))

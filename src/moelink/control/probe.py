@@ -171,7 +171,11 @@ class ProbeServer:
             UnsupportedError: there is no Python interpreter to run it, or no such address to listen at.
         """
         memory = _anonymous_file()
-        reading, writing = os.pipe()
+        try:
+            reading, writing = os.pipe()
+        except OSError:
+            os.close(memory)
+            raise
         try:
             os.ftruncate(memory, responder.Blackboard.BYTES)
             self._board = responder.Blackboard(memory)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink import env
+from moelink.control.limits import is_own
 from moelink.control.threads import start_daemon
 from moelink.errors import ConfigError, UnsupportedError
 
@@ -67,10 +68,13 @@ def listen(host: str, backlog: int) -> socket.socket:
 
     Raises:
         UnsupportedError: ``host`` is no address of this machine, or not any more.
+        OSError: this process has too many files open.
     """
     try:
         return socket.create_server((host, 0), backlog=backlog)
     except OSError as error:
+        if is_own(error):
+            raise
         raise UnsupportedError(
             f"{env.PROBE_HOST.name}: expected an address of this machine, for peers to reach it at, got {host!r} "
             f"({error}); set the variable to one that it has, or start its network"
@@ -109,6 +113,8 @@ def _await_port(host: str, port: int, deadline: float) -> None:
             socket.create_connection((host, port), timeout=left).close()
             return
         except OSError as error:
+            if is_own(error):
+                raise
             if time.monotonic() + _PAUSE_SECONDS > deadline:
                 raise RuntimeError(_why_not(host, port, error)) from error
         time.sleep(_PAUSE_SECONDS)

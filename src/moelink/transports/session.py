@@ -72,7 +72,7 @@ class Fate:
 
     Attributes:
         error: the first PeerTimeoutError that a call of any of them met; all later calls raise it.
-        sessions: these sessions.
+        sessions: those of them that are open; a closed one is freed when nobody else refers to it.
     """
 
     def __init__(self) -> None:
@@ -362,7 +362,7 @@ class Session:
         if self.fate.error is not None:
             return
         self.fate.error = error
-        for session in self.fate.sessions:
+        for session in tuple(self.fate.sessions):
             if session is not self and not session.closed:
                 session.transport.abandon(Failure.of(error))
 
@@ -455,6 +455,7 @@ class Session:
         """Release the transport. Calls are no longer possible, but peers that probe this rank still get an answer."""
         if not self.closed:
             self.closed = True
+            self.fate.sessions.remove(self)
             self.transport.close()
 
     def close(self) -> None:

@@ -309,6 +309,6 @@ class Launcher:
         return DirectKernel.of(loaded, driver_)
 
     def forget(self) -> None:
-        """Drop all kernels, and the memory that they hold."""
+        """Drop all kernels, and the memory that they hold, and the guard, which refers to the rank."""
         self._loaded, self.peers, self._own = {}, Peers(None, None, None), (0, torch.empty(0), 0)
-        self._own_addresses = []
+        self._own_addresses, self._guard = [], nullcontext
