@@ -15,7 +15,7 @@ import moelink
 import moelink.ops
 from moelink.testing import rank_data
 from tests.support.fault_ranks import FIELDS, WIRES, Told, caught, check_round_trip, data, die
-from tests.support.patience import Mark, hurried_gradients, hurry, join, meet, until
+from tests.support.patience import Mark, hurried_gradients, hurry, is_gone, join, meet, until
 
 
 def leaves_by_an_exception(rank: int, world_size: int, transport: str) -> tuple[str, float]:
@@ -123,6 +123,7 @@ def outlived_by_a_child(rank: int, world_size: int, folder: str) -> Told:
                 heard.wait()
             os._exit(0)
         die()
+    until(lambda: is_gone(ep, 1))
     hurry(ep)
     told = caught(ep, rank)
     heard.set()

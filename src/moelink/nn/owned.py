@@ -223,6 +223,7 @@ def fully_shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
     ignored = {*(options.pop("ignored_params", None) or ()), *(each.tensor for each in own)}
     sharded = torch.distributed.fsdp.fully_shard(model, ignored_params=ignored, **options)  # type: ignore[arg-type]
     sharded.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]
+    sharded.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined] # gloo has no other in torch 2.11
     return model
 
 
