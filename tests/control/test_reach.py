@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import struct
 
 import pytest
 
+import moelink
 from moelink.control import handshake
 from moelink.control.group import World
-from moelink.control.probe import Address, ProbeResult
-from moelink.errors import UnsupportedError
+from moelink.control.probe import GONE_IN_WORDS, Address, ProbeResult, ProbeServer, gone_in_words, probe
+from moelink.errors import ConfigError, UnsupportedError
+from moelink.testing import run_ranks
+from tests.support.fault_ranks import FIELDS, check_round_trip
 
 HERE, THERE = Address("10.0.0.1", 4000, bytes(16)), Address("127.0.1.1", 4001, bytes(16))
 GONE, LIVES = ProbeResult(None, lost=True), ProbeResult(3)
@@ -55,3 +60,45 @@ def test_an_address_that_leads_elsewhere_is_refused_on_every_rank(monkeypatch: p
 def test_ranks_of_one_host_ask_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "probe_all", None)
     handshake.require_reach(World(0, 2), [HERE, HERE], ["a", "a"], 1.0)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_every_interface_is_no_address_for_peers(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """Closes over: peers that ask themselves, and take the rank for dead."""
+    monkeypatch.setenv("MOELINK_PROBE_HOST", host)
+    with pytest.raises(
+        ConfigError, match=f"MOELINK_PROBE_HOST: expected the address of one interface, .* got '{host}'"
+    ):
+        ProbeServer()
+
+
+def test_nothing_at_an_address_of_one_machine_does_not_show_that_a_rank_is_gone() -> None:
+    for own in ("127.0.1.1", "::1", "localhost"):
+        words, is_sure = gone_in_words(Address(own, 1, b""), asked_from=HERE)
+        assert words == f"nothing listens at {own}, which is its own machine's alone: set MOELINK_PROBE_HOST there"
+        assert not is_sure
+        assert gone_in_words(Address(own, 1, b""), asked_from=THERE) == (GONE_IN_WORDS, True)
+    assert gone_in_words(HERE, asked_from=HERE) == (GONE_IN_WORDS, True)
+
+
+def over_ipv6(rank: int, world_size: int) -> str:
+    """Meet at an IPv6 address. Where this rank's probe server is."""
+    os.environ["MASTER_ADDR"] = "::1"
+    with moelink.init(**FIELDS, device="cpu", transport="collective", timeout=60) as ep:
+        check_round_trip(ep, rank)
+        detector = ep._session.detector
+        assert detector is not None
+        return detector.addresses[rank].host
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_probe_servers_are_at_the_address_of_ipv6_that_leads_to_rank_0() -> None:
+    assert run_ranks(over_ipv6, 2) == ["::1"] * 2
+
+
+def test_a_name_that_does_not_resolve_leads_to_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no such name")
+    server = ProbeServer()
+    assert server.address.host == "127.0.0.1"
+    assert probe(server.address).reached == 0
+    server.close()

@@ -79,7 +79,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.control import roster as rosters
-from moelink.control.probe import GONE_IN_WORDS, Address, ProbeResult, probe_all
+from moelink.control.probe import Address, ProbeResult, gone_in_words, probe_all
 from moelink.control.roster import ENTERED, LEFT, NONCE_BYTES, WAITING, Entry, decode_roster, digest, encode_roster
 from moelink.control.stores import peek
 from moelink.control.threads import start_daemon
@@ -337,7 +337,7 @@ class Meeting:
         silent = [rank for rank, result in results.items() if result.reached < 0 and not result.lost]
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         if lost:
-            raise _SetbackError(Setback(lost[0], GONE_IN_WORDS, lost=True))
+            raise _SetbackError(self._gone(lost[0]))
         if silent and not missing:
             raise _SetbackError(Setback(silent[0], _say(silent, "called init and", "do not answer", "does not answer")))
         # A rank that gave up a moment ago did so because of one that is missing or silent here, too: name that one.
@@ -461,18 +461,21 @@ class Meeting:
                 self._done |= {rank for rank in lost if peek(self.room, f"done/{rank}")}
         lost = [rank for rank in lost if rank not in self._done]
         if lost:
-            raise _SetbackError(Setback(lost[0], GONE_IN_WORDS, lost=True))
+            raise _SetbackError(self._gone(lost[0]))
+
+    def _gone(self, rank: int) -> Setback:
+        words, is_sure = gone_in_words(self._seen[rank].address, asked_from=self._mine.address)
+        return Setback(rank, words, lost=is_sure)
 
     def _suspect(self) -> Setback | None:
         """Probe all that were seen: name one whose process is gone, or else one that does not answer."""
         results = self._probe(dict(self._seen))
         for rank, result in results.items():
             if result.lost:
-                return Setback(rank, GONE_IN_WORDS, lost=True)
+                return self._gone(rank)
         silent = [rank for rank, result in results.items() if result.reached < 0]
-        return (
-            Setback(silent[0], _say(silent, "called init and", "do not answer", "does not answer")) if silent else None
-        )
+        words = _say(silent, "called init and", "do not answer", "does not answer")
+        return Setback(silent[0], words) if silent else None
 
     def _store_failed(self, error: RuntimeError) -> Setback:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -531,11 +534,8 @@ class Meeting:
         while others and time.monotonic() < end:
             time.sleep(_PAUSE_SECONDS)
             now = self._read_entries()
-            others = {rank: entry for rank, entry in others.items() if now.get(rank) in (entry, _entered(entry))}
-
-
-def _entered(entry: Entry) -> Entry:
-    return replace(entry, state=ENTERED)
+            still = {rank: (entry, replace(entry, state=ENTERED)) for rank, entry in others.items()}
+            others = {rank: entry for rank, entry in others.items() if now.get(rank) in still[rank]}
 
 
 def _say(ranks: Sequence[int], before: str, many: str, one: str) -> str:

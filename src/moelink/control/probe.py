@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,7 +43,14 @@ from moelink.control.responder import (
     proof_of,
 )  # fmt: skip
 from moelink.control.stores import listen
-from moelink.errors import PeerLeftError, PeerLostError, PeerTimeoutError, UndeliveredError, UnsupportedError
+from moelink.errors import (
+    ConfigError,
+    PeerLeftError,
+    PeerLostError,
+    PeerTimeoutError,
+    UndeliveredError,
+    UnsupportedError,
+)
 
 T = TypeVar("T")
 _PHASES = ("dispatch", "combine", "init")
@@ -70,6 +78,11 @@ class Address:
     host: str
     port: int
     token: bytes
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it leads each machine to itself."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     def encode(self) -> bytes:
         """Encode as bytes, for the handshake at init."""
@@ -168,6 +181,7 @@ class ProbeServer:
             world_size: reports that blame another rank than one of these are dropped. 0: not known.
 
         Raises:
+            ConfigError: MOELINK_PROBE_HOST is no address of one interface.
             UnsupportedError: there is no Python interpreter to run it, or no such address to listen at.
         """
         memory = _anonymous_file()
@@ -385,14 +399,27 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 def _own_host() -> str:
     """Host part of this rank's address: as configured, or of the interface that leads to MASTER_ADDR."""
     configured = env.PROBE_HOST.read()
+    if configured in ("0.0.0.0", "::"):
+        raise ConfigError(env.PROBE_HOST.name, "the address of one interface, for peers to reach it at", configured)
     if configured:
         return configured
-    master = os.environ.get("MASTER_ADDR")
-    if master is None:
+    try:
+        places = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM)
+    except OSError:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        try:
-            probe_socket.connect((master, 9))
+    for family, kind, protocol, _, place in places:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe_socket:
+            probe_socket.connect(place)
             return str(probe_socket.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    return "127.0.0.1"
+
+
+def gone_in_words(address: Address, *, asked_from: Address) -> tuple[str, bool]:
+    """Say that nothing listens at ``address``, and whether that shows that its rank's process is gone.
+
+    It does not where the address is of one machine alone, and that of the rank that asks is not: they may be on two.
+    """
+    if address.is_loopback and not asked_from.is_loopback:
+        hint = f"nothing listens at {address.host}, which is its own machine's alone: set {env.PROBE_HOST.name} there"
+        return hint, False
+    return GONE_IN_WORDS, True

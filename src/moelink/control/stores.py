@@ -71,7 +71,8 @@ def listen(host: str, backlog: int) -> socket.socket:
         OSError: this process has too many files open.
     """
     try:
-        return socket.create_server((host, 0), backlog=backlog)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=backlog)
     except OSError as error:
         if is_own(error):
             raise
