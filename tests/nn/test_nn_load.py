@@ -108,12 +108,14 @@ def test_reports_of_ranks_add_up(tmp_path: Path) -> None:
 
 
 def broken(documents: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    twice, other, steps, kind = (copy.deepcopy(documents) for _ in range(4))
+    twice, other, steps, kind, short = (copy.deepcopy(documents) for _ in range(5))
     twice[1]["layers"][0]["rank"] = 0
     other[1]["layers"][0]["name"] = "elsewhere"
     steps[1]["layers"][0]["first_step"] = 7
     kind[1]["kind"] = "bench"
-    return {"each rank once": twice, "same layers": other, "same steps": steps, "save_load": kind}
+    del short[1]["layers"][0]["steps"][1][0]
+    wrong = {"each rank once": twice, "same layers": other, "same steps": steps, "save_load": kind}
+    return {**wrong, "steps of 5 experts": short}
 
 
 def test_reports_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_the_command_says_what_is_wrong(
         ([*paths, "--layer", "nope"], 1, "layers.0, layers.1, got nope"),
         ([*paths, "--along", "steps"], 1, "to draw its steps"),
         ([paths[0], paths[0]], 1, "each rank once"),
-        ([noise], 2, "not JSON"),
+        ([noise], 1, "JSON files of moelink.nn.save_load"),
         ([list_of], 1, "save_load"),
     ):
         code, said = drawn([*arguments, "--out", out], capsys, monkeypatch)

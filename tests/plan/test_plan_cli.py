@@ -209,7 +209,8 @@ def test_check_without_constants_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 def test_other_files_are_no_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     other = str(ROOT / "benchmarks" / "results" / "collective_vs_topk.json")
     said = fails("check", other, monkeypatch=monkeypatch, capsys=capsys)
-    assert "JSON files of moelink bench, got 'collective_vs_topk.json'" in said
+    assert "JSON files of moelink bench or moelink bench layer, with 'moelink bench' or" in said
+    assert "as benchmark, got \"'collective_vs_topk' in collective_vs_topk.json\"" in said
 
 
 @pytest.mark.parametrize("page", ["docs/plan.md", "docs/multi-node.md", "README.md"])

@@ -126,12 +126,12 @@ def test_packaged_constants_are_fitted_to_what_stands_here() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "something"}, "kind 'moelink plan expert constants'"),
-        ({"schema_version": 2}, "schema_version 2"),
-        ({"formats": {"fp8_block128": {"tflop_per_s": 1.0}}}, "fields product_floor_us"),
-        ({"formats": {"mxfp8": dict.fromkeys(FIELDS, 1.0)}}, "for mxfp8"),
-        ({"formats": {"bf16": dict.fromkeys(FIELDS, 0.0)}}, "weights_gb_per_s: expected a positive number"),
-        ({"fitted_to": None}, "provenance"),
+        ({"kind": "something"}, "plan fit-experts, with 'moelink plan expert constants' as kind"),
+        ({"schema_version": 2}, "1 as schema_version, got '2 in"),
+        ({"formats": {"fp8_block128": {"tflop_per_s": 1.0}}}, "as formats.fp8_block128.product_floor_us, got 'nothing"),
+        ({"formats": {"mxfp8": dict.fromkeys(FIELDS, 1.0)}}, "formats bf16 and fp8_block128, got 'mxfp8"),
+        ({"formats": {"bf16": dict.fromkeys(FIELDS, 0.0)}}, "a positive number .* as formats.bf16.weights_gb_per_s"),
+        ({"fitted_to": None}, "as fitted_to, got 'None"),
     ],
 )
 def test_files_that_are_no_constants_are_refused(change: dict[str, Any], words: str) -> None:
@@ -148,9 +148,9 @@ def test_results_from_which_nothing_follows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="grow with"):
         fitting.fit_experts(constant)
     (tmp_path / "no.json").write_text("{")
-    with pytest.raises(ConfigError, match="JSON files of benchmarks"):
+    with pytest.raises(ConfigError, match="JSON files of moelink bench layer or experts, got .*no.json"):
         fitting.load_expert_points([tmp_path / "no.json"])
-    with pytest.raises(ConfigError, match="benchmarks of layers and experts"):
+    with pytest.raises(ConfigError, match="as benchmark, got .*'moelink bench' in decode_2xh200.json"):
         fitting.load_expert_points([RESULTS / "decode_2xh200.json"])
     with pytest.raises(ConfigError, match="a JSON file of moelink plan fit-experts"):
         load_expert_constants(tmp_path / "absent.json")

@@ -144,12 +144,13 @@ def test_the_package_has_constants_only_from_a_file(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "something"}, "kind 'moelink plan constants'"),
-        ({"schema_version": 2}, "schema_version 2"),
-        ({"phases": {"dispatch": dict.fromkeys(FIELDS, 1.0)}}, "fields .* for combine"),
-        ({"phases": dict.fromkeys(PHASES, {"floor_us": 1.0})}, "fields .* for dispatch"),
+        ({"kind": "something"}, "a JSON file of moelink plan fit, with 'moelink plan constants' as kind"),
+        ({"schema_version": 2}, "1 as schema_version, got '2 in"),
+        ({"phases": {"dispatch": dict.fromkeys(FIELDS, 1.0)}}, "an object as phases.combine, got 'nothing"),
+        ({"phases": dict.fromkeys(PHASES, {"floor_us": 1.0})}, "as phases.dispatch.per_peer_us, got 'nothing"),
         ({"phases": dict.fromkeys(PHASES, dict.fromkeys(FIELDS, -1.0))}, "floor_us"),
-        ({"machine": None, "fitted_to": None}, "provenance"),
+        ({"machine": None, "fitted_to": None}, "as machine, got 'None"),
+        ({"fitted_to": []}, "one or more as fitted_to"),
     ],
 )
 def test_files_that_are_no_constants_are_refused(change: dict[str, Any], words: str) -> None:
@@ -290,10 +291,14 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     [
         ([], "JSON files of moelink bench"),
         ({"benchmark": "another"}, "JSON files of moelink bench"),
-        (bench_document(2, [], schema_version=2), "schema_version 1, got '2"),
+        (bench_document(2, [], schema_version=2), "1 as schema_version, got '2"),
         (bench_document(2, [], device="cpu"), "times of GPUs"),
         (bench_document(2, [], gate={"passed": False}), "correctness gate passed"),
-        (bench_document(2, []), "none in these files"),
+        (bench_document(2, []), "a list of one or more as cases"),
+        (
+            bench_document(2, [{"tokens": 8, "dispatch": 20.0, "combine": 30.0, "contender": COLLECTIVE}]),
+            "none in these files",
+        ),
     ],
 )
 def test_files_that_are_no_results_are_refused(tmp_path: Path, document: Any, words: str) -> None:

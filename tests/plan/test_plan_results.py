@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.tools.bench.document import BENCHMARK
+from moelink.tools.bench.document import BENCHMARK, read_result
 from moelink.tools.bench.experts import sizes_of
-from moelink.tools.plan import packaged_constants, packaged_expert_constants
+from moelink.tools.plan import experts_fit, fit, packaged_constants, packaged_expert_constants
 from moelink.tools.plan.check_layer import compare_layer
 from moelink.tools.plan.constants_file import Run
 from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertConstants, Load, product_time
 from moelink.tools.plan.experts_fit import expert_points, fit_experts, predicted
 from moelink.tools.plan.fit import Point, compare, left_out, points_of
 from moelink.tools.plan.traffic import PHASES, Layer
+from moelink.tools.plots import layer as layer_plots
+from moelink.tools.plots import lines
 from tests.support.paths import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -191,6 +193,15 @@ def test_no_case_is_left_out_without_a_reason(file: str) -> None:
     assert len(compared) == 2 * reasons.count("")
     assert {reason.split(",")[0].split(" ")[0] for reason in reasons if reason} <= {"routing", "a", "layout"}
     assert points_of(document, file, contender=COLLECTIVE)
+
+
+@pytest.mark.parametrize("forms", [{**fit.FORMS, **experts_fit.FORMS}, {**lines.FORMS, **layer_plots.FORMS}])
+def test_results_have_the_forms_that_commands_read(forms: dict[str, Any]) -> None:
+    """Those of ``moelink plan``, and those of ``moelink bench plot``."""
+    files = [path for path in RESULTS.glob("*.json") if document_of(path.name).get("benchmark") in forms]
+    assert len(files) > 15
+    for path in files:
+        assert read_result(path, forms) == document_of(path.name)
 
 
 def test_reasons_say_what_the_model_lacks() -> None:

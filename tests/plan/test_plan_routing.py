@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,11 +15,16 @@ from hypothesis import strategies as st
 from moelink.errors import ConfigError
 from moelink.tools.bench.presets import Case
 from moelink.tools.bench.workload import draw_ids
-from moelink.tools.plan.routing import Routing, Statistics, Trace, Uniform, Zipf, make_routing
+from moelink.tools.plan.routing import Routing, Statistics, Trace, Uniform, Zipf, make_routing, read_array
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 
 DRAWS = 40_000
+
+
+def npy(header: str) -> bytes:
+    """A .npy file with this header and four numbers."""
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(32)
 
 
 def drawn(distribution: str, num_experts: int, topk: int) -> np.ndarray:
@@ -115,6 +122,17 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         (np.array([[0, None]], dtype=object), "a .npy file"),
         (b"no numpy at all", "a .npy file"),
         (b"", "a .npy file"),
+        (b"PK\x03\x04" + bytes(40), "a .npy file"),
+        (npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000, 2), }"), r"too short for shape \[1000"),
+        (npy("{'descr': '<i8', 'fortran_order': False, 'shape': (2, 2), }")[:-1], r"too short for shape \[2, 2\]"),
+        (npy("{'descr': '<i8', 'fortran_order': False, 'shape': (-2, -2), }"), "no header of numbers"),
+        (npy("{'descr': '<i3', 'fortran_order': False, 'shape': (2, 2), }"), "no header of numbers"),
+        (npy("{'descr': [('a', '<i8')], 'fortran_order': False, 'shape': (2, 2), }"), "no header of numbers"),
+        (npy("(" * 3000), "no header of numbers"),
+        (npy("{'descr': [\n"), "no header of numbers"),
+        (npy("{[]: 1}"), "no header of numbers"),
+        (npy("{'descr': '<i8', 'fortran_order': False, 'shape': (" + "1" * 4000), "no header of numbers"),
+        (npy("{'descr': '<i8', 'fortran_order': False, 'shape': (" + "1, " * 100 + "2), }"), "a .npy file"),
     ],
 )
 def test_bad_traces_are_refused(tmp_path: Path, content: np.ndarray | bytes, words: str) -> None:
@@ -127,6 +145,37 @@ def test_bad_traces_are_refused(tmp_path: Path, content: np.ndarray | bytes, wor
         make_routing(str(path), num_experts=8, topk=2)
 
 
-def test_unknown_routings_are_refused() -> None:
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_what_numpy_writes_is_read(order: Literal["C", "F"], version: tuple[int, int], tmp_path: Path) -> None:
+    for shape in ((), (5,), (4, 2), (2, 3, 4)):
+        for dtype in ("u1", "<i2", ">i4", "i8", "?", "f4"):
+            array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype, order=order)
+            with (tmp_path / "trace.npy").open("wb") as file:
+                np.lib.format.write_array(file, array, version)
+            found = read_array(tmp_path / "trace.npy")
+            assert found.dtype == array.dtype
+            assert found.shape == array.shape
+            assert (found == array).all()
+
+
+def test_nothing_of_a_trace_is_run(tmp_path: Path) -> None:
+    class Touch:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "touched",)
+
+    np.save(tmp_path / "pickled.npy", np.array([[Touch(), 1]], dtype=object), allow_pickle=True)
+    with pytest.raises(ConfigError, match="no header of numbers"):
+        make_routing(str(tmp_path / "pickled.npy"), num_experts=8, topk=2)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("name", ["skewed", "", ".", "x" * 5000, "\0"])
+def test_unknown_routings_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"'uniform', 'zipf' or the path"):
-        make_routing("skewed", num_experts=8, topk=2)
+        make_routing(name, num_experts=8, topk=2)
+
+
+def test_zipf_of_any_size_fits_into_memory() -> None:
+    with pytest.raises(ConfigError, match="of at most 65536 with zipf"):
+        make_routing("zipf", num_experts=1 << 20, topk=8)

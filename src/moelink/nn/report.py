@@ -71,12 +71,11 @@ def combine_reports(documents: Sequence[dict[str, Any]]) -> list[LayerLoad]:
 
 
 def _stats(layer: dict[str, Any]) -> LoadStats:
-    fields = {key: value for key, value in layer.items() if key != "name"}
-    fields |= {
-        "tokens_per_expert": tuple(layer["tokens_per_expert"]),
-        "steps": tuple(tuple(step) for step in layer["steps"]),
-    }
-    return LoadStats(**fields)
+    fields = {field.name: layer[field.name] for field in dataclasses.fields(LoadStats)}
+    tokens, steps = tuple(layer["tokens_per_expert"]), tuple(tuple(step) for step in layer["steps"])
+    if any(len(step) != len(tokens) for step in steps):
+        raise ArgumentError("documents", f"{layer['name']}: steps of {len(tokens)} experts", sorted({*map(len, steps)}))
+    return LoadStats(**{**fields, "tokens_per_expert": tokens, "steps": steps})
 
 
 def _sum(name: str, parts: list[LoadStats]) -> LayerLoad:

@@ -22,12 +22,28 @@ import torch
 
 import moelink
 from moelink.errors import ConfigError
-from moelink.tools import common
+from moelink.tools import common, documents
+from moelink.tools.documents import EXPERTS, RANKS, SIZE, TEXT, Kind, Maybe, printable
 
 BENCHMARK = "moelink bench"
 LAYER_BENCHMARK = "moelink bench layer"
 ROLES_BENCHMARK = "moelink bench roles"
 SCHEMA_VERSION = 1
+
+RUN = {
+    "schema_version": documents.VERSION,
+    "gate": Kind(
+        "that of a run whose correctness gate passed",
+        lambda gate: gate == "passed" or (isinstance(gate, dict) and gate.get("passed") is True),
+    ),
+    "date": TEXT, "commit?": Maybe(TEXT), "devices": [TEXT], "ranks?": RANKS,
+}  # fmt: skip
+"""What forms of results have in common. Some of one rank do not say so."""
+CASE = {
+    "tokens": SIZE, "hidden_size": SIZE, "num_experts": EXPERTS, "topk": EXPERTS, "format": TEXT, "distribution": TEXT,
+    "num_sms": Maybe(SIZE), "layout?": TEXT,
+}  # fmt: skip
+"""Of dispatch and combine. Older results do not say the layout."""
 
 PACKAGES = (*common.PACKAGES, "flashinfer")
 
@@ -156,20 +172,18 @@ def to_document(value: object) -> object:
     return value
 
 
-def read_result(path: Path, benchmarks: Sequence[str] = (BENCHMARK,)) -> dict[str, Any]:
-    """Read a document of ``moelink bench``: of one of ``benchmarks``, by default that of dispatch and combine.
+def read_result(path: Path, forms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Read a result of one of the benchmarks that ``forms`` has, each with its form.
 
     Raises:
-        ConfigError: it is none of this schema, or its correctness gate failed, so that it has no figures.
+        ConfigError: it is none of these, or has not that form: of another schema, or its correctness gate failed, so
+            that it has no figures.
     """
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("results", "JSON files of moelink bench", f"{path} ({error})") from error
-    if not isinstance(document, dict) or document.get("benchmark") not in benchmarks:
-        raise ConfigError("results", "JSON files of moelink bench", path.name)
-    if document.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError("results", f"schema_version {SCHEMA_VERSION}", f"{document.get('schema_version')} in {path}")
-    if not document["gate"]["passed"]:
-        raise ConfigError("results", "a run whose correctness gate passed", path.name)
-    return document
+    expected, file = f"JSON files of {' or '.join(forms)}", printable(path.name)
+    document: Any = documents.read(path, "results", expected)
+    documents.check(document, {"benchmark": documents.one_of(*forms)}, "results", expected, file)
+    form = forms[document["benchmark"]]
+    documents.check(document, form, "results", expected, file)
+    if "cases" in form and (last := max(row["case"] for row in document["rows"])) >= len(document["cases"]):
+        raise ConfigError("results", f"rows of its {len(document['cases'])} cases", f"case {last} in {file}")
+    return document  # type: ignore[no-any-return]

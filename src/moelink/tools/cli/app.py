@@ -4,7 +4,6 @@ Data goes to stdout, progress and errors to stderr.
 """
 
 import dataclasses
-import json
 import os
 from enum import Enum
 from pathlib import Path
@@ -172,17 +171,9 @@ def plot(
 
     Give the files of all ranks of a run to see all tokens; of some, to see theirs.
     """
-    from moelink.nn.report import combine_reports
-    from moelink.tools.plots.maps import draw_load
+    from moelink.tools.plots.maps import draw_load, load_layers
 
-    documents = []
-    for path in reports:
-        try:
-            document = json.loads(path.read_text())
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise typer.BadParameter(f"{path}: not JSON ({error})", param_hint="REPORTS") from error
-        documents.append(document if isinstance(document, dict) else {})
-    layers = combine_reports(documents)
+    layers = load_layers(reports)
     with drawing(out):
         draw_load(layers, out, along=None if along is None else along.value, layer=layer)
 

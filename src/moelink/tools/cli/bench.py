@@ -17,7 +17,7 @@ from rich.text import Text
 from moelink.errors import ConfigError
 from moelink.tools.bench import PRESETS, make_plan, run_bench
 from moelink.tools.bench.comparisons import NEEDED, gate_line, summary, table_of
-from moelink.tools.bench.document import BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK, command_line, read_result
+from moelink.tools.bench.document import LAYER_BENCHMARK, ROLES_BENCHMARK, command_line, read_result
 from moelink.tools.bench.layer import LAYER_PRESETS, make_layer_plan, run_layer_bench
 from moelink.tools.bench.layer.plan import SHAPES
 from moelink.tools.bench.presets import LAYOUTS, PEERS, DeviceKind
@@ -188,7 +188,9 @@ def plot_results(
 ) -> None:
     """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks; of the
     layer (one result), the time of each contender by its parts."""
-    draw([read_result(path, (BENCHMARK, LAYER_BENCHMARK)) for path in results], out)
+    from moelink.tools.plots import layer, lines
+
+    draw([read_result(path, {**lines.FORMS, **layer.FORMS}) for path in results], out)
 
 
 def draw(documents: list[dict[str, Any]], path: Path) -> None:

@@ -24,9 +24,14 @@ BAR = 40
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Make a console on stdout or stderr. Honours NO_COLOR; without a terminal it writes plain lines of fixed width."""
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+    """Make a console on stdout or stderr. Honours NO_COLOR; without a terminal it writes plain lines of fixed width.
+
+    Text is printed as it stands: ``[x]`` is no markup, ``:x:`` no emoji. It may come from somebody's file.
+    """
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def table(console: Console, title: str) -> Table:
@@ -115,7 +120,7 @@ def progress_on_stderr() -> Iterator[Callable[[str], None]]:
         return
     console = make_console(stderr=True)
     if not console.is_terminal:
-        yield lambda message: console.print(message, markup=False)
+        yield lambda message: console.print(message)
         return
     with console.status("") as status:
         yield lambda message: status.update(message)

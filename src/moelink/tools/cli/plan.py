@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +10,10 @@ import typer
 
 from moelink.errors import ConfigError
 from moelink.tools.bench.contenders import SYMMETRIC
+from moelink.tools.bench.document import LAYER_BENCHMARK, read_result
 from moelink.tools.cli.console import drawing, make_console, to_json, write_json
 from moelink.tools.cli.plan_view import check_view, plan_view
+from moelink.tools.documents import printable
 from moelink.tools.plan import (
     Constants,
     Layer,
@@ -26,8 +27,9 @@ from moelink.tools.plan import (
     parse_ranks,
     to_document,
 )
+from moelink.tools.plan import experts_fit as layers_fit
 from moelink.tools.plan import fit as fitting
-from moelink.tools.plan.check_layer import compare_layer, is_layer_result
+from moelink.tools.plan.check_layer import compare_layer
 from moelink.tools.plan.experts_fit import fit_experts, load_expert_points
 
 plan_app = typer.Typer(
@@ -162,15 +164,17 @@ def check(
 
     Results of the layer's benchmark are compared too: the experts, and all of the layer but its routing.
     """
-    of_layers = [path for path in results if is_layer_result(path)]
-    others = [path for path in results if path not in of_layers]
-    points = fitting.load_points(others, contender=contender) if others else []
+    forms = {**fitting.FORMS, LAYER_BENCHMARK: layers_fit.FORMS[LAYER_BENCHMARK]}
+    documents = {path: read_result(path, forms) for path in results}
+    of_layers = {path: found for path, found in documents.items() if found["benchmark"] == LAYER_BENCHMARK}
+    others = {path: found for path, found in documents.items() if path not in of_layers}
+    points = fitting.all_points(others, contender=contender) if others else []
     wanted = [point for point in points if not tokens or point.layer.tokens in tokens]
     known, experts = read_constants(constants), read_expert_constants(expert_constants).formats
     layers = [
         compared
-        for path in of_layers
-        for compared in compare_layer(json.loads(path.read_text()), path.name, constants=known, experts=experts)
+        for path, found in of_layers.items()
+        for compared in compare_layer(found, printable(path.name), constants=known, experts=experts)
         if not tokens or compared.tokens in tokens
     ]
     document = fitting.to_document([*fitting.compare(wanted, known), *layers])

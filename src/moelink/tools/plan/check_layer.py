@@ -8,30 +8,18 @@ several the part of combine has the wait for the rank whose experts took longest
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from moelink.tools.bench.document import LAYER_BENCHMARK
 from moelink.tools.plan.constants_file import Run
 from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertConstants, experts_time
-from moelink.tools.plan.experts_fit import CONTENDERS, load_of_case, run_of, scaled_parts
+from moelink.tools.plan.experts_fit import CONTENDERS, load_of_case, scaled_parts
 from moelink.tools.plan.fit import Point, compare
 from moelink.tools.plan.model import Constants
 from moelink.tools.plan.traffic import PHASES, Layer
 
 EXPERT_PARTS = ("convert", "product 1", "activation", "product 2")
-
-
-def is_layer_result(path: Path) -> bool:
-    """Return whether a file is a result of the benchmark of layers; False for what is no JSON."""
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        return False
-    return isinstance(document, dict) and document.get("benchmark") == LAYER_BENCHMARK
 
 
 @dataclass(frozen=True)
@@ -74,9 +62,9 @@ def compare_layer(
     """Predict every case of moelink in a result of the benchmark of layers.
 
     Raises:
-        ConfigError: another kind of result, not of GPUs, or its correctness gate failed.
+        ConfigError: a case has not all parts.
     """
-    run, found = run_of(document, file), []
+    run, found = Run.of(document, file), []
     for row in document["rows"]:
         fmt = CONTENDERS.get(row["contender"])
         if fmt is None or not row["graph"] or not row["parts"]:
@@ -86,7 +74,7 @@ def compare_layer(
         predictions = _predict(case, fmt, run, constants, experts.get(fmt))
         measured = {
             "experts": sum(parts.get(part, 0.0) for part in EXPERT_PARTS),
-            "layer": row["graph"]["median"] - parts["route"],
+            "layer": sum(us for part, us in parts.items() if part != "route"),
         }
         for part, us in measured.items():
             found.append(LayerComparison(run, case["label"], case["tokens"], fmt, part, us, predictions[part]))

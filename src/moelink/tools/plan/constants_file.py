@@ -17,9 +17,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moelink.errors import ConfigError
+from moelink.tools import documents
+from moelink.tools.documents import RANKS, TEXT, Kind, number, one_of
 
 SCHEMA_VERSION = 1
+
+NAME = Kind("a printable name", lambda name: isinstance(name, str) and name.isprintable() and len(name) < 2000)
+PROVENANCE = {"machine": TEXT, "fitted_to": [{"file": NAME, "date": TEXT, "ranks": RANKS}]}
+"""Form of the fields that all files have."""
+US, RATE = number("microseconds", 0, 1e12), number("a positive number", 1e-9, 1e15)
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,18 @@ class ConstantsFile:
         kind: as the file states it.
         command: what writes such files.
         packaged: name of the one beside this module.
+        form: of its fields besides those of all files.
     """
 
     kind: str
     command: str
     packaged: str
+    form: Mapping[str, Any]
+
+    @property
+    def expected(self) -> str:
+        """What messages ask for."""
+        return f"a JSON file of {self.command}"
 
     def head(self, machine: str, runs: Iterable[Run]) -> dict[str, Any]:
         """Return the first fields of a new file."""
@@ -65,30 +78,23 @@ class ConstantsFile:
             ],
         }
 
-    def checked(self, document: object, name: str) -> dict[str, Any]:
+    def checked(self, document: Any, name: str) -> dict[str, Any]:
         """Return a file's content; messages call the file ``name``.
 
         Raises:
-            ConfigError: it is no file of this kind and version.
+            ConfigError: it is no file of this kind, version and form.
         """
-        expected = f"a file of kind {self.kind!r}, schema_version {SCHEMA_VERSION}"
-        if not isinstance(document, dict) or document.get("kind") != self.kind:
-            raise ConfigError("constants", expected, name)
-        if document.get("schema_version") != SCHEMA_VERSION:
-            raise ConfigError("constants", expected, f"schema_version {document.get('schema_version')!r} in {name}")
-        return document
+        form = {"kind": one_of(self.kind), "schema_version": documents.VERSION, **PROVENANCE, **self.form}
+        documents.check(document, form, "constants", self.expected, name)
+        return document  # type: ignore[no-any-return]
 
-    def load(self, path: Path) -> object:
-        """Read the content of a file, which :meth:`checked` has to accept.
+    def load(self, path: Path) -> tuple[object, str]:
+        """Return content and name of a file, for :meth:`checked`.
 
         Raises:
             ConfigError: it cannot be read, or is no JSON.
         """
-        try:
-            document: object = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError("constants", f"a JSON file of {self.command}", f"{path} ({error})") from error
-        return document
+        return documents.read(path, "constants", self.expected), documents.printable(path.name)
 
     def load_packaged(self) -> tuple[object, str] | None:
         """Return content and name of the packaged file; None when the package holds none."""
@@ -99,12 +105,14 @@ class ConstantsFile:
 
 
 def runs_text(document: Mapping[str, Any]) -> str:
-    """Return the results that a file was fitted to: ``"decode.json (2026-01-02, 2 ranks), ..."``.
-
-    Raises:
-        KeyError, TypeError: it does not say.
-    """
+    """Return the results that a file was fitted to: ``"decode.json (2026-01-02, 2 ranks), ..."``."""
     return ", ".join(f"{run['file']} ({run['date']}, {run['ranks']} ranks)" for run in document["fitted_to"])
+
+
+def check_fields(constants: object, forms: Mapping[str, Any]) -> None:
+    """Hold fields of a record against their forms; raises ConfigError by the name of the field."""
+    for name, form in forms.items():
+        documents.check(getattr(constants, name), form, name)
 
 
 def rounded(constants: object) -> dict[str, float | None]:

@@ -24,8 +24,6 @@ The file ``experts.json`` beside this module, or one of ``moelink plan fit-exper
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +33,9 @@ import numpy as np
 
 from moelink.errors import ConfigError
 from moelink.routing import ExpertMap
-from moelink.tools.plan.constants_file import ConstantsFile, runs_text
+from moelink.tools.documents import Maybe
+from moelink.tools.plan.constants_file import RATE, US, ConstantsFile, check_fields, runs_text
 from moelink.tools.plan.routing import Floats, Routing
-
-FILE = ConstantsFile(kind="moelink plan expert constants", command="moelink plan fit-experts", packaged="experts.json")
 
 ExpertFormat = Literal["bf16", "fp8_block128"]
 EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
@@ -47,6 +44,16 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8_block128": 1.0}
 
 TILE = 128
 """Rows that the kernels of both formats compute at a time."""
+
+FIELD_FORMS = {
+    "product_floor_us": US, "weights_gb_per_s": RATE, "tflop_per_s": RATE, "rows_gb_per_s": Maybe(RATE),
+    "activation_floor_us": US, "activation_gb_per_s": RATE,
+}  # fmt: skip
+FIELDS = tuple(FIELD_FORMS)
+FILE = ConstantsFile(
+    kind="moelink plan expert constants", command="moelink plan fit-experts", packaged="experts.json",
+    form={"formats": {"*": FIELD_FORMS}},
+)  # fmt: skip
 
 Limit = Literal["latency", "weights", "arithmetic", "rows", "activation"]
 
@@ -71,19 +78,12 @@ class ExpertConstants:
     activation_gb_per_s: float
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            absent = value is None and name == "rows_gb_per_s"
-            if not absent and not (number and (value >= 0 if name.endswith("floor_us") else value > 0)):
-                raise ConfigError(name, "a positive number", value)
+        check_fields(self, FIELD_FORMS)
 
     @property
     def crossover(self) -> float:
         """Rows of an expert at which its arithmetic takes as long as its weights, for weights of one byte."""
         return self.tflop_per_s * 1e3 / (2 * self.weights_gb_per_s)
-
-
-FIELDS = tuple(entry.name for entry in dataclasses.fields(ExpertConstants))
 
 
 @dataclass(frozen=True)
@@ -232,14 +232,11 @@ def read_expert_constants(document: object, name: str) -> MachineExperts:
     """
     content = FILE.checked(document, name)
     formats: dict[str, ExpertConstants] = {}
-    for fmt, entry in content.get("formats", {}).items():
-        if fmt not in EXPERT_FORMATS or not isinstance(entry, dict) or set(entry) != set(FIELDS):
-            raise ConfigError("constants", f"fields {', '.join(FIELDS)}", f"{entry!r} for {fmt} in {name}")
-        formats[fmt] = ExpertConstants(**entry)
-    try:
-        description = f"{content['machine']}, fitted to {runs_text(content)}"
-    except (KeyError, TypeError) as error:
-        raise ConfigError("constants", "its provenance (machine, fitted_to)", name) from error
+    for fmt, entry in content["formats"].items():
+        if fmt not in EXPERT_FORMATS:
+            raise ConfigError("constants", f"formats {' and '.join(EXPERT_FORMATS)}", f"{fmt} in {name}")
+        formats[fmt] = ExpertConstants(**{f: entry[f] for f in FIELDS})
+    description = f"{content['machine']}, fitted to {runs_text(content)}"
     return MachineExperts(formats, f"measured: {name}", description)
 
 
@@ -249,7 +246,7 @@ def load_expert_constants(path: Path) -> MachineExperts:
     Raises:
         ConfigError: it cannot be read, or :func:`read_expert_constants` refuses it.
     """
-    return read_expert_constants(FILE.load(path), path.name)
+    return read_expert_constants(*FILE.load(path))
 
 
 def packaged_expert_constants() -> MachineExperts:

@@ -10,7 +10,7 @@ linear in what is unknown: the fit repeats least squares of relative errors, non
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from moelink.errors import ConfigError
-from moelink.tools.bench.document import LAYER_BENCHMARK
+from moelink.tools.bench.document import LAYER_BENCHMARK, read_result
 from moelink.tools.bench.experts import sizes_of
+from moelink.tools.documents import EXPERTS as NUM_EXPERTS
+from moelink.tools.documents import INDEX, SIZE, TEXT, US, Kind, Maybe, printable
 from moelink.tools.plan.constants_file import Run, rounded
 from moelink.tools.plan.experts import (
     FILE,
@@ -31,11 +33,34 @@ from moelink.tools.plan.experts import (
     product_time,
     work_of,
 )
-from moelink.tools.plan.fit import nonnegative_least_squares
+from moelink.tools.plan.fit import GPU_RUN, nonnegative_least_squares
 from moelink.tools.plan.routing import Uniform
 
 EXPERTS = "experts"
 CONTENDERS = {"moelink bf16": "bf16", "moelink fp8_block128": "fp8_block128"}
+PARTS = ("route", "product 1", "activation", "product 2")
+"""Those that each layer of these has."""
+FORMS = {
+    LAYER_BENCHMARK: {
+        **GPU_RUN,
+        "cases": [{
+            "label": TEXT, "tokens": SIZE,
+            "shape": {"num_experts": NUM_EXPERTS, "topk": NUM_EXPERTS, "hidden_size": SIZE, "intermediate_size": SIZE},
+        }],
+        "rows": [{"case": INDEX, "contender": TEXT, "graph": Maybe({"median": US}), "parts": {"*": {"median": US}}}],
+    },
+    EXPERTS: {
+        **GPU_RUN, "shape": {"experts": NUM_EXPERTS, "hidden": SIZE, "intermediate": SIZE}, "most_rows": SIZE,
+        "rows": [{
+            "product": TEXT, "bf16?": {"us": US}, "fp8?": {"us": US},
+            "load": Kind(
+                "rows an expert, or few, one, mixed or room",
+                lambda load: isinstance(load, str) and bool(re.fullmatch("few|one|mixed|room|[0-9]{1,6}", load)),
+            ),
+        }],
+    },
+}  # fmt: skip
+"""Of results of layers and of experts."""
 STARTS = (50.0, 100.0, 200.0, 400.0)
 """Crossovers to begin with; the fit that describes the points best is taken."""
 ROUNDS = 30
@@ -67,29 +92,9 @@ class ExpertPoint:
         return self.columns > 0
 
 
-def run_of(document: Mapping[str, Any], file: str) -> Run:
-    """Return where a result of layers or experts was measured.
-
-    Raises:
-        ConfigError: another kind of result, not of GPUs, or its correctness gate failed.
-    """
-    kind, device = document.get("benchmark"), document.get("device")
-    if kind not in (LAYER_BENCHMARK, EXPERTS) or device != "cuda":
-        what = f"{file} of {kind!r} on {device!r}"
-        raise ConfigError("results", "files of the benchmarks of layers and experts, on GPUs", what)
-    if document["gate"] != "passed" and not (kind == LAYER_BENCHMARK and document["gate"]["passed"]):
-        raise ConfigError("results", "a run whose correctness gate passed", file)
-    return Run.of(document, file)
-
-
 def expert_points(document: Mapping[str, Any], file: str) -> list[ExpertPoint]:
-    """Return what a result says about products and activations.
-
-    Raises:
-        ConfigError: :func:`run_of` refuses it.
-    """
-    run = run_of(document, file)
-    is_layer = document["benchmark"] == LAYER_BENCHMARK
+    """Return what a result of :data:`FORMS` says about products and activations."""
+    is_layer, run = document["benchmark"] == LAYER_BENCHMARK, Run.of(document, file)
     return _points_of_layer(document, run) if is_layer else _points_of_experts(document, run)
 
 
@@ -102,6 +107,8 @@ def _points_of_experts(document: Mapping[str, Any], run: Run) -> list[ExpertPoin
             continue
         load = Load.of_rows(sizes_of(row["load"], shape["experts"], document["most_rows"]))
         for fmt, key in (("bf16", "bf16"), ("fp8_block128", "fp8")):
+            if key not in row:
+                raise ConfigError("results", "times of products in bf16 and fp8", f"none in {key} in {run.file}")
             what = f"{row['product']}, {row['load']} rows an expert"
             points.append(ExpertPoint(run, what, fmt, load, *sizes[row["product"]], row[key]["us"]))
     return points
@@ -132,8 +139,14 @@ def load_of_case(case: Mapping[str, Any], ranks: int) -> Load:
 
 
 def scaled_parts(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the microseconds of a layer's parts, so that they sum up to the whole layer."""
+    """Return the microseconds of a layer's parts, so that they sum up to the whole layer.
+
+    Raises:
+        ConfigError: not all :data:`PARTS` are there.
+    """
     parts = {name: float(part["median"]) for name, part in row["parts"].items()}
+    if not parts.keys() >= set(PARTS):
+        raise ConfigError("results", f"layers with parts {', '.join(PARTS)}", ", ".join(parts))
     scale = row["graph"]["median"] / sum(parts.values())
     return {name: us * scale for name, us in parts.items()}
 
@@ -142,16 +155,9 @@ def load_expert_points(paths: Iterable[Path]) -> list[ExpertPoint]:
     """Read the points of several files.
 
     Raises:
-        ConfigError: a file is no JSON, or :func:`expert_points` refuses it.
+        ConfigError: :func:`read_result` refuses a file.
     """
-    points = []
-    for path in paths:
-        try:
-            document = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError("results", "JSON files of benchmarks", f"{path} ({error})") from error
-        points += expert_points(document if isinstance(document, dict) else {}, path.name)
-    return points
+    return [point for path in paths for point in expert_points(read_result(path, FORMS), printable(path.name))]
 
 
 def fit_format(points: Sequence[ExpertPoint], fmt: str) -> ExpertConstants:

@@ -14,6 +14,7 @@ other size could be predicted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from moelink.errors import ConfigError
-from moelink.tools.bench.document import read_result
+from moelink.tools.bench.document import BENCHMARK, CASE, RUN, read_result
 from moelink.tools.bench.report import METHODS
+from moelink.tools.documents import INDEX, RANKS, TEXT, US, Kind, Maybe, printable
 from moelink.tools.plan.constants_file import Run, rounded
 from moelink.tools.plan.model import FILE, Constants, PhaseConstants, Shape, predict, read_constants
 from moelink.tools.plan.routing import Floats, Statistics, make_routing
@@ -33,6 +35,19 @@ from moelink.transports.base import Phase
 
 ROUTINGS = ("uniform", "zipf")
 """Distributions of the bench that the plan knows too. (Its third, one-rank, is no routing that one would plan for.)"""
+
+
+GPU_RUN = {**RUN, "device": Kind("times of GPUs (a CPU run shows that things work)", lambda device: device == "cuda")}
+FIGURES = {f"{method}?": Maybe({"median": US}) for method in METHODS}
+FORMS = {
+    BENCHMARK: {
+        **GPU_RUN, "ranks": RANKS, "cases": [{"case": CASE}],
+        "rows": [
+            {"case": INDEX, "contender": TEXT, "phases": {f"{phase}?": Maybe(FIGURES) for phase in PHASES}},
+        ],
+    }
+}  # fmt: skip
+"""Of results of ``moelink bench``, as far as a plan reads them."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +71,16 @@ class Point:
     @property
     def links(self) -> LinkBytes:
         """Expected bytes of the call; all ranks of a result are on one node."""
-        statistics = Statistics.of(
-            make_routing(self.routing, num_experts=self.layer.num_experts, topk=self.layer.topk),
-            num_experts=self.layer.num_experts, ranks=self.run.ranks, nodes=1,
-        )  # fmt: skip
+        statistics = _statistics(self.routing, self.layer.num_experts, self.layer.topk, self.run.ranks)
         units = Units.of(self.layer, self.layer.ep_config(self.run.ranks))
         return link_bytes(self.phase, "rank", units, statistics, self.layer.tokens)
+
+
+@functools.lru_cache(maxsize=16)
+def _statistics(routing: str, num_experts: int, topk: int, ranks: int) -> Statistics:
+    """Those of all points of a result with this routing; with Zipf's law they take long."""
+    made = make_routing(routing, num_experts=num_experts, topk=topk)
+    return Statistics.of(made, num_experts=num_experts, ranks=ranks, nodes=1)
 
 
 @dataclass(frozen=True)
@@ -110,24 +129,17 @@ def left_out(case: Mapping[str, Any]) -> str:
     return ""
 
 
-def load_result(path: Path) -> dict[str, Any]:
-    """Read a document of ``moelink bench`` on GPUs.
-
-    Raises:
-        ConfigError: as :func:`read_result`, or it is not of GPUs.
-    """
-    document = read_result(path)
-    if document.get("device") != "cuda":
-        raise ConfigError("results", "times of GPUs (a CPU run shows that things work)", f"{path.name}, of CPUs")
-    return document
-
-
 def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list[Point]:
     """Return what a result says about ``contender``: every phase of every case the plan can describe.
 
     Left out are those of which :func:`left_out` gives a reason.
+
+    Raises:
+        ConfigError: cases are of several layers.
     """
     run, points = Run.of(document, file), []
+    if len({(entry["case"]["num_experts"], entry["case"]["topk"]) for entry in document["cases"]}) > 1:
+        raise ConfigError("results", "cases of one num_experts and topk, as the bench makes them", file)
     for row in document["rows"]:
         case = document["cases"][row["case"]]["case"]
         if row["contender"] != contender or left_out(case):
@@ -152,7 +164,20 @@ def load_points(paths: Iterable[Path], *, contender: str) -> list[Point]:
     Raises:
         ConfigError: a file is refused, or nothing in them is about ``contender``.
     """
-    points = [point for path in paths for point in points_of(load_result(path), path.name, contender=contender)]
+    return all_points({path: read_result(path, FORMS) for path in paths}, contender=contender)
+
+
+def all_points(documents: Mapping[Path, Mapping[str, Any]], *, contender: str) -> list[Point]:
+    """Return the points of results by their files.
+
+    Raises:
+        ConfigError: nothing in them is about ``contender``.
+    """
+    points = [
+        point
+        for path, document in documents.items()
+        for point in points_of(document, printable(path.name), contender=contender)
+    ]
     if not points:
         raise ConfigError("results", f"figures of {contender!r} with uniform or zipf routing", "none in these files")
     return points

@@ -41,19 +41,26 @@ such file, ``constants.json`` beside this module; where it is absent, no constan
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from moelink.errors import ConfigError
 from moelink.levels import ASSUMED
-from moelink.tools.plan.constants_file import ConstantsFile, runs_text
+from moelink.tools.documents import RANKS, TEXT, Maybe
+from moelink.tools.plan.constants_file import RATE, US, ConstantsFile, check_fields, runs_text
 from moelink.tools.plan.traffic import PHASES, Copies, LinkBytes
 from moelink.transports.base import Phase
 
-FILE = ConstantsFile(kind="moelink plan constants", command="moelink plan fit", packaged="constants.json")
+FIELD_FORMS = {
+    "floor_us": Maybe(US), "per_peer_us": US, "nvlink_gb_per_s": Maybe(RATE), "network_gb_per_s": Maybe(RATE),
+    "memory_gb_per_s": Maybe(RATE), "hop_us": US, "quantising_gb_per_s": Maybe(RATE),
+}  # fmt: skip
+FIELDS = tuple(FIELD_FORMS)
+FILE = ConstantsFile(
+    kind="moelink plan constants", command="moelink plan fit", packaged="constants.json",
+    form={"contender": TEXT, "method": TEXT, "ranks": [RANKS], "phases": dict.fromkeys(PHASES, FIELD_FORMS)},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,21 +85,7 @@ class PhaseConstants:
     quantising_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("floor_us", "per_peer_us", "hop_us"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 <= value < math.inf):
-                raise ConfigError(name, "microseconds, at least 0", value)
-        for name in ("nvlink_gb_per_s", "network_gb_per_s", "memory_gb_per_s", "quantising_gb_per_s"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise ConfigError(name, "a positive number of GB/s", value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-FIELDS = tuple(f.name for f in dataclasses.fields(PhaseConstants))
+        check_fields(self, FIELD_FORMS)
 
 
 @dataclass(frozen=True)
@@ -116,8 +109,7 @@ class Constants:
     forward_source: str = "assumed: moelink.levels"
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.forward_us) and 0 <= self.forward_us < math.inf):
-            raise ConfigError("forward_us", "microseconds, at least 0", self.forward_us)
+        check_fields(self, {"forward_us": US})
 
     def assume(self, given: Mapping[str, tuple[float | None, str]]) -> Constants:
         """Replace fields in both phases. ``given``: field to (value or None, option's name).
@@ -159,20 +151,11 @@ def read_constants(document: object, name: str) -> Constants:
         ConfigError: it is no constants file of this version, or a value is not acceptable.
     """
     content = FILE.checked(document, name)
-    phases: dict[Phase, PhaseConstants] = {}
-    for phase in PHASES:
-        entry = content.get("phases", {}).get(phase)
-        if not isinstance(entry, dict) or set(entry) != set(FIELDS):
-            raise ConfigError("constants", f"fields {', '.join(FIELDS)} for {phase}", f"{entry!r} in {name}")
-        phases[phase] = PhaseConstants(**entry)
+    phases = {phase: PhaseConstants(**{f: content["phases"][phase][f] for f in FIELDS}) for phase in PHASES}
     known = [f for f in FIELDS if any(_tells(getattr(phases[phase], f)) for phase in PHASES)]
-    try:
-        what = f"{content['machine']}, {content['contender']} by {content['method']}"
-        description = f"{what}, fitted to {runs_text(content)}"
-        ranks = tuple(int(count) for count in content["ranks"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError("constants", "its provenance (machine, contender, method, fitted_to, ranks)", name) from error
-    return Constants(phases, {f: f"measured: {name}" for f in known}, ranks, description)
+    what = f"{content['machine']}, {content['contender']} by {content['method']}"
+    description = f"{what}, fitted to {runs_text(content)}"
+    return Constants(phases, {f: f"measured: {name}" for f in known}, tuple(content["ranks"]), description)
 
 
 def _tells(value: float | None) -> bool:
@@ -186,7 +169,7 @@ def load_constants(path: Path) -> Constants:
     Raises:
         ConfigError: it cannot be read, or :func:`read_constants` refuses it.
     """
-    return read_constants(FILE.load(path), path.name)
+    return read_constants(*FILE.load(path))
 
 
 def packaged_constants() -> Constants:

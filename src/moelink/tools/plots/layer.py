@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moelink.tools.bench.document import LAYER_BENCHMARK, RUN
+from moelink.tools.documents import INDEX, RANKS, SIZE, TEXT, US, Maybe, number, one_of
 from moelink.tools.plots import INK, MUTED, OTHERS, frame, new_figure
 
 COLORS = {
@@ -12,6 +14,20 @@ COLORS = {
     "product 2": "#5d4e8c", "combine": "#9cc7e8",
 }  # fmt: skip
 """By part; communication is blue, the products are violet."""
+
+FIGURE = Maybe({"median": US})
+FORMS = {
+    LAYER_BENCHMARK: {
+        **RUN, "commit": Maybe(TEXT), "ranks": RANKS, "versions": {"torch": TEXT}, "parts": [one_of(*COLORS)],
+        "cases": [{"tokens": SIZE, "shape": {"model": TEXT}}],
+        "rows": [{
+            "case": INDEX, "contender": TEXT, "graph": FIGURE, "eager": FIGURE,
+            "parts": {"*": {"median": number("microseconds", 0, 1e12)}},
+        }],
+    }
+}  # fmt: skip
+"""Of results of the layer, as far as they are drawn."""
+MOST_PANELS = 64
 
 SHORT = {
     "moelink fp8_block128": "moelink fp8",
@@ -28,13 +44,15 @@ def draw_layer(document: dict[str, Any], path: Path) -> None:
     A bar is as high as a whole call takes, by the first method that was used, and divided as its parts are.
 
     Raises:
-        ValueError: no contender has a figure.
+        ValueError: no contender has a figure, or there are more than 64 panels.
     """
     rows = [row for row in document["rows"] if whole(row) is not None]
     if not rows:
         raise ValueError("no figure in this result")
     models = list(dict.fromkeys(case["shape"]["model"] for case in document["cases"]))
     columns = max(sum(case["shape"]["model"] == model for case in document["cases"]) for model in models)
+    if len(models) * columns > MOST_PANELS:
+        raise ValueError(f"{len(models)} x {columns} panels are more than {MOST_PANELS}")
     height = 1.5 + 2.6 * len(models)
     figure = new_figure(height)
     panels = figure.subplots(len(models), columns, squeeze=False)

@@ -8,12 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
+from moelink.tools.bench.document import BENCHMARK, CASE, RUN
 from moelink.tools.bench.measure import PHASES
 from moelink.tools.bench.report import METHODS
+from moelink.tools.documents import INDEX, RANKS, TEXT, US, Maybe, number
 from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure
 
 COLORS = {SYMMETRIC: OURS, COLLECTIVE: "#d08c60"}
 MORE_COLORS = ("#7a9e7e", "#8d7bb0", "#b56576")
+FIGURES = {f"{method}?": Maybe({"median": US, "p20": US, "p80": US}) for method in METHODS}
+FORMS = {
+    BENCHMARK: {
+        **RUN, "commit": Maybe(TEXT), "ranks": RANKS, "versions": {"torch": TEXT},
+        "ceiling": {"gb_per_s": Maybe(number("GB/s", 0, 1e12))},
+        "cases": [{"case": CASE, "wire_us": dict.fromkeys(PHASES, Maybe(number("microseconds", 0, 1e12)))}],
+        "rows": [{
+            "case": INDEX, "contender": TEXT,
+            "phases": {
+                f"{phase}?": {"share_of_ceiling": Maybe(number("a share", 0, 1e6)), **FIGURES} for phase in PHASES
+            },
+        }],
+    }
+}  # fmt: skip
+"""Of results of ``moelink bench``, as far as they are drawn."""
 LABEL_STEP = 1.28
 """Ratio of heights, on a logarithmic axis, at which two labels do not touch."""
 STYLES = ("-", "--", "-.", ":")
@@ -49,7 +66,8 @@ def points_of(document: dict[str, Any]) -> list[Point]:
             continue
         if case.get("layout", "expert") != "expert":  # older results do not say
             continue
-        for phase, result in row["phases"].items():
+        for phase in PHASES:
+            result = row["phases"].get(phase, {})
             method = next((name for name in METHODS if result.get(name)), None)
             if method is not None:
                 what = (document["ranks"], case["tokens"], case["format"], row["contender"], phase)

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from moelink.errors import ArgumentError
 from moelink.nn.load import LoadStats
-from moelink.nn.report import LayerLoad
+from moelink.nn.report import KIND, LayerLoad, combine_reports
+from moelink.tools import documents
+from moelink.tools.documents import FLAG, RANKS, TEXT, count, number, one_of
 from moelink.tools.plots import FAINT, INK, MUTED, OTHERS, OURS, OURS_BACK, bare, blues, new_figure
 
 
@@ -121,6 +123,32 @@ class _Map:
     title: str
 
 
+TOKENS = count("tokens", 1 << 48, least=0)
+REPORT = {
+    "kind": one_of(KIND), "schema_version": documents.VERSION,
+    "layers": [{
+        "name": TEXT, "rank": number("a rank", 0, 1 << 12, (int,)), "world_size": RANKS, "replicated": FLAG,
+        "tokens_per_expert": [TOKENS], "steps": [[TOKENS]], "first_step": TOKENS,
+    }],
+}  # fmt: skip
+"""Form of the files of :func:`moelink.nn.save_load`."""
+
+
+def load_layers(paths: Sequence[Path]) -> list[LayerLoad]:
+    """Read files of :func:`moelink.nn.save_load`, of different ranks of one run.
+
+    Raises:
+        ConfigError: one is no such file.
+        ArgumentError: as :func:`moelink.nn.report.combine_reports`.
+    """
+    expected, reports = "JSON files of moelink.nn.save_load", []
+    for path in paths:
+        report: Any = documents.read(path, "reports", expected)
+        documents.check(report, REPORT, "reports", expected, documents.printable(path.name))
+        reports.append(report)
+    return combine_reports(reports)
+
+
 def draw_load(layers: Sequence[LayerLoad], path: Path, *, along: Axis | None = None, layer: str | None = None) -> None:
     """Draw load statistics into ``path`` (its suffix chooses the file format).
 
@@ -198,7 +226,7 @@ def _heat_map(figure: Any, axes: Any, shown: _Map) -> None:
     axes.set_yticks(range(0, experts, every), [str(expert) for expert in range(0, experts, every)])
     every = max(1, -(-columns // 12))
     axes.set_xticks(range(0, columns, every), [shown.labels[column] for column in range(0, columns, every)])
-    for border in shown.stats.expert_bounds[1:-1]:
+    for border in {*shown.stats.expert_bounds[1:-1]}:
         axes.axhline(border - 0.5, color="white", linewidth=3)
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, ticks=MaxNLocator(integer=True))
     bar.outline.set_visible(False)
@@ -212,13 +240,14 @@ def _rank_load(axes: Any, stats: LoadStats) -> None:
     axes.barh(range(len(load)), load, height=0.62, color=OURS)
     bare(axes)
     axes.set_title(f"Tokens per rank, busiest {stats.imbalance:.2f} x mean", loc="left", size=11, color=INK, pad=10)
-    axes.set_yticks(range(len(load)), [f"rank {rank}" for rank in range(len(load))])
+    labelled = range(0, len(load), max(1, len(load) // 64))  # a label takes longer than a bar
+    axes.set_yticks(labelled, [f"rank {rank}" for rank in labelled])
     axes.set_ylim(len(load) - 0.5, -0.5)
     axes.set_xlim(0, max(max(load), 1) * 1.2)
     axes.axvline(mean, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    for rank, tokens in enumerate(load):
-        axes.text(tokens + max(load) * 0.015, rank, f"{tokens:,}", va="center", size=9, color=INK, bbox=behind)
+    for rank in labelled:
+        axes.text(load[rank] + max(load) * 0.015, rank, f"{load[rank]:,}", va="center", size=9, color=INK, bbox=behind)
     axes.set_xlabel("tokens to this rank's experts (dashed: mean)", color=INK, size=9.5)
     axes.tick_params(axis="x", length=3, color=OTHERS)
     axes.spines["bottom"].set(visible=True, color=OTHERS)

@@ -1,0 +1,143 @@
+"""Files that somebody else may have written: read within bounds, and held against a form before anything uses them.
+
+A *form* says what a value has to be: a :class:`Kind` for text and numbers, ``Maybe(form)`` for that or null, ``[form]``
+for a list of one or more, and a dict for an object::
+
+    {"machine": TEXT, "commit?": Maybe(TEXT), "cases": [{"tokens": SIZE}], "parts": {"*": {"median": US}}}
+
+has "machine", "cases" and "parts", may have "commit", and the fields of "parts" are all alike. An object may have other
+fields, which nobody then reads. Text is short and printable, so that no terminal is told what to do.
+Numbers are finite and of a size that can be meant, so that no small file takes minutes or gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moelink.errors import ConfigError
+
+MOST_BYTES = 64 << 20
+MOST_DIGITS, MOST_LETTERS = 20, 200
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One value: what messages call it, and whether a value is one."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """What ``form`` describes, or null."""
+
+    form: Any
+
+
+def number(what: str, least: float, most: float, types: tuple[type[float], ...] = (int, float)) -> Kind:
+    """Return the kind of numbers in [least, most], in which NaN is not."""
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, types) and not isinstance(value, bool) and bool(least <= value <= most)
+
+    return Kind(f"{what} in [{least:.15g}, {most:.15g}]", accepts)
+
+
+def count(what: str, most: int, least: int = 1) -> Kind:
+    """Return the kind of whole numbers of something, in [least, most]."""
+    return number(f"a number of {what}", least, most, (int,))
+
+
+def one_of(*choices: str) -> Kind:
+    """Return the kind of these texts."""
+    return Kind(" or ".join(map(repr, choices)), lambda value: isinstance(value, str) and value in choices)
+
+
+TEXT = Kind(
+    f"at most {MOST_LETTERS} printable characters without $",
+    lambda value: isinstance(value, str) and len(value) <= MOST_LETTERS and value.isprintable() and "$" not in value,
+)
+"""Whatever stands between two $ would be a formula for matplotlib."""
+VERSION = Kind("1", lambda value: type(value) is int and value == 1)
+"""Of the schema, which has had one version in files of every kind."""
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+RANKS, EXPERTS, SIZE = count("ranks", 1 << 12), count("experts", 1 << 14), count("elements", 1 << 20)
+INDEX = number("the index of a case", 0, 1 << 20, (int,))
+US = number("microseconds", 1e-3, 1e12)
+"""Of something measured, by which one may divide."""
+
+
+def printable(name: str) -> str:
+    """Return a file's name as it is, or escaped where that cannot be printed."""
+    return name if name.isprintable() else ascii(name)[1:-1]
+
+
+def read(path: Path, name: str, expected: str) -> object:
+    """Read a JSON file; messages call the argument ``name``, and say what files are ``expected``.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than 64 MiB, or no JSON of a depth and of numbers that anybody needs.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+        return json.loads(data.decode(), parse_int=_integer)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(name, expected, f"{path} ({error})") from error
+
+
+def _integer(text: str) -> int:
+    if len(text) > MOST_DIGITS:  # the time of int() grows with the square of the length
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def check(value: object, form: Any, name: str, expected: str = "", file: str = "") -> None:
+    """Hold a value against its form; messages call it ``name``, and a document as :func:`read`, with its ``file``.
+
+    Raises:
+        ConfigError: something in it has another form. The message says what and where.
+    """
+    for what, at, got in _faults(value, form, ""):
+        place = f"{expected}, with {what}{f' as {at}' * bool(at)}" if file else what
+        raise ConfigError(name, place, f"{reprlib.repr(got)} in {file}" if file else got)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+def _faults(value: Any, form: Any, at: str) -> Iterator[tuple[str, str, object]]:
+    """Yield (what was expected, where, what came) for all that has another form."""
+    if isinstance(form, Maybe):
+        if value is not None:
+            yield from _faults(value, form.form, at)
+    elif isinstance(form, Kind):
+        if not form.accepts(value):
+            yield form.expected, at, value
+    elif isinstance(form, list):
+        if not isinstance(value, list) or not value:
+            yield "a list of one or more", at, value
+            return
+        for index, entry in enumerate(value):
+            yield from _faults(entry, form[0], f"{at}[{index}]")
+    elif not isinstance(value, dict):
+        yield "an object", at, value
+    else:
+        for key, inner in form.items():
+            if key == "*":
+                for name, entry in value.items():
+                    yield from _faults(name, TEXT, f"a name in {at}")
+                    yield from _faults(entry, inner, f"{at}.{name}".lstrip("."))
+            elif not key.endswith("?") or key[:-1] in value:
+                plain = key.removesuffix("?")
+                yield from _faults(value.get(plain, _Absent()), inner, f"{at}.{plain}".lstrip("."))
