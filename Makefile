@@ -180,7 +180,8 @@ UV := build/lock/bin/uv pip compile --quiet --universal --python-version 3.10 --
   --custom-compile-command "make lock" -c constraints.txt
 NOT_LOCKED := torch cuda-toolkit cuda-bindings cuda-pathfinder nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc \
   nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse \
-  nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvtx
+  nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvtx nvidia-cuda-cccl
+UV_OF_OTHERS := build/lock/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate --custom-compile-command "make lock"
 
 lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, with the hashes of their files
 	$(PYTHON) -m venv build/lock
@@ -189,6 +190,10 @@ lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, w
 	  $(NOT_LOCKED:%=--no-emit-package %) -o requirements/dev.txt
 	$(UV) --group build -o requirements/build.txt
 	$(UV) --group docs -o requirements/docs.txt
+	$(UV_OF_OTHERS) --python-version 3.11 requirements/frameworks.in \
+	  $(NOT_LOCKED:%=--no-emit-package %) --no-emit-package triton --no-emit-package nvidia-nvshmem-cu13 -o requirements/frameworks.txt
+	$(UV_OF_OTHERS) --python-version 3.12 --no-deps requirements/sglang.in -o requirements/sglang.txt
+	$(UV_OF_OTHERS) --python-version 3.12 --no-deps requirements/vllm.in -o requirements/vllm.txt
 
 clean:
 	rm -rf .venv .venv-docs .venv-torch-* .venv-frameworks .venv-vllm .venv-sglang build dist
@@ -206,10 +211,11 @@ $(STAMP): pyproject.toml testing/pyproject.toml $(CONSTRAINTS) requirements/dev.
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e ./testing
 	touch $@
 
-# Frameworks name the versions of what they need themselves; those that moelink was tested with are in the file.
+# What frameworks and engines get is pinned by hash as well: requirements/*.in names it, for `make lock`.
 $(FRAMEWORKS_STAMP): pyproject.toml requirements/frameworks.txt
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
-	$(FRAMEWORKS_BIN)/pip install --quiet -r requirements/frameworks.txt
+	$(FRAMEWORKS_BIN)/pip install --quiet --require-hashes --no-deps -r requirements/frameworks.txt
+	$(FRAMEWORKS_BIN)/pip install --quiet torch==2.13.0 triton==3.6.0
 	$(if $(NEWEST),$(FRAMEWORKS_BIN)/pip install --quiet --upgrade 'torchtitan<0.4' 'megatron-core<0.17')
 	$(FRAMEWORKS_BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
@@ -218,11 +224,11 @@ $(FRAMEWORKS_STAMP): pyproject.toml requirements/frameworks.txt
 # with a torch for CPUs, so nothing is installed that requirements/ does not name. torch is the one that the engine names,
 # with the Triton that this torch names.
 TORCH_vllm := torch==2.14.0
-TORCH_sglang := torch==2.14.1
+TORCH_sglang := torch==2.14.1 torchvision==0.29.1
 $(ENGINES:%=.venv-%/.installed): .venv-%/.installed: requirements/%.txt requirements/build.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/pip install --quiet $(TORCH_$*) triton==3.8.0
-	.venv-$*/bin/pip install --quiet --no-deps -r requirements/$*.txt
+	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/$*.txt
 	$(if $(NEWEST),.venv-$*/bin/pip install --quiet --no-deps --upgrade '$(NEWEST_$*)')
 	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/build.txt
 	.venv-$*/bin/pip install --quiet --no-deps --no-build-isolation -e .

@@ -108,7 +108,8 @@ class Communicator(OfThisProcess):
         """Send every token to the ranks that own its experts; return this rank's rows, grouped by expert.
 
         Args:
-            x: [num_tokens, hidden_size] activations (bf16, fp16 or fp32; fp64 for format fp64), contiguous.
+            x: [num_tokens, hidden_size] activations (bf16, fp16 or fp32; fp64 for format fp64), contiguous. They are
+                rounded to the dispatch format: fp32 arrives as bf16 with format bf16, and as it is with format fp32.
             topk_ids: [num_tokens, topk] int32 or int64 expert ids, -1 where not routed; None with ``routing``.
                 They must not change until combine, which reads them again. Those of a dispatch that a CUDA graph has
                 captured may change between combine and the next replay.

@@ -17,7 +17,7 @@ import moelink
 ROOT = Path(moelink.__file__).parent
 
 BUDGET = {
-    ".": 3535,
+    ".": 3536,
     "formats": 1543,
     "reference": 926,
     "memory": 2904,
