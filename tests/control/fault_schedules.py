@@ -33,32 +33,24 @@ SPAN = 300
 GARBAGE = ("messages", "rows", "counts", "row_table", "firsts", "block_counts")
 
 
-class FaultScheduler(Scheduler):
-    """Stops rank ``victim`` at switch number ``when``: all its programs, with what is in their store buffers.
+class StoppingScheduler(Scheduler):
+    """A schedule in which one rank may be stopped: all its programs, with what is in their store buffers.
 
     Attributes:
-        now: the clock. With nobody able to go on it moves past ``limit``, which every wait's time-out is below.
-        silent: the rank that is stopped now, or None.
+        silent: the rank that is stopped now, or is gone, or None.
+        gone: its process is.
     """
 
-    def __init__(self, seed: int, *, victim: int, when: int, limit: int) -> None:
-        super().__init__(seed, patience=12)
-        self._victim, self._when, self._limit = victim, when, limit
-        self._stopped: list[Any] = []
-        self.now = 0
-        self.silent: int | None = None
+    silent: int | None = None
+    gone = False
+    _stopped: Sequence[Any] = ()
 
-    def pause(self, progress: bool) -> None:
-        """As in any schedule; a rank that is stopped is not chosen any more."""
-        if self.silent is None and 0 <= self._when <= self.switches:
-            self._when, self.silent = -1, self._victim
-            self._stopped = [p for p in self._live if p.name.split(":")[0] == f"rank{self._victim}"]
-            self._live[:] = [p for p in self._live if p not in self._stopped]
-            self._idle = 0
-        if self._idle >= self._patience * len(self._live):
-            self.now += self._limit + 1
-            self._idle = 0
-        super().pause(progress)
+    def stop(self, victim: int) -> None:
+        """Rank ``victim`` is not chosen any more."""
+        self.silent = victim
+        self._stopped = [p for p in self._live if p.name.split(":")[0] == f"rank{victim}"]
+        self._live[:] = [p for p in self._live if p not in self._stopped]
+        self._idle = 0
 
     def resume(self) -> None:
         """The stopped rank continues where it was."""
@@ -68,11 +60,41 @@ class FaultScheduler(Scheduler):
 
     def abandon(self) -> None:
         """The stopped rank is dead. Stores that were under way arrive, or do not. It stays silent."""
+        self.gone = True
         for program in self._stopped:
             while program.stores and self._random.random() < 0.5:
                 self._drain_one(program)
             program.stores.clear()
         self._stopped = []
+
+    def state(self, rank: int) -> str:
+        """ "" for a rank that lives, "stopped" or "gone"."""
+        return "" if rank != self.silent else "gone" if self.gone else "stopped"
+
+
+class FaultScheduler(StoppingScheduler):
+    """Stops rank ``victim`` at switch number ``when``; for good if it ``dies``.
+
+    Attributes:
+        now: the clock. With nobody able to go on it moves past ``limit``, which every wait's time-out is below.
+    """
+
+    def __init__(self, seed: int, *, victim: int, when: int, limit: int, dies: bool) -> None:
+        super().__init__(seed, patience=12)
+        self._victim, self._when, self._limit, self._dies = victim, when, limit, dies
+        self.now = 0
+
+    def pause(self, progress: bool) -> None:
+        """As in any schedule; a rank that is stopped is not chosen any more."""
+        if self.silent is None and 0 <= self._when <= self.switches:
+            self._when = -1
+            self.stop(self._victim)
+            if self._dies:
+                self.abandon()
+        if self._idle >= self._patience * len(self._live):
+            self.now += self._limit + 1
+            self._idle = 0
+        super().pause(progress)
 
 
 @dataclass
@@ -81,6 +103,7 @@ class PretendedProbeServer:
 
     progress: tuple[int, str] = 0, "dispatch"
     failure: Failure | None = None
+    closed: bool = False
 
     @property
     def call(self) -> int:
@@ -93,22 +116,24 @@ class PretendedProbeServer:
         return self.call
 
     def close(self, after: float = 0.0) -> None:
-        """Nothing is open."""
+        """Do not answer any more, unless that is to be later."""
+        self.closed = self.closed or after == 0
 
 
 @dataclass
 class PretendedAddress:
-    """Where a rank of this process is asked: at once, and without an answer while it is stopped."""
+    """Where a rank of this process is asked: at once, and without an answer while it is stopped, or once it is gone."""
 
     old_rank: int
     probe_server: PretendedProbeServer
-    scheduler: FaultScheduler
+    scheduler: Any
 
     def probe(self, report: Failure | None) -> ProbeResult:
         """As :func:`moelink.control.probe.probe`."""
         self.probe_server.failure = self.probe_server.failure or report  # in a stopped rank's socket until it continues
-        if self.old_rank == self.scheduler.silent:
-            return ProbeResult(call=None, stopped=True)
+        state = "gone" if self.probe_server.closed else self.scheduler.state(self.old_rank)
+        if state:
+            return ProbeResult(call=None, stopped=state == "stopped", lost=state == "gone")
         return ProbeResult(*self.probe_server.progress)
 
 
@@ -223,7 +248,7 @@ def run_schedule(
     """
     choice = random.Random(seed)
     victim, dies = choice.randrange(WORLD), choice.random() < 0.5
-    scheduler = FaultScheduler(seed, victim=victim, when=choice.randrange(SPAN), limit=limit)
+    scheduler = FaultScheduler(seed, victim=victim, when=choice.randrange(SPAN), limit=limit, dies=dies)
     clocks[:] = [scheduler]
     survivors = [rank for rank in range(WORLD) if rank != victim]
     old = Generation.make(before[0].setup, range(WORLD), scheduler)
@@ -252,7 +277,8 @@ def run_schedule(
             while not all(other in errors for other in survivors):  # recover waits for all of them
                 scheduler.pause(False)
             if not new:
-                scheduler.abandon() if dies else scheduler.resume()
+                if not dies:
+                    scheduler.resume()
                 new.append(Generation.make(after[0].setup, survivors, scheduler))
             for case in after:
                 new[0].call(survivors.index(rank), case)

@@ -2,6 +2,24 @@
 
 80 of the symmetric transport's kernels, where every store is a place to stop at; 420 of the collective transport's
 steps, where every message between two ranks is one. The quick tier has the first of each.
+
+All fault schedules of the full tier, by what ranks do and what goes wrong:
+
+=================================================  =========  ==========================================
+what                                               schedules  where
+=================================================  =========  ==========================================
+symmetric kernels, a rank stops or dies                   80  here
+collective steps, a rank stops                           420  here
+two lanes of kernels, a rank stops or dies                40  ``test_lane_schedules.py``
+two lanes of the wire; dies, stops, is late, raises      200  ``test_lane_schedules.py``
+nodes, the network fails                                 301  ``nodes/test_network_faults.py``
+two levels, the network fails                             31  ``nodes/test_network_faults.py``
+two levels, a rank stops or dies                          40  ``nodes/test_network_faults.py``
+steps of a balancer; dies, stops, is late, raises        300  ``nn/test_balance_schedules.py``
+a step of a balancer, an exception at each place         108  ``nn/test_balance_schedules.py``
+load and save; dies, stops, is late, raises, slow        160  ``transformers/test_loading_schedules.py``
+recoveries, of any of the above                         5000  ``test_recovery_schedules.py``
+=================================================  =========  ==========================================
 """
 
 from __future__ import annotations
@@ -13,6 +31,7 @@ from typing import Any
 import pytest
 import torch
 
+import moelink
 from moelink.control import failure_detector as detector
 from moelink.kernels.launch import constants as spec
 from moelink.kernels.launch import device
@@ -61,6 +80,8 @@ def test_kernels_stopped_anywhere(seeds: range, clocks: list[FaultScheduler]) ->
         assert outcome.calls[1] == 2 * len(AFTER) * len(survivors), f"seed {seed}: calls after recover are missing"
         late = {rank: outcome.waited[rank] for rank in survivors if outcome.waited[rank] > limit + 1}
         assert not late, f"seed {seed}: they waited longer than the timeout of {limit}: {late}"
+        lost = {isinstance(outcome.errors[rank], moelink.PeerLostError) for rank in survivors}
+        assert lost == {outcome.dies}, f"seed {seed}: whether the process is gone"
         if not outcome.dies:
             assert outcome.errors[outcome.victim].peer == outcome.victim, f"seed {seed}: it learns that it was stopped"
     assert seen["recovered"] > len(seeds) // 2, seen

@@ -86,7 +86,7 @@ def test_a_report_of_a_rank_that_does_not_exist_is_dropped_and_the_next_one_kept
     board = Blackboard(memory)
     os.close(memory)
     board.world_size = 4
-    for wrong in ((1 << 62, 0, 5, 5, 4), (4, 0, 5, 5, 4), (-1, 0, 5, 5, 4), (1, 9, 5, 5, 4), (1, 0, -1, 5, 4),
+    for wrong in ((1 << 62, 0, 5, 5, 4), (4, 0, 5, 5, 4), (-2, 0, 5, 5, 4), (1, 9, 5, 5, 4), (1, 0, -1, 5, 4),
                   (1, 0, 5, -2, 4), (1, 0, 5, 5, -(1 << 40))):  # fmt: skip
         assert struct.calcsize(FAILURE.format) == len(wrong) * 8
         board.report(wrong)

@@ -10,7 +10,8 @@ import pytest
 
 import moelink
 from moelink.control import recovery
-from tests.control.recovery_schedules import Simulation, prefixed
+from tests.control.recovery_schedules import Simulation
+from tests.support.simulated_ranks import prefixed
 from tests.tiers import seeds
 
 

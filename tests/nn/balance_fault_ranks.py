@@ -34,7 +34,7 @@ def faulty(rank: int, world_size: int, folder: str, how: str, transport: str) ->
     over = [Mark(folder, number) for number in range(world_size)]
     if rank == 1:
         _break(balancer, how)
-    if how in ("late", "killed"):
+    if how in ("late", "killed", "_exchange:OddError"):
         hurry(ep)
         object.__setattr__(balancer._peers, "timeout", SHORT)
     if rank == 1 and how == "late":

@@ -7,7 +7,8 @@ pretended network of its own (:mod:`fault_schedules`), as hosts have beside the 
 
 A schedule (:class:`Plan`) is drawn from its seed: nodes and ranks, few tokens or many, the way home, counted or cached
 routing, one launch a call or two, and what goes wrong. :func:`run_plan` plays it and checks everything that is
-promised.
+promised. Where a rank stops, in place of the network, its proxy stops with it: what it has not put yet never arrives,
+nor what it would have passed on for the other ranks of its node.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from moelink import reference
 from moelink.control.failure_detector import FailureDetector
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.symmetric import SymmetricTransport
-from moelink_testing import Deadlock, Scheduler
+from moelink_testing import Deadlock
 from moelink_testing.network import Cut, NetworkFaults
-from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer
+from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer, StoppingScheduler
 from tests.support.cases import FIELDS, Case, Setup, check_rows
 from tests.support.protocol_runs import ScheduledProxy, Small, SpitefulProxy, transports
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, over
@@ -51,27 +52,35 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Ways home: options of the setup and of the case."""
 KINDS = ("late", "repeated", "cut for a time", "lost", "cut for good")
 """What goes wrong with puts. Of the last two kinds some never arrive. Puts overtake one another in all."""
+STOPS = ("stopped", "dead")
+"""What happens to a rank instead: it continues when the others have raised, or never."""
+SPAN = 2500
+"""Switches of a schedule of four ranks with few tokens, about."""
 
 
-class TimedScheduler(Scheduler):
-    """A schedule with a clock.
+class TimedScheduler(StoppingScheduler):
+    """A schedule with a clock. ``stops``: rank, switch number and whether for good, if a rank stops.
 
     Attributes:
         now: the clock.
         lossy: something may have been lost, so that waits must expire. Else nobody able to go on is a deadlock.
-        silent: what :class:`PretendedAddress` asks for: no rank is stopped.
     """
 
-    silent: int | None = None
-
-    def __init__(self, seed: int, **options: Any) -> None:
+    def __init__(self, seed: int, *, stops: tuple[int, int, bool] | None = None, **options: Any) -> None:
         super().__init__(seed, patience=10**6, **options)
         self.now = 0
         self.lossy = False
+        self._stops = stops
         self._rests, self._waits = 0, False
 
     def pause(self, progress: bool) -> None:
         """As in any schedule; where nobody can go on, time passes until waits expire."""
+        if self._stops is not None and self.switches >= self._stops[1]:
+            victim, _, dies = self._stops
+            self._stops, self.lossy = None, True
+            self.stop(victim)
+            if dies:
+                self.abandon()
         if progress:
             self._rests, self._waits = 0, False
         idle = self._idle - 40 * len(self._live)  # programs also go on without changing anything, for a while
@@ -117,6 +126,7 @@ class Plan:
         kind: what goes wrong.
         spiteful: whether puts are held back until later ones to the same word have arrived.
         rounds: how often ranks dispatch and combine.
+        again: whether all call over a new communicator after an error.
         options: more options of the setup.
     """
 
@@ -131,6 +141,7 @@ class Plan:
     spiteful: bool
     rounds: int
     options: tuple[tuple[str, Any], ...] = ()
+    again: bool = True
 
     @classmethod
     def draw(cls, seed: int, options: tuple[tuple[str, Any], ...] = (), *, cheap: bool = False) -> Plan:
@@ -152,6 +163,12 @@ class Plan:
     def loses(self) -> bool:
         """Whether puts may never arrive."""
         return self.kind in ("lost", "cut for good")
+
+    @property
+    def stops(self) -> tuple[int, int, bool] | None:
+        """Which rank stops, at which switch, and whether for good; None where the network fails instead."""
+        draw = random.Random(f"stop {self.seed}")
+        return (draw.randrange(self.world), draw.randrange(SPAN), self.kind == "dead") if self.kind in STOPS else None
 
     @property
     def calls(self) -> int:
@@ -176,6 +193,8 @@ class Plan:
         victim = draw.randrange(self.world)
         far = [peer for peer in range(self.world) if peer // self.node != victim // self.node]
         after = draw.randrange(12)
+        if self.kind in STOPS:
+            return NetworkFaults(late=0.1, latest=60.0)
         if self.kind == "late":
             return NetworkFaults(late=0.3, latest=300.0)
         if self.kind == "repeated":
@@ -224,7 +243,7 @@ class Group:
     def make(cls, plan: Plan, scheduler: TimedScheduler, *, faulty: bool) -> Group:
         """With the faults of ``plan`` if ``faulty``; else puts are late and repeated."""
         setup = plan.cases()[0].setup
-        addresses = [PretendedAddress(r, PretendedProbeServer(), scheduler) for r in range(plan.world)]  # type: ignore[arg-type]
+        addresses = [PretendedAddress(r, PretendedProbeServer(), scheduler) for r in range(plan.world)]
         detectors = []
         for rank, address in enumerate(addresses):
             detector = Detector(
@@ -278,7 +297,7 @@ class Outcome:
 
     Attributes:
         links: (source, destination) of each put that never arrived.
-        errors: by rank; empty where all calls completed.
+        errors: by rank; empty where all calls completed. A dead rank has none.
         calls: completed in each communicator.
     """
 
@@ -288,14 +307,17 @@ class Outcome:
 
 
 def run_plan(plan: Plan, clocks: list[TimedScheduler]) -> Outcome:
-    """Play ``plan``: calls over the faulty network, and after an error calls over a new communicator of all ranks."""
-    scheduler = TimedScheduler(plan.seed)
+    """Play ``plan``: calls over the faulty network, and after an error, if ``plan.again``, calls over a new
+    communicator of all ranks, unless one is dead."""
+    scheduler = TimedScheduler(plan.seed, stops=plan.stops)
+    victim = plan.stops[0] if plan.stops is not None else -1
     clocks[:] = [scheduler]
     old, new = Group.make(plan, scheduler, faulty=True), []
     first, last = plan.cases()
     errors: dict[int, moelink.PeerTimeoutError] = {}
     done: set[int] = set()
     left: list[int] = list(range(plan.world))
+    over: list[bool] = []
 
     def call(rank: int, case: Case) -> None:
         begin = scheduler.now
@@ -304,7 +326,8 @@ def run_plan(plan: Plan, clocks: list[TimedScheduler]) -> Outcome:
         except moelink.PeerTimeoutError:
             waited = (scheduler.now - begin) / TICKS
             # A wait may begin after others have expired, and another rank may be asked what it knows.
-            assert waited < 2.5 if plan.world > 2 else 2.1, f"rank {rank} has waited for {waited} timeouts"
+            most = math.inf if rank == victim else 2.5 if plan.world > 2 else 2.1
+            assert waited < most, f"rank {rank} has waited for {waited} timeouts"
             raise
 
     def main(rank: int) -> None:
@@ -312,31 +335,45 @@ def run_plan(plan: Plan, clocks: list[TimedScheduler]) -> Outcome:
             for case in (first, last)[: plan.rounds]:
                 call(rank, case)
             done.add(rank)
-            while not errors and len(done) < plan.world:
+            while not (over or errors or len(done) == plan.world or scheduler.silent is not None):
                 scheduler.pause(False)
-            if not errors:
+            over.append(len(done) == plan.world and not errors)
+            if over[0]:  # whoever gets here first decides for all
                 return
             call(rank, first)  # a program goes on calling, and so learns that a rank has failed
         except moelink.PeerTimeoutError as error:
             errors[rank] = error
         stays_poisoned(old.transports[rank], first, rank, errors[rank])
-        while len(errors) < plan.world:
+        if not scheduler.gone and all(other in errors for other in range(plan.world) if other != scheduler.silent):
+            resume()
+        while len(errors) + scheduler.gone < plan.world:
             scheduler.pause(False)
+        if scheduler.gone or not plan.again:
+            return
         if not new:  # recover: new memory and a new network; what is still under way reaches the old memory
             new.append(Group.make(plan, scheduler, faulty=False))
         new[0].call(rank, last)
 
+    def resume() -> None:
+        if scheduler.silent is not None:
+            scheduler.resume()
+
     def ended(rank: int) -> None:
         main(rank)
         left.remove(rank)
+        if left == [scheduler.silent]:
+            left.clear() if scheduler.gone else resume()
 
     def carry() -> None:
         while left:
-            proxies = [proxy for group in (old, *new) for proxy in group.proxies]
+            proxies = [
+                proxy for group in (old, *new) for rank, proxy in enumerate(group.proxies) if rank != scheduler.silent
+            ]
             # Nothing but the network moves where all others wait: then its time passes faster, which saves switches.
             hurry = 1 if scheduler.moved else 10
             moved = [any(proxy.step() for _ in range(hurry)) for proxy in proxies]
-            scheduler.lossy = not new and any(proxy.lost or proxy.stuck for proxy in old.proxies)
+            stopped = scheduler.silent is not None
+            scheduler.lossy = not new and (stopped or any(proxy.lost or proxy.stuck for proxy in old.proxies))
             scheduler.rest(any(moved) or not all(proxy.idle for proxy in proxies))
 
     scheduler.run([*(functools.partial(ended, rank) for rank in range(plan.world)), carry])

@@ -18,7 +18,7 @@ from moelink_testing import Deadlock, Scheduler
 from moelink_testing.network import Cut, NetworkFaults
 from tests.control import fault_schedules
 from tests.nodes.network_ranks import over_a_network
-from tests.nodes.network_schedules import KINDS, WAYS, Plan, TimedScheduler, run_plan
+from tests.nodes.network_schedules import KINDS, STOPS, WAYS, Plan, TimedScheduler, run_plan
 from tests.support.cases import Setup
 from tests.support.patience import HANG, ROOMY, SHORT
 from tests.support.protocol_runs import ScheduledProxy, Small, check, rank_main, transports
@@ -101,6 +101,36 @@ def test_two_levels(seeds: Sequence[int], clocks: list[TimedScheduler]) -> None:
         play(dataclasses.replace(plan, world=4, node=2, way="sums"), clocks, seen)
     print(seen)
     assert len(seeds) == 1 or seen["failed"], "nothing was lost in any of them"
+
+
+STOPPED = [range(first, first + 8) for first in range(0, 40, 8)]
+
+
+@pytest.mark.full("seconds a schedule; test_fault_schedules.py has the quick ones of one level, of the same detector")
+@pytest.mark.parametrize("seeds", STOPPED, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_a_rank_of_two_levels_stops(seeds: range, clocks: list[TimedScheduler]) -> None:
+    """Anywhere, for good or for a while. Who waits for it lacks what it would have passed on, of others as well."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        plan = Plan.draw(seed, LEVELS, cheap=True)
+        kind, again = STOPS[seed % len(STOPS)], seed % 8 == 0
+        plan = dataclasses.replace(plan, world=4, node=2, way="sums", kind=kind, again=again, cached=False)
+        print(plan, plan.stops)  # of a failure pytest shows it
+        outcome = run_plan(plan, clocks)
+        assert plan.stops is not None
+        victim, _, dies = plan.stops
+        if not outcome.errors:
+            assert outcome.calls == [plan.rounds * plan.calls], "calls are missing, and nobody was told"
+            continue
+        seen[plan.kind] += 1
+        assert outcome.errors.keys() == {rank for rank in range(plan.world) if rank != victim or not dies}
+        assert {error.peer for error in outcome.errors.values()} == {victim}
+        assert outcome.calls[1:] == [plan.calls] * (again and not dies), "calls of the new communicator are missing"
+        for rank, error in outcome.errors.items():
+            assert error.node == victim // plan.node
+            assert rank == victim or isinstance(error, moelink.PeerLostError) == dies
+    print(seen)
+    assert sum(seen.values()) > len(seeds) // 2, seen
 
 
 class RepeatingProxy(ScheduledProxy):

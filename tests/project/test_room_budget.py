@@ -21,7 +21,7 @@ BUDGET = {
     "formats": 1543,
     "reference": 926,
     "memory": 2904,
-    "control": 3510,
+    "control": 3552,
     "kernels": 1822,
     "kernels/combine": 1481,
     "kernels/dispatch": 3658,

@@ -11,14 +11,18 @@ in the store of the group. A healthy exchange writes no mark.
 key          written by           value
 ===========  ===================  ==========================================================================
 ``at/r``     rank r alone         the number of the exchange in which it has waited for ``_MARK_SECONDS``
-``failed/r`` rank r alone         written when its exchange has failed, by an error or by the deadline
+``failed/r`` rank r alone         the number of its exchange that has failed, by an error or by the deadline
 ``verdict``  the first who knows  the rank at fault, and whether its process is gone
 ===========  ===================  ==========================================================================
 
 A rank whose exchange failed writes ``failed/r`` and looks for a rank at fault: one whose process is gone, or stopped,
-as probes say; else the one that alone has not failed; else, after the deadline and a moment, one that has not even
-waited in this exchange. Why that names no innocent rank: all that live come to the exchange, or are in it, and fail
-there by ``timeout`` after they came. A rank that waits has written its mark ``at``, before any deadline.
+as probes say; else the one that alone has not failed; else, after the deadline and a moment, of those that have not
+failed the one that last waited in the earliest exchange. Why that names no innocent rank: all that live come to the
+exchange, or are in it, and fail there by ``timeout`` after they came. A rank that waits has written its mark ``at``,
+before any deadline. In which exchange a rank has failed does not matter: ranks may be apart by one, as where a rank
+died amid its messages, and by more where one needs nothing of another. Who is behind began to wait before, so it has
+failed by then; and no mark ``failed`` is from an earlier failure, because the first one ends the group. A rank that
+waits in a later exchange has come, even if after the deadline, for which another one may have kept it.
 The first verdict is written by compare-and-set and everybody reads it before it raises, so all ranks name the same
 one; a rank that comes late reads that it is itself the one. It stays: what torch has under way in the group is
 undefined from then on.
@@ -33,6 +37,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -146,17 +151,23 @@ def _wait(work: Any, board: _Board, begin: float) -> None:
     marked, alive, look = False, begin, begin + _PROBE_EVERY_SECONDS
     while not work.is_completed():
         now = time.monotonic()
-        if not marked and now > begin + min(_MARK_SECONDS, peers.timeout / 2):
-            marked = True
-            board.mark("at")
-        if marked and now > look:
-            look = now + _PROBE_EVERY_SECONDS
-            board.raise_verdict()
-            if peers.busy and peers.detector is not None and board.all_live() and now < begin + peers.busy:
-                alive = now
         if now > alive + peers.timeout:
             raise board.find_fault(now, late=True)
+        if not marked and now > begin + min(_MARK_SECONDS, peers.timeout / 2):
+            marked = True
+            with suppress(_SilentError):
+                board.mark("at")
+        if marked and now > look:
+            look = now + _PROBE_EVERY_SECONDS
+            with suppress(_SilentError):
+                board.raise_verdict()
+            if peers.busy and peers.detector is not None and board.all_live() and now < begin + peers.busy:
+                alive = now
         time.sleep(_PAUSE_SECONDS if now < begin + 1 else 10 * _PAUSE_SECONDS)
+
+
+class _SilentError(Exception):
+    """The store does not answer. Its host may be stopped for a while, as any rank may until the deadline."""
 
 
 class _Board:
@@ -165,6 +176,7 @@ class _Board:
     def __init__(self, peers: Peers) -> None:
         group = peers.own
         self.peers, self.rank, self.world_size = peers, group.rank(), group.size()
+        self._told = False
         self._number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         self._store = distributed_c10d._get_process_group_store(group)
 
@@ -183,20 +195,31 @@ class _Board:
 
     def find_fault(self, deadline: float, *, late: bool) -> PeerTimeoutError:
         """Return the error to raise: what the first rank that knew has written, or what shows here."""
+        begin = time.monotonic()
         try:
-            self.mark("failed")
-            begin = time.monotonic()
             while True:
-                self.raise_verdict()
                 now = time.monotonic()
-                found = self._at_fault(settled=now > begin + _GRACE_SECONDS, over=now > deadline + _GRACE_SECONDS)
-                if found is not None:
-                    verdict = "{} {:d}".format(*found)
-                    self._ask(lambda: self._store.compare_set("moelink/verdict", "", verdict))  # noqa: B023 - at once
-                    self.raise_verdict()
+                settled = now > begin + _GRACE_SECONDS
+                over = now > max(begin, deadline) + _GRACE_SECONDS
+                try:
+                    self._agree(settled=settled, over=over)
+                except _SilentError:
+                    self._blame_host(over=over)
                 time.sleep(0.02)
         except PeerTimeoutError as error:
             return error
+
+    def _agree(self, *, settled: bool, over: bool) -> None:
+        """Raise the verdict, if there is one, or if this rank can write it."""
+        if not self._told:
+            self.mark("failed")
+            self._told = True
+        self.raise_verdict()
+        found = self._at_fault(settled=settled, over=over)
+        if found is not None:
+            verdict = "{} {:d}".format(*found)
+            self._ask(lambda: self._store.compare_set("moelink/verdict", "", verdict))
+            self.raise_verdict()
 
     def _at_fault(self, *, settled: bool, over: bool) -> tuple[int, bool] | None:
         """The rank at fault and whether its process is gone; None as long as it is not known."""
@@ -205,11 +228,12 @@ class _Board:
             for rank, result in results.items():
                 if getattr(result, wanted) and (wanted == "lost" or settled):
                     return rank, wanted == "lost"
-        unheard = [rank for rank in range(self.world_size) if self._read("failed", rank) < self._number]
+        unheard = {r: self._read("at", r) for r in range(self.world_size) if self._read("failed", r) < 0}
+        unheard = {rank: at for rank, at in unheard.items() if at <= self._number}
         if not unheard:
             return (-1, False) if settled else None
         if over or (settled and len(unheard) == 1):
-            return min(unheard, key=lambda rank: (self._read("at", rank) >= self._number, rank)), False
+            return min(unheard, key=lambda rank: (unheard[rank], rank)), False
         return None
 
     def _read(self, kind: str, rank: int) -> int:
@@ -221,15 +245,27 @@ class _Board:
         return self.peers.detector.probe()
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Make a call of the store, whose host may be gone or stopped: then that rank is at fault."""
+        """Make a call of the store. Raises PeerTimeoutError where its host is gone, _SilentError where it is silent."""
         try:
             return bounded(call, time.monotonic() + _STORE_SECONDS)
-        except (RuntimeError, BoundedError) as error:
-            if self.peers.detector is not None:
-                for rank, result in self._probe().items():
-                    if result.lost or result.stopped:
-                        raise self.error(rank, lost=result.lost) from None
-            raise self.error(self._host(), lost=isinstance(error, RuntimeError)) from None
+        except BoundedError:
+            raise _SilentError from None
+        except RuntimeError:
+            self._blame_known()
+            raise self.error(self._host(), lost=True) from None
+
+    def _blame_host(self, *, over: bool) -> None:
+        """Raise the error of a rank that is gone or stopped, which may be the silent store's host; ``over``: of that
+        host in any case."""
+        self._blame_known()
+        if over:
+            raise self.error(self._host(), lost=False)
+
+    def _blame_known(self) -> None:
+        if self.peers.detector is not None:
+            for rank, result in self._probe().items():
+                if result.lost or result.stopped:
+                    raise self.error(rank, lost=result.lost)
 
     def _host(self) -> int:
         """The rank whose process hosts the store, -1 if none does or it is not known."""

@@ -54,13 +54,17 @@ class FailureDetector:
         return self.probe_server.failure
 
     def blame(self, phase: str, call: int) -> Failure:
-        """Find the rank furthest behind call ``call``, which failed, and report it. Takes about half a second."""
+        """Find the rank furthest behind call ``call``, which failed, and report it. Takes about half a second.
+
+        Where all ranks answer that they are in the call, as when a late one has come meanwhile, it names nobody (-1).
+        """
         results = self.probe()
         # A peer that gave up first has reported whom it blames, and may have closed since. Its report therefore counts
         # before its refused connection.
         if self.reported is not None:
             return self.reported
         peer, result = furthest_behind(results, call)
+        peer = -1 if result.reached >= call else peer
         return self._report(Failure(peer, phase, call, expected=call, got=result.reached), results)
 
     def confirm(self, suspicion: Failure) -> Failure:

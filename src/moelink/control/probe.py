@@ -104,8 +104,8 @@ class Address:
 class Failure:
     """The first error of a communicator, as ranks report it to peers.
 
-    ``peer`` is the rank at fault, ``expected`` the call that it had to reach, ``got`` the one that it had reached,
-    NO_ANSWER, GONE, LEFT, INTERRUPTED or UNDELIVERED.
+    ``peer`` is the rank at fault (-1: not known), ``expected`` the call that it had to reach, ``got`` the one that it
+    had reached, NO_ANSWER, GONE, LEFT, INTERRUPTED or UNDELIVERED.
     """
 
     peer: int
@@ -124,7 +124,7 @@ class Failure:
             got = GONE
         elif isinstance(error, UndeliveredError):
             got = UNDELIVERED
-        return cls(max(error.peer, 0), error.phase, error.call, expected=error.expected, got=got)
+        return cls(error.peer, error.phase, error.call, expected=error.expected, got=got)
 
     def error(self, rank: int, detail: str = "", *, ranks_per_node: int | None = None) -> PeerTimeoutError:
         """The exception that ``rank`` raises for this failure.
@@ -139,6 +139,8 @@ class Failure:
             return UndeliveredError(**where, expected=self.expected)
         kind = PeerLostError if self.got == GONE else PeerTimeoutError
         detail = GONE_IN_WORDS if self.got == GONE else detail
+        if self.peer < 0 and self.got >= self.expected:
+            detail = "all ranks are in the call now: one came late, or what it sent did not arrive"
         got = None if self.got < 0 else self.got
         return kind(**where, expected=self.expected, got=got, detail=detail)
 

@@ -122,7 +122,7 @@ class Blackboard:
     def report(self, failure: tuple[int, ...]) -> None:
         """Keep ``failure`` if it is the first, and possible."""
         peer, phase, call, expected, got = failure
-        known = 0 <= peer < (self.world_size or _LARGEST_WORLD) and 0 <= phase < NUM_PHASES
+        known = -1 <= peer < (self.world_size or _LARGEST_WORLD) and 0 <= phase < NUM_PHASES
         if not self.words[_FAILED] and known and min(call, expected) >= 0 and got >= _LEAST_GOT:
             for place, value in enumerate(failure):
                 self.words[_FAILURE + place] = value

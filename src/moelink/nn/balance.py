@@ -12,12 +12,13 @@ together, on all ranks, and reads all old weights before it writes new ones. :fu
 that after each step every expert is somewhere. Experts that change places in a ring, each with the only copy of what
 the next one needs, move in one step, even if that exceeds ``max_bytes``.
 
-Why ranks never use different maps: a step *packs* on each rank what it sends, *exchanges* it, and *uses* it. After each
-of the first two all ranks tell one another whether they succeeded, and nothing of the model changes before the second
-vote. If one rank's part raised, it raises that and the others PeerAbortedError; the step is still to do. A rank for
-which a vote does not end cannot know whether the others have gone on, so it ends the layers' communicators, and tells
-its peers: from then on every call of every rank raises the same error, that of the rank at fault. So does a rank that
-an exception hits while it uses what all have voted for.
+Why ranks never use different maps: a step *packs* on each rank what it sends, and makes room for what it receives;
+*exchanges* it; *unpacks* it; and *uses* it. After packing and unpacking all ranks tell one another whether they
+succeeded, and nothing of the model changes before the second vote. If one rank's part raised, it raises that and the
+others PeerAbortedError; the step is still to do. A rank for which a vote does not end cannot know whether the others
+have gone on, so it ends the layers' communicators, and tells its peers: from then on every call of every rank raises
+the same error, that of the rank at fault. So does a rank that an exception hits while it uses what all have voted for,
+or in the exchange: the others are in that exchange, and would take a vote of this rank for its part of it.
 """
 
 from __future__ import annotations
@@ -74,41 +75,29 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Weights that one rank sends to each rank (bytes), and the moves and old weights of what it receives from each."""
+    """What one rank sends to each rank, and the moves and old weights of what it receives from each, as bytes by rank.
 
-    outgoing: list[list[Tensor]]
+    Attributes:
+        sent: all that is sent. room: for all that is received.
+        to: bytes to each rank. counts: bytes from each.
+    """
+
+    sent: Tensor
+    room: Tensor
+    to: list[int]
+    counts: list[int]
     incoming: list[list[tuple[_Move, list[Tensor]]]]
-    device: torch.device
 
-    @property
-    def to(self) -> list[int]:
-        """Bytes to each rank."""
-        return [sum(t.nbytes for t in parts) for parts in self.outgoing]
-
-    @property
-    def counts(self) -> list[int]:
-        """Bytes from each rank."""
-        return [sum(t.nbytes for _, tensors in moves for t in tensors) for moves in self.incoming]
-
-    def room(self) -> Tensor:
-        """New memory for all that is received."""
-        return torch.empty(sum(self.counts), dtype=torch.uint8, device=self.device)
-
-    def bytes(self) -> Tensor:
-        """All that is sent, by rank."""
-        none = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.cat([none, *(t for parts in self.outgoing for t in parts)])
-
-    def unpacked(self, received: Tensor) -> list[tuple[_Move, list[Tensor]]]:
-        """The bytes of each weight, by move."""
-        arrived, first = [], 0
-        for move, tensors in (each for moves in self.incoming for each in moves):
-            parts = []
-            for tensor in tensors:
-                parts.append(received[first : first + tensor.nbytes].clone())
-                first += tensor.nbytes
-            arrived.append((move, parts))
-        return arrived
+    @classmethod
+    def of(
+        cls, outgoing: list[list[Tensor]], incoming: list[list[tuple[_Move, list[Tensor]]]], device: torch.device
+    ) -> _Packed:
+        """Allocate all that the exchange needs, so that nothing can fail in it."""
+        counts = [sum(t.nbytes for _, tensors in moves for t in tensors) for moves in incoming]
+        none = torch.empty(0, dtype=torch.uint8, device=device)
+        sent = torch.cat([none, *(t for parts in outgoing for t in parts)])
+        room = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+        return cls(sent, room, [sum(t.nbytes for t in parts) for parts in outgoing], counts, incoming)
 
 
 class Balancer:
@@ -194,7 +183,8 @@ class Balancer:
         try:
             packed, problem = self._vote(lambda: self._pack(moves))
             if problem is None:
-                arrived, problem = self._vote(lambda: self._exchange(packed))
+                self._exchange(packed)
+                arrived, problem = self._vote(lambda: self._unpack(packed))
             if problem is None:
                 self._use(moves, arrived)
         except BaseException as error:
@@ -329,16 +319,25 @@ class Balancer:
                 outgoing[here] += [t.contiguous().view(-1).view(torch.uint8) for t in self._tensors(move.layer, source)]
             if self._rank == here:
                 incoming[there].append((move, self._tensors(move.layer, move.place)))
-        return _Packed(outgoing, incoming, self._layers[0].ep.device)
+        return _Packed.of(outgoing, incoming, self._layers[0].ep.device)
 
-    def _exchange(self, packed: _Packed) -> list[tuple[_Move, list[Tensor]]]:
-        """Return the new weights of this rank's physical experts, as bytes. Old weights are not written yet."""
-        received = packed.room()
+    def _exchange(self, packed: _Packed) -> None:
+        """Receive the new weights of this rank's physical experts."""
         if self._world_size > 1:
-            all_to_all(received, packed.bytes(), packed.counts, packed.to, self._peers)
+            all_to_all(packed.room, packed.sent, packed.counts, packed.to, self._peers)
         else:
-            received.copy_(packed.bytes())
-        return packed.unpacked(received)
+            packed.room.copy_(packed.sent)
+
+    def _unpack(self, packed: _Packed) -> list[tuple[_Move, list[Tensor]]]:
+        """Return the bytes of each new weight, by move. Old weights are not written yet."""
+        arrived, first = [], 0
+        for move, tensors in (each for moves in packed.incoming for each in moves):
+            parts = []
+            for tensor in tensors:
+                parts.append(packed.room[first : first + tensor.nbytes].clone())
+                first += tensor.nbytes
+            arrived.append((move, parts))
+        return arrived
 
     def _tensors(self, layer: int, place: int) -> list[Tensor]:
         """Return the weights of physical expert ``place``, which is on this rank."""

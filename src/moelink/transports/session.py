@@ -373,11 +373,12 @@ class Session:
     def end(self, cause: PeerTimeoutError | None) -> PeerTimeoutError:
         """End the communicator for what failed outside of its calls, and tell the peers; returns what it raises now.
 
-        ``cause`` names the rank at fault; None: an exception came over this rank when peers counted on it.
+        ``cause`` names the rank at fault, or nobody (-1), and so do all ranks then; None: an exception came over this
+        rank when peers counted on it.
         """
         if self.fate.error is None and not self.closed:
             failure = self._own_failure(self._phase, INTERRUPTED)
-            if cause is not None and cause.peer >= 0:
+            if cause is not None:
                 lost = isinstance(cause, PeerLostError)
                 got = GONE if lost else NO_ANSWER
                 failure = dataclasses.replace(failure, peer=cause.peer, expected=failure.call + 1, got=got)
