@@ -443,7 +443,7 @@ TRUST = (
            "        told = gather_values(", "        import torch.distributed as dist\n        dist.all_gather_object(told := [None], problem)\n        told = gather_values(",
            "control/test_trust.py::test_nothing_in_the_package_unpickles_what_a_peer_or_a_file_holds"),
     Mutant("a routing file may hold a pickle", "tools/plan/routing.py",
-           "allow_pickle=False", "allow_pickle=True",
+           "np.fromfile(file, dtype, math.prod(shape))", "np.load(path, allow_pickle=True)",
            "control/test_trust.py::test_nothing_in_the_package_unpickles_what_a_peer_or_a_file_holds"),
     Mutant("an index may leave its folder", "integrations/transformers/checkpoint.py",
            'or ".." in path.parts', "or False",
