@@ -121,6 +121,17 @@ class PretendedProbeServer:
 
 
 @dataclass
+class Silence:
+    """In place of a scheduler: the rank that is stopped, or None."""
+
+    rank: int | None = None
+
+    def state(self, rank: int) -> str:
+        """As :meth:`StoppingScheduler.state`."""
+        return "stopped" if rank == self.rank else ""
+
+
+@dataclass
 class PretendedAddress:
     """Where a rank of this process is asked: at once, and without an answer while it is stopped, or once it is gone."""
 

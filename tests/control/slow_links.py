@@ -3,11 +3,12 @@
 What waits is real: the steps of a call, the wire with its deadline, its slices and its blame. gloo's exchanges are
 simulated: a message takes as long as its bytes at the rate of the link, one after the other, and an exchange has ended
 on a rank when all that others sent it has come. Every rank runs in a thread of its own, one at a time, and gives way
-where it waits (:class:`tests.control.recovery_schedules.Clock`). So nothing depends on how busy the machine is.
+where it waits (:class:`tests.support.simulated_ranks.Clock`). So nothing depends on how busy the machine is.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ from moelink.transports.collective import group_wire
 from moelink.transports.collective.group_wire import GroupWire
 from moelink.transports.collective.transport import CollectiveTransport
 from tests.control import fault_schedules
-from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer
-from tests.control.recovery_schedules import Clock
+from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer, Silence
+from tests.support.simulated_ranks import Clock, Life, Process
 
 FAST = 1e12
 """Bytes per second."""
@@ -137,26 +138,26 @@ class Ranks:
         self.clock = Clock()
         self.network = Network(world_size, self.clock)
         self.ended: list[list[Ended]] = [[] for _ in range(world_size)]
-        self._timeout, self._fields, self._state = timeout, fields, SimpleNamespace(silent=None)
+        self._timeout, self._fields, self._silence = timeout, fields, Silence()
         self._servers = [PretendedProbeServer() for _ in range(world_size)]
         patch.setattr(failure_detector, "probe_all", fault_schedules.probe_all)
         patch.setattr(group_wire, "time", SimpleNamespace(monotonic=lambda: self.clock.now))
 
     def stop(self, rank: int | None) -> None:
         """From now on the kernel says that ``rank`` is stopped, or (None) that none is."""
-        self._state.silent = rank
+        self._silence.rank = rank
 
     def run(self, plans: Sequence[Sequence[tuple[float, int]]]) -> None:
         """Run all ranks to their end. ``plans``: of each, how long it waits before each call, and its tokens."""
-        sleeps: list[Callable[[float], None]] = []
         for rank, plan in enumerate(plans):
-            sleeps.append(self.clock.start(lambda rank=rank, plan=plan: self._main(rank, plan, sleeps[rank])))  # type: ignore[misc]
+            process = Process(self.clock, rank, Life(), random.Random(rank))
+            self.clock.start(process, lambda rank=rank, plan=plan: self._main(rank, plan, self.clock.sleep))  # type: ignore[misc]
         assert self.clock.run(), "a rank hangs"
 
     def _main(self, rank: int, plan: Sequence[tuple[float, int]], sleep: Callable[[float], None]) -> None:
         group = Group(self.network, rank, sleep)
         world = World(rank, self.network.world_size, control=group, data=group)
-        addresses = [PretendedAddress(peer, server, self._state) for peer, server in enumerate(self._servers)]
+        addresses = [PretendedAddress(peer, server, self._silence) for peer, server in enumerate(self._servers)]
         detector = FailureDetector(rank=rank, probe_server=self._servers[rank], addresses=addresses)  # type: ignore[arg-type]
         device = torch.device("cpu")
         wire = GroupWire(world, device=device, identity="test", timeout=self._timeout, detector=detector)

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 from triton.compiler.code_generator import CodeGenerator
-from triton.runtime.jit import get_jit_fn_file_line
 
 from moelink_testing import lowered
 from moelink_testing.fingerprints import nameless
@@ -84,8 +83,9 @@ def traced_places() -> Iterator[set[Place]]:
 
 def places_of(function: Any) -> set[Place]:
     """Return the places in a ``triton.jit`` function that :func:`traced_places` notes if all of it is traced."""
-    file, begin = get_jit_fn_file_line(function)
-    begin -= 1
+    file = function.fn.__code__.co_filename
+    defined = next(number for number, line in enumerate(function.raw_src) if line.strip().startswith("def "))
+    begin = function.starting_line_number + defined - 1
     definition = function.parse().body[0]
     found = {
         (file, begin + node.lineno, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from moelink.memory import NetworkProxy, create_all
 from moelink.memory.protocol import CODE_TIMEOUT, CONTROL_WORDS, RECORD_WORDS
 from moelink_testing.network import Cut, NetworkFaults
 from tests.control import fault_schedules
-from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer
+from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer, Silence
 from tests.nodes.test_nodes import entry
 
 WORLD, NODE = 4, 2
@@ -60,9 +59,9 @@ class Detector(FailureDetector):
 def detector(monkeypatch: pytest.MonkeyPatch, calls: list[int], *, me: int = 0, node: int | None = NODE) -> Detector:
     """That of rank ``me``; ``calls``: the call that each rank has reached, -1 for one that is stopped."""
     monkeypatch.setattr(failure_detector, "probe_all", fault_schedules.probe_all)
-    stopped = SimpleNamespace(silent=calls.index(-1) if -1 in calls else None)
+    stopped = Silence(calls.index(-1) if -1 in calls else None)
     servers = [PretendedProbeServer((call, "dispatch")) for call in calls]
-    addresses = [PretendedAddress(rank, server, stopped) for rank, server in enumerate(servers)]  # type: ignore[arg-type]
+    addresses = [PretendedAddress(rank, server, stopped) for rank, server in enumerate(servers)]
     return Detector(rank=me, probe_server=servers[me], addresses=addresses, ranks_per_node=node)  # type: ignore[arg-type]
 
 
