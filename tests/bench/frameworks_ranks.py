@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.sglang.sglang_ranks import declare_vision_operators
 from tests.integrations.vllm.vllm_ranks import gather_rows, scatter_sums
 
 warnings.simplefilter("ignore")
@@ -36,7 +35,6 @@ def compared(rank: int, world_size: int, case: Any) -> dict[str, float]:
 
 def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any]:
     """The fields of an engine's result."""
-    declared = None
     if framework == "vllm":
         import vllm.platforms
         from vllm.platforms.cpu import CpuPlatform
@@ -46,7 +44,6 @@ def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any
 
         CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
     else:
-        declared = declare_vision_operators()
         from sglang.srt.distributed.parallel_state import GroupCoordinator
         from sglang.srt.layers.moe.token_dispatcher import standard
 
@@ -61,7 +58,6 @@ def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any
     dist.init_process_group("gloo")
     case = EngineCase(tokens=SIZES, hidden_size=128, intermediate_size=32, num_experts=8, topk=2, device="cpu")
     fields = measure_engine(framework, case, samples=3)
-    del declared
     dist.destroy_process_group()
     return fields
 

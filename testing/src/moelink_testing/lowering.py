@@ -60,7 +60,8 @@ def lowered(
             all functions in line; "ir" before them. Both take a fraction of the time.
         aligned: bytes by which all pointers are divisible.
         timeout: seconds that another process may take, where this one interprets kernels.
-        options: of the compiler, such as ``num_warps=8``.
+        options: of the compiler, such as ``num_warps=8``. ``enable_fp_fusion`` is True if it is not given, as in Triton
+            up to 3.9; later releases have another default.
 
     Raises:
         ValueError: ``target`` is none, or the arguments and constants are not those of the kernel.
@@ -78,6 +79,7 @@ def lowered(
     (0, 0)
     """
     architecture = _target(target)
+    options = {"enable_fp_fusion": True, **options}
     if isinstance(kernel, InterpretedFunction):
         given = (
             dict(arguments),

@@ -11,9 +11,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from sglang_ranks import declare_vision_operators
 
-declared = declare_vision_operators()
 benchmarks_want = ModuleType("datasets")  # sglang.test imports its benchmarks, and these a package that no test needs
 benchmarks_want.load_dataset = lambda *args, **options: pytest.fail("a test wants a data set")
 sys.modules.setdefault("datasets", benchmarks_want)

@@ -41,18 +41,9 @@ def compute(out: Any, first: int) -> Tensor:
     return (y.bfloat16().float() * out.topk_weights[:, None]).bfloat16()
 
 
-def declare_vision_operators() -> Any:
-    """Declare two operators that importing torchvision wants, as SGLang imports it: its wheel's library needs CUDA."""
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library  # declared for as long as somebody has it
-
-
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     """Results of all formats and both phases, and what was refused."""
     warnings.simplefilter("ignore")  # SGLang warns of all that it lacks without a GPU
-    declared = declare_vision_operators()
     from sglang.srt.layers.moe.fused_moe_triton import layer
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.layers.moe.token_dispatcher.base import RoutewiseLayout
@@ -131,6 +122,5 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     refused("settings", lambda: dispatcher.make(config, plain, Settings(timeout=30.0 + rank)))
     results["said"] = said
     close()
-    del declared
     torch.distributed.destroy_process_group()
     return results
