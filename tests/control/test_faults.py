@@ -21,6 +21,7 @@ from moelink.control import gloo
 from moelink.control.gloo import await_release
 from moelink.control.recovery import NOTHING, Proposal, _agree
 from moelink.testing import run_ranks
+from tests.control import recover_ranks
 from tests.support import fault_ranks
 from tests.support.patience import HANG, ROOMY
 from tests.support.virtual_time import VirtualTime
@@ -99,12 +100,12 @@ def test_all_go_on_after_a_rank_was_only_late(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_recover_after_recover_down_to_one(transport: str, tmp_path: Path) -> None:
-    results = run_ranks(fault_ranks.one_after_the_other, 4, transport, str(tmp_path), mortal={0, 1, 3})
+    results = run_ranks(recover_ranks.one_after_the_other, 4, transport, str(tmp_path), mortal={0, 1, 3})
     assert results == [None, None, [2, 4, 7], None]  # of 7 experts
 
 
 def test_lists_that_cannot_be_are_refused_and_lists_that_differ_named() -> None:
-    assert run_ranks(fault_ranks.wrong_lists, 3) == [True] * 3
+    assert run_ranks(recover_ranks.wrong_lists, 3) == [True] * 3
 
 
 def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
@@ -124,7 +125,7 @@ def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
 
 @pytest.mark.parametrize("moment", ["at once", "meeting", "building"])
 def test_a_death_in_recover_is_named_and_recover_works_again(moment: str, tmp_path: Path) -> None:
-    for result in run_ranks(fault_ranks.death_in_recover, 4, moment, str(tmp_path), mortal={0, 3})[1:3]:
+    for result in run_ranks(recover_ranks.death_in_recover, 4, moment, str(tmp_path), mortal={0, 3})[1:3]:
         kind, peer = result
         assert peer == 0
         assert kind == "PeerLostError" or (kind == "PeerTimeoutError" and moment != "at once")
@@ -132,22 +133,22 @@ def test_a_death_in_recover_is_named_and_recover_works_again(moment: str, tmp_pa
 
 def test_a_recovered_communicator_waits_as_long_as_the_old_one() -> None:
     """Closes over: a new communicator whose timeout is what recover had left of it."""
-    assert run_ranks(fault_ranks.late_to_recover, 3, mortal={0})[1:] == [{timedelta(seconds=ROOMY)}] * 2
+    assert run_ranks(recover_ranks.late_to_recover, 3, mortal={0})[1:] == [{timedelta(seconds=ROOMY)}] * 2
 
 
 def test_who_is_left_out_does_not_go_on_alone(tmp_path: Path) -> None:
     """Rank 2 has gone on from the last exchange, in which rank 0 died; rank 1 has not."""
-    assert run_ranks(fault_ranks.left_out, 3, str(tmp_path), mortal={0}) == [None, True, True]
+    assert run_ranks(recover_ranks.left_out, 3, str(tmp_path), mortal={0}) == [None, True, True]
 
 
 @pytest.mark.full("waits for a meeting's deadline; the quick schedules of test_recovery_schedules meet the same code")
 def test_survivors_do_not_part_over_a_rank_that_dies_as_they_meet(tmp_path: Path) -> None:
-    told = run_ranks(fault_ranks.host_of_recover_gives_up, 3, str(tmp_path), mortal={2})
+    told = run_ranks(recover_ranks.host_of_recover_gives_up, 3, str(tmp_path), mortal={2})
     assert told == [(2, (0, 1)), (2, (0, 1)), None]
 
 
 def test_a_recovered_communicator_trains() -> None:
-    assert run_ranks(fault_ranks.gradients, 3, mortal={0}) == [None, True, True]
+    assert run_ranks(recover_ranks.gradients, 3, mortal={0}) == [None, True, True]
 
 
 @seeds(1, 4)

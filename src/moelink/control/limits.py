@@ -1,4 +1,4 @@
-"""What the operating system refuses a process: descriptors, memory, other processes."""
+"""Limits that the operating system sets for a process: open files, memory, other processes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def require_files(world_size: int, meshes: int) -> None:
 
 
 def is_own(error: OSError) -> bool:
-    """Return True if ``error`` says that this process has too many files open: whatever it tried to reach may be
-    there."""
+    """Return True if ``error`` says that this process has too many files open, and nothing about the other side."""
     return error.errno in _OPEN_FILES
 
 

@@ -75,7 +75,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Packed:
-    """What one rank sends to each rank, and the moves and old weights of what it receives from each, as bytes by rank.
+    """The bytes that one rank sends to each rank, and the moves and old weights of those that it receives from each.
 
     Attributes:
         sent: all that is sent. room: for all that is received.

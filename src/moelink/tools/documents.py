@@ -35,7 +35,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Maybe:
-    """What ``form`` describes, or null."""
+    """A value of ``form``, or null."""
 
     form: Any
 
@@ -63,7 +63,7 @@ TEXT = Kind(
     f"at most {MOST_LETTERS} printable characters without $",
     lambda value: isinstance(value, str) and len(value) <= MOST_LETTERS and value.isprintable() and "$" not in value,
 )
-"""Whatever stands between two $ would be a formula for matplotlib."""
+"""matplotlib takes text between two $ for a formula."""
 VERSION = Kind("1", lambda value: type(value) is int and value == 1)
 """Of the schema, which has had one version in files of every kind."""
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))

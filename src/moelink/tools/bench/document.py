@@ -38,7 +38,7 @@ RUN = {
     ),
     "date": TEXT, "commit?": Maybe(TEXT), "devices": [TEXT], "ranks?": RANKS,
 }  # fmt: skip
-"""What forms of results have in common. Some of one rank do not say so."""
+"""Fields that forms of results have in common. Results of one rank may lack "ranks"."""
 CASE = {
     "tokens": SIZE, "hidden_size": SIZE, "num_experts": EXPERTS, "topk": EXPERTS, "format": TEXT, "distribution": TEXT,
     "num_sms": Maybe(SIZE), "layout?": TEXT,

@@ -1,7 +1,7 @@
 """The forms of what ranks tell one another, and the reading of an answer that may have any other.
 
-The store over which ranks talk has no password: whoever reaches its port can write there, and ranks of another version
-write other things. So an answer is taken if it has the form that this version writes, and its text is made printable.
+Ranks talk over a store without a password: a stranger who reaches its port can write there, and ranks of another
+version write other fields. So a rank takes an answer if it has the form of this version, and makes its text printable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST = 1e18
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with a question mark in place of whatever a terminal would act on, cut to LONGEST_TEXT."""
+    """Return ``text``, cut to LONGEST_TEXT, with a question mark for each character that a terminal may act on."""
     return "".join(each if each.isprintable() else "?" for each in text[:LONGEST_TEXT])
 
 

@@ -1,4 +1,4 @@
-"""Let ranks tell one another what they found, over a store, in bounded time, whoever is missing or stopped.
+"""Let ranks share their findings over a store, in bounded time, even if a rank is missing or stopped.
 
 An examination cannot rely on what it examines. A process group hangs where a port is closed; a store needs one
 connection from each rank to its host, and its calls do not return while the host is stopped. So they are made in a

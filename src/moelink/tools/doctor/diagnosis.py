@@ -41,8 +41,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Examination:
-    """What all ranks found. Entries by rank are None for a rank that said nothing in time, or what is not of the form
-    (:mod:`moelink.tools.doctor.answers`).
+    """The findings of all ranks. An entry is None if its rank said nothing in time, or if it has another form than
+    :mod:`moelink.tools.doctor.answers` has.
 
     Attributes:
         facts: of :func:`moelink.tools.doctor.facts.facts_of`.

@@ -63,7 +63,7 @@ class ConstantsFile:
 
     @property
     def expected(self) -> str:
-        """What messages ask for."""
+        """The file that messages ask for."""
         return f"a JSON file of {self.command}"
 
     def head(self, machine: str, runs: Iterable[Run]) -> dict[str, Any]:
