@@ -70,7 +70,8 @@ def test_what_schedules_cannot_show_is_in_the_instructions():
         lowered(kernel, TYPES, {"N": 1024})
         for kernel in (kernels.send, kernels.send_without_barrier, kernels.send_to_this_device)
     )
-    assert (right.unguarded, without.unguarded, near.unguarded) == (0, 1, 0)
+    assert (right.unguarded, near.unguarded) == (0, 0)
+    assert without.unguarded + without.memory.count("bar.sync") == 1, "Triton puts one there itself from 3.9 on"
     assert "atom.global.sys.release.exch.b32" in right.memory
     assert "atom.global.gpu.release.exch.b32" in near.memory
     assert "st.global.v4.b32" in right.memory, "aligned rows are stored 16 bytes at a time"
@@ -83,7 +84,8 @@ def test_what_schedules_cannot_show_is_in_the_instructions():
 
 def test_other_targets_and_other_stages():
     amd = lowered(kernels.receive, {"data": "*fp32", "flag": "*i32", "out": "*fp32"}, {"N": 512}, target="gfx942")
-    assert {"global_load_dword", "buffer_inv", "buffer_store_dwordx2"} <= amd.counts.keys()
+    assert {"buffer_inv", "buffer_store_dwordx2"} <= amd.counts.keys()
+    assert amd.counts.keys() & {"global_load_dword", "global_atomic_add"}, "a flag is read; Triton 3.9 adds 0 to it"
     early = lowered(kernels.receive, {"data": "*fp32", "flag": "*i32", "out": "*fp32"}, {"N": 512}, until="ir")
     assert "tt.call" in early.asm["ir"], "functions are not in line yet"
     assert early.shared == 0
