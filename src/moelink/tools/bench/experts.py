@@ -9,6 +9,10 @@ Dispatch pads groups to multiples of 4 rows, so 4 also stands for one. Skewed lo
 * ``few``: every eighth expert has 64 rows, the others none. ``one``: one expert has 4096 rows, the others none.
 * ``mixed``: expert i has about 2048 / (i + 1) rows. ``room``: 4 rows an expert, in a buffer of 32768 rows.
 
+DeepGEMM's grouped product is measured where the package ``deep_gemm`` is installed (``sgl-deep-gemm`` has it). It needs
+groups of multiples of 128 rows, and the group of each row. ``deep_gemm`` computes these from the offsets in each call,
+as a layer would; ``deep_gemm_alone`` is given them.
+
 A figure is the median time of replays of a CUDA graph, divided by its calls, on one device. Weights are larger than any
 cache. Every product is first found within the accuracy that :mod:`moelink.nn.block_quantized` states, in fp64, on rows
 of three experts.
@@ -21,6 +25,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import json
 import multiprocessing
 import statistics
@@ -44,7 +50,7 @@ from moelink.nn.block_quantized import (
     multiply_by_group,
     quantize_weight,
 )
-from moelink.nn.expert_backends import PIP, multiply, what_library_lacks
+from moelink.nn.expert_backends import PIP, group_of_rows, multiply, what_library_lacks
 from moelink.nn.experts import grouped_matmul
 from moelink.nn.gated import gated_activation
 from moelink.tools.bench.document import head, results_folder, script_parser, write
@@ -161,8 +167,18 @@ def by_library(rows: Rows, weights: Weights, library: str) -> Tensor:
     return out
 
 
+def by_deep_gemm(rows: Rows, weights: Weights, groups: Tensor | None = None) -> Tensor:
+    """The product in fp8, by DeepGEMM. ``groups`` is the group of each row, made here from the offsets if None."""
+    deep_gemm = importlib.import_module("deep_gemm")
+    out = rows.numbers.new_empty(rows.numbers.shape[0], weights.numbers.shape[1])
+    groups = group_of_rows(rows.offsets, len(out)) if groups is None else groups
+    weight = weights.quantized.codes, weights.quantized.scales
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((rows.codes, rows.scales.t()), weight, out, groups)
+    return out
+
+
 def contenders(device: torch.device) -> dict[str, Product]:
-    """The ways to make a product that run here."""
+    """The ways to make a product of rows as dispatch packs them that run here."""
     ways: dict[str, Product] = {BF16: by_torch, FP8: by_kernel}
     for library in PIP:
         if not what_library_lacks(library, device):
@@ -250,6 +266,15 @@ def measure_load(
                 worst = max(worst, excess(product(by_product[name], own), by_product[name], own))
             us = microseconds(functools.partial(product, by_product[name], own), device, samples)
             row[way] = figures(us, sizes, columns, inner, 2 if way == BF16 else 1)
+        if device.type == "cuda" and importlib.util.find_spec("deep_gemm") is not None:
+            aligned = make_rows([-(-size // BLOCK) * BLOCK for size in sizes], room, inner, device)
+            groups = group_of_rows(aligned.offsets, aligned.codes.shape[0])
+            ways: dict[str, Product] = {"deep_gemm": by_deep_gemm}
+            ways["deep_gemm_alone"] = functools.partial(by_deep_gemm, groups=groups)
+            for way, product in ways.items():
+                worst = max(worst, excess(product(aligned, own), aligned, own))
+                us = microseconds(functools.partial(product, aligned, own), device, samples)
+                row[way] = figures(us, sizes, columns, inner, 1)
         row |= {"ratio": round(row[BF16]["us"] / row[FP8]["us"], 3), "error_over_bound": round(worst, 3)}
         yield row
     rows = by_product["gate_up"]
