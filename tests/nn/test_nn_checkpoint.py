@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import moelink
 from moelink.nn import MoE, Placement, TrainingState, all_reduce_gradients
@@ -115,6 +120,64 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         tell("mesh", moelink.ArgumentError, lambda: TrainingState(MoE(ep, intermediate_size=8), mesh=mesh["b"]))
         dist.barrier()  # rank 0, which hosts the store, must not end while rank 1 makes groups of the mesh
     return said
+
+
+def plain_state_dicts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What ``torch.distributed.checkpoint`` says of them, and what else is done with them."""
+    with moelink.init(**SIZES) as ep:
+        model, other = Model(ep), Model(ep, seed=7)
+        said = {}
+        copies: dict[str, Callable[[], Any]] = {
+            "as it is": model.state_dict,
+            "of torch's function": lambda: {"model": get_model_state_dict(model)},
+            "on the CPU": lambda: get_model_state_dict(model, options=StateDictOptions(cpu_offload=True)),
+            "cloned": lambda: {name: value.detach().clone() for name, value in model.state_dict().items()},
+            "copied": lambda: copy.deepcopy(model.state_dict()),
+        }
+        calls: dict[str, Callable[[], Any]] = {
+            name: partial(lambda call: dcp.save(call(), checkpoint_id=folder), call) for name, call in copies.items()
+        }
+        dcp.save({name: value * 1 for name, value in model.state_dict().items()}, checkpoint_id=folder)
+        calls["loaded"] = lambda: dcp.load(model.state_dict(), checkpoint_id=folder)
+        for name, call in calls.items():
+            with pytest.raises(CheckpointException) as info:
+                call()
+            said[name] = str(info.value)
+        file = Path(folder) / f"{rank}.pt"
+        torch.save(model.state_dict(), file)
+        read = torch.load(file, weights_only=True)
+        other.load_state_dict(read)
+        equal = [torch.equal(value, read[name]) for name, value in other.state_dict().items()]
+        other = Model(ep, seed=8)
+        other.load_state_dict(model.state_dict(), assign=True)
+        equal += [torch.equal(value, read[name]) for name, value in other.named_parameters()]
+        kinds = {type(value) for value in read.values()} | {type(p.data) for p in other.parameters()}
+        kinds.add(type(model.state_dict()["moe.experts.down_proj"] * 2))
+        words = repr(model.state_dict()["moe.experts.down_proj"])
+        return {"said": said, "equal": equal, "plain": kinds == {Tensor} and words.startswith("tensor(")}
+
+
+def test_a_plain_state_dict_is_refused_and_is_plain_in_all_else(tmp_path: Path) -> None:
+    for result in run_ranks(plain_state_dicts, 2, str(tmp_path)):
+        assert all(result["equal"])
+        assert result["plain"]
+        for name, said in result["said"].items():
+            assert "UnsupportedError: " in said, name
+            assert "expected experts of all ranks for torch.distributed.checkpoint, got a plain state_dict" in said, (
+                name
+            )
+
+
+def save_and_load(rank: int, world_size: int, folder: str) -> bool:
+    with moelink.init(**SIZES) as ep:
+        model, other = Model(ep), Model(ep, seed=7)
+        dcp.save(model.state_dict(), checkpoint_id=folder)
+        dcp.load(state := other.state_dict(), checkpoint_id=folder)
+        return all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+
+
+def test_one_rank_with_all_experts_saves_a_plain_state_dict(tmp_path: Path) -> None:
+    assert run_ranks(save_and_load, 1, str(tmp_path)) == [True]
 
 
 def test_what_a_checkpoint_would_get_wrong_is_refused_on_every_rank() -> None:

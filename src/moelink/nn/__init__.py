@@ -8,6 +8,7 @@
 ``owned``      which parts of a model are a rank's alone, for DistributedDataParallel and others
 ``parallel``   gradients and state_dicts of models  ``initial``   first weights, the same on any number of ranks
 ``checkpoint``  models and optimizers for torch.distributed.checkpoint
+``plain_state``  values of a state_dict that it would lose, and that refuse
 ``quantized_experts``, ``block_quantized``          experts in fp8; their weights and products
 ``expert_backends``                                 what multiplies rows that travelled in fp8
 =============  ========================================================================================================

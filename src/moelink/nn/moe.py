@@ -26,6 +26,7 @@ from moelink.nn.kept import KnowsRows
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.owned import Ownership, Wrapping, ignored_by_ddp, share_of_gradient
 from moelink.nn.placement import Placement, PlacementMap
+from moelink.nn.plain_state import refuse_plain_checkpoints
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
 from moelink.ops.scale_rows import cast_rows
@@ -78,6 +79,7 @@ class Experts(KnowsRows):
         up, down = (groups, 2 * intermediate_size, hidden), (groups, hidden, intermediate_size)
         self.gate_up_proj = torch.nn.Parameter(torch.empty(up, device=device, dtype=dtype))
         self.down_proj = torch.nn.Parameter(torch.empty(down, device=device, dtype=dtype))
+        refuse_plain_checkpoints(self)
         self.reset_parameters()
 
     @property

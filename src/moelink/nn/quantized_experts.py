@@ -17,6 +17,7 @@ from moelink.nn.gated import known_activation
 from moelink.nn.kept import KeepsBuffers
 from moelink.nn.owned import Ownership
 from moelink.nn.placement import Placement
+from moelink.nn.plain_state import refuse_plain_checkpoints
 
 INNER_FORMAT = "fp8_block128"
 
@@ -73,6 +74,7 @@ class QuantizedExperts(KeepsBuffers):
         tensors = (gate_up.codes, gate_up.scales, down.codes, down.scales)
         for name, tensor in zip(self.stacked, tensors, strict=True):
             self.register_buffer(name, tensor)
+        refuse_plain_checkpoints(self)
 
     @property
     def num_experts(self) -> int:

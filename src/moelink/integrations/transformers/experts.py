@@ -20,6 +20,7 @@ from moelink.nn.experts import grouped_matmul, known_max_tokens
 from moelink.nn.gated import gated_activation, known_activation
 from moelink.nn.kept import KnowsRows
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
+from moelink.nn.plain_state import refuse_plain_checkpoints
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.ops.scale_rows import cast_rows
 from moelink.output import DispatchOutput
@@ -144,6 +145,7 @@ class ParallelExperts(KnowsRows):
         self.train(module.training)
         for name in _HOOKS:  # the same dictionaries, so that the handles that the hooks' owners have still remove them
             setattr(self, name, getattr(module, name))
+        refuse_plain_checkpoints(self)
 
     @property
     def stacked(self) -> tuple[str, ...]:
