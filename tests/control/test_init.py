@@ -19,7 +19,7 @@ from moelink.control import meeting as meetings
 from moelink.control import probe
 from moelink.control.meeting import Meeting
 from moelink.control.probe import Address, ProbeServer
-from moelink.control.roster import LEFT, WAITING, Entry, decode_roster, encode_end, news_for
+from moelink.control.roster import LEFT, WAITING, Entry, decode_roster, encode_end, encode_roster, news_for
 from moelink.control.stores import BoundedError, LauncherStore, bounded, peek, reach, serve
 from moelink.testing import run_ranks
 from tests.control import init_ranks
@@ -240,6 +240,20 @@ def test_a_room_is_voided_when_a_member_left_before_it_came(unhurried: None) -> 
     never.set()
     for server in servers:
         server.close()
+
+
+def test_a_rank_takes_no_roster_of_an_earlier_attempt(unhurried: None) -> None:
+    """Nobody comes to the room of a roster that has this rank's entry of the attempt before."""
+    store, server, never = dist.HashStore(), ProbeServer(), threading.Event()
+    earlier = Entry(WAITING, bytes(16), server.address, has_group=dist.is_initialized())
+    store.set("roster", encode_roster([earlier, earlier]))
+    meeting = meeting_of(store, 1, 2, server, connect=lambda *_: never.wait())
+    expire(meeting)
+    with pytest.raises(moelink.PeerTimeoutError, match="rank 0 did not arrive in init.*has not called init"):
+        meeting.wait()
+    meeting.abandon()
+    never.set()
+    server.close()
 
 
 def test_torchruns_variables_must_be_complete() -> None:

@@ -353,7 +353,7 @@ CONTROL = (
            "kernels/test_fuzz.py::test_handshakes_of_another_form_are_refused_by_name"),
     Mutant("a rank goes into a room of which it is no member", "control/meeting.py",
            "if len(roster) == self.world_size and roster[self.rank] == self._mine:", "if roster:",
-           "control/test_init.py::test_init_works_again_after_ranks_failed_differently[typo-collective-no_group]"),
+           "control/test_init.py::test_a_rank_takes_no_roster_of_an_earlier_attempt"),
     Mutant("why an attempt was given up is told to the next one", "control/roster.py",
            'return data[end:] if nonce in nonces else b""', "return data[end:]",
            "control/test_init.py::test_why_there_is_no_roster_is_told_to_those_that_it_means"),

@@ -20,9 +20,10 @@ nvfp4 need instructions of compute capability 10.0, and no backend uses them yet
 products and the activation take 0.35 to 0.79 of the time of bf16 for 4 to 4096 rows a group (``experts_h200.json``). On
 other devices nothing was measured, so it takes "dequantize" there, unless weights are stored in fp8 alone.
 
-DeepGEMM's contiguous product was a backend, and "auto" preferred it. It was slower but for many rows a group: it
-computes the worst-case number of rows, and reads the group of each row from an index that every call had to build. No
-result file has its times, so no figure stands here.
+DeepGEMM's contiguous product was a backend, and "auto" preferred it. It computes whole tiles of 128 rows, and reads
+the group of each row from an index that every call has to compute. ``experts_deep_gemm_h200.json`` has its times on one
+H200, over those of ``triton``: 0.97 to 1.38 for 4 to 128 rows of experts that have any, 5.2 in a buffer of 32768 rows
+of which 128 are filled, and 0.65 to 0.82 where an expert has 1024 rows or more.
 """
 
 from __future__ import annotations
