@@ -141,8 +141,8 @@ upstream-vllm: build/vllm  ## vLLM's own tests of DeepEP v2, moelink in its plac
 
 
 bench: $(STAMP)  ## the CPU benchmark, its JSON, and the tables in the docs
-	$(BIN)/python -m moelink.tools.bench.collective
-	$(BIN)/python -m moelink.tools.bench.render
+	$(BIN)/python -m moelink_bench.collective
+	$(BIN)/python -m moelink_bench.render
 
 picture: $(STAMP)  ## the picture in README.md, from the data of a demonstration run
 	$(BIN)/moelink demo --ranks 4 --json > docs/demo.json
@@ -204,11 +204,11 @@ clean:
 # a Triton of their own: where pip finds no other, the first set of versions has no solution and the second one is taken,
 # unless a pair was asked for. The stamp is written last, so an interrupted installation is repeated.
 TORCH := $(BIN)/pip install --quiet torch triton
-$(STAMP): pyproject.toml testing/pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.txt
+$(STAMP): pyproject.toml testing/pyproject.toml benchmarks/pyproject.toml $(CONSTRAINTS) requirements/dev.txt requirements/build.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements/dev.txt -r requirements/build.txt
 	$(TORCH) -c $(CONSTRAINTS) || { [ $(CONSTRAINTS) = constraints.txt ] && $(TORCH) -c constraints-cuda.txt; }
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e ./testing
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e ./testing -e ./benchmarks
 	touch $@
 
 # What frameworks and engines get is pinned by hash as well: requirements/*.in names it, for `make lock`.
@@ -217,7 +217,7 @@ $(FRAMEWORKS_STAMP): pyproject.toml requirements/frameworks.txt
 	$(FRAMEWORKS_BIN)/pip install --quiet --require-hashes --no-deps -r requirements/frameworks.txt
 	$(FRAMEWORKS_BIN)/pip install --quiet torch==2.13.0 triton==3.6.0
 	$(if $(NEWEST),$(FRAMEWORKS_BIN)/pip install --quiet --upgrade 'torchtitan<0.4' 'megatron-core<0.17')
-	$(FRAMEWORKS_BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(FRAMEWORKS_BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e ./benchmarks
 	touch $@
 
 # An engine asks for its own torch, CUDA and a hundred servers' packages. Its layers of experts need few of them, and run
@@ -231,7 +231,7 @@ $(ENGINES:%=.venv-%/.installed): .venv-%/.installed: requirements/%.txt requirem
 	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/$*.txt
 	$(if $(NEWEST),.venv-$*/bin/pip install --quiet --no-deps --upgrade '$(NEWEST_$*)')
 	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/build.txt
-	.venv-$*/bin/pip install --quiet --no-deps --no-build-isolation -e .
+	.venv-$*/bin/pip install --quiet --no-deps --no-build-isolation -e . -e ./benchmarks
 	touch $@
 
 # The site needs neither torch nor moelink: griffe reads the sources. Mermaid draws its diagrams and comes with it, so that

@@ -28,7 +28,7 @@ class Blank:
     """Shape, dtype and strides of an uninitialised, contiguous tensor, without a device.
 
     The strides are computed once and passed to ``torch.empty_strided``; with ``torch.empty`` every call would compute
-    them again, at a higher cost (``tensors`` in the results of ``moelink.tools.bench.host``).
+    them again, at a higher cost (``tensors`` in the results of ``moelink_bench.host``).
     """
 
     shape: tuple[int, ...]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 import moelink
-from moelink.tools.bench.layer.plan import LayerPlan
-from moelink.tools.bench.layer.result import LayerReport
-from moelink.tools.bench.layer.run import layer_main
-from moelink.tools.bench.presets import Plan
-from moelink.tools.bench.run import RankReport, moelink_main
+from moelink_bench.layer.plan import LayerPlan
+from moelink_bench.layer.result import LayerReport
+from moelink_bench.layer.run import layer_main
+from moelink_bench.presets import Plan
+from moelink_bench.run import RankReport, moelink_main
 
 
 def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:

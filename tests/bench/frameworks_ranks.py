@@ -19,7 +19,7 @@ SIZES = (1, 24)
 
 def compared(rank: int, world_size: int, case: Any) -> dict[str, float]:
     """The differences of a contender that is right, and of one that makes half as much again."""
-    from moelink.tools.bench.frameworks import engines
+    from moelink_bench.frameworks import engines
 
     dist.init_process_group("gloo")
     weights = engines.make_weights(case)
@@ -52,8 +52,8 @@ def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any
         GroupCoordinator.reduce_scatterv = lambda self, given, output, sizes: output.copy_(
             scatter_sums(self, given, 0, sizes)
         )
-    from moelink.tools.bench.frameworks.__main__ import measure_engine
-    from moelink.tools.bench.frameworks.engines import EngineCase
+    from moelink_bench.frameworks.__main__ import measure_engine
+    from moelink_bench.frameworks.engines import EngineCase
 
     dist.init_process_group("gloo")
     case = EngineCase(tokens=SIZES, hidden_size=128, intermediate_size=32, num_experts=8, topk=2, device="cpu")
@@ -70,8 +70,8 @@ def measured(rank: int, world_size: int, framework: str) -> dict[str, Any]:
         del megatron_cpu.moe_utils.te_general_gemm  # the benchmark provides it by itself, as on a GPU
     else:
         torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes CUDA where it finds no accelerator
-    from moelink.tools.bench.frameworks.__main__ import measure
-    from moelink.tools.bench.frameworks.steps import Case
+    from moelink_bench.frameworks.__main__ import measure
+    from moelink_bench.frameworks.steps import Case
 
     dist.init_process_group("gloo")
     case = Case(tokens=24, hidden_size=64, intermediate_size=32, num_experts=8, topk=2, device="cpu", room=None)

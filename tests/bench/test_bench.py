@@ -15,21 +15,15 @@ import torch
 
 import moelink
 from moelink.formats import get_format
-from moelink.tools.bench import Case, make_plan, render, run, timing
-from moelink.tools.bench.ceiling import Ceiling, CeilingSamples
-from moelink.tools.bench.contenders import (
-    COLLECTIVE,
-    SYMMETRIC,
-    MoelinkContender,
-    check_transports,
-    compacted,
-    first_difference,
-)
-from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.presets import SMOKE
-from moelink.tools.bench.report import RankReport, RankRow, results_of
-from moelink.tools.bench.workload import Batch, make_workload, rank_batch
 from moelink.tools.cli import main
+from moelink.tools.results import COLLECTIVE, SYMMETRIC
+from moelink_bench import Case, make_plan, render, run, timing
+from moelink_bench.ceiling import Ceiling, CeilingSamples
+from moelink_bench.contenders import MoelinkContender, check_transports, compacted, first_difference
+from moelink_bench.measure import PhaseSamples
+from moelink_bench.presets import SMOKE
+from moelink_bench.report import RankReport, RankRow, results_of
+from moelink_bench.workload import Batch, make_workload, rank_batch
 from tests.bench import bench_ranks
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
@@ -141,9 +135,9 @@ def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
 
 def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    from moelink.tools.cli.bench import bench_view
     from moelink.tools.cli.console import make_console
-    from moelink.tools.plots.lines import points_of
+    from moelink_bench.command import bench_view
+    from moelink_bench.picture import points_of
 
     document = json.loads(smoke.read_text())
     console = make_console()

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from moelink.testing import run_ranks
-from moelink.tools.bench.frameworks import __main__ as command
-from moelink.tools.bench.frameworks import engines, steps
-from moelink.tools.bench.frameworks.engines import EngineCase
-from moelink.tools.bench.frameworks.steps import PASSES, Case, differences
+from moelink_bench.frameworks import __main__ as command
+from moelink_bench.frameworks import engines, steps
+from moelink_bench.frameworks.engines import EngineCase
+from moelink_bench.frameworks.steps import PASSES, Case, differences
 from tests.bench import frameworks_ranks as ranks
 
 

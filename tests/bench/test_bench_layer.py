@@ -14,14 +14,14 @@ from torch import Tensor
 
 import moelink
 from moelink.formats import get_format
-from moelink.tools.bench import render
-from moelink.tools.bench.document import LAYER_BENCHMARK
-from moelink.tools.bench.layer import data, make_layer_plan, peers, run, tables
-from moelink.tools.bench.layer.contenders import PARTS, MoelinkLayer, Part, Setting, chained, run_parts
-from moelink.tools.bench.layer.plan import SHAPES, LayerPlan
-from moelink.tools.bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
-from moelink.tools.bench.presets import Settings
-from moelink.tools.bench.timing import WallClock
+from moelink.tools.results import LAYER_BENCHMARK
+from moelink_bench import render
+from moelink_bench.layer import data, make_layer_plan, peers, run, tables
+from moelink_bench.layer.contenders import PARTS, MoelinkLayer, Part, Setting, chained, run_parts
+from moelink_bench.layer.plan import SHAPES, LayerPlan
+from moelink_bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
+from moelink_bench.presets import Settings
+from moelink_bench.timing import WallClock
 from tests.bench import bench_ranks
 from tests.bench.bench_fakes import FakeClock, FakeDevice
 
@@ -407,7 +407,7 @@ def test_results_become_tables() -> None:
 
 
 def test_results_are_drawn(tmp_path: Path) -> None:
-    from moelink.tools.plots.layer import segments
+    from moelink_bench.layer.picture import segments
 
     document = synthetic()
     ours, theirs = document["rows"][:2]

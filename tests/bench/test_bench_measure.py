@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moelink.tools.bench import Settings, measure, timing
-from moelink.tools.bench.timing import KernelTimes
+from moelink_bench import Settings, measure, timing
+from moelink_bench.timing import KernelTimes
 from tests.bench.bench_fakes import FakeClock, FakeDevice, FakeGraph, NotingContender, TakingContender
 
 PAIR = ["dispatch", "combine"]

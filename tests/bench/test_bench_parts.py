@@ -9,21 +9,15 @@ import torch
 
 import moelink
 from moelink.errors import ConfigError
-from moelink.tools.bench import PRESETS, Case, Settings, make_plan
-from moelink.tools.bench.ceiling import CeilingSamples, ceiling_of
-from moelink.tools.bench.contenders import (
-    COLLECTIVE,
-    SYMMETRIC,
-    compile_calls,
-    expert_factor,
-    open_communicator,
-    row_factors,
-)
-from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.peers import group_of_expert
-from moelink.tools.bench.report import CaseResult, PhaseResult, Row, figure_of, judge, phase_result
-from moelink.tools.bench.timing import Figure, kernel_times_of, short_name, slowest_rank
-from moelink.tools.bench.workload import (
+from moelink.tools.results import COLLECTIVE, SYMMETRIC
+from moelink_bench import PRESETS, Case, Settings, make_plan
+from moelink_bench.ceiling import CeilingSamples, ceiling_of
+from moelink_bench.contenders import compile_calls, expert_factor, open_communicator, row_factors
+from moelink_bench.measure import PhaseSamples
+from moelink_bench.peers import group_of_expert
+from moelink_bench.report import CaseResult, PhaseResult, Row, figure_of, judge, phase_result
+from moelink_bench.timing import Figure, kernel_times_of, short_name, slowest_rank
+from moelink_bench.workload import (
     WireBytes,
     combine_row_bytes,
     count_messages,
@@ -280,7 +274,7 @@ def test_neighbouring_experts_share_groups_where_torch_takes_no_more() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_ceiling_kernel_fills_every_peers_region(world_size: int) -> None:
     from moelink.memory import create_all
-    from moelink.tools.bench.push import BLOCK, ceiling_push_kernel
+    from moelink_bench.push import BLOCK, ceiling_push_kernel
 
     words = 3 * BLOCK
     memories = create_all(["cpu"] * world_size, world_size * words * 4)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from moelink.tools.bench import make_plan, render, run
-from moelink.tools.bench.ceiling import CeilingSamples
-from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.report import RankReport, RankRow, results_of
-from moelink.tools.cli.bench import bench_view, method_rows
 from moelink.tools.cli.console import make_console
 from moelink.tools.plan.fit import load_points
+from moelink.tools.results import COLLECTIVE, SYMMETRIC
+from moelink_bench import make_plan, render, run
+from moelink_bench.ceiling import CeilingSamples
+from moelink_bench.command import bench_view, method_rows
+from moelink_bench.measure import PhaseSamples
+from moelink_bench.report import RankReport, RankRow, results_of
 
 PEER = "FlashInfer + permute + sum"
 ALONE = ("dispatch", "combine")
@@ -90,7 +90,7 @@ def test_documents_become_text_and_tables(make: Any, method: str, capsys: pytest
 
 @pytest.mark.parametrize(("make", "method"), [(with_pairs, "pairs"), (without_pairs, "eager")])
 def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: Path) -> None:
-    from moelink.tools.plots.lines import draw_bench, points_of
+    from moelink_bench.picture import draw_bench, points_of
 
     document = make()
     points = {(point.contender, point.phase): point.method for point in points_of(document)}
@@ -109,7 +109,7 @@ def test_documents_are_drawn_and_planned_with(make: Any, method: str, tmp_path: 
 
 
 def test_a_picture_of_several_commits_says_so() -> None:
-    from moelink.tools.plots.lines import commits
+    from moelink_bench.picture import commits
 
     made = [{"ranks": ranks, "commit": commit} for ranks, commit in ((4, "b" * 40), (2, "a" * 40), (2, "a" * 40))]
     assert commits(made) == "2: aaaaaaa, 4: bbbbbbb"

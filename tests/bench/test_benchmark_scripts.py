@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moelink.memory.workspace import Workspace
-from moelink.tools.bench import Case, collective, document, host, host_table, launchers, ncu, quotients, render, sweep
+from moelink_bench import Case, collective, document, host, host_table, launchers, ncu, quotients, render, sweep
 from tests.support.paths import ROOT
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
@@ -92,7 +92,7 @@ def test_launchers_are_launched_as_a_communicator_is(monkeypatch: pytest.MonkeyP
 def test_the_head_of_a_result_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/there/host.py", "operators", "--out", "/there/x.json"])
     head = document.head("ops_overhead", script="host", commit="abc1234")
-    assert head["command"] == "python -m moelink.tools.bench.host operators --out x.json"
+    assert head["command"] == "python -m moelink_bench.host operators --out x.json"
     assert (head["schema_version"], head["benchmark"], head["commit"], head["dirty"]) == (
         1,
         "ops_overhead",

@@ -9,21 +9,21 @@ import pytest
 from typer.testing import CliRunner
 
 import moelink
-from moelink.tools.bench import Case, make_plan, render, run
-from moelink.tools.bench.ceiling import CeilingSamples
-from moelink.tools.bench.comparisons import AS_ENGINES, COLUMNS, HEAD, gate_line, summary, table_of
-from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.tools.bench.measure import PhaseSamples
-from moelink.tools.bench.peers import FLASHINFER, FLASHINFER_MARKED, VDEV
-from moelink.tools.bench.peers_whole import FLASHINFER_WHOLE
-from moelink.tools.bench.presets import PRESETS
-from moelink.tools.bench.published import DEEPEP_V2, beside, published_lines
-from moelink.tools.bench.report import RankReport, RankRow, results_of
-from moelink.tools.bench.sm_shares import share_lines
 from moelink.tools.cli import app
 from moelink.tools.cli import bench as command
-from moelink.tools.cli.bench import bench_view
 from moelink.tools.cli.console import make_console
+from moelink.tools.results import COLLECTIVE, SYMMETRIC
+from moelink_bench import Case, make_plan, render, run
+from moelink_bench.ceiling import CeilingSamples
+from moelink_bench.command import bench_view
+from moelink_bench.comparisons import AS_ENGINES, COLUMNS, HEAD, gate_line, summary, table_of
+from moelink_bench.measure import PhaseSamples
+from moelink_bench.peers import FLASHINFER, FLASHINFER_MARKED, VDEV
+from moelink_bench.peers_whole import FLASHINFER_WHOLE
+from moelink_bench.presets import PRESETS
+from moelink_bench.published import DEEPEP_V2, beside, published_lines
+from moelink_bench.report import RankReport, RankRow, results_of
+from moelink_bench.sm_shares import share_lines
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelink.tools.bench import peers, peers_whole
-from moelink.tools.bench.contenders import difference_from_truth
-from moelink.tools.bench.peers import FlashInferMarked
-from moelink.tools.bench.peers_whole import FlashInferWhole
-from moelink.tools.bench.permute import Permutation
-from moelink.tools.bench.presets import SMOKE, Case
-from moelink.tools.bench.workload import make_workload
+from moelink_bench import peers, peers_whole
+from moelink_bench.contenders import difference_from_truth
+from moelink_bench.peers import FlashInferMarked
+from moelink_bench.peers_whole import FlashInferWhole
+from moelink_bench.permute import Permutation
+from moelink_bench.presets import SMOKE, Case
+from moelink_bench.workload import make_workload
 
 CPU = torch.device("cpu")
 SLOTS, TOPK, FIRST, LOCAL, HIDDEN, ROOM = 10, 3, 5, 5, 64, 40

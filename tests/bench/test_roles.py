@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import moelink
-from moelink.tools.bench import roles
-from moelink.tools.bench import roles_worker as worker
-from moelink.tools.bench.roles_bytes import bytes_of
+from moelink_bench import roles
+from moelink_bench import roles_worker as worker
+from moelink_bench.roles_bytes import bytes_of
 from tests.support.paths import ROOT
 from tests.support.symmetric_ranks import note_launches
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ConfigError
-from moelink.tools.bench import peers, render, roles, roles_flashinfer, roles_preset, roles_result
-from moelink.tools.bench import roles_worker as worker
-from moelink.tools.bench.contenders import SYMMETRIC
-from moelink.tools.bench.peers import FLASHINFER
-from moelink.tools.bench.roles_preset import make_roles_plan
 from moelink.tools.cli.console import make_console
-from moelink.tools.cli.roles import roles_view
+from moelink.tools.results import SYMMETRIC
+from moelink_bench import peers, render, roles, roles_flashinfer, roles_preset, roles_result
+from moelink_bench import roles_worker as worker
+from moelink_bench.peers import FLASHINFER
+from moelink_bench.roles_preset import make_roles_plan
+from moelink_bench.roles_view import roles_view
 from tests.support.paths import ROOT
 
 COUNTS = {"messages": 8, "own_messages": 4, "rows": 8, "own_rows": 4, "row": 110664, "scale": 14336}

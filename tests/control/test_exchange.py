@@ -24,7 +24,6 @@ OWN_DEADLINE = {
     "transports/collective/group_wire.py": "moelink's own groups, polled until the deadline of the call",
     "tools/doctor/pairs.py": "a group of the doctor, whose timeout is that of its steps",
     "tools/demo/ranks.py": "ends with the demonstration, whose ranks its launcher ends together",
-    "tools/bench/": "a benchmark, whose ranks its launcher ends together",
 }
 """Files, and folders, that exchange with torch's own calls, and what ends their waits."""
 _GROUPS = ("dist", "control", "data", "own", "group")

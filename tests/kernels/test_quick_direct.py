@@ -16,10 +16,10 @@ from triton import knobs
 
 import moelink
 from moelink.kernels.launch.direct import DirectKernel
-from moelink.tools.bench.played import played
 from moelink.transports.session import Session
 from moelink.transports.symmetric import quick
 from moelink.transports.symmetric.rank import Rank
+from moelink_bench.played import played
 
 SIZES = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": 5}
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -11,8 +11,8 @@ import torch
 import moelink
 from moelink.output import ArenaLayout, Blank, DispatchOutput
 from moelink.testing import assert_bitwise_equal
-from moelink.tools.bench.played import played
 from moelink.transports.base import DispatchRequest
+from moelink_bench.played import played
 
 SIZES = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": 5}
 FIELDS = {**SIZES, "transport": "symmetric"}

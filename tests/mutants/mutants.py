@@ -31,6 +31,8 @@ from xml.etree import ElementTree
 from tests.support.paths import ROOT
 
 PACKAGE, TESTS = "src/moelink", "tests"
+OTHERS = ("testing/", "benchmarks/")
+"""Folders of the other distributions."""
 SECONDS = 120
 """Limit of one run of pytest with a fault. A test that runs longer has caught it: a hang fails in every tier."""
 
@@ -70,7 +72,7 @@ class Mutant:
 
     Attributes:
         fault: what is wrong, in a few words.
-        file: where, relative to ``src/moelink``, or to the root if it begins with ``testing/``.
+        file: where, relative to ``src/moelink``, or to the root if it begins with ``testing/`` or ``benchmarks/``.
         old: text that occurs exactly once in ``file``.
         new: text that takes its place.
         test: id of the test that must fail, relative to ``tests``: ``test_config.py::test_derived_sizes``, or one
@@ -85,7 +87,7 @@ class Mutant:
 
     def path(self, root: Path) -> Path:
         """Return the path of ``file`` in the tree at ``root``."""
-        return root / self.file if self.file.startswith("testing/") else root / PACKAGE / self.file
+        return root / self.file if self.file.startswith(OTHERS) else root / PACKAGE / self.file
 
     def problem(self, root: Path) -> str:
         """Say why this fault cannot be planted in the tree at ``root``, or return ""."""

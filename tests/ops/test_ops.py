@@ -230,5 +230,5 @@ def test_the_guide_says_what_was_measured() -> None:
     us = {name: times["median"] for name, times in document["rows"][0]["us"].items()}
     assert document["gate"] == "passed"
     assert us["choice"] < (us["operator"] - us["direct"]) / 10  # or there would be no reason to bypass the operators
-    done = run_python("-m", "moelink.tools.bench.render", "--check")
+    done = run_python("-m", "moelink_bench.render", "--check")
     assert done.returncode == 0, done.stderr

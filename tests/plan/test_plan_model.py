@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from moelink.errors import ConfigError
-from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.tools.bench.document import BENCHMARK
 from moelink.tools.plan import constants_file, model
 from moelink.tools.plan import fit as fitting
 from moelink.tools.plan.model import (
@@ -27,6 +25,7 @@ from moelink.tools.plan.model import (
     read_constants,
 )
 from moelink.tools.plan.traffic import PHASES, LinkBytes
+from moelink.tools.results import BENCHMARK, COLLECTIVE, SYMMETRIC
 from tests.plan.plan_ranks import bench_document
 from tests.support.paths import ROOT
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from moelink.tools.bench.contenders import COLLECTIVE, SYMMETRIC
-from moelink.tools.bench.document import BENCHMARK, read_result
-from moelink.tools.bench.experts import sizes_of
 from moelink.tools.plan import experts_fit, fit, packaged_constants, packaged_expert_constants
 from moelink.tools.plan.check_layer import compare_layer
 from moelink.tools.plan.constants_file import Run
@@ -21,8 +18,9 @@ from moelink.tools.plan.experts import WEIGHT_BYTES, ExpertConstants, Load, prod
 from moelink.tools.plan.experts_fit import expert_points, fit_experts, predicted
 from moelink.tools.plan.fit import Point, compare, left_out, points_of
 from moelink.tools.plan.traffic import PHASES, Layer
-from moelink.tools.plots import layer as layer_plots
-from moelink.tools.plots import lines
+from moelink.tools.results import BENCHMARK, COLLECTIVE, SYMMETRIC, read_result, sizes_of
+from moelink_bench import picture
+from moelink_bench.layer import picture as layer_plots
 from tests.support.paths import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -195,7 +193,7 @@ def test_no_case_is_left_out_without_a_reason(file: str) -> None:
     assert points_of(document, file, contender=COLLECTIVE)
 
 
-@pytest.mark.parametrize("forms", [{**fit.FORMS, **experts_fit.FORMS}, {**lines.FORMS, **layer_plots.FORMS}])
+@pytest.mark.parametrize("forms", [{**fit.FORMS, **experts_fit.FORMS}, {**picture.FORMS, **layer_plots.FORMS}])
 def test_results_have_the_forms_that_commands_read(forms: dict[str, Any]) -> None:
     """Those of ``moelink plan``, and those of ``moelink bench plot``."""
     files = [path for path in RESULTS.glob("*.json") if document_of(path.name).get("benchmark") in forms]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelink.errors import ConfigError
-from moelink.tools.bench.presets import Case
-from moelink.tools.bench.workload import draw_ids
 from moelink.tools.plan.routing import Routing, Statistics, Trace, Uniform, Zipf, make_routing, read_array
+from moelink_bench.presets import Case
+from moelink_bench.workload import draw_ids
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 

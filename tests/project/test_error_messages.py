@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import moelink
+import moelink_bench
 from moelink import errors
 from moelink.integrations.transformers.errors import CheckpointError
 
-ROOT = Path(moelink.__file__).parent
-NOT_WALKED = ("tools/bench/contenders.py", "tools/bench/peers.py", "tools/bench/layer/contenders.py")
+ROOTS = [Path(package.__file__).parent for package in (moelink, moelink_bench)]
+NOT_WALKED = ("moelink_bench/contenders.py", "moelink_bench/peers.py", "moelink_bench/layer/contenders.py")
 """Their UnsupportedErrors say, in a table, why a column of a benchmark is empty."""
 
 CLASSES = {
@@ -118,10 +119,10 @@ def constants_of(tree: ast.Module) -> dict[str, str]:
 
 @functools.cache
 def all_calls() -> list[Raised]:
-    """Every call in the package of a function or class by its name."""
+    """Every call in the packages of a function or class by its name."""
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        part = path.relative_to(ROOT)
+    for path in (path for root in ROOTS for path in sorted(root.rglob("*.py"))):
+        part = path.relative_to(next(root.parent for root in ROOTS if path.is_relative_to(root)))
         if part.as_posix() in NOT_WALKED:
             continue
         tree = ast.parse(path.read_text(), str(path))
@@ -184,7 +185,7 @@ def test_refusals_in_the_middle_of_a_message_have_its_form() -> None:
     for raised in bad_messages:
         assert len(raised.call.args) == 3, f"{raised.where}: (source, expected, got)"
         assert not named_problems("rows", *raised.texts[1:]), raised.where
-    records = [raised for raised in calls({"ValueError"}) if raised.where.startswith(("memory/", "control/"))]
+    records = [raised for raised in calls({"ValueError"}) if raised.where.startswith(("moelink/memory/", "moelink/control/"))]
     assert len(records) >= 10
     for raised in records:
         assert re.match(r"expected \S", raised.texts[0]), raised.where

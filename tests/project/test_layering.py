@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import moelink
+import moelink_bench
 
 ROOT = Path(moelink.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
+BENCH = Path(moelink_bench.__file__).parent
+FILES_OF_BENCH = sorted(path for path in BENCH.rglob("*.py"))
 MAX_LINES = 550
 
 ROOMS = (
@@ -87,14 +90,15 @@ def test_imports_only_go_down() -> None:
 
 
 MODULES = {
-    ".".join(("moelink", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
-    for path in FILES
+    ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for root, files in ((ROOT, FILES), (BENCH, FILES_OF_BENCH))
+    for path in files
 }
 
 
 def imported_files(path: Path, *, types: bool) -> set[str]:
-    """Modules of the package that a file names in its imports, inside functions too; ``types``: also in those that only
-    a type checker reads."""
+    """Modules of the packages that a file names in its imports, inside functions too; ``types``: also in those that
+    only a type checker reads."""
     found = set()
     pending: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
     while pending:
@@ -150,9 +154,10 @@ def test_circles_are_found() -> None:
     assert circles(imports) == [["b", "c"], ["e"]]
 
 
-def test_the_library_does_not_import_its_test_tools() -> None:
+def test_the_library_imports_neither_its_test_tools_nor_its_benchmarks() -> None:
     for path in FILES:
-        assert not re.search(r"^\s*(from|import) moelink_testing\b", path.read_text(), re.MULTILINE), path
+        found = re.search(r"^\s*(from|import) moelink_(testing|bench)\b", path.read_text(), re.MULTILINE)
+        assert not found, f"{path}: expected no import of another distribution, got {found[0].strip()!r}"
 
 
 def test_the_oracle_stands_alone() -> None:
@@ -164,7 +169,7 @@ def test_the_oracle_stands_alone() -> None:
 
 
 def test_files_stay_short() -> None:
-    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    lines = {str(path): len(path.read_text().splitlines()) for path in MODULES.values()}
     assert not {name: count for name, count in lines.items() if count > MAX_LINES}, f"at most {MAX_LINES} lines each"
 
 
@@ -190,7 +195,7 @@ def test_the_plots_import_matplotlib_only_when_they_draw() -> None:
 
 def test_the_benchmarks_choose_the_interpreter_before_triton_is_imported() -> None:
     """So ``launchers --device cpu`` and ``host calls --device cpu`` need no environment variable."""
-    loaded = modules_after("import moelink.tools.bench.launchers, moelink.tools.bench.host")
+    loaded = modules_after("import moelink_bench.launchers, moelink_bench.host")
     assert not {name for name in loaded if name == "triton" or name.startswith("moelink.kernels")}
 
 

@@ -10,7 +10,7 @@ from tests.support.paths import ROOT
 
 
 def test_the_table_is_up_to_date() -> None:
-    done = run_python("-m", "moelink.tools.bench.render", "--check")
+    done = run_python("-m", "moelink_bench.render", "--check")
     assert done.returncode == 0, done.stderr
 
 

@@ -23,7 +23,7 @@ from moelink.nn import expert_backends as backends
 from moelink.nn.block_quantized import BlockQuantized, quantize_weight
 from moelink.nn.placement import Placement
 from moelink.testing import run_ranks
-from moelink.tools.bench import experts as bench
+from moelink_bench import experts as bench
 from tests.kernels.test_kernels_aot import output_of
 from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, error_over_bound, numbers, problem
 from tests.support.paths import ROOT

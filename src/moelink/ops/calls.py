@@ -27,7 +27,7 @@ def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
     """Return True if ``request`` needs an operator, even where no tracer is at work: one of its tensors requires grad,
     or has rules of its own.
 
-    The direct path is faster (``moelink.tools.bench.host``).
+    The direct path is faster (``moelink_bench.host``).
     """
     rows = request.x if isinstance(request, DispatchRequest) else request.y
     # A subclass of Tensor, a fake tensor for example, has rules of its own, which the operators' dispatcher applies.

@@ -6,6 +6,7 @@ Data goes to stdout, progress and errors to stderr.
 import dataclasses
 import os
 from enum import Enum
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +15,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moelink.errors import MoelinkError
+from moelink.errors import MoelinkError, UnsupportedError
 from moelink.testing import RankFailedError, RankHungError
-from moelink.tools.cli.bench import bench_app
 from moelink.tools.cli.choices import Device, Transport
 from moelink.tools.cli.console import bar, drawing, make_console, progress_on_stderr, quantity, table, to_json
 from moelink.tools.cli.doctor import doctor
@@ -34,7 +34,21 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-app.add_typer(bench_app, name="bench")
+COMMANDS = "moelink.commands"
+"""Group of the entry points by which other distributions bring commands: each is a ``typer.Typer``, by its name."""
+_brought = {point.name: point for point in entry_points(group=COMMANDS)}
+for _name, _point in _brought.items():
+    app.add_typer(_point.load(), name=_name)
+if "bench" not in _brought:
+
+    @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def bench() -> None:
+        """Measure dispatch, combine and whole layers; a distribution of its own, moelink-bench, has this command."""
+        raise UnsupportedError(
+            "bench: expected the distribution moelink-bench, got none; run pip install ./benchmarks in a clone"
+        )
+
+
 app.add_typer(plan_app, name="plan")
 app.command()(env)
 app.command()(doctor)
@@ -178,10 +192,10 @@ def plot(
         draw_load(layers, out, along=None if along is None else along.value, layer=layer)
 
 
-def run() -> int:
+def run(command: typer.Typer = app) -> int:
     """Run the command line of this process; errors of moelink and of ranks go to stderr and give exit status 1."""
     try:
-        app()
+        command()
     except (MoelinkError, RankFailedError, RankHungError) as error:
         typer.echo(f"moelink: {error}", err=True)
         return 1

@@ -9,8 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from moelink.errors import ConfigError
-from moelink.tools.bench.contenders import SYMMETRIC
-from moelink.tools.bench.document import LAYER_BENCHMARK, read_result
 from moelink.tools.cli.console import drawing, make_console, to_json, write_json
 from moelink.tools.cli.plan_view import check_view, plan_view
 from moelink.tools.documents import printable
@@ -31,6 +29,7 @@ from moelink.tools.plan import experts_fit as layers_fit
 from moelink.tools.plan import fit as fitting
 from moelink.tools.plan.check_layer import compare_layer
 from moelink.tools.plan.experts_fit import fit_experts, load_expert_points
+from moelink.tools.results import LAYER_BENCHMARK, SYMMETRIC, read_result
 
 plan_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -244,7 +243,7 @@ def read_expert_constants(path: Path | None) -> MachineExperts:
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Draw a plan; one line and exit status 1 where that cannot be done."""
-    from moelink.tools.plots.lines import draw_plan
+    from moelink.tools.plots.plan import draw_plan
 
     with drawing(path):
         draw_plan(document, path)

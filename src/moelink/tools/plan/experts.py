@@ -11,7 +11,7 @@
   expert of many rows others may have few.
 * All experts of a rank are one launch, so there is one floor a product.
 
-Constants were fitted to ``moelink bench --preset layer`` and ``moelink.tools.bench.experts`` (``experts_fit``). They
+Constants were fitted to ``moelink bench --preset layer`` and ``moelink_bench.experts`` (``experts_fit``). They
 hold for the products that these time: in bf16 by torch, in fp8_block128 by moelink's kernel. docs/plan.md says how far
 off they are.
 

@@ -1,6 +1,6 @@
 """Fit the constants of experts to results.
 
-Results are those of ``moelink.tools.bench.experts`` (products with given rows an expert) and of ``moelink bench
+Results are those of ``moelink_bench.experts`` (products with given rows an expert) and of ``moelink bench
 --preset layer`` (parts of layers with routed rows). A layer's parts are measured with events between them, which take
 time, so that their sum is more than the layer: parts are scaled to the whole, as in its picture.
 
@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 
 from moelink.errors import ConfigError
-from moelink.tools.bench.document import LAYER_BENCHMARK, read_result
-from moelink.tools.bench.experts import sizes_of
 from moelink.tools.documents import EXPERTS as NUM_EXPERTS
 from moelink.tools.documents import INDEX, SIZE, TEXT, US, Kind, Maybe, printable
 from moelink.tools.plan.constants_file import Run, rounded
@@ -35,6 +33,7 @@ from moelink.tools.plan.experts import (
 )
 from moelink.tools.plan.fit import GPU_RUN, nonnegative_least_squares
 from moelink.tools.plan.routing import Uniform
+from moelink.tools.results import LAYER_BENCHMARK, read_result, sizes_of
 
 EXPERTS = "experts"
 CONTENDERS = {"moelink bf16": "bf16", "moelink fp8_block128": "fp8_block128"}

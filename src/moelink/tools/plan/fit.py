@@ -24,13 +24,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from moelink.errors import ConfigError
-from moelink.tools.bench.document import BENCHMARK, CASE, RUN, read_result
-from moelink.tools.bench.report import METHODS
 from moelink.tools.documents import INDEX, RANKS, TEXT, US, Kind, Maybe, printable
 from moelink.tools.plan.constants_file import Run, rounded
 from moelink.tools.plan.model import FILE, Constants, PhaseConstants, Shape, predict, read_constants
 from moelink.tools.plan.routing import Floats, Statistics, make_routing
 from moelink.tools.plan.traffic import PHASES, Layer, LinkBytes, Units, link_bytes
+from moelink.tools.results import BENCHMARK, CASE, METHODS, RUN, read_result
 from moelink.transports.base import Phase
 
 ROUTINGS = ("uniform", "zipf")

@@ -1,7 +1,7 @@
 """Pictures: JSON in, PNG or SVG out.
 
-``lines`` draws results of ``moelink bench`` and plans, ``maps`` the routing of the demonstration and of trained layers,
-``timeline`` traces.
+``plan`` and ``scale`` draw plans, ``maps`` the routing of the demonstration and of trained layers, ``timeline`` traces.
+The distribution moelink-bench draws its results with the functions below.
 matplotlib (the extra ``moelink[plot]``) is imported when something is drawn, with a backend that needs no display.
 """
 

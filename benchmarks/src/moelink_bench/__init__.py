@@ -1,0 +1,20 @@
+"""Benchmarks: dispatch and combine, found correct, then measured against their peers and against the wire.
+
+``moelink bench`` runs the presets and draws results; the package ``layer`` holds those of the whole layer. Every other
+file of ``benchmarks/results`` comes from a module of its own, started with ``python -m moelink_bench.NAME``:
+
+* ``collective``: the collective transport against a sort and ``all_to_all_single``, on CPU ranks
+* ``sweep``: launch settings of the symmetric kernels, and pairs of dispatch and combine
+* ``host``: host time of calls, and what the operator layer adds to it
+* ``ncu``: hardware counters and stall reasons of each role
+* ``roles``: the kernels of two source trees against each other, role by role, on one device (the preset ``roles``, of
+  ``roles_preset``, measures one tree and FlashInfer)
+* ``experts``: grouped products of experts in bf16 and in fp8, and launch settings of the fp8 kernel
+* ``quotients``: corrections that a quotient of a bf16 element by an fp32 scale needs
+* ``render``: the tables of README.md and docs that show results
+"""
+
+from moelink_bench.presets import PRESETS, Case, Plan, Settings, make_plan
+from moelink_bench.run import run_bench
+
+__all__ = ["PRESETS", "Case", "Plan", "Settings", "make_plan", "run_bench"]

@@ -1,0 +1,99 @@
+"""torchtitan's AllToAll dispatcher and moelink's, with torchtitan's experts between dispatch and combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelink_bench.frameworks.steps import Case, Parts, Step
+
+NOTE = (
+    "torchtitan's dispatcher was made for torch 2.13; with this one it had all_to_all_single_autograd in place of "
+    "all_to_all_single, which has no gradient here, and was told that nothing is traced"
+)
+
+
+def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
+    """Return torchtitan's step and moelink's, and what has to be said of the first. Collective.
+
+    Raises:
+        UnsupportedError: torchtitan is not installed, or not a release that moelink supports.
+    """
+    from moelink.integrations.torchtitan.overrides import dispatcher  # refuses other releases
+
+    # isort: split
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    set_spmd_backend("default")
+    note = _suit_older_torch()
+    mesh = init_device_mesh(case.device, (ranks,), mesh_dim_names=("ep",))
+    config = AllToAllTokenDispatcher.Config(num_experts=case.num_experts, top_k=case.topk)
+    given: dict[str, Any] = {"hidden_dim": case.hidden_size, "num_max_tokens_per_rank": case.tokens}
+    made = {
+        "torchtitan AllToAll": config,
+        "moelink": dispatcher(config, capacity=case.capacity, timeout=120.0, **given),
+    }
+    mine = case.num_experts // ranks
+    experts = GroupedExperts(
+        GroupedExperts.Config(dim=case.hidden_size, hidden_dim=case.intermediate_size, num_experts=mine)
+    ).to(case.device, torch.bfloat16)
+    generator = torch.Generator().manual_seed(1 + rank)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    x = torch.randn(case.tokens, case.hidden_size, generator=generator).to(case.device, torch.bfloat16)
+    scores, ids = torch.randn(case.tokens, case.num_experts, generator=generator).softmax(-1).topk(case.topk)
+    scores, ids = scores.to(case.device), ids.to(case.device)
+    heard = torch.randn(case.tokens, case.hidden_size, generator=generator).to(x)
+    counts = torch.bincount(ids.view(-1), minlength=case.num_experts)
+    steps = []
+    for name, cfg in made.items():
+        used = cfg.build()
+        used.wire_meshes(ep_mesh=mesh)
+
+        def layer(x: Tensor, scores: Tensor, used: Any = used) -> Tensor:
+            rows, received, metadata = used.dispatch(x, scores, ids, counts)
+            out: Tensor = used.combine(experts(rows, received), metadata, x)
+            return out
+
+        def forward(layer: Any = layer) -> Tensor:
+            with torch.no_grad():
+                out: Tensor = layer(x, scores)
+                return out
+
+        def both(layer: Any = layer) -> Parts:
+            leaf, weights = x.detach().requires_grad_(), scores.detach().requires_grad_()
+            experts.zero_grad(set_to_none=True)
+            out = layer(leaf, weights)
+            out.backward(heard)
+            parts = {"out": out.detach(), "x.grad": leaf.grad, "scores.grad": weights.grad}
+            return {**parts, **{f"{name}.grad": p.grad for name, p in experts.named_parameters()}}
+
+        steps.append(Step(name, forward, both, getattr(getattr(used, "ep", None), "check", lambda: None)))
+    return steps, note
+
+
+def _suit_older_torch() -> str:
+    """Let torchtitan's dispatcher run with a torch before 2.13; return a note, or "" where that one is installed."""
+    from torch.distributed import _functional_collectives as collectives
+    from torchtitan.models.common import token_dispatcher
+
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13):
+        return ""
+    token_dispatcher.all_to_all_single = collectives.all_to_all_single_autograd
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):
+        torch.compiler._is_non_strict_tracing = lambda: False
+    return NOTE
+
+
+def close() -> None:
+    """Close moelink's communicators. Collective."""
+    from moelink.integrations.torchtitan import close as close_all
+
+    close_all()

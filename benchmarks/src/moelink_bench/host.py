@@ -1,0 +1,257 @@
+"""Measure host time of eager calls: of dispatch and combine (``calls``), and of the operator layer (``operators``).
+
+``calls``: one rank on the symmetric transport, on a CUDA device, or on a CPU that plays one
+(:mod:`moelink_bench.played`): there the host does what it does in a call on a GPU, but launches and looks at the
+stream do nothing, and tensors are small, as those of some megabytes cost a CPU a call of its kernel. Time is processor
+time of this process, and the least of many short batches, as other work on the machine only ever adds to it.
+
+* ``dispatch``, ``combine``: one call. ``pair``: one after the other.
+* ``pair, looked at``: the same, and the fields of the output that a grouped matmul takes.
+* ``bound dispatch``, ``bound combine``, ``bound pair``: the same of calls that ``ep.bind`` made.
+* ``tensors``: what a pair asks of PyTorch's allocator, alone. ``launches``: the two launches of a pair, alone, with
+  parameters that are in place. Both together are the floor: what no change of moelink's Python can save.
+* ``own``: ``pair`` less the floor.
+
+``operators``: one rank, on a CPU over the collective transport, on a CUDA device over the symmetric one. Nothing
+travels: what is timed is Python, PyTorch's dispatcher and, on a CPU, a few small tensors. A *pair* is one dispatch and
+one combine of the same tokens. The ways to make it take turns in each round, and their results are compared bit for bit
+first. All but the third run under ``torch.no_grad``.
+
+* ``direct``: ``ep.dispatch`` and ``ep.combine`` as inference calls them
+* ``operator``: through ``torch.ops.moelink``, nothing requiring grad
+* ``operator, gradients``: the same when the tokens and the router weights require grad (forward only)
+* ``choice``: deciding between them, which every call does
+
+    python -m moelink_bench.host calls --device cuda
+    python -m moelink_bench.host operators --device cuda
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import moelink
+from moelink.testing import assert_bitwise_equal
+from moelink_bench.document import head, results_folder, script_parser, write
+
+SIZES: dict[str, Any] = {"num_experts": 64, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 128}
+FORMAT = "fp8_block128"
+TOKENS, CAPACITY = 128, 1024
+SMALL = {"hidden_size": 256, "capacity": 64}
+"""In place of these on a CPU."""
+BATCHES, CALLS, WARMUP = 300, 20, 50
+TARGETS = {"pair": 40.0, "bound dispatch": 15.0, "bound combine": 15.0}
+"""Microseconds of host time at most, on a machine with H200s."""
+
+OPERATOR_CASE: dict[str, Any] = {"num_experts": 64, "topk": 8, "hidden_size": 2048, "max_tokens_per_rank": 16}
+OPERATOR_TOKENS = (1, 16)
+BUDGET = {"operator": 250.0, "operator, gradients": 400.0}
+"""Microseconds of host time that a pair through the operators may take more than the direct one."""
+ROUNDS, WARMUP_ROUNDS = 400, 20
+
+
+def least(call: Callable[[], Any], settle: Callable[[], None]) -> float:
+    """Return the microseconds of processor time of one call."""
+    for _ in range(WARMUP):
+        call()
+    best = float("inf")
+    for _ in range(BATCHES):
+        settle()
+        start = time.process_time_ns()
+        for _ in range(CALLS):
+            call()
+        best = min(best, (time.process_time_ns() - start) / CALLS / 1e3)
+    return round(best, 1)
+
+
+def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
+    """Return the microseconds of each part, and how many tensors a pair makes. On a device, or on one that is
+    played."""
+    device, config = ep.device, ep.config
+    x = torch.randn(TOKENS, config.hidden_size, device=device).bfloat16()
+    topk_weights, topk_ids = torch.rand(TOKENS, config.num_experts, device=device).topk(config.topk)
+    topk_ids = topk_ids.int()
+    y = torch.zeros(config.row_capacity, config.hidden_size, device=device).bfloat16()
+
+    def pair() -> Tensor:
+        return ep.combine(y, ep.dispatch(x, topk_ids, topk_weights))
+
+    def looked_at() -> Tensor:
+        recv = ep.dispatch(x, topk_ids, topk_weights)
+        _ = recv.tokens, recv.scales, recv.row_offsets
+        return ep.combine(y, recv)
+
+    pair()
+    lane: Any = ep._quick
+    (sends,), (returns,) = lane._dispatches.values(), lane._combines.values()
+    recv = ep.dispatch(x, topk_ids, topk_weights)
+    out = ep.combine(y, recv)  # both stay, as the launches below write into them
+    made, stream = (*sends.makers, *returns.makers), lane._rank.launcher.current_stream()
+    (send, senders), (home, receivers) = ((kind.direct.apart(), kind.count) for kind in (sends, returns))
+
+    def launches() -> None:
+        send.launch(senders, stream)
+        home.launch(receivers, stream)
+
+    bound_dispatch = ep.bind(x, topk_ids, topk_weights)
+    bound_dispatch()
+    bound_combine = bound_dispatch.combine(y)
+
+    def bound_pair() -> Tensor:
+        bound_dispatch()
+        return bound_combine()
+
+    settle: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    calls: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: ep.dispatch(x, topk_ids, topk_weights),
+        "combine": lambda: ep.combine(y, recv),
+        "pair": pair,
+        "pair, looked at": looked_at,
+        "tensors": lambda: [make() for make in made],
+        "launches": launches,
+        "bound dispatch": bound_dispatch,
+        "bound combine": bound_combine,
+        "bound pair": bound_pair,
+    }
+    with torch.no_grad():
+        times = {name: least(call, settle) for name, call in calls.items()}
+    del out
+    times["own"] = round(times["pair"] - times["tensors"] - times["launches"], 1)
+    return {"microseconds": times, "tensors_of_a_pair": len(made)}
+
+
+def calls_document(kind: str, commit: str | None) -> dict[str, Any]:
+    """Measure on a device of this kind ("cpu", "cuda") and return the document."""
+    launches = kind == "cuda"
+    case = {**SIZES, "dispatch_format": FORMAT, "capacity": CAPACITY, **({} if launches else SMALL)}
+    if launches:
+        device = torch.device("cuda", 0)
+        opened: Any = moelink.init(**case, transport="symmetric", device=device)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+        from moelink_bench.played import played
+
+        opened = played(**case)
+    with opened as ep:
+        result = measure_calls(ep)
+    print(json.dumps(result, indent=2))
+    return {
+        **head("host_time", script="host", commit=commit),
+        "device": kind,
+        "devices": [torch.cuda.get_device_name(device) if launches else "CPU"],
+        "launches": launches,
+        "case": {**case, "num_tokens": TOKENS},
+        "unit": "microseconds of the host's processor time per call",
+        "settings": {"batches": BATCHES, "calls": CALLS, "warmup": WARMUP},
+        "targets": TARGETS,
+        **result,
+    }
+
+
+def ways(ep: moelink.Communicator, x: Tensor, ids: Tensor, weights: Tensor, y: Tensor) -> dict[str, Callable[[], Any]]:
+    """Return each way to make the pair; ``y`` [rows, hidden_size] is what the experts return."""
+    from moelink import ops
+    from moelink.transports.base import CombineRequest, DispatchRequest
+
+    context = ep._context
+    learning = x.clone().requires_grad_(), weights.clone().requires_grad_()
+
+    def direct() -> Tensor:
+        return ep.combine(y, ep.dispatch(x, ids, weights))
+
+    def operator() -> Tensor:
+        recv = ops.dispatch(context, DispatchRequest(x, ids, weights))
+        return ops.combine(context, CombineRequest(y, recv))
+
+    def gradients() -> Tensor:
+        return ep.combine(y, ep.dispatch(learning[0], ids, learning[1]))
+
+    first = DispatchRequest(x, ids, weights)
+    second = CombineRequest(y, ep.dispatch(x, ids, weights))
+
+    def choice() -> bool:
+        return ops.needs_operator(first) or ops.needs_operator(second)
+
+    return {"direct": direct, "operator": operator, "operator, gradients": gradients, "choice": choice}
+
+
+def measure_operators(ep: moelink.Communicator, num_tokens: int) -> dict[str, dict[str, float]]:
+    """Return microseconds per pair by way: median, 20th and 80th percentile of the rounds."""
+    torch.manual_seed(num_tokens)
+    device = ep.device
+    x = torch.randn(num_tokens, OPERATOR_CASE["hidden_size"], device=device).bfloat16()
+    scores = torch.rand(num_tokens, OPERATOR_CASE["num_experts"], device=device)
+    weights, ids = scores.softmax(-1).topk(OPERATOR_CASE["topk"])
+    y = torch.randn(ep.config.row_capacity, OPERATOR_CASE["hidden_size"], device=device).bfloat16()
+    calls = ways(ep, x, ids, weights, y)
+    want = calls["direct"]()
+    for name in ("operator", "operator, gradients"):
+        assert_bitwise_equal(calls[name](), want, name)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(WARMUP_ROUNDS + ROUNDS):
+        for name, call in calls.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            with torch.set_grad_enabled("gradients" in name):
+                start = time.process_time_ns()
+                call()
+                stop = time.process_time_ns()
+            if round_ >= WARMUP_ROUNDS:
+                times[name].append((stop - start) / 1e3)
+    return {name: spread(values) for name, values in times.items()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the median, 20th and 80th percentile."""
+    cuts = statistics.quantiles(values, n=5)
+    return {"median": statistics.median(values), "p20": cuts[0], "p80": cuts[3]}
+
+
+def operators_document(kind: str, commit: str | None) -> dict[str, Any]:
+    """Measure on a device of this kind ("cpu", "cuda"), print a table, return the document."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    transport: Literal["collective", "symmetric"] = "symmetric" if kind == "cuda" else "collective"
+    with moelink.init(**OPERATOR_CASE, transport=transport, device=device) as ep:
+        rows = [{"tokens": tokens, "us": measure_operators(ep, tokens)} for tokens in OPERATOR_TOKENS]
+    for row in rows:
+        us: dict[str, Any] = row["us"]  # type: ignore[assignment]
+        base = us["direct"]["median"]
+        for name, figure in us.items():
+            extra = "" if name in ("direct", "choice") else f"  (+{figure['median'] - base:.0f})"
+            print(
+                f"{row['tokens']:3} tokens  {name:20} {figure['median']:8.1f} "
+                f"({figure['p20']:.1f} - {figure['p80']:.1f}){extra}"
+            )
+    return {
+        **head("ops_overhead", script="host", commit=commit),
+        "device": kind,
+        "devices": [torch.cuda.get_device_name(device) if kind == "cuda" else "CPU"],
+        "case": {**OPERATOR_CASE, "ranks": 1, "dispatch_format": "bf16", "transport": transport, "rounds": ROUNDS},
+        "unit": "microseconds of the host's processor time per pair of dispatch and combine",
+        "budget": BUDGET,
+        "gate": "passed",
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    """Measure and write the result; ``render`` brings it into docs/performance.md or docs/pytorch.md."""
+    parser = script_parser(__doc__, out="benchmarks/results/host_time_DEVICE.json or ops_overhead_DEVICE.json")
+    parser.add_argument("what", choices=("calls", "operators"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    measure, name = (calls_document, "host_time") if args.what == "calls" else (operators_document, "ops_overhead")
+    write(measure(args.device, args.commit), args.out or results_folder() / f"{name}_{args.device}.json")
+
+
+if __name__ == "__main__":
+    main()

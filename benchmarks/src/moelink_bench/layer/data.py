@@ -1,0 +1,117 @@
+"""Weights and inputs, functions of a seed, and the truth: the layer in fp32, expert by expert.
+
+An expert's weights are a function of (seed, expert), so that every rank can draw any expert's. The truth of a rank's
+tokens needs no communication: the rank draws the experts one by one and applies each to its tokens. It shares no code
+with the contenders but the choice of experts and the roundings to fp8.
+
+Legend: ``T`` tokens, ``H`` hidden_size, ``E`` num_experts, ``I`` intermediate_size, ``G`` experts of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelink.formats import get_format
+from moelink.nn.block_quantized import dequantize_weight, quantize_weight
+from moelink.nn.router import Routing, route
+from moelink.routing import ExpertMap
+from moelink_bench.layer.plan import LayerCase, Shape
+from moelink_bench.presets import Settings
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The experts of one rank, bf16: ``gate_up`` [G, 2 * I, H] with gate before up, ``down`` [G, H, I]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What one rank gives one call: ``x`` [T, H] bf16 and ``logits`` [T, E] fp32."""
+
+    x: Tensor
+    logits: Tensor
+
+
+def fill_expert(gate_up: Tensor, down: Tensor, *, seed: int, expert: int) -> None:
+    """Draw one expert into ``gate_up`` [2 * I, H] and ``down`` [H, I]: normal, of variance 1 / fan-in."""
+    generator = torch.Generator(gate_up.device).manual_seed(seed * 1_000_003 + expert)
+    for weight in (gate_up, down):
+        weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+
+
+def make_weights(shape: Shape, *, seed: int, rank: int, world_size: int, device: torch.device) -> Weights:
+    """Draw the experts that ``rank`` owns."""
+    experts = ExpertMap(shape.num_experts, world_size)
+    weights = _empty(shape, experts.num_local(rank), device)
+    for group in range(experts.num_local(rank)):
+        fill_expert(weights.gate_up[group], weights.down[group], seed=seed, expert=experts.first(rank) + group)
+    return weights
+
+
+def _empty(shape: Shape, groups: int, device: torch.device) -> Weights:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    return Weights(
+        torch.empty(groups, 2 * inner, hidden, dtype=torch.bfloat16, device=device),
+        torch.empty(groups, hidden, inner, dtype=torch.bfloat16, device=device),
+    )
+
+
+def make_inputs(case: LayerCase, settings: Settings, *, rank: int, device: torch.device) -> tuple[LayerInput, ...]:
+    """Draw this rank's inputs, one per call of a sample."""
+    inputs = []
+    for copy in range(case.calls(settings)):
+        seed = (settings.seed * 1009 + copy) * 1013 + rank
+        generator = torch.Generator(device).manual_seed(2 * seed + 1)
+        x = torch.randn(case.tokens, case.shape.hidden_size, generator=generator, dtype=torch.bfloat16, device=device)
+        logits = torch.randn(case.tokens, case.shape.num_experts, generator=generator, device=device)
+        inputs.append(LayerInput(x, logits))
+    return tuple(inputs)
+
+
+def choose(given: LayerInput, shape: Shape) -> Routing:
+    """Choose experts from the logits: the first part of every contender."""
+    return route(given.logits, shape.router, topk=shape.topk)
+
+
+def truth(given: LayerInput, shape: Shape, *, fmt: str, seed: int, fp8_experts: bool = False) -> Tensor:
+    """Compute the layer's output [T, H] fp32 of tokens that were rounded to ``fmt`` on the way to their experts.
+
+    ``fp8_experts``: weights, and what goes into the second product, are rounded to fp8 as well.
+    """
+    codec = get_format(fmt)
+    quantized = codec.quantize(given.x)
+    x = codec.dequantize(quantized.payload, quantized.scales).float()
+    routing = choose(given, shape)
+    out = torch.zeros_like(x)
+    one = _empty(shape, 1, x.device)
+    gate_up, down = one.gate_up[0], one.down[0]
+    for expert in range(shape.num_experts):
+        chosen = routing.topk_ids == expert
+        tokens = chosen.any(1).nonzero()[:, 0]
+        if not len(tokens):
+            continue
+        fill_expert(gate_up, down, seed=seed, expert=expert)
+        used = [dequantize_weight(quantize_weight(w)) if fp8_experts else w.float() for w in (gate_up, down)]
+        gate, up = (x[tokens] @ used[0].T).chunk(2, dim=1)
+        inner = gate * gate.sigmoid() * up
+        if fp8_experts:
+            again = codec.quantize(inner)
+            inner = codec.dequantize(again.payload, again.scales).float()
+        weight = (routing.topk_weights * chosen).sum(1)[tokens]
+        out[tokens] += inner @ used[1].T * weight[:, None]
+    return out
+
+
+def worst_error(got: Tensor, want: Tensor) -> float:
+    """Return the largest distance of a token's output from the truth, relative to the length of the truth.
+
+    Example: tokens [3, 4] and [0, 2] where [3, 5] and [0, 2] are right: 1 / sqrt(34).
+    """
+    distance = torch.linalg.vector_norm(got.float() - want, dim=1)
+    return float((distance / torch.linalg.vector_norm(want, dim=1)).max())

@@ -1,0 +1,284 @@
+"""The layer without moelink: transformers', one made of torch and an all-to-all, one over FlashInfer's all-to-all.
+
+Legend: ``T`` tokens, ``K`` topk, ``H`` hidden_size, ``W`` ranks, ``G`` experts of a rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from moelink.routing import ExpertMap
+from moelink_bench.layer.contenders import (
+    ROUNDINGS,
+    Part,
+    Routed,
+    Rows,
+    Setting,
+    expert_parts,
+    require,
+    routing_part,
+    run_parts,
+)
+from moelink_bench.layer.data import LayerInput, choose
+from moelink_bench.peers import flashinfer_refusal, open_flashinfer
+
+TRANSFORMERS = "transformers grouped_mm"
+EXCHANGE = "sort + all-to-all"
+FLASHINFER_LAYER = "FlashInfer one-sided"
+
+
+class TransformersLayer:
+    """The experts of Hugging Face transformers with its implementation "grouped_mm", its own function."""
+
+    name = TRANSFORMERS
+    note = "transformers' own function, products and activation included; its weights are bf16, as models pass them"
+    fmt = "bf16"
+    fp8_experts, tolerance = False, ROUNDINGS
+    capturable = True
+
+    def __init__(self, at: Setting) -> None:
+        """Find the function. Raises UnsupportedError where it cannot run."""
+        require(at.plan.ranks == 1, "runs on one rank only")
+        require(importlib.util.find_spec("transformers") is not None, "transformers is not installed")
+        module = importlib.import_module("transformers.integrations.moe")
+        self._shape = at.shape
+        self._experts = _experts(module, at)
+
+    def layer(self, given: LayerInput) -> Tensor:
+        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
+        routing = choose(given, self._shape)
+        out: Tensor = self._experts(given.x, routing.topk_ids, routing.topk_weights.to(given.x.dtype))
+        return out
+
+    def parts(self) -> tuple[Part, ...]:
+        """None: it is one function."""
+        return ()
+
+    def check(self) -> None:
+        """Nothing fails later than in the call."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _experts(module: Any, at: Setting) -> torch.nn.Module:
+    """The module that transformers makes of a class with stacked weights."""
+
+    @module.use_experts_implementation  # type: ignore[untyped-decorator]
+    class Experts(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = config.num_experts
+            self.act_fn = functional.silu
+            self.gate_up_proj = torch.nn.Parameter(at.weights.gate_up, requires_grad=False)
+            self.down_proj = torch.nn.Parameter(at.weights.down, requires_grad=False)
+
+        def forward(self, *args: Any) -> Tensor:
+            raise AssertionError("transformers calls the implementation that the configuration names")
+
+    return Experts(SimpleNamespace(num_experts=at.shape.num_experts, _experts_implementation="grouped_mm"))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Home:
+    """What brings exchanged rows home.
+
+    Attributes:
+        routing_weights: [T, K] fp32.
+        order: [T * K], slots of this rank's tokens in order of their experts.
+        arrived: [R], received rows in order of this rank's experts; None on one rank.
+        sent, received: rows to and from each rank; () on one rank.
+    """
+
+    routing_weights: Tensor
+    order: Tensor
+    arrived: Tensor | None = None
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+class ExchangeLayer:
+    """Sort by expert, all-to-all of a copy per expert, the products, all-to-all back, sum: torch alone.
+
+    On one rank there is nothing to exchange, and the host need not know how many rows there are.
+    """
+
+    name = EXCHANGE
+    fmt = "bf16"
+    fp8_experts, tolerance = False, ROUNDINGS
+
+    def __init__(self, at: Setting) -> None:
+        """Remember the sizes."""
+        self._shape, self._weights = at.shape, at.weights
+        self._ranks = at.plan.ranks
+        experts = ExpertMap(at.shape.num_experts, at.plan.ranks)
+        self._owned = [experts.num_local(rank) for rank in range(at.plan.ranks)]
+        self._local = self._owned[at.rank]
+        self.capturable = at.plan.ranks == 1 and at.device.type == "cuda"
+        backend = "NCCL" if at.device.type == "cuda" else "gloo"
+        self.note = (
+            "nothing to exchange on one rank" if self._ranks == 1 else f"{backend}; the host waits for the counts"
+        )
+
+    def layer(self, given: LayerInput) -> Tensor:
+        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
+        return run_parts(self.parts(), given)
+
+    def parts(self) -> tuple[Part, ...]:
+        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
+        return (
+            routing_part(self._shape),
+            Part("dispatch", self._dispatch),
+            *expert_parts(self._weights),
+            Part("combine", self._combine),
+        )
+
+    def _dispatch(self, at: Routed) -> Rows:
+        ids = at.routing.topk_ids.flatten()
+        experts, order = ids.sort(stable=True)
+        counts = count_ids(experts, self._shape.num_experts)
+        rows = at.x[order // self._shape.topk]
+        if self._ranks == 1:
+            return Rows(rows, starts(counts), _Home(at.routing.topk_weights, order))
+        incoming = torch.empty(self._ranks * self._local, dtype=torch.int32, device=counts.device)
+        dist.all_to_all_single(incoming, counts, [self._local] * self._ranks, self._owned)
+        both = torch.cat([counts, incoming]).tolist()
+        sent = tuple(sum(part) for part in _cut(both[: len(counts)], self._owned))
+        received = tuple(sum(part) for part in _cut(both[len(counts) :], [self._local] * self._ranks))
+        arrived = exchange_rows(rows, sent, received)
+        groups = torch.arange(self._local, device=rows.device).repeat(self._ranks)
+        by_expert = torch.repeat_interleave(groups, incoming.long(), output_size=sum(received)).argsort(stable=True)
+        home = _Home(at.routing.topk_weights, order, by_expert, sent, received)
+        return Rows(arrived[by_expert], starts(incoming.view(self._ranks, -1).sum(0, dtype=torch.int32)), home)
+
+    def _combine(self, at: Rows) -> Tensor:
+        home, rows = at.home, at.rows
+        if home.arrived is not None:
+            by_source = torch.empty_like(rows)
+            by_source[home.arrived] = rows
+            rows = exchange_rows(by_source, home.received, home.sent)
+        slots = torch.empty_like(home.order)
+        slots[home.order] = torch.arange(len(slots), device=slots.device)
+        weights = home.routing_weights.to(rows.dtype)
+        out: Tensor = (rows[slots].view(*weights.shape, -1) * weights[..., None]).sum(1)
+        return out
+
+    def check(self) -> None:
+        """Nothing fails later than in the call."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def count_ids(ids: Tensor, num_experts: int) -> Tensor:
+    """Count ids: [num_experts] int32, without a host synchronisation. Others, such as -1, do not count.
+
+    >>> count_ids(torch.tensor([1, 1, 2, 3], dtype=torch.int32), 3).tolist()
+    [0, 2, 1]
+    """
+    counted = ids.float() if ids.device.type == "cpu" else ids.int()
+    return torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1).int()
+
+
+def starts(counts: Tensor) -> Tensor:
+    """Exclusive starts and the end: ``starts([2, 0, 1]) == [0, 2, 2, 3]``."""
+    return functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def exchange_rows(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
+    """All-to-all of rows, as bytes: [sum(sent), n] to [sum(received), n]. Collective."""
+    out = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), list(received), list(sent))
+    return out
+
+
+def _cut(values: list[int], sizes: list[int]) -> list[list[int]]:
+    """Cut a list into parts of these sizes."""
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(values[at : at + size])
+        at += size
+    return parts
+
+
+class FlashInferLayer:
+    """FlashInfer's one-sided all-to-all, with the products over all rows that could have come.
+
+    Its rows stay where they arrive, by source rank. So that nothing waits for the host, the permutation by expert and
+    the sum of a token's experts cover [W * T, K] slots, of which those for experts of this rank count.
+    """
+
+    name = FLASHINFER_LAYER
+    note = "one all-to-all sized for the most tokens; the permutation and the sum before combine are torch's"
+    fmt = "bf16"
+    fp8_experts, tolerance = False, ROUNDINGS
+    capturable = True
+
+    def __init__(self, at: Setting) -> None:
+        """Set up FlashInfer. Collective. Raises UnsupportedError where it is not installed."""
+        require(at.plan.device == "cuda", "runs on CUDA devices only")
+        require(not flashinfer_refusal(), flashinfer_refusal())
+        self._moe = open_flashinfer(
+            rank=at.rank, world_size=at.plan.ranks, max_tokens=at.max_tokens, topk=at.shape.topk,
+            num_experts=at.shape.num_experts, hidden_size=at.shape.hidden_size,
+        )  # fmt: skip
+        self._shape, self._weights = at.shape, at.weights
+        experts = ExpertMap(at.shape.num_experts, at.plan.ranks)
+        self._first, self._local = experts.first(at.rank), experts.num_local(at.rank)
+
+    def layer(self, given: LayerInput) -> Tensor:
+        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
+        return run_parts(self.parts(), given)
+
+    def parts(self) -> tuple[Part, ...]:
+        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
+        return (
+            routing_part(self._shape),
+            Part("dispatch", self._dispatch),
+            Part("convert", self._permute),
+            *expert_parts(self._weights),
+            Part("combine", self._combine),
+        )
+
+    def _dispatch(self, at: Routed) -> list[Tensor]:
+        ids = at.routing.topk_ids
+        arrived: list[Tensor] = self._moe.dispatch(
+            ids, [at.x, ids, at.routing.topk_weights], len(at.x), invalid_token_expert_id=-1, expert_id_payload_index=1
+        )
+        return arrived
+
+    def _permute(self, arrived: list[Tensor]) -> Rows:
+        x, ids, weights = arrived
+        local = ids.flatten() - self._first
+        mine = (local >= 0) & (local < self._local)
+        groups, order = local.where(mine, self._local).sort(stable=True)
+        offsets = starts(count_ids(groups, self._local + 1)[: self._local])
+        rows = x.reshape(-1, x.shape[-1])[order // self._shape.topk]
+        return Rows(rows, offsets, (x.shape, order, mine, weights.flatten()))
+
+    def _combine(self, at: Rows) -> Tensor:
+        (ranks, tokens, hidden), order, mine, weights = at.home
+        ready = self._moe.get_combine_payload_tensor_in_workspace(tokens, hidden, torch.bfloat16)
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order), device=order.device)
+        # Rows behind the last group are undefined, and so may be their products with a weight of zero.
+        rows = at.rows[slots].masked_fill_(~mine[:, None], 0)
+        rows.mul_(weights.masked_fill(~mine, 0).to(rows.dtype)[:, None])
+        ready.view(ranks * tokens, hidden).copy_(rows.view(ranks * tokens, -1, hidden).sum(1))
+        out: Tensor = self._moe.combine(ready.view(ranks, tokens, hidden), tokens, payload_in_workspace=True)
+        return out
+
+    def check(self) -> None:
+        """Nothing fails later than in the call."""
+
+    def close(self) -> None:
+        """Release nothing: the workspace goes with the process."""

@@ -1,0 +1,311 @@
+"""Run the benchmark of the layer: the program of each rank, its gate and its clock, and the document of a run.
+
+A rank draws the weights of a shape once. All contenders share them; each is compared with the truth before it is
+timed. FlashInfer runs in processes of its own, so that it cannot take the others down.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelink.control.group import is_launched
+from moelink.errors import ConfigError
+from moelink.testing import RankFailedError, RankHungError, run_ranks
+from moelink.tools.common import Progress, followed
+from moelink_bench.contenders import compile_calls
+from moelink_bench.layer.contenders import (
+    PARTS,
+    LayerContender,
+    MoelinkLayer,
+    Setting,
+    chained,
+    moelink_maker,
+    run_parts,
+)
+from moelink_bench.layer.data import LayerInput, Weights, make_inputs, make_weights, truth, worst_error
+from moelink_bench.layer.peers import (
+    EXCHANGE,
+    FLASHINFER_LAYER,
+    TRANSFORMERS,
+    ExchangeLayer,
+    FlashInferLayer,
+    TransformersLayer,
+)
+from moelink_bench.layer.plan import FORMATS, LayerPlan, Shape
+from moelink_bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
+from moelink_bench.peers import flashinfer_refusal
+from moelink_bench.presets import Settings
+from moelink_bench.run import CALL_TIMEOUT, joined, last_line
+from moelink_bench.timing import (
+    Clock,
+    attempt,
+    capture,
+    capture_marked,
+    everyone,
+    first_fault,
+    host_barrier,
+    measure_marked,
+)
+
+MAKERS: Mapping[str, Callable[[Setting], LayerContender]] = MappingProxyType({
+    **{f"moelink {fmt}": moelink_maker(fmt) for fmt in FORMATS},
+    TRANSFORMERS: TransformersLayer,
+    EXCHANGE: ExchangeLayer,
+    FLASHINFER_LAYER: FlashInferLayer,
+})  # fmt: skip
+"""Every contender, in the order of tables."""
+
+
+def takes_part(plan: LayerPlan) -> tuple[str, ...]:
+    """Return the names of the contenders of ``plan``. Raises ConfigError where one is not known."""
+    for name in plan.contenders or ():
+        if name not in MAKERS:
+            raise ConfigError("contender", f"one of {', '.join(MAKERS)}", name)
+    names = MAKERS if plan.contenders is None else plan.contenders
+    return tuple(name for name in MAKERS if name in names and (plan.peers or name.startswith("moelink")))
+
+
+def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[LayerReport]:
+    """Run all cases; every rank returns the reports of all.
+
+    The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
+    """
+
+    def say(message: str) -> None:
+        if rank == 0 and progress:
+            with Path(progress).open("a") as stream:
+                stream.write(f"{message}\n")
+
+    with joined(rank, plan.device, plan.settings, plan.timeout) as clock, torch.no_grad():
+        device = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
+        report = LayerReport(device)
+        for shape, most in plan.shapes().items():
+            say(f"{shape.model}: weights")
+            made, reason = attempt(lambda shape=shape: weights_of(shape, plan, rank, clock.device))  # type: ignore[misc]
+            if made is None:
+                report = replace(report, rows=(*report.rows, *absent_rows(plan, shape, reason)))
+                continue
+            report = run_shape(report, Setting(plan, shape, made, most, rank, clock.device, CALL_TIMEOUT), clock, say)
+            del made
+            gc.collect()
+            if plan.device == "cuda":
+                torch.cuda.empty_cache()
+            if report.gate:
+                break
+        return [LayerReport.decode(said) for said in everyone(asdict(report))]
+
+
+def weights_of(shape: Shape, plan: LayerPlan, rank: int, device: torch.device) -> Weights:
+    """Draw this rank's experts."""
+    return make_weights(shape, seed=plan.settings.seed, rank=rank, world_size=plan.ranks, device=device)
+
+
+def absent_rows(plan: LayerPlan, shape: Shape, reason: str) -> list[LayerRankRow]:
+    """Rows of all contenders for all cases of ``shape``, which could not be made."""
+    cases = [index for index, case in enumerate(plan.cases) if case.shape == shape]
+    return [LayerRankRow(index, name, reason=reason) for index in cases for name in takes_part(plan)]
+
+
+def run_shape(report: LayerReport, at: Setting, clock: Clock, say: Callable[[str], None]) -> LayerReport:
+    """Run all cases of one shape, and return ``report`` with its rows, or with what is wrong."""
+    cases = [(index, case) for index, case in enumerate(at.plan.cases) if case.shape == at.shape]
+    rows: list[LayerRankRow] = []
+    open_: dict[str, LayerContender] = {}
+    try:
+        for name in takes_part(at.plan):
+            say(f"{at.shape.model}: opening {name}")
+            made, reason = attempt(lambda name=name: MAKERS[name](at))  # type: ignore[misc]
+            if made is None:
+                rows += [LayerRankRow(index, name, reason=reason) for index, _ in cases]
+                continue
+            open_[name] = made
+            if isinstance(made, MoelinkLayer) and made.capturable and at.plan.ranks > 1:
+                # No rank waits in a call for one that compiles.
+                compile_calls(made.ep)
+                host_barrier()
+        for index, case in cases:
+            say(f"{case.label} ({index + 1} of {len(at.plan.cases)})")
+            inputs = make_inputs(case, at.plan.settings, rank=at.rank, device=at.device)
+            truths, reason = attempt(lambda given=inputs[0]: _truths(list(open_.values()), given, at))  # type: ignore[misc]
+            if truths is None:
+                rows += [LayerRankRow(index, name, reason=f"no truth: {reason}") for name in open_]
+                continue
+            for name, contender in open_.items():
+                row, fault = run_contender(
+                    contender, inputs, truths[contender.fmt, contender.fp8_experts], at.plan.settings, clock
+                )
+                if fault and isinstance(contender, MoelinkLayer):
+                    return replace(report, gate=f"{case.label}: {name}: {fault}", rows=())
+                rows.append(replace(row, case=index))
+    finally:
+        for contender in open_.values():
+            contender.close()
+    order = list(MAKERS)
+    rows.sort(key=lambda row: (row.case, order.index(row.contender)))
+    return replace(report, rows=(*report.rows, *rows))
+
+
+def _truths(contenders: Sequence[LayerContender], given: LayerInput, at: Setting) -> dict[tuple[str, bool], Tensor]:
+    """The truth of one input for every way in which contenders round."""
+    kinds = dict.fromkeys((contender.fmt, contender.fp8_experts) for contender in contenders)
+    return {
+        (fmt, fp8): truth(given, at.shape, fmt=fmt, seed=at.plan.settings.seed, fp8_experts=fp8) for fmt, fp8 in kinds
+    }
+
+
+def run_contender(
+    contender: LayerContender, inputs: Sequence[LayerInput], want: Tensor, settings: Settings, clock: Clock
+) -> tuple[LayerRankRow, str]:
+    """Compare a contender with the truth of the first input, and time it if it is right. Collective.
+
+    Returns:
+        Its row, and what is wrong with its output on any rank, or "".
+    """
+    row = LayerRankRow(0, contender.name, contender.note)
+    error, reason = attempt(lambda: wrong_by(contender, inputs[0], want))
+    if error is None:
+        return replace(row, reason=reason), ""
+    row = replace(row, error=error if math.isfinite(error) else None)  # JSON knows no infinity
+    fault = first_fault(_fault("its output", error, contender))
+    if fault:
+        return replace(row, reason=f"not timed: {fault}"), fault
+    timed, reason = attempt(lambda: time_layer(contender, inputs, want, settings, clock))
+    if timed is None:
+        return replace(row, reason=reason), ""
+    samples, fault = timed
+    fault = first_fault(fault)
+    return (replace(row, reason=fault) if fault else replace(row, samples=samples)), fault
+
+
+def _fault(what: str, error: float, contender: LayerContender) -> str:
+    """What is wrong with an output of this error, or "". NaN is wrong."""
+    if error <= contender.tolerance:
+        return ""
+    return f"{what} is wrong by {error:.3g} of its length, more than the {contender.tolerance:g} of roundings"
+
+
+def wrong_by(contender: LayerContender, given: LayerInput, want: Tensor) -> float:
+    """Return the error of the layer, or of the chain of its parts where that is larger. NaN counts as infinite."""
+    outputs = [contender.layer(given)]
+    if contender.parts():
+        outputs.append(run_parts(contender.parts(), given))
+    contender.check()
+    errors = [worst_error(out, want) for out in outputs]
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def time_layer(
+    contender: LayerContender, inputs: Sequence[LayerInput], want: Tensor, settings: Settings, clock: Clock
+) -> tuple[LayerSamples, str]:
+    """Measure the layer whole and in parts; return the samples, and what is wrong with a replayed output, or "".
+
+    Collective. The first input was computed before; the others are computed once here.
+    """
+    calls = len(inputs)
+    whole: list[Callable[[], Tensor]] = [lambda given=given: contender.layer(given) for given in inputs]  # type: ignore[misc]
+    chain = [call for given in inputs for call in chained(contender.parts(), given)]
+    names = [part.name for part in contender.parts()]
+    for call in (*whole[1:], *chain[len(names) :]):
+        call()
+
+    def eager() -> None:
+        for call in whole:
+            call()
+
+    by_eager = clock.measure(eager, samples=settings.host_samples, warmup=min(1, settings.warmup))
+    samples = LayerSamples(eager=tuple(sample / calls for sample in by_eager))
+    if not (contender.capturable and clock.device.type == "cuda"):
+        if names:
+            steps = clock.measure_steps(chain, samples=settings.host_samples, warmup=min(1, settings.warmup))
+            samples = replace(samples, parts=by_part(names, steps), parts_by="eager")
+        contender.check()
+        return samples, ""
+    captured, reason = attempt(lambda: capture(whole, clock.device))
+    if captured is None:
+        return replace(samples, note=f"no CUDA graph: {reason}"), ""
+    replays = clock.measure(captured.replay, samples=settings.samples, warmup=settings.warmup)
+    samples = replace(samples, graph=tuple(sample / calls for sample in replays))
+    error = worst_error(captured.results[0], want)
+    contender.check()
+    fault = _fault("the output of a replayed graph", error, contender)
+    del captured
+    if names:
+        marked, reason = attempt(lambda: capture_marked(chain, clock.device))
+        if marked is None:
+            return replace(samples, note=f"no parts: {reason}"), fault
+        steps = measure_marked(marked, samples=settings.samples, warmup=settings.warmup, clock=clock)
+        samples = replace(samples, parts=by_part(names, steps), parts_by="graph")
+        contender.check()
+    return samples, fault
+
+
+def by_part(names: Sequence[str], samples: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """Return the microseconds per call of each part from those of every step of every sample.
+
+    Example: parts a and b and one sample of two calls, [1, 5, 3, 7]: a took 2, b took 6.
+    """
+    assert set(names) <= set(PARTS)
+    width = len(names)
+    return {
+        name: tuple(sum(sample[first::width]) / len(sample[first::width]) for sample in samples)
+        for first, name in enumerate(names)
+        if samples
+    }
+
+
+def run_layer_bench(
+    plan: LayerPlan, *, commit: str | None = None, command: str = "", progress: Progress = lambda _: None
+) -> dict[str, Any] | None:
+    """Run ``plan`` and return its document; None on all ranks but 0 when a launcher (torchrun) started this process.
+
+    Without a launcher, ranks are processes of this call. A document whose ``gate.passed`` is false has no figures.
+
+    Raises:
+        ConfigError: the launcher started another number of ranks, or a contender is not known.
+        RankFailedError, RankHungError: a rank broke or did not end in time.
+    """
+    chosen = takes_part(plan)
+    inside = replace(plan, contenders=tuple(name for name in chosen if name != FLASHINFER_LAYER))
+    outside = replace(plan, contenders=(FLASHINFER_LAYER,))
+    if is_launched():
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if ranks != plan.ranks:
+            raise ConfigError("ranks", f"the launcher's WORLD_SIZE {ranks}", plan.ranks)
+        reports = layer_main(rank, ranks, inside)
+        if rank:
+            return None
+        absent = "runs in processes of its own: start the bench without a launcher"
+    else:
+        progress(f"starting {plan.ranks} ranks")
+        with followed(progress) as path:
+            reports = run_ranks(layer_main, plan.ranks, inside, path, timeout=plan.timeout)[0]
+        absent = flashinfer_refusal()
+        absent = absent if plan.device == "cuda" else "runs on CUDA devices only"
+    if FLASHINFER_LAYER in chosen and not any(report.gate for report in reports):
+        reports = _with_flashinfer(outside, reports, absent, progress)
+    return layer_document(plan, reports, commit=commit, command=command)
+
+
+def _with_flashinfer(
+    plan: LayerPlan, reports: Sequence[LayerReport], absent: str, progress: Progress
+) -> list[LayerReport]:
+    """Return ``reports`` with FlashInfer's rows; whatever goes wrong becomes the reason of its rows."""
+    rows = [[LayerRankRow(index, FLASHINFER_LAYER, reason=absent) for index in range(len(plan.cases))] for _ in reports]
+    if not absent:
+        progress(FLASHINFER_LAYER)
+        try:
+            found: list[LayerReport] = run_ranks(layer_main, plan.ranks, plan, "", timeout=plan.timeout)[0]
+            rows = [list(report.rows) for report in found]
+        except (RankFailedError, RankHungError) as error:
+            rows = [[replace(row, reason=last_line(str(error))) for row in rank] for rank in rows]
+    return [replace(report, rows=(*report.rows, *mine)) for report, mine in zip(reports, rows, strict=True)]

@@ -1,0 +1,108 @@
+"""Rows of the preset ``roles``, and how they compare: made of the answers of the processes that time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from moelink.tools.results import SYMMETRIC
+from moelink_bench.peers import FLASHINFER
+from moelink_bench.roles_worker import LAYOUT, ROLES, Case
+
+PARTS: Mapping[str, tuple[str, ...]] = {"dispatch": ROLES[:2], "combine": ROLES[2:]}
+"""Roles of moelink whose times are compared with a phase of FlashInfer's, which has no split form."""
+
+METHOD = (
+    "W ranks are simulated on one device, in split form. A role's launches of all ranks are one CUDA graph on one "
+    "stream, so that a role runs alone and finds everything it waits for; its time is that of a replay / W, in "
+    "microseconds, the median of the rounds' medians. The receiver's graph includes the launch that lays out scales, "
+    "where there is one; `scale layout` is that launch alone, between events around an eager launch. FlashInfer has "
+    "one kernel a phase; the flags it waits for are written before, outside of what is timed, and its ranks' launches "
+    "overlap (programmatic dependent launch, its default). bytes: the least that the role of one rank reads and "
+    "writes in device memory, computed from the routing (own rows that stay in a combine are read once, by the home "
+    "role); share: bytes / time / bandwidth. A small case lies in the second-level cache, so its share can exceed 1. "
+    "Nothing crosses a link"
+)
+
+
+def rows_of(answers: Mapping[tuple[Case, str], Sequence[Mapping[str, Any]]], gb_per_s: float) -> list[dict[str, Any]]:
+    """Return a row for each role of each case and contender.
+
+    Args:
+        answers: of every round, by case and contender.
+        gb_per_s: the device's bandwidth.
+    """
+    rows = []
+    for (case, contender), rounds in answers.items():
+        order = (*ROLES, LAYOUT) if contender == SYMMETRIC else tuple(PARTS)
+        for role in (name for name in order if name in rounds[0]["times"]):
+            times = [answer["times"][role] for answer in rounds]
+            moved = int(rounds[0]["bytes"][role])
+            if role == ROLES[1] and LAYOUT in rounds[0]["times"]:
+                moved += int(rounds[0]["bytes"][LAYOUT])  # its graph includes that launch
+            us = median(times)
+            rows.append({
+                "contender": contender, "layout": case.layout, "role": role, "W": case.ranks, "tokens": case.tokens,
+                "format": case.format, "hidden": case.hidden, "experts": case.experts, "topk": case.topk,
+                "us": round(us, 3), "rounds": [round(each, 3) for each in times], "bytes": moved,
+                "share": round(moved / us / 1e3 / gb_per_s, 4),
+            })  # fmt: skip
+    return rows
+
+
+KEYS = ("W", "tokens", "format", "hidden", "experts", "topk")
+
+
+def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each case and phase that FlashInfer has, its time beside the sum of moelink's roles, by layout.
+
+    ``ratio`` is FlashInfer's time / moelink's. Layout "rank" is the like-for-like comparison.
+    """
+    times: dict[tuple[Any, ...], dict[tuple[str, str, str], float]] = {}
+    for row in rows:
+        case = tuple(row[key] for key in KEYS)
+        times.setdefault(case, {})[row["contender"], row["layout"], row["role"]] = row["us"]
+    found = []
+    for case, of_case in times.items():
+        for phase, roles in PARTS.items():
+            theirs = of_case.get((FLASHINFER, "rank", phase))
+            for layout in ("rank", "expert"):
+                ours = [of_case.get((SYMMETRIC, layout, role)) for role in roles]
+                if theirs is not None and None not in ours:
+                    total = sum(us for us in ours if us is not None)
+                    found.append({
+                        **dict(zip(KEYS, case, strict=True)), "phase": phase, "layout": layout,
+                        "ours": round(total, 3), "theirs": theirs, "ratio": round(theirs / total, 4),
+                    })  # fmt: skip
+    return found
+
+
+COLUMNS = (*ROLES, LAYOUT, *PARTS)
+
+
+def tables(document: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return (title, heads, lines) for each contender, layout, number of ranks and format of a document.
+
+    A line has the tokens, then ``"8.5 (13 %)"`` for each role: microseconds, and the share of the bandwidth.
+    """
+    groups: dict[tuple[Any, ...], dict[int, dict[str, str]]] = {}
+    for row in document["rows"]:
+        of_group = groups.setdefault((row["W"], row["contender"], row["layout"], row["format"]), {})
+        of_group.setdefault(row["tokens"], {})[row["role"]] = f"{row['us']:.1f} ({100 * row['share']:.0f} %)"
+    found = []
+    for (world, contender, layout, name), of_group in sorted(groups.items(), key=lambda item: item[0][:1]):
+        heads = [role for role in COLUMNS if any(role in cells for cells in of_group.values())]
+        lines = [[str(tokens), *(cells.get(role, "–") for role in heads)] for tokens, cells in of_group.items()]
+        found.append((f"W = {world}, {contender}, layout {layout}, {name}", ["tokens", *heads], lines))
+    return found
+
+
+def comparison_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return a line for each comparison with FlashInfer, and for each thing that was left out."""
+    lines = [
+        f"W = {one['W']}, {one['tokens']} tokens, {one['format']}, {one['phase']}, layout {one['layout']}: "
+        f"{one['ours']:.1f} µs against {one['theirs']:.1f} µs of FlashInfer, {one['ratio']:.2f} times as fast"
+        for one in document["comparisons"]
+    ]
+    return lines + [f"{one['contender']} left out ({one['case']}): {one['reason']}" for one in document["left_out"]]

@@ -1,0 +1,387 @@
+"""Run a benchmark: the program of each rank, the peers' ranks, and the document made of them.
+
+A rank measures the ceiling, passes the correctness gate and times its contenders, case by case. It returns plain data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moelink
+from moelink.control.group import is_launched
+from moelink.errors import ConfigError
+from moelink.testing import RankFailedError, RankHungError, run_ranks
+from moelink.tools.common import Progress, followed
+from moelink.tools.results import BENCHMARK, COLLECTIVE, SCHEMA_VERSION, SYMMETRIC
+from moelink_bench.ceiling import measure_ceiling
+from moelink_bench.comparisons import comparisons_of, passed
+from moelink_bench.contenders import Contender, MoelinkContender, check_transports, compile_calls, open_communicator
+from moelink_bench.document import provenance, to_document, today
+from moelink_bench.measure import measure_contender
+from moelink_bench.peers import VDEV, FlashInferContender, Pool, Sizes, VdevContender, flashinfer_refusal
+from moelink_bench.peers_whole import flashinfer_contenders
+from moelink_bench.presets import Case, DeviceKind, PeerName, Plan, Settings
+from moelink_bench.published import beside
+from moelink_bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
+from moelink_bench.sm_shares import SHARE_RULE, shares_of
+from moelink_bench.timing import Clock, CudaClock, WallClock, attempt, everyone, first_fault, host_barrier
+from moelink_bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
+
+CALL_TIMEOUT = 60.0
+"""Seconds after which a call gives up on a peer."""
+
+
+@contextmanager
+def joined(rank: int, kind: DeviceKind, settings: Settings, timeout: float) -> Iterator[Clock]:
+    """Set this rank's device, make the default group and a clock, and destroy the group at the end."""
+    limit = timedelta(seconds=timeout)
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=limit)
+    try:
+        clock: Clock = WallClock()
+        if kind == "cuda":
+            clock = CudaClock(device, flush_bytes=2 * settings.rotation_bytes)
+        yield clock
+    finally:
+        dist.destroy_process_group()
+
+
+def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:
+    """Run the ceiling, the gate and moelink's own transports; every rank returns the reports of all.
+
+    The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
+    """
+
+    def say(message: str) -> None:
+        if rank == 0 and progress:
+            with Path(progress).open("a") as stream:
+                stream.write(f"{message}\n")
+
+    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
+        say("measuring the ceiling")
+        ceiling = measure_ceiling(clock, samples=max(3, plan.settings.samples // 2), timeout=CALL_TIMEOUT)
+        say("compiling")
+        compile_ahead(plan, rank, world_size, clock.device)
+        name = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
+        report = RankReport(device=name, gate="", ceiling=ceiling)
+        for index, case in enumerate(plan.cases):
+            say(f"{case.label} ({index + 1} of {len(plan.cases)})")
+            report = run_case(report, index, case, plan, rank, world_size, clock)
+            if report.gate:
+                break
+        return [RankReport.decode(said) for said in everyone(asdict(report))]
+
+
+def compile_ahead(plan: Plan, rank: int, world_size: int, device: torch.device) -> None:
+    """Compile the symmetric transport's kernels of all cases, each on one rank; the others find them in the cache."""
+    if device.type != "cuda":
+        return
+    # The distribution is not known to the compiler. An SM limit is, but those of open communicators must fit the device
+    # together: calls of communicators without one have them instead.
+    distinct = list(dict.fromkeys(replace(case, distribution="uniform") for case in plan.cases))
+    with ExitStack() as opened:
+        communicators: dict[Case, moelink.Communicator] = {}
+        for case in dict.fromkeys(replace(case, num_sms=None, quantised=False) for case in distinct):
+            ep, _ = attempt(
+                lambda case=case: open_communicator(  # type: ignore[misc]
+                    case, transport="symmetric", capacity=16, device=device, timeout=CALL_TIMEOUT
+                )
+            )
+            if ep is None:  # the gate will meet the same reason, and record it
+                return
+            communicators[case] = opened.enter_context(ep)
+        for case in distinct[rank::world_size]:
+            ep = communicators[replace(case, num_sms=None, quantised=False)]
+            compile_calls(ep, quantised=case.quantised, num_sms=case.num_sms)
+        host_barrier()
+
+
+def run_case(
+    report: RankReport, index: int, case: Case, plan: Plan, rank: int, world_size: int, clock: Clock
+) -> RankReport:
+    """Run one case, and return ``report`` with its gate and its rows."""
+    settings = plan.settings
+    workload = make_workload(case, settings, rank=rank, world_size=world_size, device=clock.device)
+    messages = tuple(tuple(count_messages(b.topk_ids.cpu(), case, world_size)) for b in workload.batches)
+    contenders: list[MoelinkContender] = []
+    skipped: list[RankRow] = []
+    for transport, name in (("collective", COLLECTIVE), ("symmetric", SYMMETRIC)):
+        made, reason = attempt(
+            lambda transport=transport: MoelinkContender(  # type: ignore[misc]
+                workload, transport=transport, device=clock.device, timeout=CALL_TIMEOUT
+            )
+        )
+        if made is None:
+            skipped.append(RankRow(index, name, reason=reason))
+        else:
+            contenders.append(made)
+    rows: list[RankRow] = []
+    try:
+        fault = run_gate(contenders, workload, rank, world_size)
+        checked = ", ".join(contender.name for contender in contenders) or "nothing could run"
+        for contender in list(contenders):
+            if fault:
+                break
+            # With rows by rank the collective transport is what others are compared with, and nobody's contender.
+            if case.layout == "expert" or contender.name == SYMMETRIC:
+                row, fault = time_contender(contender, index, workload, plan, clock)
+                rows.append(row)
+            contenders.remove(contender)
+            contender.close()
+    finally:
+        for contender in contenders:
+            contender.close()
+    if fault:
+        return replace(report, gate=f"{case.label}: {fault}", rows=())
+    return replace(
+        report,
+        gates=(*report.gates, f"{case.label}: {checked}"),
+        messages=(*report.messages, messages),
+        capacities=(*report.capacities, workload.capacity),
+        rows=(*report.rows, *sorted((*rows, *skipped), key=lambda row: row.contender != COLLECTIVE)),
+    )
+
+
+def run_gate(contenders: list[MoelinkContender], workload: Workload, rank: int, world_size: int) -> str:
+    """Return what is wrong on any rank with the first two inputs, or ""."""
+    if not contenders:
+        return ""
+    faults = [
+        check_transports(
+            {c.name: c.ep for c in contenders}, batch, workload.case, rank=rank, world_size=world_size
+        )
+        for batch in workload.batches[:2]
+    ]  # fmt: skip
+    return first_fault("; ".join(fault for fault in faults if fault))
+
+
+def time_contender(
+    contender: MoelinkContender, index: int, workload: Workload, plan: Plan, clock: Clock
+) -> tuple[RankRow, str]:
+    """Time one of moelink's transports; return its row, and what is wrong with its results after the replays, or ""."""
+    for copy in range(workload.copies):
+        contender.combine(copy, contender.dispatch(copy))
+    wanted = contender.results()
+    measured = measure_contender(contender, copies=workload.copies, settings=plan.settings, clock=clock, warm=True)
+    fault = contender.check()
+    if measured.graph is not None:
+        contender.spoil()
+        measured.graph.replay()
+        fault = contender.check()
+        if any(not torch.equal(a, b) for a, b in zip(contender.results(), wanted, strict=True)):
+            fault = f"{contender.name}: a replayed graph returns something else than the same calls made one by one"
+    row = RankRow(index, contender.name, contender.leaves_out, phases=dict(measured.phases))
+    return row, first_fault(fault)
+
+
+def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
+    """Measure torch's all_to_all_vdev_2d. The program of ``world_size`` processes."""
+    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
+        pool, reason = attempt(
+            lambda: Pool([Sizes.of(case, plan.settings, world_size) for case in plan.cases], clock.device)
+        )
+        if pool is None:
+            return [RankRow(index, VDEV, reason=reason) for index in range(len(plan.cases))]
+
+        def make(case: Case) -> Contender:
+            return VdevContender(case, plan.settings, pool, rank=rank, world_size=world_size)
+
+        return [peer_row(index, case, VDEV, make, plan, clock) for index, case in enumerate(plan.cases)]
+
+
+def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
+    """Measure FlashInfer: alone with rows by rank, in both ways to call it, as a whole operation with rows by expert.
+
+    The program of ``world_size`` processes.
+    """
+    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
+
+        def make(contender: type[FlashInferContender], case: Case) -> Contender:
+            workload = make_workload(case, plan.settings, rank=rank, world_size=world_size, device=clock.device)
+            return contender(workload, rank=rank, world_size=world_size)
+
+        return [
+            peer_row(index, case, contender.name, partial(make, contender), plan, clock)
+            for index, case in enumerate(plan.cases)
+            for contender in flashinfer_contenders(case.layout)
+        ]
+
+
+def peer_row(index: int, case: Case, name: str, make: Callable[[Case], Contender], plan: Plan, clock: Clock) -> RankRow:
+    """Measure the peer called ``name`` on one case, and return its samples or the reason why there are none."""
+    contender, reason = attempt(lambda: make(case))
+    if contender is None:
+        return RankRow(index, name, reason=reason)
+    row = RankRow(index, contender.name, contender.leaves_out)
+    fault, reason = attempt(contender.check)
+    fault = first_fault(fault or "")
+    if fault or reason:
+        return replace(row, reason=reason or f"not timed, its result is wrong: {fault}")
+    measured, reason = attempt(
+        lambda: measure_contender(
+            contender, copies=num_copies(case, plan.settings), settings=plan.settings, clock=clock
+        )
+    )
+    contender.close()
+    return replace(row, reason=reason, phases={} if measured is None else dict(measured.phases))
+
+
+PEER_TIMEOUT = 150.0
+"""Seconds after which the ranks of a peer are given up, and its rows say so."""
+
+METHOD = (
+    "Each call in a sample has its own input and outputs as far as `copies` goes; before each sample more bytes than "
+    "the second-level cache holds are written and all ranks are aligned. A figure is the median (20th, 80th "
+    "percentile) over samples of the slowest rank, microseconds per call; skew is the median difference between "
+    "slowest and fastest rank. graph: events around one replay of a CUDA graph of `calls` calls. pairs: events inside "
+    "one replay of a CUDA graph of `calls` dispatches, each followed by its combine, before the first call and after "
+    "every one; a phase's part of it, with the time that events take. eager: events around as many calls made one by "
+    "one, `host_calls` where calls synchronise with the host (wall-clock time on CPUs). kernel: device time of the "
+    "kernels of each call of one such run. Outputs have `capacity` rows instead of the worst case"
+)
+
+
+def run_bench(
+    plan: Plan, *, commit: str | None = None, command: str = "", progress: Progress = lambda _: None
+) -> dict[str, Any] | None:
+    """Run ``plan`` and return its document; None on all ranks but 0 when a launcher (torchrun) started this process.
+
+    Without a launcher, ranks are processes of this call. A document whose ``gate.passed`` is false has no figures.
+
+    Raises:
+        ConfigError: the launcher started another number of ranks.
+        RankFailedError, RankHungError: a rank of moelink broke or did not end in time.
+    """
+    if is_launched():
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if ranks != plan.ranks:
+            raise ConfigError("ranks", f"the launcher's WORLD_SIZE {ranks}", plan.ranks)
+        reports = moelink_main(rank, plan.ranks, plan)
+        if rank:
+            return None
+        reason = "runs in processes of its own: start the bench without a launcher"
+        peers = [[row for peer in plan.peers for row in _reason_rows(plan, peer, reason)]] * plan.ranks
+        return make_document(plan, results_of(plan, reports, peers), commit=commit, command=command)
+    progress(f"starting {plan.ranks} ranks")
+    with followed(progress) as path:
+        everyone: list[list[RankReport]] = run_ranks(moelink_main, plan.ranks, plan, path, timeout=plan.timeout)
+    reports = everyone[0]
+    peers = []
+    if plan.peers and not any(report.gate for report in reports):
+        peers = run_peers(plan, progress)
+    return make_document(plan, results_of(plan, reports, peers), commit=commit, command=command)
+
+
+def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
+    """Run every peer, and return its rows by rank."""
+    programs = {"vdev": vdev_main, "flashinfer": flashinfer_main}
+    rows: list[list[RankRow]] = [[] for _ in range(plan.ranks)]
+    for peer in plan.peers:
+        progress(peer)
+        for mine, found in zip(rows, run_peer(plan, peer, programs[peer]), strict=True):
+            mine.extend(found)
+    return rows
+
+
+def run_peer(plan: Plan, peer: PeerName, program: Callable[..., list[RankRow]]) -> list[list[RankRow]]:
+    """Run one peer, and return its rows by rank. Whatever goes wrong becomes the reason of its rows.
+
+    Cases with an SM limit are left out, as only moelink has one. all_to_all_vdev_2d sends a row to each expert, so its
+    cases with one row per rank are left out too.
+    """
+    chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and names_of(peer, case)]
+    if plan.device != "cuda":
+        return [_reason_rows(plan, peer, "runs on CUDA devices only")] * plan.ranks
+    refusal = flashinfer_refusal() if peer == "flashinfer" else ""
+    if refusal:
+        return [_reason_rows(plan, peer, refusal)] * plan.ranks
+    if not chosen:
+        lacking = "no SM limit" + " and no rows by rank" * (peer == "vdev")
+        return [_reason_rows(plan, peer, f"has {lacking}")] * plan.ranks
+    limit = min(PEER_TIMEOUT, plan.timeout)
+    part = replace(plan, cases=tuple(plan.cases[index] for index in chosen), timeout=limit)
+    try:
+        found: list[list[RankRow]] = run_ranks(program, plan.ranks, part, timeout=limit)
+    except (RankFailedError, RankHungError) as error:
+        return [_reason_rows(plan, peer, last_line(str(error)))] * plan.ranks
+    return [[replace(row, case=chosen[row.case]) for row in rank] for rank in found]
+
+
+def names_of(peer: PeerName, case: Case) -> tuple[str, ...]:
+    """Return the contenders that ``peer`` is in ``case``."""
+    if peer == "flashinfer":
+        return tuple(contender.name for contender in flashinfer_contenders(case.layout))
+    return (VDEV,) if case.layout == "expert" else ()
+
+
+def last_line(text: str) -> str:
+    """Return the last line of ``text`` that is not empty: the error of a traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no reason given"
+
+
+def _reason_rows(plan: Plan, peer: PeerName, reason: str) -> list[RankRow]:
+    names = [names_of(peer, case) or (VDEV,) for case in plan.cases]
+    return [RankRow(index, name, reason=reason) for index, each in enumerate(names) for name in each]
+
+
+def make_document(plan: Plan, results: Results, *, commit: str | None, command: str) -> dict[str, Any]:
+    """Return the JSON document of a run: without figures when the gate failed."""
+    document: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": BENCHMARK,
+        "preset": plan.preset,
+        "date": today(),
+        "command": command,
+        **provenance(commit),
+        "device": plan.device,
+        "devices": list(results.devices),
+        "ranks": plan.ranks,
+        "settings": to_document(plan.settings),
+        "gate": {"passed": not results.gate, "fault": results.gate, "checked": list(results.gates)},
+    }
+    if results.gate:
+        return document
+    verdicts = judge(results.cases, results.rows)
+    comparisons = comparisons_of(results.cases, results.rows, verdicts)
+    shares = shares_of(results.cases, results.rows)
+    cases = []
+    for case in results.cases:
+        entry = to_document(case)
+        assert isinstance(entry, dict)
+        entry.pop("gb_per_s")
+        entry |= {"label": case.case.label, "wire_us": {p: case.wire_us(p) for p in ("dispatch", "combine", "both")}}  # type: ignore[arg-type]
+        cases.append(entry)
+    return {
+        **document,
+        "method": METHOD,
+        "bytes_formula": FORMULA,
+        "ceiling": to_document(results.ceiling),
+        "cases": cases,
+        "rows": to_document(results.rows),
+        "rule": RULE,
+        "verdicts": [
+            {**entry, "duels": [{**duel, "ratio": duel["theirs"] / duel["ours"]} for duel in entry["duels"]]}
+            for entry in to_document(verdicts)  # type: ignore[attr-defined]
+        ],
+        "faster_everywhere": overall([verdict.faster for verdict in verdicts if verdict.counts]),
+        "at_the_wire_everywhere": overall([verdict.within_wire for verdict in verdicts]),
+        "speed_gate": {"passed": passed(comparisons), "comparisons": to_document(comparisons)},
+        "published": to_document(beside([case.case for case in results.cases])),
+        **({"sm_shares": to_document(shares), "sm_share_rule": SHARE_RULE} if shares else {}),
+    }

@@ -1,0 +1,203 @@
+"""Time launch settings of the symmetric kernels, or pairs of dispatch and combine: no peers, no gate, one table.
+
+With settings, one phase is timed with each of them: CTAs of each role, warps, registers.
+
+    torchrun --nproc-per-node 4 -m moelink_bench.sweep --tokens 512 4096 --format bf16 -- 80,316,8,80 132,264,8,80
+
+``--spec TOKENS_PER_BATCH=2 SCALES_LATER=0`` replaces fields of what the phase's kernel is compiled for. Communicators
+for all numbers of tokens are of ``--most`` tokens: one compiled kernel.
+
+Without settings, dispatch, combine and both in turn are timed as they are:
+
+    torchrun --nproc-per-node 2 -m moelink_bench.sweep --tokens 1 8 32 128 4096 --format fp8_block128
+
+Times are event time per call in microseconds over replays of a graph of 20 calls, median of the slowest rank. Use this
+to look at a change to the kernels; ``moelink bench`` measures what users get.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import moelink
+from moelink.kernels.launch.constants import combine_spec, dispatch_spec
+from moelink.kernels.launch.grid import Launch
+from moelink.transports.symmetric import combine as combining
+from moelink.transports.symmetric import plans as dispatching
+from moelink_bench.document import head, script_parser, write
+from moelink_bench.presets import Settings
+from moelink_bench.timing import CudaClock, capture, everyone, slowest_rank
+
+SETTINGS = Settings(samples=10)
+METHOD = (
+    f"events around replays of a CUDA graph of {SETTINGS.calls} calls, median over {SETTINGS.samples} of the slowest "
+    "rank, us per call"
+)
+COPIES_OF_ROWS = 4
+"""Expert outputs that combines of a pair take in turn, so that not all of them find theirs in the cache."""
+
+Inputs = list[tuple[torch.Tensor, ...]]
+"""x, topk_ids and topk_weights of each rotated call."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A launch, and how much of a row a CTA of dispatch moves at a time (``dispatch_spec``'s ``max_block``)."""
+
+    launch: Launch
+    block: int
+
+
+def setting(text: str) -> Setting:
+    """Parse ``senders,receivers,warps,registers`` and, if it is not 4096, ``,block``; 0 registers for no limit."""
+    send, receive, warps, registers, *block = map(int, text.split(","))
+    return Setting(Launch(send, receive, num_warps=warps, maxnreg=registers or None), *block or [4096])
+
+
+def field(text: str) -> tuple[str, int]:
+    """Parse ``NAME=number``; 0 and 1 also stand for False and True."""
+    name, value = text.split("=")
+    return name, int(value)
+
+
+def replaced(spec: Callable[..., Any], fields: dict[str, int], **more: Any) -> Callable[..., Any]:
+    """Return ``spec``, given ``more``, with ``fields`` of its result replaced."""
+
+    def make(*args: Any, **kind: Any) -> Any:
+        return dataclasses.replace(spec(*args, **more, **kind), **fields)
+
+    return make
+
+
+@contextmanager
+def in_force(chosen: Setting, phase: str, fields: dict[str, int]) -> Iterator[None]:
+    """Give these settings to communicators that are made in the block."""
+    block = {"max_block": chosen.block}
+    dispatch_fields, combine_fields = (fields, {}) if phase == "dispatch" else ({}, fields)
+    with (
+        mock.patch.object(dispatching, "dispatch_launch", return_value=chosen.launch),
+        mock.patch.object(combining, "combine_launch", return_value=chosen.launch),
+        mock.patch.object(dispatching, "dispatch_spec", replaced(dispatch_spec, dispatch_fields, **block)),
+        mock.patch.object(combining, "combine_spec", replaced(combine_spec, combine_fields)),
+    ):
+        yield
+
+
+def microseconds(call: Callable[[int], Any], clock: CudaClock) -> float:
+    """Return the time of one of the calls in a graph, of the slowest rank: the median of several replays."""
+    call(0)
+    captured = capture([functools.partial(call, i) for i in range(SETTINGS.calls)], clock.device)
+    samples = clock.measure(captured.replay, samples=SETTINGS.samples, warmup=SETTINGS.warmup)
+    return slowest_rank(everyone(samples)).median / SETTINGS.calls
+
+
+def make_inputs(rank: int, copy: int, tokens: int, args: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Draw x, topk_ids and topk_weights of one call."""
+    generator = torch.Generator(device=device).manual_seed(1000 * rank + copy)
+    x = torch.randn(tokens, args.hidden, device=device, generator=generator).bfloat16()
+    ids = torch.rand(tokens, args.experts, device=device, generator=generator).topk(args.topk).indices.int()
+    return x, ids, torch.rand(tokens, args.topk, device=device, generator=generator)
+
+
+def measure(args: Any, phases: tuple[str, ...], data: Inputs, clock: CudaClock, *, rows: int) -> dict[str, float]:
+    """Return the microseconds of each of ``phases`` ("dispatch", "combine", "both").
+
+    ``rows`` expert outputs are combined in turn; outputs rotate as ``data`` does, or over two where one phase is timed.
+    """
+    tokens, alone = len(data[0][0]), len(phases) == 1
+    with moelink.init(
+        num_experts=args.experts, topk=args.topk, hidden_size=args.hidden,
+        max_tokens_per_rank=args.most if alone else tokens, dispatch_format=args.format, transport="symmetric",
+        capacity=11 * tokens + 512,
+    ) as ep:  # fmt: skip
+        recvs = [ep.dispatch(*each) for each in (data[:2] if alone else data)]
+        shape = (recvs[0].tokens.shape[0], args.hidden)
+        ys = [torch.randn(shape, device=clock.device).bfloat16() for _ in range(rows)]
+        out = torch.empty(tokens, args.hidden, device=clock.device, dtype=torch.bfloat16)
+
+        def dispatch(i: int) -> moelink.DispatchOutput:
+            return ep.dispatch(*data[i % len(data)], out=recvs[i % len(recvs)])
+
+        def combine(i: int) -> torch.Tensor:
+            return ep.combine(ys[i % len(ys)], recvs[i % len(recvs)], out=out)
+
+        def both(i: int) -> torch.Tensor:
+            return ep.combine(ys[i % len(ys)], dispatch(i), out=out)
+
+        calls: dict[str, Callable[[int], Any]] = {"dispatch": dispatch, "combine": combine, "both": both}
+        found = {phase: microseconds(calls[phase], clock) for phase in phases}
+        ep.check()
+        return found
+
+
+def rows_of_settings(args: Any, tokens: int, data: Inputs, clock: CudaClock) -> Iterator[dict[str, Any]]:
+    """Time one phase with each setting."""
+    for chosen in args.settings:
+        with in_force(chosen, args.phase, dict(args.spec)):
+            took = measure(args, (args.phase,), data, clock, rows=1)[args.phase]
+        yield {
+            "phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(chosen.launch),
+            "block": chosen.block, **dict(args.spec),
+        }  # fmt: skip
+
+
+def rows_of_pairs(args: Any, tokens: int, data: Inputs, clock: CudaClock) -> Iterator[dict[str, Any]]:
+    """Time dispatch, combine and both in turn."""
+    found = measure(args, ("dispatch", "combine", "both"), data, clock, rows=min(len(data), COPIES_OF_ROWS))
+    yield {"format": args.format, "tokens": tokens, **{phase: round(took, 1) for phase, took in found.items()}}
+
+
+def main() -> None:
+    """Print a line a row on rank 0, and write the document where one is asked for."""
+    parser = script_parser(__doc__, out="no file")
+    parser.add_argument("settings", nargs="*", type=setting, help="senders,receivers,warps,registers[,block]")
+    parser.add_argument("--phase", choices=("dispatch", "combine"), default="dispatch", help="of settings")
+    parser.add_argument("--format", default="bf16")
+    parser.add_argument("--spec", type=field, nargs="+", default=[], help="fields of the phase's spec: NAME=number")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
+    parser.add_argument("--most", type=int, help="max_tokens_per_rank of settings; default: the largest of --tokens")
+    for name, value in (("hidden", 7168), ("experts", 256), ("topk", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    args.most = args.most or max(args.tokens)
+    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    clock = CudaClock(device, flush_bytes=SETTINGS.rotation_bytes)
+    make_rows = rows_of_settings if args.settings else rows_of_pairs
+    rows = []
+    for tokens in args.tokens:
+        copies = 2 if tokens > 512 else SETTINGS.calls
+        data = [make_inputs(rank, copy, tokens, args, device) for copy in range(copies)]
+        for row in make_rows(args, tokens, data, clock):
+            rows.append(row)
+            if rank == 0:
+                print(json.dumps(row), flush=True)
+    if rank == 0 and args.out:
+        ranks = dist.get_world_size()
+        document = {
+            **head(
+                "launch settings" if args.settings else "pairs", script="sweep", commit=args.commit,
+                program=f"torchrun --nproc-per-node {ranks}",
+            ),
+            "devices": [torch.cuda.get_device_name(device)] * ranks, "ranks": ranks, "method": METHOD,
+            **({"most_tokens": args.most} if args.settings else {}), "hidden_size": args.hidden,
+            "num_experts": args.experts, "topk": args.topk, "rows": rows,
+        }  # fmt: skip
+        write(document, args.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
