@@ -130,6 +130,7 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "sweep_bf16_2xh200.json": (of_sweep, 35),
     "sweep_fp8_2xh200.json": (of_sweep, 42),
     "experts_h200.json": (of_experts, 26),
+    "experts_deep_gemm_h200.json": (of_experts, 26),
     "experts_sweep_h200.json": (of_experts_sweep, 17),
     "layer_1xh200.json": (of_layer, 30),
     "layer_2xh100.json": (of_layer, 30),
