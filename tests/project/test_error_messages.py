@@ -185,7 +185,9 @@ def test_refusals_in_the_middle_of_a_message_have_its_form() -> None:
     for raised in bad_messages:
         assert len(raised.call.args) == 3, f"{raised.where}: (source, expected, got)"
         assert not named_problems("rows", *raised.texts[1:]), raised.where
-    records = [raised for raised in calls({"ValueError"}) if raised.where.startswith(("moelink/memory/", "moelink/control/"))]
+    records = [
+        raised for raised in calls({"ValueError"}) if raised.where.startswith(("moelink/memory/", "moelink/control/"))
+    ]
     assert len(records) >= 10
     for raised in records:
         assert re.match(r"expected \S", raised.texts[0]), raised.where

@@ -17,7 +17,7 @@ def text_of(name: str) -> str:
 
 def test_one_version() -> None:
     version = moelink.__version__
-    for name in ("pyproject.toml", "testing/pyproject.toml"):
+    for name in ("pyproject.toml", "testing/pyproject.toml", "benchmarks/pyproject.toml"):
         assert re.search(rf'^version = "{re.escape(version)}"$', text_of(name), re.MULTILINE), name
     assert re.search(rf"^version: {re.escape(version)}$", text_of("CITATION.cff"), re.MULTILINE)
     newest = re.search(

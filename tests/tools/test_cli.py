@@ -1,6 +1,8 @@
 """The command line: exit codes, what goes to stdout and what to stderr, plain text without a terminal, --json."""
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -179,6 +181,22 @@ def test_the_missing_extra_is_one_sentence_and_the_pip_line() -> None:
     assert "pip install 'moelink[cli]'" in done.stderr
     assert len(done.stderr.splitlines()) == 2
     assert missing_packages() == []
+
+
+def test_without_its_distribution_the_benchmark_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.find_spec(commands.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    alone = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.metadata, "entry_points", lambda **_: ())
+        spec.loader.exec_module(alone)
+    monkeypatch.setattr(sys, "argv", ["moelink", "bench", "--preset", "decode", "--ranks", "2"])
+    assert alone.run() == 1
+    words = "bench: expected the distribution moelink-bench, got none; run pip install ./benchmarks in a clone"
+    assert words in capsys.readouterr().err
 
 
 def test_help_lists_the_commands() -> None:
