@@ -42,8 +42,9 @@ demo: $(STAMP)  ## run text through an expert-parallel layer on 4 ranks, in ever
 test: $(STAMP)  ## the quick tier: a choice of tests that need no GPU, by seconds (tests/tiers.py); five minutes
 	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
 
+# Its longest tests take two minutes of processor time, so the limit of a test leaves room for a slow or busy machine.
 test-full: $(STAMP)  ## the full tier: all tests that need no GPU, with all parameters
-	$(BIN)/pytest -m "not gpu" --full $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not gpu" --full --timeout 1800 $(PYTEST_ARGS)
 
 test-bench: $(STAMP)  ## the tests of the benchmark
 	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS) tests/bench

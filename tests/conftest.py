@@ -19,8 +19,8 @@ from tests.tiers import OWN_TIERS, choose, folder_of
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Processes that tests start have the tests and moelink_testing without having them installed.
-PATHS = [ROOT, ROOT / "testing/src"]
+# Processes that tests start have the tests and the other distributions without having them installed.
+PATHS = [ROOT, ROOT / "testing/src", ROOT / "benchmarks/src"]
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
 torch.set_num_threads(1)
 from tests.support import (  # noqa: E402
