@@ -36,7 +36,7 @@ def launch() -> None:
 def work() -> None:
     """One rank: steps of a layer whose experts double their rows. A step that fails is repeated by who is left."""
     me = int(os.environ["RANK"])
-    ep = moelink.init(num_experts=8, topk=2, hidden_size=16, max_tokens_per_rank=4, device="cpu", timeout=5)
+    ep = moelink.init(num_experts=8, topk=2, hidden_size=16, max_tokens_per_rank=4, device="cpu", timeout=30)
     x = torch.full((4, 16), float(me + 1), dtype=torch.bfloat16)
     step = 0
     while step < STEPS:
