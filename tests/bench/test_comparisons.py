@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 import moelink
 from moelink.tools.cli import app
-from moelink.tools.cli import bench as command
 from moelink.tools.cli.console import make_console
 from moelink.tools.results import COLLECTIVE, SYMMETRIC
-from moelink_bench import Case, make_plan, render, run
+from moelink_bench import Case, command, make_plan, render, run
 from moelink_bench.ceiling import CeilingSamples
 from moelink_bench.command import bench_view
 from moelink_bench.comparisons import AS_ENGINES, COLUMNS, HEAD, gate_line, summary, table_of

@@ -11,15 +11,19 @@ from types import ModuleType
 import pytest
 
 import moelink
+import moelink_bench
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 
 # Importing these needs a GPU toolchain, or they are interpreted and tested elsewhere.
-NOT_IMPORTED = ("moelink.kernels", "moelink.formats.device", "moelink.__main__")
+NOT_IMPORTED = ("moelink.kernels", "moelink.formats.device", "moelink.__main__", "moelink_bench.__main__")
 
 MODULES = sorted(
-    info.name for info in pkgutil.walk_packages(moelink.__path__, "moelink.") if not info.name.startswith(NOT_IMPORTED)
+    info.name
+    for package in (moelink, moelink_bench)
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not info.name.startswith(NOT_IMPORTED)
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.costs import Clock, Costs, pace
-from tests.tiers import BUDGETS, NEW_PROCESSES, folder_of, over_budget
+from tests.tiers import BUDGETS, NEW_PROCESSES, OWN_TIERS, folder_of, over_budget
 
 _PACE_EVERY = 50
 """Tests between two measurements of the pace."""
@@ -59,13 +59,15 @@ class QuickTier:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Fail a quick test that starts Python anew without a row in ``NEW_PROCESSES``."""
+        """Fail a quick test that starts Python anew without a row in ``NEW_PROCESSES``. Folders with a tier of their own
+        may do so."""
         self._running, self._started = item.nodeid, []
         try:
             yield
         finally:
             self._running = ""
-        if self._quick and self._started and not item.nodeid.startswith(tuple(NEW_PROCESSES)):
+        allowed = item.nodeid.startswith(tuple(NEW_PROCESSES)) or folder_of(item.nodeid) in OWN_TIERS
+        if self._quick and self._started and not allowed:
             pytest.fail(
                 f"{item.nodeid}: expected no new Python process in the quick tier, got {self._started}; use "
                 f"tests.support.commands, mark the test as full, or name it in tests.tiers.NEW_PROCESSES", pytrace=False
