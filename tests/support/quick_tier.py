@@ -59,8 +59,8 @@ class QuickTier:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Fail a quick test that starts Python anew without a row in ``NEW_PROCESSES``. Folders with a tier of their own
-        may do so."""
+        """Fail a quick test that starts Python anew without a row in ``NEW_PROCESSES``; folders with a tier of their
+        own may."""
         self._running, self._started = item.nodeid, []
         try:
             yield
