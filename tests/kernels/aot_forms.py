@@ -4,10 +4,7 @@ A *form* is a kernel with all that it is compiled for. The product of the switch
 forms; :mod:`tests.kernels.covering` chooses some forty in which every pair of values meets. Each has its roles in one
 launch, and many come once more with one role alone.
 
-``python -m tests.kernels.aot_forms`` brings all forms into Triton's intermediate form. It prints one line for each, the
-statements of kernels that are in no form, and facts of all forms as JSON. It exits with 1 when a form fails, as a
-compile-time branch may that no interpreted test takes. The arguments ``8 0 5`` take every eighth form from the first
-and from the sixth. Run it without TRITON_INTERPRET.
+:mod:`tests.kernels.aot_facts` lowers them.
 
 The GPU matrix (``matrix_configs``) keeps a list of its own. It runs on devices against an oracle, so it has every
 format x layout x mode x reduction, and its sizes are dealt out with their cost in mind; what it lacks (traces, rows in
@@ -17,27 +14,15 @@ place, several nodes, other GPUs) only needs to compile here.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-import json
-import linecache
-import math
-import pkgutil
-import re
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-from triton.runtime import JITFunction
 
 import moelink
-import moelink.formats.device
-import moelink.kernels
 from moelink import epilogues
 from moelink.config import COMBINE_DTYPES, COMBINE_FORMATS
 from moelink.contract.launch import relative_to
@@ -57,7 +42,7 @@ from moelink.memory.workspace import Workspace
 from tests.kernels.absent_gpu import SMS, on
 from tests.kernels.aot import spec_of
 from tests.kernels.covering import Row, covering_rows, needs
-from tests.kernels.lowering import Spec, ir_of, places_of, traced_places
+from tests.kernels.lowering import Spec
 from tests.rows.row_forms import row_forms
 from tests.support.cases import FORMATS
 
@@ -500,111 +485,3 @@ def type_of(dtype: torch.dtype) -> str:
     """Return the type of a pointer to elements of ``dtype``; codes and scales are bytes to kernels."""
     known = {torch.int32: "*i32", torch.int64: "*i64"} | {key: f"*{value}" for key, value in TRITON_DTYPES.items()}
     return known.get(dtype, "*u8")
-
-
-LOOKS_USED = ("lamport_slots.sum_rows", "row_offsets._look_at_counts")
-"""Functions that use what a look saw."""
-
-
-def narrow_looks(text: str, threads: int) -> list[str]:
-    """Return the volatile loads of fewer elements than a program has threads, in a kernel's ``text`` and in the
-    functions that use what they load: of these warps hold copies of their own (``kernels.sync.signals``)."""
-    found, function = [], ""
-    for line in text.splitlines():
-        named = re.search(r'tt\.func .*?@"?([\w.]+)', line)
-        function = named.group(1) if named else function
-        used = any(name in function for name in LOOKS_USED)
-        if used and "tt.load" in line and "isVolatile = true" in line:
-            shape = re.findall(r"tensor<([\dx]+)x!tt\.ptr", line)
-            if not shape or math.prod(map(int, shape[0].split("x"))) < threads:
-                found.append(line.strip())
-    return found
-
-
-def wrong_in(form: Form) -> str:
-    """Lower ``form``, and return what is wrong with it or nothing."""
-    text, constants = ir_of(form.kernel, form.spec, passes=False), form.constants
-    # The text takes long, and a limit of SMs changes nothing of what is looked at: so not every form.
-    looks = form.launch in ("combine both", "combine wait") and form.row["lamport"] and form.row["sums"] == SUMS
-    if form.launch == "dispatch both":
-        looks = bool(form.row["num_sms"]) and not (form.row["cached"] or form.row["row_table"])
-    if not looks:
-        return ""
-    if not narrow_looks(text, 1 << 62):
-        return "nothing is looked at"
-    return next(iter(narrow_looks(text, constants.MAX_THREADS.value)), "")
-
-
-def functions() -> list[JITFunction[Any]]:
-    """Return all functions of kernels, those of formats and ready epilogues among them."""
-    names = [
-        module.name
-        for package in (moelink.kernels, moelink.formats.device)
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    ]
-    found = [value for name in names for value in vars(importlib.import_module(name)).values()]
-    return list({id(value): value for value in found if isinstance(value, JITFunction)}.values())
-
-
-class Facts:
-    """Count which kernels have a form, and the values of each of their constants."""
-
-    def __init__(self) -> None:
-        self.kernels: Counter[str] = Counter()
-        self.values: dict[str, dict[str, set[str]]] = {}
-
-    def add(self, form: Form) -> None:
-        """Count ``form``."""
-        self.kernels[form.kernel.__name__] += 1
-        of_kind = self.values.setdefault(type(form.constants).__name__, {})
-        for field in dataclasses.fields(form.constants):
-            of_kind.setdefault(field.name, set()).add(str(getattr(form.constants, field.name)))
-
-    def text(self) -> str:
-        """Return the counts as JSON, and the rows that contradict the library."""
-        counts = {kind: {name: len(found) for name, found in fields.items()} for kind, fields in self.values.items()}
-        return json.dumps({"kernels": self.kernels, "values": counts, "broken": broken()})
-
-
-def broken() -> list[str]:
-    """Return the rows whose launch constants are not what the switches that follow from others say."""
-    found = []
-    for row in dispatch_rows():
-        constants = dispatch_constants(row)[0]
-        said = bool(row["row_table"]), row["scales_later"]
-        if said != (bool(constants.ROW_TABLE) and not row["cached"], bool(constants.SCALES_LATER)):
-            found.append(f"dispatch {row}")
-    for row in combine_rows():
-        constants = combine_constants(row)[0]
-        if (bool(row["own_rows"]), row["lamport"]) != (bool(constants.OWN_ROWS_STAY), bool(constants.LAMPORT_TOKENS)):
-            found.append(f"combine {row}")
-    return found
-
-
-def main(divisor: int = 1, *parts: int) -> int:
-    """Lower those whose number modulo ``divisor`` is in ``parts``, and print the facts of all forms.
-
-    Without parts lower all of them, and also print which statements of kernels are in none.
-    """
-    failed, facts = 0, Facts()
-    with traced_places() as traced:
-        for number, form in enumerate(forms()):
-            facts.add(form)
-            if parts and number % divisor not in parts:
-                continue
-            try:
-                said = wrong_in(form)
-            except Exception as error:  # noqa: BLE001 - the compiler raises many kinds
-                said = f"{type(error).__name__}: {error}"
-            failed += bool(said)
-            print(f"{form.name}: {said or 'fine'}", flush=True)
-    if not parts:
-        package = Path(moelink.__file__).parent
-        for file, line, _ in sorted(set().union(*map(places_of, functions())) - traced):
-            print(f"in no form: {Path(file).relative_to(package)}: {linecache.getline(file, line).strip()}")
-    print(facts.text())
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))

@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.kernels.aot_forms import Form, forms, functions
+from tests.kernels.aot_facts import functions
+from tests.kernels.aot_forms import Form, forms
 from tests.kernels.lowering import print_of
 
 

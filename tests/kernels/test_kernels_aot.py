@@ -208,8 +208,8 @@ SAMPLE = ("40", "7", "27")
 
 @functools.cache
 def sample():
-    """What ``aot_forms.py`` prints of a sample."""
-    return output_of("kernels.aot_forms", *SAMPLE)
+    """What ``aot_facts.py`` prints of a sample."""
+    return output_of("kernels.aot_facts", *SAMPLE)
 
 
 def facts():
@@ -298,7 +298,7 @@ UNREACHED = {
 @pytest.mark.parametrize("part", [SAMPLE, ()], ids=["sample", "all"])
 def test_every_form_is_a_program(part):
     """And all of them together have every statement of every kernel."""
-    *lines, end = sample() if part == SAMPLE else output_of("kernels.aot_forms", timeout=1500)
+    *lines, end = sample() if part == SAMPLE else output_of("kernels.aot_facts", timeout=1500)
     left_out = [line for line in lines if line.startswith("in no form: ")]
     programs = lines[: len(lines) - len(left_out)]
     divisor, *parts = map(int, part or ("1", "0"))

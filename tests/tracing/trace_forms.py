@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from moelink_testing.fingerprints import nameless
-from tests.kernels.aot_forms import Form, forms, functions
+from tests.kernels.aot_facts import functions
+from tests.kernels.aot_forms import Form, forms
 from tests.kernels.lowering import Spec, ir_of
 
 KINDS: Mapping[str, Callable[[Form], bool]] = MappingProxyType({
