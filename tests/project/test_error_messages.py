@@ -121,8 +121,7 @@ def constants_of(tree: ast.Module) -> dict[str, str]:
 def all_calls() -> list[Raised]:
     """Every call in the packages of a function or class by its name."""
     found = []
-    for path in (path for root in ROOTS for path in sorted(root.rglob("*.py"))):
-        part = path.relative_to(next(root.parent for root in ROOTS if path.is_relative_to(root)))
+    for path, part in ((path, path.relative_to(root.parent)) for root in ROOTS for path in sorted(root.rglob("*.py"))):
         if part.as_posix() in NOT_WALKED:
             continue
         tree = ast.parse(path.read_text(), str(path))

@@ -19,11 +19,11 @@ A rank whose exchange failed writes ``failed/r`` and looks for a rank at fault: 
 as probes say; else the one that alone has not failed; else, after the deadline and a moment, of those that have not
 failed the one that last waited in the earliest exchange. Why that names no innocent rank: all that live come to the
 exchange, or are in it, and fail there by ``timeout`` after they came. A rank that waits has written its mark ``at``,
-before any deadline. The number of the exchange in which a rank failed does not matter: ranks may be apart by one if a
-rank died amid its messages, and by more if one needs nothing of another. Who is behind began to wait before, so it has
-failed by then; and no mark ``failed`` is from an earlier failure, because the first one ends the group. A rank that
-waits in a later exchange has come, even if after the deadline, for which another one may have kept it.
-The first verdict is written by compare-and-set and everybody reads it before it raises, so all ranks name the same
+before any deadline. The number of the exchange in which a rank failed does not matter: those of two ranks differ by
+one if a rank died amid its messages, and by more if one needs nothing of the other. Who is behind began to wait
+before, so it has failed by then; and no mark ``failed`` is from an earlier failure, because the first one ends the
+group. A rank that waits in a later exchange has come, even if after the deadline, for which another one may have kept
+it. The first verdict is written by compare-and-set and everybody reads it before it raises, so all ranks name the same
 one; a rank that comes late reads that it is itself the one. It stays: what torch has under way in the group is
 undefined from then on.
 

@@ -1,9 +1,9 @@
 """Values of a ``state_dict`` that ``torch.distributed.checkpoint`` would lose.
 
-It takes plain tensors of one name for the same on all ranks, and keeps those of one rank. A layer has no part in that
-call, so its ``state_dict`` gives experts as tensors that ``save`` and ``load`` ask first, and that refuse. In all else
-they are plain tensors: what is computed with them, pickled or loaded from them is plain. ``async_save`` does not ask
-them, because it copies values to plain tensors first.
+:mod:`moelink.nn.checkpoint` says why. A layer has no part in that call, so its ``state_dict`` gives experts as tensors
+that ``save`` and ``load`` ask first, and that refuse. In all else they are plain tensors: values that are computed with
+them, pickled or loaded from them are plain. ``async_save`` does not ask them, because it copies values to plain tensors
+first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moelink.errors import UnsupportedError
-from moelink.nn.owned import Ownership, ownership_of
+from moelink.nn.owned import owned_tensors
 
 _REFUSED = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.cuda, Tensor.to}
 """Copies that are refused as well. A parameter can only be made from a class whose ``detach`` keeps it."""
@@ -58,23 +58,19 @@ def refuse_plain_checkpoints(module: torch.nn.Module) -> None:
 
 
 def _mark(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in _names(module, state, prefix):
-        if type(state[name]) is Tensor:  # not a parameter, which state_dict(keep_vars=True) gives itself
+    for name in _names(module, prefix):
+        if type(state.get(name)) is Tensor:  # not a parameter, which state_dict(keep_vars=True) gives itself
             state[name] = state[name].as_subclass(OneRanksExperts)
 
 
 def _unmark(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name in _names(module, state, prefix):
-        if isinstance(state[name], OneRanksExperts):  # load_state_dict(assign=True) would make parameters of its class
+    for name in _names(module, prefix):
+        if isinstance(state.get(name), OneRanksExperts):  # load_state_dict(assign=True) would keep its class
             state[name] = _plain(state[name])
 
 
-def _names(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
-    owner = ownership_of(module) or Ownership()
-    if owner.world_size == 1:
-        return []
-    replicated = tuple(f"{prefix}{part}." for part in owner.replicated)
-    return [name for name in state if name.startswith(prefix) and not name.startswith(replicated)]
+def _names(module: torch.nn.Module, prefix: str) -> list[str]:
+    return [prefix + each.name for each in owned_tensors(module) if each.owner.world_size > 1]
 
 
 def _plain(value: Tensor) -> Tensor:

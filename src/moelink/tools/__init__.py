@@ -1,1 +1,1 @@
-"""Tools over the library: command line (``cli``), benchmarks, plans, the demonstration, pictures (``plots``)."""
+"""Tools over the library: command line (``cli``), plans, the demonstration, pictures (``plots``)."""
