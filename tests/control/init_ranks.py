@@ -86,6 +86,28 @@ def memory_made(rank: int, world_size: int) -> tuple[str, str, list[str]]:
     return told[0], told[1], [thread.name for thread in threading.enumerate() if "moelink" in thread.name]
 
 
+def memory_of_its_own(rank: int, world_size: int) -> int:
+    """Make a block that no peer maps, while the thread of rank 0 that connects its mesh is slow to say so."""
+    connect = group._connect_gloo
+
+    def connect_slowly(*arguments: Any) -> Any:
+        mesh = connect(*arguments)
+        time.sleep(1.0)  # rank 0 looks at the others' entries meanwhile
+        return mesh
+
+    if rank == 0:
+        group._connect_gloo = connect_slowly
+    params = contract.EPParams(
+        dispatch_fmt_str="BF16", hidden_size=64, top_k=2, n_experts=4, max_token_per_rank=4, n_gpus_per_node=1,
+        skip_a2a=True, allreduce_world_size=world_size, timeout=20,
+    )  # fmt: skip
+    dist.init_process_group("gloo")
+    memory = contract.create_memory(params, device="cpu")
+    memory.close()
+    dist.barrier()  # rank 0 serves the store
+    return memory.world_size
+
+
 LATE_SECONDS = 8.0
 """How long two ranks wait for the third in :func:`repeated`. On a busy machine they do not enter ``init`` together: one
 of them that is late by this much would be named in place of the third."""

@@ -99,6 +99,11 @@ def test_memory_for_the_launchers_leaves_no_thread_in_the_store() -> None:
         assert (refused, made, threads) == ("ArgumentError", "", [])
 
 
+def test_memory_that_no_peer_maps_waits_for_all_ranks() -> None:
+    """Closes over: a rank that leaves before rank 0 has seen that all have met, which waits for it in a new attempt."""
+    assert run_ranks(init_ranks.memory_of_its_own, 2) == [1, 1]
+
+
 def test_init_works_after_the_default_group_was_destroyed() -> None:
     for tried in run_ranks(init_ranks.regrouped, 3):
         assert [told.kind for told in tried] == [""] * 3

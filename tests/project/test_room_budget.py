@@ -31,7 +31,7 @@ BUDGET = {
     "transports": 1520,
     "transports/collective": 1773,
     "transports/symmetric": 2149,
-    "contract": 2529,
+    "contract": 2531,
     "ops": 1918,
     "nn": 3470,
     "integrations": 4087,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from moelink.contract.params import EPParams
-from moelink.control.group import connect, default_device, part, plain_device, setting_up
+from moelink.control.group import connect, default_device, gather_bytes, part, plain_device, setting_up
 from moelink.errors import ArgumentError
 from moelink.memory import SymmetricMemory
 from moelink.transports.build import memory_of_group
@@ -39,6 +39,8 @@ def create_memory(
     place = default_device() if device is None else plain_device(device)
     world = connect(group, place, params.timeout)
     with setting_up(world):
+        # No rank may leave, or raise, before all have met (control.meeting), and skip_a2a exchanges nothing below.
+        gather_bytes(world, b"", params.timeout)
         if world.world_size != params.n_ranks:
             raise ArgumentError("group", f"{params.n_ranks} ranks, as params say", f"{world.world_size}")
         memory = memory_of_group(params.config(world.rank), params.nbytes, place, world, name="contract")
