@@ -84,7 +84,8 @@ def test_groups_are_compiled_in_turn_and_each_task_once(tmp_path, monkeypatch):
     a, b, c, d = (Note(name, str(tmp_path / "order"), fails=name == "b") for name in "abcd")
     found = list(compile_in_turn([[a, b], [], [a, c], [d]], timeout=120))
     lines = (tmp_path / "order").read_text().splitlines()
-    assert lines == ["a 10", "b 10", "c 10", "d 10"]
+    lower = min(os.nice(0) + 10, 19)  # than the tests themselves, however nice these are
+    assert lines == [f"{name} {lower}" for name in "abcd"]
     assert [(number, error is None) for number, error in found] == [(0, False), (1, True), (2, True), (3, True)]
     assert "Note(name='b'" in str(found[0][1])
     assert "no such word" in str(found[0][1])
