@@ -29,7 +29,8 @@ from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateEr
 from moelink.hooks import Hook
 from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
-from moelink.tracing import Trace, tracing
+from moelink.tracing import Trace
+from moelink.tracing.session import tracing
 from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic, ids_of
 from moelink.transports.bound import BoundDispatch
 

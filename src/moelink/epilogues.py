@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.arguments import check_tensor
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats import get_format
 from moelink.formats.casts import to_bf16
 from moelink.hooks import Hook
-from moelink.transports.validation import check_tensor
 
 Check = Callable[[int, int, torch.device], None]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

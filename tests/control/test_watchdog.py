@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 import moelink
-from moelink.memory import watchdog
-from moelink.memory.watchdog import wait_for_device, within
+from moelink.memory.nodes import watchdog
+from moelink.memory.nodes.watchdog import wait_for_device, within
 from moelink.testing import run_ranks
 from moelink.transports.symmetric.dispatch import Dispatch
 from moelink.transports.symmetric.rank import Rank

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import moelink
-from moelink.kernels.grouped_fp8 import Settings, Tiles, launch
 from moelink.nn import MoE, grouped_fp8
+from moelink.rows.grouped_fp8 import Settings, Tiles, launch
 from tests.rows.grouped_fp8_cases import POISON, TENSOR_CORES, TENSOR_CORES_AT_WORST, error_over_bound, problem
 
 pytestmark = [

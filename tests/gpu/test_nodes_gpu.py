@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moelink.errors import UnsupportedError
-from moelink.memory.nvshmem import device_library
+from moelink.memory.nodes.nvshmem import device_library
 from moelink.testing import run_ranks
 from tests.gpu import gpu_ranks, nodes_ranks_gpu
 from tests.gpu.gpu_compile import kernels_of, kernels_of_all, warmup_kernels

@@ -7,10 +7,10 @@ import torch
 
 import moelink
 from moelink.memory import create_all
-from moelink.memory.trace_layout import ROLES
 from moelink.memory.workspace import Workspace
 from moelink.testing import run_ranks
 from moelink.tools.trace import TraceConfig, run_trace
+from moelink.tracing.device.layout import ROLES
 from moelink.tracing.records import read_rows, rows_of
 from moelink.tracing.summary import summarise
 from moelink.transports.base import CombineRequest, DispatchRequest

@@ -14,7 +14,7 @@ import sys
 
 from moelink.kernels import records
 from moelink.kernels.launch.direct import ParameterLayout
-from moelink.kernels.sync.clocks import ClockNumbers
+from moelink.tracing.device.clocks import ClockNumbers
 from moelink_testing import lowered
 from tests.kernels.lowering import Spec
 
@@ -130,10 +130,10 @@ def kernels(part):
     from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
     from moelink.kernels.launch.constants import combine_spec, dispatch_spec
     from moelink.kernels.launch.own_rows import with_own_rows
-    from moelink.kernels.sync.clocks import ep_compare_clocks_kernel
     from moelink.kernels.sync.credit import ep_grant_credits_kernel
     from moelink.kernels.sync.signals import ep_give_up_kernel
     from moelink.memory.workspace import Workspace
+    from moelink.tracing.device.clocks import ep_compare_clocks_kernel
 
     device = torch.device("cuda")
     shape = dict(num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=4096, world_size=8)

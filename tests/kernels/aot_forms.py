@@ -34,11 +34,11 @@ from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
 from moelink.kernels.launch.constants import TRITON_DTYPES, CombineSpec, DispatchSpec, combine_spec, dispatch_spec
 from moelink.kernels.launch.own_rows import own_rows_stay, with_own_rows
-from moelink.kernels.sync.clocks import ep_compare_clocks_kernel
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.kernels.sync.signals import ep_give_up_kernel
-from moelink.memory.protocol import MANY_TOKENS
 from moelink.memory.workspace import Workspace
+from moelink.tracing.device.clocks import ep_compare_clocks_kernel
+from moelink.tuning import MANY_TOKENS
 from tests.kernels.absent_gpu import SMS, on
 from tests.kernels.aot import spec_of
 from tests.kernels.covering import Row, covering_rows, needs

@@ -10,13 +10,13 @@ import torch
 import triton
 
 import moelink
-from moelink.kernels import activation
 from moelink.kernels.combine import kernel as combine
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.dispatch import padding
 from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.memory.workspace import Workspace
+from moelink.rows import activation_kernel as activation
 
 KERNELS = (
     combine.ep_combine_wait_kernel, dispatch.ep_fused_dispatch_kernel, dispatch.ep_dispatch_wait_kernel,

@@ -13,7 +13,7 @@ import torch
 import moelink
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import Peers
-from moelink.memory.network import OneNode
+from moelink.memory.nodes.network import OneNode
 
 PACKAGE = Path(moelink.__file__).parent
 

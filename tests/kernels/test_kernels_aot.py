@@ -263,7 +263,7 @@ def test_every_kernel_that_is_launched_has_a_form():
 def test_every_constant_that_a_kernel_tests_has_two_values_among_the_forms():
     """A branch that no form takes would be in no print."""
     tested = set()
-    for path in (SOURCE / "kernels").rglob("*.py"):
+    for path in (file for room in ("kernels", "rows", "tracing/device") for file in (SOURCE / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.If, ast.IfExp, ast.While)):
                 tested |= {
@@ -286,11 +286,11 @@ UNREACHED = {
     "kernels/dispatch/padding.py": (3, "more experts on a rank than a step has elements, or a topk of 1024"),
     "kernels/dispatch/unpack.py": (2, "scales in tiles are stored in words, so no single place of them is asked for"),
     "kernels/epilogues.py": (1, "interpreted"),
-    "kernels/grouped_fp8.py": (1, "interpreted"),
+    "rows/grouped_fp8.py": (1, "interpreted"),
     "kernels/launch/sm_limit.py": (1, "interpreted"),
-    "kernels/sync/internode.py": (8, "interpreted: the ring of the network's proxy"),
+    "kernels/nodes/internode.py": (8, "interpreted: the ring of the network's proxy"),
     "kernels/sync/signals.py": (1, "interpreted"),
-    "kernels/sync/trace.py": (7, "interpreted"),
+    "tracing/device/stamps.py": (7, "interpreted"),
 }
 """Files with statements that are in no form: how many, and why."""
 

@@ -20,6 +20,7 @@ from moelink.kernels.dispatch import padding, pieces, receive_cached, unpack
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
+from moelink.kernels.nodes import internode as network
 from moelink.kernels.numeric import round_bf16
 from moelink.kernels.records import (
     CallContext,
@@ -29,7 +30,6 @@ from moelink.kernels.records import (
     DispatchOutputs,
     Groups,
 )
-from moelink.kernels.sync import internode as network
 from moelink.kernels.sync import ll_words as tagged
 from moelink.kernels.sync import quiesce, signals
 from moelink.memory import connect, create_all

@@ -17,7 +17,7 @@ from moelink.kernels.launch import launcher as module
 from moelink.kernels.launch.direct import DirectKernel, Driver
 from moelink.kernels.launch.launcher import CompiledKernel, Launcher
 from moelink.kernels.records import CreditNumbers, DispatchNumbers, Peers
-from moelink.memory.network import OneNode
+from moelink.memory.nodes.network import OneNode
 from moelink.ops import record
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric.combine import Combine

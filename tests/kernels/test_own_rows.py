@@ -23,7 +23,7 @@ from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.own_rows import own_rows_stay, with_own_rows
 from moelink.kernels.records import RoutingNotes
 from moelink.kernels.sync import lamport_slots
-from moelink.memory.trace_layout import ROLES
+from moelink.tracing.device.layout import ROLES
 from moelink.tracing.records import read_rows, rows_of
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import combine as combining

@@ -12,9 +12,10 @@ import triton.language as tl
 
 import moelink
 from moelink.kernels.dispatch import plan, receive_planned, row_table
-from moelink.memory.protocol import ROW_TABLE_TOKENS, TABLE_GO, TABLE_NOTHING
+from moelink.memory.protocol import TABLE_GO, TABLE_NOTHING
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
+from moelink.tuning import ROW_TABLE_TOKENS
 from moelink_testing import Deadlock, Scheduler
 from tests.support.cases import Packed, Setup
 from tests.support.protocol_runs import Small, caught, run, transports

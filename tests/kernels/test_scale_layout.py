@@ -12,8 +12,8 @@ from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.launch import grid as cut
 from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.records import DispatchNumbers
-from moelink.memory.protocol import MANY_TOKENS
 from moelink.memory.workspace import Workspace
+from moelink.tuning import MANY_TOKENS
 from tests.support.symmetric_ranks import one_process
 
 

@@ -21,7 +21,7 @@ from moelink.errors import UnsupportedError
 from moelink.kernels.combine import kernel as combine
 from moelink.kernels.dispatch import kernel as dispatch
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
-from moelink.memory.network import NvshmemNetwork
+from moelink.memory.nodes.network import NvshmemNetwork
 from moelink.memory.workspace import Workspace
 from moelink_testing.lowering import memory_instructions, unguarded_releases
 from tests.kernels.aot import compile_kernel

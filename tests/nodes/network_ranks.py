@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import moelink
-from moelink.memory import NetworkProxy, network, watchdog
+from moelink.memory import NetworkProxy
+from moelink.memory.nodes import network, watchdog
 from moelink.testing import rank_data
 from moelink_testing.network import NetworkFaults
 from tests.support.patience import hurry, join

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 import moelink
 from moelink.errors import ArgumentError, ClosedError, ConfigMismatchError, UnsupportedError
-from moelink.memory import Members, NvshmemMemory, network, nvshmem, torch_symm, watchdog
+from moelink.memory import Members, NvshmemMemory, torch_symm
+from moelink.memory.nodes import network, nvshmem, watchdog
 from moelink.memory.workspace import Workspace
 from moelink.transports.select import choose_transport
 

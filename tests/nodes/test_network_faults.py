@@ -166,7 +166,7 @@ class RepeatingProxy(ScheduledProxy):
     "signals, way, world", [(True, "sums", 2), (False, "rows", 3)], ids=["a signal", "a row of another rank"]
 )
 def test_what_arrives_again_after_its_signal_does_harm(signals: bool, way: str, world: int) -> None:
-    """So the network must not do it: ``memory.network_proxy`` says why."""
+    """So the network must not do it: ``memory.nodes.network_proxy`` says why."""
     of_setup, of_case = WAYS[way]
     fields = {"max_tokens_per_rank": 4, "hidden_size": 8, "ranks_per_node": 1, **of_setup}
     setup = Setup("bf16", tuple(fields.items()), num_experts=world, topk=2)

@@ -12,8 +12,9 @@ import torch
 
 import moelink
 from moelink.errors import MoelinkError, UnsupportedError
-from moelink.memory import NetworkProxy, SymmetricMemory, create_all, network
-from moelink.memory.network import ProxyNetwork
+from moelink.memory import NetworkProxy, SymmetricMemory, create_all
+from moelink.memory.nodes import network
+from moelink.memory.nodes.network import ProxyNetwork
 from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data, run_ranks

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels.combine import collect
-from moelink.kernels.dispatch import forward, relay, send
+from moelink.kernels.dispatch import send
 from moelink.kernels.launch import constants, device
+from moelink.kernels.nodes import collect, forward, relay
 from moelink_testing import Scheduler
 from tests.support.cases import Result, Setup
 from tests.support.protocol_runs import (

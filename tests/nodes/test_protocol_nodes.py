@@ -1,7 +1,7 @@
 """The protocol between nodes under seeded schedules: programs of all ranks and network proxies interleaved.
 
-Plain stores become visible late, puts arrive in pieces and in any order (``memory.network_proxy``), and every scenario
-still equals the oracle. Each thing that the protocol does against that is taken away once, and the lack shows.
+Plain stores become visible late, puts arrive in pieces and in any order (``memory.nodes.network_proxy``), and every
+scenario still equals the oracle. Each thing that the protocol does against that is taken away once, and the lack shows.
 """
 
 from __future__ import annotations

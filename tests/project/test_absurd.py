@@ -10,7 +10,7 @@ import pytest
 
 import moelink
 from moelink import env
-from moelink.memory import watchdog_process
+from moelink.memory.nodes import watchdog_process
 from tests.support.fault_ranks import FIELDS
 
 

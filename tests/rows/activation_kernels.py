@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moelink.formats import get_format
-from moelink.kernels.activation import (
+from moelink.rows.activation_kernel import (
     ActivationConstants,
     group_elements,
     scales_per_word,

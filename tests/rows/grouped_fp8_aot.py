@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from moelink.kernels.grouped_fp8 import BLACKWELL, HOPPER, SMALL_CACHE, WITHOUT_FP8, constants_of, grouped_fp8_kernel
+from moelink.rows.grouped_fp8 import BLACKWELL, HOPPER, SMALL_CACHE, WITHOUT_FP8, constants_of, grouped_fp8_kernel
 from moelink_testing import lowered
 
 WEIGHT = torch.Size([32, 4096, 7168])

@@ -19,7 +19,21 @@ from triton.runtime.jit import mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moelink.formats import get_format
-from moelink.kernels import activation, dequantize, gated, grouped_fp8, scale_rows
+from moelink.rows import (
+    activation_kernel as activation,
+)
+from moelink.rows import (
+    dequantize_kernel as dequantize,
+)
+from moelink.rows import (
+    gated_kernel as gated,
+)
+from moelink.rows import (
+    grouped_fp8,
+)
+from moelink.rows import (
+    scale_rows_kernel as scale_rows,
+)
 from tests.kernels.absent_gpu import on
 from tests.kernels.covering import Row, covering_rows
 from tests.kernels.lowering import Spec

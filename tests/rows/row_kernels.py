@@ -11,10 +11,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moelink.formats import get_format
-from moelink.kernels.activation import even_groups, group_elements, scales_per_word
-from moelink.kernels.dequantize import DequantizeConstants, dequantize_rows_kernel
-from moelink.kernels.gated import GatedConstants, gated_activation_kernel, gated_gradient_kernel
-from moelink.kernels.scale_rows import ScaleRowsConstants, scale_rows_kernel
+from moelink.rows.activation_kernel import even_groups, group_elements, scales_per_word
+from moelink.rows.dequantize_kernel import DequantizeConstants, dequantize_rows_kernel
+from moelink.rows.gated_kernel import GatedConstants, gated_activation_kernel, gated_gradient_kernel
+from moelink.rows.scale_rows_kernel import ScaleRowsConstants, scale_rows_kernel
 
 WIDE = re.compile(r"(?:ld|st)\.global\S*\.(?:v4\.b32|v2\.b64|v2\.b32|b64|v4\.f32)")
 

@@ -13,8 +13,8 @@ from moelink.memory.layout import as_bytes
 from tests.support.processes import run_compiled
 
 pytest.importorskip("triton")
-from moelink.kernels import activation as kernels  # noqa: E402
 from moelink.kernels.launch.device import is_interpreted  # noqa: E402
+from moelink.rows import activation_kernel as kernels  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

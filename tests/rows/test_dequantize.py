@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moelink import get_format
-from moelink.kernels import dequantize as kernel
 from moelink.kernels.launch.device import is_interpreted
+from moelink.rows import dequantize_kernel as kernel
 
 FORMATS = ("fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token")
 HIDDEN = {

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from moelink.activation import Clamp
 from moelink.errors import ArgumentError
-from moelink.kernels.gated import launch_backward, launch_forward
 from moelink.kernels.launch.device import is_interpreted
-from moelink.nn.gated import GatedActivation, Kind, gated_activation, gradient_twin, known_activation, twin
+from moelink.rows.gated import GatedActivation, Kind, gated_activation, gradient_twin, known_activation, twin
+from moelink.rows.gated_kernel import launch_backward, launch_forward
 from tests.support.processes import run_compiled
 
 KINDS = (

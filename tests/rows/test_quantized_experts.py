@@ -17,11 +17,11 @@ from torch.nn import functional
 
 import moelink
 from moelink.activation import Clamp
-from moelink.kernels.grouped_fp8 import INTERPRETED, Settings, launch, tile_in_group
 from moelink.nn import MoE, QuantizedExperts, dequantize_weight, grouped_fp8, local_state_dict, merge_state_dicts
 from moelink.nn import expert_backends as backends
 from moelink.nn.block_quantized import BlockQuantized, quantize_weight
 from moelink.nn.placement import Placement
+from moelink.rows.grouped_fp8 import INTERPRETED, Settings, launch, tile_in_group
 from moelink.testing import run_ranks
 from moelink_bench import experts as bench
 from tests.kernels.test_kernels_aot import output_of
@@ -118,7 +118,7 @@ def test_tiles_go_down_a_band_of_rows() -> None:
 
 
 def test_the_worked_example() -> None:
-    """That of ``kernels.grouped_fp8``."""
+    """That of ``rows.grouped_fp8``."""
     codes = torch.ones(8, 128).to(torch.float8_e4m3fn)
     weight = torch.ones(2, 128, 128).to(torch.float8_e4m3fn)
     out = torch.full((8, 128), POISON, dtype=BF16)

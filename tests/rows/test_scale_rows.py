@@ -10,9 +10,9 @@ from torch import Tensor
 
 import moelink
 from moelink.kernels.launch.device import is_interpreted
-from moelink.kernels.scale_rows import launch
 from moelink.nn import MoE
-from moelink.ops.scale_rows import cast_rows, row_gradients, slot_gradients, twin, zero_rows
+from moelink.rows.scale_rows import cast_rows, row_gradients, slot_gradients, twin, zero_rows
+from moelink.rows.scale_rows_kernel import launch
 
 ROWS, SPARE = 11, 2
 OFFSETS = [0, 3, 3, 8, ROWS]

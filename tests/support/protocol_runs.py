@@ -13,7 +13,8 @@ import torch
 
 import moelink
 from moelink import reference
-from moelink.memory import NetworkProxy, create_all, network
+from moelink.memory import NetworkProxy, create_all
+from moelink.memory.nodes import network
 from moelink.memory.protocol import (
     CALL_SHIFT,
     COMBINE_COLLECTED,

@@ -16,16 +16,16 @@ import moelink
 from moelink.errors import ArgumentError, StateError, UnsupportedError
 from moelink.kernels.launch import grid
 from moelink.kernels.launch.constants import combine_spec
-from moelink.kernels.sync.clocks import ClockNumbers, ep_compare_clocks_kernel
 from moelink.memory.protocol import TRACE_AT
-from moelink.memory.trace_layout import FIRST_FROM, ROLES, TRACE_CALLS, buffer_shape
 from moelink.memory.workspace import Workspace
 from moelink.testing import run_ranks
-from moelink.tools.plots.timeline import draw_trace
+from moelink.tools.trace.timeline import draw_trace
+from moelink.tracing.device.buffer import require_traceable
+from moelink.tracing.device.clocks import ClockNumbers, ep_compare_clocks_kernel
+from moelink.tracing.device.layout import FIRST_FROM, ROLES, TRACE_CALLS, buffer_shape
 from moelink.tracing.records import CtaRecord, read_rows, rows_of
 from moelink.tracing.summary import summarise
 from moelink.tracing.trace import Trace
-from moelink.transports.symmetric.trace_buffer import require_traceable
 from moelink_testing import Scheduler
 from tests.kernels.test_kernels_aot import output_of
 from tests.support.protocol_runs import FORMAT as SETUP
@@ -186,7 +186,7 @@ def plant(buffer: Any, role: int, cta: int, call: int, words: dict[int, int], sm
 
 
 def test_records_are_read_from_their_words():
-    """The numbers of the example in ``memory.trace_layout``."""
+    """The numbers of the example in ``tracing.device.layout``."""
     buffer = planted(3)
     plant(buffer, role=3, cta=1, call=18, words={2: 100, 2 + 4: FIRST_FROM - 130, 2 + 8 + 2 + 1: FIRST_FROM - 125})
     assert buffer.reshape(-1)[489] == FIRST_FROM - 125

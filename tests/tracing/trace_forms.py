@@ -82,7 +82,7 @@ def main(*kinds: str) -> None:
     stamps = [stamps_of(form) for form in chosen]
     for function in functions():
         source = without_stamps(function.src)
-        if source != function.src and function.__module__ != "moelink.kernels.sync.trace":
+        if source != function.src and function.__module__ != "moelink.tracing.device.stamps":
             function._unsafe_update_src(source)
     for form, ttir, count in zip(chosen, before, stamps, strict=True):
         said = {"name": form.name, "same": ttir_of(form) == ttir, "stamps": count, "left": stamps_of(form)}

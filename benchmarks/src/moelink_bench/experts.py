@@ -51,7 +51,7 @@ from moelink.nn.block_quantized import (
 )
 from moelink.nn.expert_backends import PIP, group_of_rows, multiply, what_library_lacks
 from moelink.nn.experts import grouped_matmul
-from moelink.nn.gated import gated_activation
+from moelink.rows.gated import gated_activation
 from moelink.tools.results import sizes_of
 from moelink_bench.document import head, results_folder, script_parser, write
 from moelink_bench.timing import CudaClock, WallClock, capture
@@ -126,8 +126,8 @@ def by_torch(rows: Rows, weights: Weights) -> Tensor:
 
 def by_kernel(rows: Rows, weights: Weights, settings: Any = None) -> Tensor:
     """The product in fp8, by the kernel; interpreted or by the twin where there is no device."""
-    from moelink.kernels.grouped_fp8 import launch
     from moelink.kernels.launch.device import is_interpreted
+    from moelink.rows.grouped_fp8 import launch
 
     out = rows.numbers.new_empty(rows.numbers.shape[0], weights.numbers.shape[1])
     quantized = weights.quantized
@@ -269,8 +269,8 @@ def measure_load(
 
 def candidates() -> list[Any]:
     """Tiles to try."""
-    from moelink.kernels.grouped_fp8 import Tiles
     from moelink.kernels.launch.device import is_interpreted
+    from moelink.rows.grouped_fp8 import Tiles
 
     if is_interpreted():
         return [Tiles(16, 64, swapped=True, descriptors=False), Tiles(32, 64, parts=2, descriptors=False)]
@@ -308,7 +308,7 @@ def _launch_alone(tiles: Any, rows: tuple[Tensor, Tensor], offsets: Tensor, weig
     """Serve all groups with ``tiles``; what went wrong, or ""."""
     from triton.errors import TritonError
 
-    from moelink.kernels.grouped_fp8 import Settings, launch
+    from moelink.rows.grouped_fp8 import Settings, launch
 
     try:
         launch(*rows, offsets, weight.codes, weight.scales, out, Settings(tiles, tiles, most_few=len(out)))
@@ -336,7 +336,7 @@ def sweep_load(
     samples: int,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each of ``tiles``, the fastest first, each found right."""
-    from moelink.kernels.grouped_fp8 import Settings
+    from moelink.rows.grouped_fp8 import Settings
 
     sizes, (columns, inner) = sizes_of(load, shape.experts, most), shape.product(name)
     rows, found = make_rows(sizes, 0, inner, device), []

@@ -30,17 +30,17 @@ sync/signals           publish, wait, report failure: the memory order of every 
 sync/ll_words          words that carry their call number, and so need no signal
 sync/lamport_slots     rows that are their own signal: sums that travel home without flags
 sync/credit            when a rank may overwrite a peer's block
-sync/internode         puts to ranks of other nodes, if there are any; quiesce: waiting for puts that nobody will read
-sync/trace             stamps of what a CTA does, where a trace asks for them; clocks: compares those of the ranks
+sync/quiesce           waiting for puts that nobody will read
+nodes                  what knows two nodes: puts, and the relays of the two-level form
 launch/constants       launch constants: what is fixed when a kernel is compiled
 launch/grid            how many CTAs a launch has, and what each of them does; sm_limit: which SMs they use
 launch/own_rows        which combines keep own rows where they are
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled
 numeric                rounding
 scale_tiles            where scales are in tiles of 128 rows
-scale_rows             gradients of combine, and conversions between dtypes, for the rows that exist
-activation, epilogues  SiLU and quantise between the two grouped products; Triton halves of the built-in epilogues
+epilogues              Triton halves of the built-in epilogues
 =====================  ==============================================================================================
 
+``tracing.device`` has the stamps of a CTA where a trace asks for them, and ``rows`` the kernels of the layers.
 Importing this package does not import triton; its modules do.
 """

@@ -46,7 +46,7 @@ class CallContext(NamedTuple):
 
 
 class Stamps(NamedTuple):
-    """Where stamps of a trace go (``kernels.sync.trace``).
+    """Where stamps of a trace go (``tracing.device.stamps``).
 
     Attributes:
         at: address of a CTA's record, or addresses of words in it; 0 while no trace is open.

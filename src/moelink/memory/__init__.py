@@ -16,9 +16,9 @@ kernels.
 """
 
 from moelink.memory.base import SymmetricMemory
-from moelink.memory.network import Network, connect
-from moelink.memory.network_proxy import NetworkProxy
-from moelink.memory.nvshmem import NvshmemMemory
+from moelink.memory.nodes.network import Network, connect
+from moelink.memory.nodes.network_proxy import NetworkProxy
+from moelink.memory.nodes.nvshmem import NvshmemMemory
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
 from moelink.memory.single import SingleProcessMemory, create_all

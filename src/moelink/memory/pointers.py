@@ -24,8 +24,8 @@ def pointer_table(workspace: Workspace, blocks: Tensor) -> Tensor:
     """Add the buffers' offsets to the addresses ``blocks`` [n] of the ranks' blocks: [2 groups, 3 buffers, n] int64.
 
     The first world_size entries of ``blocks`` are addresses, 0 for blocks of other nodes. Entries behind them, which a
-    network's table has (:class:`~moelink.memory.network.Network`), are returned unchanged. Within one node there are no
-    send buffers: their entries are 0.
+    network's table has (:class:`~moelink.memory.nodes.network.Network`), are returned unchanged. Within one node there
+    are no send buffers: their entries are 0.
 
     Example: a block at 4096 whose messages start at byte 1024 has recv of group 0 at 5120.
     """

@@ -21,11 +21,11 @@ MALFORMED_RANKS = 62
 COMBINE_WITH_FLAGS = 15
 """+ parity of the call: one more than the last combine in which a rank refused its arguments or sent rows with flags"""
 TRACE_AT = 17
-"""address of the open trace's buffer, 0 for none (``kernels.sync.trace``)"""
+"""address of the open trace's buffer, 0 for none (``tracing.device.stamps``)"""
 TRACE_STEPS = 18
 """of rank 0: what the stamps of interpreted kernels count"""
 CLOCK_ASKED, CLOCK_TOLD = 19, 20
-"""questions and answers of ranks that compare their clocks (``kernels.sync.clocks``)"""
+"""questions and answers of ranks that compare their clocks (``tracing.device.clocks``)"""
 DISPATCH_FORWARDED, COMBINE_COLLECTED = 21, 22
 """calls that the forwarders of a two-level dispatch, and the collectors of a combine, have completed, counted as those
 of other roles are"""
@@ -74,43 +74,8 @@ one."""
 MAX_SENDERS = 512
 """Most sending CTAs: ``block_counts`` has a row for each."""
 
-COUNTED_ALONE = 512
-"""Up to this many tokens each sending CTA counts the tokens before its own by itself instead of reading block counts,
-unless its communicator is for more than MANY_TOKENS."""
-
-FEW_TOKENS, MANY_TOKENS = 256, 1024
-"""Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput, and
-others for a compromise."""
-
-MANY_COPIES = 128
-"""Layout "rank" with two ranks: a combine of a communicator of more tokens per rank than this is built for many
-(``memory.workspace.Workspace.two_copies``)."""
-
-ROW_TABLE_RANKS = 4
-"""Fewest ranks for which one receiver of dispatch plans for all (``memory.workspace.Workspace.row_table``)."""
-
-ROW_TABLE_TOKENS = 128
-"""Most tokens per rank of a communicator for which one receiver of dispatch plans for all."""
-
-FEW_MESSAGES_IN_PLACE, MESSAGES_IN_PLACE = 8, 16
-"""Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): the least, in a
-communicator of up to FEW_TOKENS tokens per rank, and the most, from MANY_TOKENS on. Between them it is a 64th of the
-tokens."""
-
-LAMPORT_BYTES = 1 << 25
-"""Most bytes of ``lamport_slots``, a region for sums that return without flags. Communicators of up to FEW_TOKENS
-tokens per rank have it, and of up to MANY_TOKENS where it has room for all sums of a call."""
-
-LAMPORT_BYTES_OF_COPIES = 1 << 26
-"""The same where a sum is two copies (``memory.workspace.Workspace.two_copies``). Then half of the sums travel, and
-flags take longer than reading and clearing the slots, however many tokens a communicator is for."""
-
 MOST_THREADS = 512
 """Most threads of a CTA of any launch: 8 warps, which have 64 threads on AMD."""
-
-COMBINE_BLOCK = 2048
-"""Most columns of a row that a CTA of combine handles at a time; twice as many where rows are few and copied
-(``memory.workspace.Workspace.combine_block``)."""
 
 RING_HEADER_WORDS, RING_ENTRY_WORDS = 8, 8
 """int64 words of a network proxy's ring before its entries: tickets given, number of entries, (unused); and of one
@@ -118,7 +83,7 @@ entry: destination address, source address, bytes, the signal's address and valu
 entry is complete."""
 
 MARKS_HEADER = 16
-"""Bytes before the marks of a rank's tokens: their number, int32, and padding (``kernels.dispatch.relay``)."""
+"""Bytes before the marks of a rank's tokens: their number, int32, and padding (``kernels.nodes.relay``)."""
 
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """Values of rows_of_message: the slot's expert is on another rank; the row did not fit ``capacity``."""

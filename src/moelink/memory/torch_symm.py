@@ -1,6 +1,6 @@
 """Allocate symmetric memory between processes with a CUDA device each, by ``torch.distributed._symmetric_memory``.
 
-This file and ``memory.nvshmem`` alone touch that module, which torch calls alpha. What it is asked for, and why:
+This file and ``memory.nodes.nvshmem`` alone touch that module, which torch calls alpha. What it is asked for, and why:
 
 * Blocks come straight from its allocator (``empty_strided_p2p``), not from ``symm_mem.empty``: newer versions of the
   latter take them from a pool that keeps freed memory *and its rendezvous*. After a ``close`` one rank could then
@@ -8,7 +8,7 @@ This file and ``memory.nvshmem`` alone touch that module, which torch calls alph
 * Addresses come from ``get_buffer``, not ``buffer_ptrs``, which are those of the allocation, not of the block.
 * NVLink multicast is off while blocks are made: it is not used here, and some machines fail when it is set up.
 * The backend must be torch's default, "CUDA": freeing an NVSHMEM block is collective, and ``close`` waits for nobody
-  (``memory.nvshmem``, for ranks on several nodes, never frees).
+  (``memory.nodes.nvshmem``, for ranks on several nodes, never frees).
 """
 
 from __future__ import annotations

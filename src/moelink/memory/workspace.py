@@ -36,7 +36,7 @@ lamport_slots        [W, G, row] uint8     expert's rank r: the same sums in a c
 ===================  ====================  ==============================================================
 
 Between nodes, with ``N`` ranks a node, there are also the regions for puts, and the signals behind them
-(``kernels.sync.internode``):
+(``kernels.nodes.internode``):
 
 ===================  ====================  ==============================================================
 idle                 [1] int64             nobody: the data of a put that only signals
@@ -56,8 +56,8 @@ staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
 
 In the two-level form (``two_level``), with ``F`` other nodes, ``idle``, ``counts_flag``, ``firsts_flag`` and the staged
 counts, firsts and status are as above. In place of the other regions there are those of relays, which go from a rank
-to the rank of the same place on another node (``kernels.sync.levels``). A relay is a message, and behind it the token's
-expert ids and its slots at all ranks:
+to the rank of the same place on another node (``kernels.nodes.levels``). A relay is a message, and behind it the
+token's expert ids and its slots at all ranks:
 
 ===================  ====================  ==============================================================
 marks_flag           [F] int64             peer on the f-th other node: call whose ``marks`` have arrived
@@ -96,21 +96,23 @@ from moelink.arith import align_up, ceil_div
 from moelink.formats.base import Format
 from moelink.memory.layout import ALIGNMENT, REGION_ALIGNMENT, HomeRow, RegionTable
 from moelink.memory.protocol import (
-    COMBINE_BLOCK,
     CONTROL_WORDS,
     COUNT_HEADER,
+    MARKS_HEADER,
+    MAX_SENDERS,
+    POISON_WORDS,
+    SM_LIMIT_KINDS,
+    SM_LIMIT_WORDS,
+)
+from moelink.tuning import (
+    COMBINE_BLOCK,
     FEW_TOKENS,
     LAMPORT_BYTES,
     LAMPORT_BYTES_OF_COPIES,
     MANY_COPIES,
     MANY_TOKENS,
-    MARKS_HEADER,
-    MAX_SENDERS,
-    POISON_WORDS,
     ROW_TABLE_RANKS,
     ROW_TABLE_TOKENS,
-    SM_LIMIT_KINDS,
-    SM_LIMIT_WORDS,
 )
 
 
@@ -278,7 +280,7 @@ class Workspace:
         cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
         slots = 1 if cfg.layout == "rank" else cfg.topk
         noted, words = ranks, ranks + 1
-        if self.two_level:  # behind them what this rank forwarded, for ``kernels.combine.collect``
+        if self.two_level:  # behind them what this rank forwarded, for ``kernels.nodes.collect``
             noted, words = ranks + self.inter_node_ranks, ranks + 1 + ceil_div(self.other_nodes, 2)
         return (ranks, tokens, slots), (noted, tokens), (words, 2), (ranks + 1,), (num_tokens, ranks)
 

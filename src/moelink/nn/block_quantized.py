@@ -3,7 +3,7 @@
 Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output.
 
 The product is an operator, ``moelink::grouped_fp8``, with two implementations of one formula. The kernel
-(:mod:`moelink.kernels.grouped_fp8`) reads on the device how many rows each group has. The twin multiplies dequantised
+(:mod:`moelink.rows.grouped_fp8`) reads on the device how many rows each group has. The twin multiplies dequantised
 numbers in fp32, group by group, and reads on the host how many rows there are.
 
 Accuracy, against exact arithmetic on the dequantised numbers: an element of the output is within::
@@ -194,8 +194,8 @@ def _grouped_fp8_fake(
 
 def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
     """Fill ``out`` by the kernel."""
-    from moelink.kernels.grouped_fp8 import launch
     from moelink.kernels.launch.device import is_interpreted
+    from moelink.rows.grouped_fp8 import launch
 
     if not codes.is_cuda and not is_interpreted():
         raise UnsupportedError(

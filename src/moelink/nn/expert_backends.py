@@ -5,7 +5,7 @@ Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` co
 ==============  ====================================================  ==================================================
 backend         multiplies by                                         needs
 ==============  ====================================================  ==================================================
-``triton``      :mod:`moelink.kernels.grouped_fp8`                    CUDA, or Triton's interpreter
+``triton``      :mod:`moelink.rows.grouped_fp8`                    CUDA, or Triton's interpreter
 ``torch``       its twin: dequantised numbers in fp32, by group       nothing; on CUDA it waits for the host
 ``flashinfer``  ``flashinfer.gemm.group_gemm_fp8_nt_groupwise``       compute capability 10.x
 ``dequantize``  ``torch._grouped_mm``, after rows became numbers      nothing; weights stay in ``dtype``
@@ -36,12 +36,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from moelink.activation import Clamp
 from moelink.config import EPConfig
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.nn.block_quantized import BLOCK, OUTPUT_DTYPES, BlockQuantized, launch_kernel, multiply_by_group
 from moelink.nn.experts import Activation
-from moelink.nn.gated import known_activation
+from moelink.rows.activation import Clamp
+from moelink.rows.gated import known_activation
 
 ExpertsBackend = Literal["auto", "triton", "torch", "flashinfer", "dequantize"]
 

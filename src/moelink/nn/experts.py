@@ -20,9 +20,9 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.nn.gated import gated_activation
-from moelink.ops.rows import dequantized
-from moelink.ops.scale_rows import looks_for_nan
+from moelink.rows.dequantize import dequantized
+from moelink.rows.gated import gated_activation
+from moelink.rows.scale_rows import looks_for_nan
 
 __all__ = ["Activation", "dequantized", "grouped_experts", "grouped_matmul", "has_grouped_mm"]
 
@@ -50,7 +50,7 @@ def grouped_experts(
         gate_up: [G, 2 * I, H] of the dtype of ``tokens``: in each group I rows of gate, then I rows of up.
         down: [G, H, I] of the same dtype.
         activation: what is applied to gate, or a :class:`moelink.activation.Clamp`. Of the functions that
-            :func:`moelink.nn.gated.known_activation` knows only the rows that exist are computed.
+            :func:`moelink.rows.gated.known_activation` knows only the rows that exist are computed.
 
     Returns:
         [R, H] of the same dtype, differentiable in ``tokens``, ``gate_up`` and ``down``. Groups without rows give

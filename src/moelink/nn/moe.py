@@ -29,8 +29,8 @@ from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.plain_state import refuse_plain_checkpoints
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
-from moelink.ops.scale_rows import cast_rows
 from moelink.routing import ExpertMap
+from moelink.rows.scale_rows import cast_rows
 
 _log = logging.getLogger("moelink")
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelink.activation import Clamp, silu_and_quantize
 from moelink.errors import UnsupportedError
 from moelink.nn.block_quantized import BlockQuantized, check_product
 from moelink.nn.expert_backends import multiply
 from moelink.nn.experts import Activation
-from moelink.nn.gated import known_activation
 from moelink.nn.kept import KeepsBuffers
 from moelink.nn.owned import Ownership
 from moelink.nn.placement import Placement
 from moelink.nn.plain_state import refuse_plain_checkpoints
+from moelink.rows.activation import Clamp, silu_and_quantize
+from moelink.rows.gated import known_activation
 
 INNER_FORMAT = "fp8_block128"
 

@@ -12,17 +12,15 @@ operators guarantee. Read the modules in this order:
 ``record``                   a transport's plan of a call as tensors of fixed sizes, and back
 ``gradient_communicators``   the communicators that gradients travel over
 ``lanes``                    the lanes of a communicator: opened, checked and closed together
-``rows``                     dequantised rows, through which gradients flow
-``scale_rows``               gradients of combine, and conversions between dtypes, for the rows that exist
 ===========================  ===========================================================================================
 
-Importing this package registers the operators and touches no device.
+``dequantize`` is of :mod:`moelink.rows`. Importing this package registers the operators and touches no device.
 """
 
 import moelink.ops.autograd  # noqa: F401 - registers the gradients
 from moelink.ops.calls import combine, dispatch, needs_operator, start_combine, start_dispatch
 from moelink.ops.context import OperatorContext
-from moelink.ops.rows import dequantize
+from moelink.rows.dequantize import dequantize
 
 __all__ = [
     "OperatorContext",

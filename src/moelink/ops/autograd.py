@@ -8,7 +8,7 @@ Dispatch copies tokens and weights to rows: ``tokens[r] = x[t(r)]``, ``weights[r
     dtopk_weights[t, k] = dweights[r] of the row r of (t, k), 0 where there is none   the same, of rows of K numbers
 
 A format with scales rounds; its gradient is straight-through, that is, computed as if it did not round: ``dtokens`` is
-then the gradient of the dequantised rows (:mod:`moelink.ops.rows`), and the ``carrier`` output brings it here.
+then the gradient of the dequantised rows (:mod:`moelink.rows.dequantize`), and the ``carrier`` output brings it here.
 
 Combine sums rows: ``out[t] = sum over rows r of token t of w[r] y[r]``, plus ``shared`` and ``epilogue``. So, with
 ``d[r] = dout[t(r)]``, a dispatch of dout over the same routing::
@@ -20,7 +20,7 @@ dw is the gradient of w. Weights that came with dispatch pass it on to dispatch'
 row r alone is ``out[t(r), k(r)]``, so the backward makes one dispatch per slot.
 
 Combine does not read dropped rows or padding: their gradient is zero. Rows past the last offset are undefined in the
-forward, and so is their gradient, which nothing here computes (:mod:`moelink.ops.scale_rows`), but for zeros where
+forward, and so is their gradient, which nothing here computes (:mod:`moelink.rows.scale_rows`), but for zeros where
 torch looks for NaN in gradients.
 """
 
@@ -35,7 +35,7 @@ from torch.fx.experimental import proxy_tensor
 
 from moelink.ops import library
 from moelink.ops.context import CARRIER, FIELDS, NUM_OUTPUTS, REGISTRY, record_of
-from moelink.ops.scale_rows import cast_rows, row_gradients, slot_gradients, without_tail, zero_rows
+from moelink.rows.scale_rows import cast_rows, row_gradients, slot_gradients, without_tail, zero_rows
 
 _TOKENS, _SRC_INFO, _TOPK_IDS = (FIELDS.index(name) for name in ("tokens", "src_info", "topk_ids"))
 _WEIGHTS, _TOPK_WEIGHTS = (FIELDS.index(name) for name in ("weights", "topk_weights"))

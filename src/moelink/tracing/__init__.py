@@ -1,4 +1,4 @@
-"""Traces of calls: gather what kernels stamped (``kernels.sync.trace``), summarise it, and write it for Perfetto.
+"""Traces of calls: kernels stamp them (``device``), ranks gather them, and summarise or write them for Perfetto.
 
 ========  ============================================================================================================
 session   open a trace of a communicator; gather the records of all ranks, on one clock
@@ -9,8 +9,7 @@ chrome    events of Chrome's trace format, which Perfetto reads
 ========  ============================================================================================================
 """
 
-from moelink.tracing.session import tracing
 from moelink.tracing.summary import MomentSummary, Summary
 from moelink.tracing.trace import Trace
 
-__all__ = ["MomentSummary", "Summary", "Trace", "tracing"]
+__all__ = ["MomentSummary", "Summary", "Trace"]

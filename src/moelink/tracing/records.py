@@ -1,4 +1,4 @@
-"""Read the words of trace buffers (``memory.trace_layout``)."""
+"""Read the words of trace buffers (``tracing.device.layout``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moelink.memory.trace_layout import (
+from moelink.tracing.device.layout import (
     FIRST_FROM,
     NUM_MOMENTS,
     PEER_MOMENTS,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from moelink.memory.trace_layout import ROLES, WAITED, Moment, Role
+from moelink.tracing.device.layout import ROLES, WAITED, Moment, Role
 from moelink.tracing.records import CtaRecord
 
 

@@ -221,7 +221,7 @@ class Transport(Protocol):
         """Let calls of the local ranks stamp what they do; UnsupportedError where they cannot."""
 
     def close_trace(self) -> list[Tensor]:
-        """Let calls stamp nothing more; return each local rank's trace buffer (``memory.trace_layout``) on the host."""
+        """Let calls stamp nothing more; return each local rank's buffer (``tracing.device.layout``) on the host."""
 
     def compare_clocks(self) -> list[tuple[int, int]] | None:
         """Per rank, on rank 0: ticks that its clock is ahead of rank 0's, and by how much that may be wrong. None when

@@ -8,7 +8,7 @@ import torch
 
 from moelink.config import EPConfig, TransportName
 from moelink.errors import UnsupportedError
-from moelink.memory.nvshmem import refuse_rocm
+from moelink.memory.nodes.nvshmem import refuse_rocm
 
 
 def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines: int = 1) -> TransportName:

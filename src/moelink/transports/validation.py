@@ -5,11 +5,12 @@ Every refusal is an ArgumentError that names the argument, what was expected and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
 
+from moelink.arguments import check_tensor
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ForeignHandleError, UnsupportedError
 from moelink.hooks import Hook
@@ -19,27 +20,6 @@ from moelink.transports.base import CombineRequest, DispatchRequest
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
-
-
-def check_tensor(
-    name: str, value: object, *, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device
-) -> Tensor:
-    """Return ``value`` as a contiguous tensor of ``shape`` (None: any size), one of ``dtypes``, on ``device``."""
-    if not isinstance(value, Tensor):
-        raise ArgumentError(name, "a tensor", type(value).__name__)
-    if value.shape != shape and (
-        value.dim() != len(shape)
-        or any(want is not None and want != have for want, have in zip(shape, value.shape, strict=True))
-    ):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ArgumentError(name, f"shape [{wanted}]", f"{list(value.shape)}")
-    if value.dtype not in dtypes:
-        raise ArgumentError(name, f"dtype {' or '.join(map(str, dtypes))}", value.dtype)
-    if value.device != device:
-        raise ArgumentError(name, f"device {device}", value.device)
-    if not value.is_contiguous():
-        raise ArgumentError(name, "a contiguous tensor", f"strides {value.stride()} for shape {list(value.shape)}")
-    return value
 
 
 def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutput:

@@ -17,7 +17,7 @@ import transformers
 
 from moelink.integrations.transformers.forms import experts_of, form_of
 from moelink.integrations.versions import RELEASES
-from moelink.nn.gated import known_activation
+from moelink.rows.gated import known_activation
 from tests.integrations.transformers.transformers_families import build, experts_in, families
 from tests.integrations.transformers.transformers_families_table import run, written
 

@@ -23,10 +23,10 @@ from moelink.nn import MoE
 from moelink.nn.block_quantized import BlockQuantized
 from moelink.nn.expert_backends import ExpertsBackend, multiply
 from moelink.nn.experts import dequantized, grouped_matmul
-from moelink.nn.gated import gated_activation
 from moelink.nn.moe import Experts
 from moelink.nn.quantized_experts import INNER_FORMAT, QuantizedExperts
 from moelink.nn.router import RouterConfig, Routing, route
+from moelink.rows.gated import gated_activation
 from moelink_bench.layer.data import LayerInput, Weights, choose
 from moelink_bench.layer.plan import LayerPlan, Shape
 

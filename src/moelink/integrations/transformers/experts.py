@@ -17,13 +17,13 @@ from moelink.integrations.transformers.same_batch import check_same
 from moelink.nn import dequantized
 from moelink.nn.expert_backends import group_of_rows
 from moelink.nn.experts import grouped_matmul, known_max_tokens
-from moelink.nn.gated import gated_activation, known_activation
 from moelink.nn.kept import KnowsRows
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.plain_state import refuse_plain_checkpoints
 from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
-from moelink.ops.scale_rows import cast_rows
 from moelink.output import DispatchOutput
+from moelink.rows.gated import gated_activation, known_activation
+from moelink.rows.scale_rows import cast_rows
 
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import activations
 
-from moelink.activation import Clamp
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.nn.experts import Activation
-from moelink.nn.gated import known_activation, twin
+from moelink.rows.activation import Clamp
+from moelink.rows.gated import known_activation, twin
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _TOPK = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "top_k")

@@ -5,7 +5,7 @@ CTAs with low numbers have the expert role (``kernels.combine.send``), those wit
 they begin a call. So senders finish whatever else their peers do. The home role waits only for other ranks.
 
 Between nodes with two levels (``S.TWO_LEVEL``) the last CTAs of the expert role have a role of their own, that of the
-collector (``kernels.combine.collect``), which waits for the expert role of other ranks.
+collector (``kernels.nodes.collect``), which waits for the expert role of other ranks.
 
 These kernels must be compiled without fused multiply-add, because products are rounded before they are added.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.collect import send_and_collect
 from moelink.kernels.combine.reduce import gather_home
 from moelink.kernels.combine.send import send_tokens_back
 from moelink.kernels.launch.sm_limit import run_role, run_roles
+from moelink.kernels.nodes.collect import send_and_collect
 from moelink.memory.protocol import COMBINE_RECEIVED, COMBINE_SENT
 
 _SENT, _RECEIVED = tl.constexpr(COMBINE_SENT), tl.constexpr(COMBINE_RECEIVED)

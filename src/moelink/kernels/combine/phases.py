@@ -27,9 +27,9 @@ from moelink.kernels.combine.reduce import (
     wait_for_inter_node_rows,
 )
 from moelink.kernels.launch.sm_limit import run_role
+from moelink.kernels.nodes.internode import between_nodes_or
 from moelink.kernels.records import Piece
 from moelink.kernels.sync.credit import count_read
-from moelink.kernels.sync.internode import between_nodes_or
 from moelink.kernels.sync.quiesce import wait_for_choices
 from moelink.kernels.sync.signals import context_of, is_poisoned
 from moelink.memory.protocol import COMBINE_RECEIVED, PHASE_COMBINE

@@ -26,17 +26,18 @@ out = round(row(0, 5) + row(2, 5)).
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.collect import sum_of_levels, wait_for_levels
 from moelink.kernels.combine.finish import finish, shared_expert_output
 from moelink.kernels.combine.own_rows import find_own_rows, others_slots, own_sum
 from moelink.kernels.combine.row_format import load_columns, row_columns
 from moelink.kernels.combine.send import is_refused, weighted_sum
 from moelink.kernels.dispatch.route import experts_at, owner_of
+from moelink.kernels.nodes.collect import sum_of_levels, wait_for_levels
+from moelink.kernels.nodes.internode import between_nodes_or, intra_node_only
+from moelink.kernels.nodes.levels import after_relaying
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.records import Piece
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.dependent_launch import allow_next_launch
-from moelink.kernels.sync.internode import between_nodes_or, intra_node_only
 from moelink.kernels.sync.lamport_slots import (
     clear_rows,
     follows_refusal,
@@ -46,7 +47,6 @@ from moelink.kernels.sync.lamport_slots import (
     stand_in,
     sum_rows,
 )
-from moelink.kernels.sync.levels import after_relaying
 from moelink.kernels.sync.quiesce import (
     end_waits_for_strays,
     odd_dispatch,
@@ -66,7 +66,16 @@ from moelink.kernels.sync.signals import (
     report_failure,
     wait_all,
 )
-from moelink.kernels.sync.trace import (
+from moelink.memory.protocol import (
+    CODE_ABORT,
+    CODE_OPTIONS,
+    CODE_ROUTING,
+    COMBINE_COLLECTED,
+    COMBINE_RECEIVED,
+    OPTIONS_BY_ROW,
+    PHASE_COMBINE,
+)
+from moelink.tracing.device.stamps import (
     ARRIVED,
     COUNTS_SEEN,
     LAST_MESSAGE,
@@ -81,16 +90,7 @@ from moelink.kernels.sync.trace import (
     stamp_both,
     stamp_first,
 )
-from moelink.memory.protocol import (
-    CODE_ABORT,
-    CODE_OPTIONS,
-    CODE_ROUTING,
-    COMBINE_COLLECTED,
-    COMBINE_RECEIVED,
-    MANY_TOKENS,
-    OPTIONS_BY_ROW,
-    PHASE_COMBINE,
-)
+from moelink.tuning import MANY_TOKENS
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_RECEIVED)

@@ -28,10 +28,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.combine.row_format import store_columns
-from moelink.kernels.numeric import only
-from moelink.kernels.records import Message, Share
-from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.internode import (
+from moelink.kernels.nodes.internode import (
     between_nodes,
     direct_or_staged,
     intra_node_only,
@@ -40,11 +37,15 @@ from moelink.kernels.sync.internode import (
     put,
     staged_at,
 )
+from moelink.kernels.nodes.levels import first_stop, in_one_level, in_two_levels, place_at_stop
+from moelink.kernels.numeric import only
+from moelink.kernels.records import Message, Share
+from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.lamport_slots import follows_refusal, is_small, place_of_sum, store_sum
-from moelink.kernels.sync.levels import first_stop, in_one_level, in_two_levels, place_at_stop
 from moelink.kernels.sync.quiesce import beside_status
 from moelink.kernels.sync.signals import I64, U8, context_of, count_arrival, fence, own_block, publish
-from moelink.kernels.sync.trace import (
+from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
+from moelink.tracing.device.stamps import (
     FIRST_STORE,
     IDS_READ,
     LAST_PUBLISHED,
@@ -56,7 +57,6 @@ from moelink.kernels.sync.trace import (
     stamp_first,
     traced_if,
 )
-from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_SENT)

@@ -17,7 +17,6 @@ Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Rank 0 is
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.relay import send_marks
 from moelink.kernels.dispatch.route import (
     count_all,
     count_messages,
@@ -27,14 +26,15 @@ from moelink.kernels.dispatch.route import (
     send_firsts,
     sum_block_counts,
 )
+from moelink.kernels.nodes.internode import between_nodes, is_intra_node, own_word_at, put, staged_at
+from moelink.kernels.nodes.levels import in_two_levels, stores_at
+from moelink.kernels.nodes.relay import send_marks
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.credit import wait_for_credits
-from moelink.kernels.sync.internode import between_nodes, is_intra_node, own_word_at, put, staged_at
-from moelink.kernels.sync.levels import in_two_levels, stores_at
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import fence, own_block
-from moelink.kernels.sync.trace import COUNTED, LAST_PUBLISHED, PUBLISHED, stamp_after, stamp_both
 from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, PHASE_DISPATCH
+from moelink.tracing.device.stamps import COUNTED, LAST_PUBLISHED, PUBLISHED, stamp_after, stamp_both
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)

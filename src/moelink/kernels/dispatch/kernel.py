@@ -14,7 +14,7 @@ fill in ``notes`` and do not read ``cached``. Where they count, and one receiver
 receiver role is ``kernels.dispatch.receive_planned``.
 
 Between nodes with two levels (``S.TWO_LEVEL``) the last CTAs of the sender role have a role of their own, that of the
-forwarder (``kernels.dispatch.forward``), which waits for senders of other ranks, as receivers do.
+forwarder (``kernels.nodes.forward``), which waits for senders of other ranks, as receivers do.
 
 Where a later launch writes the scales (``S.SCALES_LATER``, ``kernels.dispatch.scales``), the receiver stores in
 ``outputs.scales`` the number of the message that each row came with.
@@ -30,13 +30,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.forward import send_and_forward
 from moelink.kernels.dispatch.receive import receive
 from moelink.kernels.dispatch.receive_cached import receive_cached
 from moelink.kernels.dispatch.receive_planned import receive_planned
 from moelink.kernels.dispatch.send import send
 from moelink.kernels.dispatch.send_cached import send_cached
 from moelink.kernels.launch.sm_limit import run_role, run_roles
+from moelink.kernels.nodes.forward import send_and_forward
 from moelink.memory.protocol import DISPATCH_RECEIVED, DISPATCH_SENT
 
 _SENT, _RECEIVED = tl.constexpr(DISPATCH_SENT), tl.constexpr(DISPATCH_RECEIVED)

@@ -22,8 +22,8 @@ from moelink.kernels.dispatch.row_offsets import (
     write_counted_offsets,
 )
 from moelink.kernels.dispatch.row_table import publish_table
-from moelink.kernels.sync.trace import BASE_KNOWN, stamp_first
 from moelink.memory.protocol import COUNT_HEADER, TABLE_GO, TABLE_NOTHING
+from moelink.tracing.device.stamps import BASE_KNOWN, stamp_first
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _GO, _NOTHING = tl.constexpr(TABLE_GO), tl.constexpr(TABLE_NOTHING)

@@ -43,11 +43,11 @@ from moelink.kernels.dispatch.row_offsets import (
     write_nothing,
 )
 from moelink.kernels.dispatch.unpack import unpack_counted
+from moelink.kernels.nodes.internode import between_nodes_or
+from moelink.kernels.nodes.levels import after_relaying, carrier_of
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.dependent_launch import allow_next_launch
-from moelink.kernels.sync.internode import between_nodes_or
-from moelink.kernels.sync.levels import after_relaying, carrier_of
 from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
 from moelink.kernels.sync.signals import (
     I32,
@@ -62,7 +62,14 @@ from moelink.kernels.sync.signals import (
     wait_all,
     wait_any,
 )
-from moelink.kernels.sync.trace import (
+from moelink.memory.protocol import (
+    CODE_ABORT,
+    CODE_OPTIONS,
+    DISPATCH_FORWARDED,
+    DISPATCH_RECEIVED,
+    PHASE_DISPATCH,
+)
+from moelink.tracing.device.stamps import (
     ARRIVED,
     BASE_KNOWN,
     LAST_MESSAGE,
@@ -74,13 +81,6 @@ from moelink.kernels.sync.trace import (
     stamp_after,
     stamp_both,
     stamp_first,
-)
-from moelink.memory.protocol import (
-    CODE_ABORT,
-    CODE_OPTIONS,
-    DISPATCH_FORWARDED,
-    DISPATCH_RECEIVED,
-    PHASE_DISPATCH,
 )
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)

@@ -42,7 +42,6 @@ from moelink.kernels.sync.signals import (
     note_refusal,
     own_block,
 )
-from moelink.kernels.sync.trace import WAITED, arrivals
 from moelink.memory.protocol import (
     CODE_OPTIONS,
     CODE_ROUTING,
@@ -51,6 +50,7 @@ from moelink.memory.protocol import (
     PHASE_DISPATCH,
     ROW_ABSENT,
 )
+from moelink.tracing.device.stamps import WAITED, arrivals
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)

@@ -38,7 +38,6 @@ from moelink.kernels.numeric import only
 from moelink.kernels.records import Placed, PlannedSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.signals import context_of, is_poisoned, note_malformed, own_block
-from moelink.kernels.sync.trace import TOLD, stamp
 from moelink.memory.protocol import (
     COUNT_HEADER,
     DISPATCH_RECEIVED,
@@ -47,6 +46,7 @@ from moelink.memory.protocol import (
     ROW_DROPPED,
     TABLE_GO,
 )
+from moelink.tracing.device.stamps import TOLD, stamp
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)

@@ -26,7 +26,7 @@ Example of messages alone: 2 messages of call 3 are the word 3 * 2**24 + 2.
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.internode import direct_or_staged
+from moelink.kernels.nodes.internode import direct_or_staged
 from moelink.kernels.sync.ll_words import wait_ll_words_above
 from moelink.kernels.sync.signals import (
     I32,

@@ -26,8 +26,8 @@ from moelink.kernels.numeric import only
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.quiesce import first_failure, wait_for_inter_node
 from moelink.kernels.sync.signals import I64, check_timeout, clock, note_malformed, own_block, report_failure
-from moelink.kernels.sync.trace import COUNTS_SEEN, WAITED, arrivals, note_reached, stamp_first
 from moelink.memory.protocol import COUNT_HEADER, OVERFLOW, PHASE_DISPATCH
+from moelink.tracing.device.stamps import COUNTS_SEEN, WAITED, arrivals, note_reached, stamp_first
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _OVERFLOW = tl.constexpr(OVERFLOW)

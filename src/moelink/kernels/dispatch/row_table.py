@@ -46,8 +46,8 @@ from moelink.kernels.numeric import next_power_of_2
 from moelink.kernels.records import Groups
 from moelink.kernels.sync.ll_words import ll_word, value_at, wait_ll_words
 from moelink.kernels.sync.signals import I64, own_block, report_failure
-from moelink.kernels.sync.trace import BASE_KNOWN, stamp_first
 from moelink.memory.protocol import PHASE_DISPATCH
+from moelink.tracing.device.stamps import BASE_KNOWN, stamp_first
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 

@@ -61,7 +61,6 @@ import triton.language as tl
 
 from moelink.kernels.dispatch.counts import send_counts
 from moelink.kernels.dispatch.pieces import load_piece, ready_scales, store_piece, store_ready_scales
-from moelink.kernels.dispatch.relay import put_relays, store_relay_headers, with_relays
 from moelink.kernels.dispatch.route import (
     count_all,
     count_before,
@@ -77,17 +76,19 @@ from moelink.kernels.dispatch.route import (
     sum_block_counts,
     sums_before,
 )
-from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.internode import (
+from moelink.kernels.nodes.internode import (
     direct_or_staged,
     intra_node_only,
     is_intra_node,
     put,
     staged_at,
 )
-from moelink.kernels.sync.levels import column_of, in_one_level, in_two_levels
+from moelink.kernels.nodes.levels import column_of, in_one_level, in_two_levels
+from moelink.kernels.nodes.relay import put_relays, store_relay_headers, with_relays
+from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.signals import I32, I64, context_of, count_arrival, fence, own_block, publish
-from moelink.kernels.sync.trace import (
+from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
+from moelink.tracing.device.stamps import (
     COUNTED,
     FIRST_STORE,
     IDS_READ,
@@ -99,7 +100,6 @@ from moelink.kernels.sync.trace import (
     stamp_both,
     stamp_first,
 )
-from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
 
 
 @triton.jit

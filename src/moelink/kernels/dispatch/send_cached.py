@@ -34,7 +34,6 @@ import triton.language as tl
 
 from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
 from moelink.kernels.dispatch.pieces import load_piece, ready_scales, store_piece, store_ready_scales
-from moelink.kernels.dispatch.relay import send_noted_marks, store_relay_headers
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.dispatch.send import (
     load_weights,
@@ -42,12 +41,14 @@ from moelink.kernels.dispatch.send import (
     publish_messages,
     store_headers,
 )
+from moelink.kernels.nodes.internode import between_nodes
+from moelink.kernels.nodes.levels import column_of, in_two_levels, stores_at
+from moelink.kernels.nodes.relay import send_noted_marks, store_relay_headers
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.internode import between_nodes
-from moelink.kernels.sync.levels import column_of, in_two_levels, stores_at
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import context_of, count_arrival, own_block
-from moelink.kernels.sync.trace import (
+from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, PHASE_DISPATCH
+from moelink.tracing.device.stamps import (
     FIRST_STORE,
     LAST_PUBLISHED,
     PUBLISHED,
@@ -56,7 +57,6 @@ from moelink.kernels.sync.trace import (
     stamp_both,
     stamp_first,
 )
-from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, PHASE_DISPATCH
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)

@@ -22,18 +22,10 @@ from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import clock_of, has_dependent_launches, has_native_casts, sm_limit_of, threads_of
 from moelink.kernels.launch.grid import relaying_ctas
-from moelink.kernels.launch.relays import RelayConstants, inter_node_offset, relay_constants
-from moelink.memory.protocol import (
-    COUNT_HEADER,
-    COUNTED_ALONE,
-    FEW_MESSAGES_IN_PLACE,
-    FEW_TOKENS,
-    MANY_TOKENS,
-    MAX_SENDERS,
-    MESSAGES_IN_PLACE,
-    combine_options,
-)
+from moelink.kernels.nodes.relay_constants import RelayConstants, inter_node_offset, relay_constants
+from moelink.memory.protocol import COUNT_HEADER, MAX_SENDERS, combine_options
 from moelink.memory.workspace import Workspace
+from moelink.tuning import COUNTED_ALONE, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MESSAGES_IN_PLACE
 
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -70,8 +62,8 @@ class CommonSpec(Constants):
             (``kernels.launch.sm_limit``). DEPENDENT_LAUNCH: a launch may start before the one before it has ended
             (``kernels.sync.dependent_launch``).
         NODE_SIZE, NODES: ranks of a node, and nodes. NETWORK: who carries bytes to other nodes
-            (``kernels.sync.internode``), "" on one node. TWO_LEVEL: as relays (``kernels.sync.levels``).
-        TRACE: CTAs stamp what they do (``kernels.sync.trace``). TRACE_CTAS: most CTAs of a role that have a record.
+            (``kernels.nodes.internode``), "" on one node. TWO_LEVEL: as relays (``kernels.nodes.levels``).
+        TRACE: CTAs stamp what they do (``tracing.device.stamps``). TRACE_CTAS: most CTAs of a role that have a record.
         OFFSET_*: first byte of a region in a block (``memory.workspace``).
     """
 

@@ -8,9 +8,10 @@ import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.memory.protocol import FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MAX_SENDERS
+from moelink.memory.protocol import MAX_SENDERS
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
+from moelink.tuning import FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 
 from moelink.kernels.launch.constants import CombineSpec
-from moelink.memory.protocol import MANY_TOKENS
 from moelink.memory.workspace import Workspace
+from moelink.tuning import MANY_TOKENS
 
 
 def own_rows_stay(workspace: Workspace, device: torch.device, *, sums: bool) -> bool:

@@ -26,7 +26,7 @@ to (3, 2), so that a fourth dispatch may store at once, and a third combine may,
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.internode import between_nodes_or, intra_node_only, tell_inter_node
+from moelink.kernels.nodes.internode import between_nodes_or, intra_node_only, tell_inter_node
 from moelink.kernels.sync.signals import (
     I64,
     arrive,
@@ -39,8 +39,8 @@ from moelink.kernels.sync.signals import (
     report_failure,
     wait_all,
 )
-from moelink.kernels.sync.trace import CREDIT_SEEN, WAITED, arrivals, stamp
 from moelink.memory.protocol import CALL_SHIFT, COMBINE_RECEIVED, DISPATCH_RECEIVED, DONE, PHASE_COMBINE, PHASE_DISPATCH
+from moelink.tracing.device.stamps import CREDIT_SEEN, WAITED, arrivals, stamp
 
 _READ = tl.constexpr(DISPATCH_RECEIVED)
 _DONE = tl.constexpr(DONE)

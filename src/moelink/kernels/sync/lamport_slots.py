@@ -42,8 +42,8 @@ import triton.language as tl
 
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.sync.signals import I32, I64, block_uniform, check_timeout, clock
-from moelink.kernels.sync.trace import note_whole
 from moelink.memory.protocol import COMBINE_WITH_FLAGS
+from moelink.tracing.device.stamps import note_whole
 
 _WITH_FLAGS = tl.constexpr(COMBINE_WITH_FLAGS)
 
@@ -205,7 +205,7 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
     ``slots`` [ranks]: the token's message slot at each rank, -1 where it did not go. Returns (arrived, rank that is
     missing, sum), with arrived as in ``signals.wait_all``. All ranks' rows are loaded before any is checked, and they
     are summed meanwhile: the sum is valid if no row was missing. ``arrivals`` [ranks]: where to stamp that a rank's row
-    has come (``kernels.sync.trace``).
+    has come (``tracing.device.stamps``).
     """
     tl.static_assert(S.LAMPORT_RANKS == S.WORLD_SIZE - S.OWN_ROWS_STAY)  # each row that comes has a slot of its own
     looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.sync.signals import block_uniform, check_timeout, clock
-from moelink.kernels.sync.trace import note_reached
+from moelink.tracing.device.stamps import note_reached
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr, arrival
     Returns (arrived, row): arrived as in ``signals.wait_all``; row is the first one that misses words, if any does.
     Many CTAs poll the same words, so they poll with loads, which do not hold up a peer that stores there. Callers load
     the values again in the form in which they need them, because rearranging a block takes longer. ``arrivals`` [R]:
-    where to stamp that a row has come (``kernels.sync.trace``).
+    where to stamp that a row has come (``tracing.device.stamps``).
     """
     state, _, missing = wait_ll_words_above(words, mask, call & 0x7FFFFFFF, 32, poison, limit, CLOCK, arrivals, TRACE)
     row = tl.full([], 0, tl.int32)

@@ -1,7 +1,7 @@
 """Quiesce: wait for what ranks of other nodes have put here, even where no CTA will read it.
 
 Before this rank grants credit for a call, every signal that a rank of another node puts here in that call must have
-arrived (``kernels.sync.internode`` says why). In an ordinary call this rank waits for these signals anyway. In a call
+arrived (``kernels.nodes.internode`` says why). In an ordinary call this rank waits for these signals anyway. In a call
 that a rank refused, or that ranks make with different options or over different dispatches, it waits here, because then
 it reads nothing, or more comes than it asked for.
 
@@ -21,10 +21,10 @@ flags of slots 0 and 1 of rank 2, and then raises all flags of rank 2 in its own
 import triton
 import triton.language as tl
 
+from moelink.kernels.nodes.internode import intra_node_only, is_intra_node
+from moelink.kernels.nodes.levels import carrier_of, in_one_level, is_peer, node_number, peer_of
 from moelink.kernels.numeric import only
-from moelink.kernels.sync.internode import intra_node_only, is_intra_node
 from moelink.kernels.sync.lamport_slots import has_no_flags, is_small, stand_in
-from moelink.kernels.sync.levels import carrier_of, in_one_level, is_peer, node_number, peer_of
 from moelink.kernels.sync.signals import (
     I64,
     U8,

@@ -36,9 +36,8 @@ the one furthest behind (``expected 4, got 3``).
 import triton
 import triton.language as tl
 
+from moelink.kernels.nodes.internode import I64, between_nodes, intra_node_only, is_intra_node, put
 from moelink.kernels.records import CallContext, Peers
-from moelink.kernels.sync.internode import I64, between_nodes, intra_node_only, is_intra_node, put
-from moelink.kernels.sync.trace import note_reached, open_record
 from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
@@ -50,6 +49,7 @@ from moelink.memory.protocol import (
     MOST_THREADS,
     POISON_WORDS,
 )
+from moelink.tracing.device.stamps import note_reached, open_record
 
 I32 = tl.constexpr(tl.pointer_type(tl.int32))
 U8 = tl.constexpr(tl.pointer_type(tl.uint8))
@@ -128,7 +128,7 @@ def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr, arrivals=0
     Returns (arrived, index, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; index and got
     say which word is furthest behind, and its value. A GPU polls the words several times between two checks of poison
     and clock: polls follow one another, and a signal is seen only by the next one. ``arrivals``: where to stamp that a
-    word has been seen to reach it (``kernels.sync.trace``).
+    word has been seen to reach it (``tracing.device.stamps``).
     """
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)

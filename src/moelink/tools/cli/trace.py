@@ -52,7 +52,7 @@ def trace(
     if out is not None:
         write(found.document, out)
     if plot is not None:
-        from moelink.tools.plots.timeline import draw_trace
+        from moelink.tools.trace.timeline import draw_trace
 
         with drawing(plot):
             draw_trace(found.document, plot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moelink.kernels.launch.constants import combine_spec
-from moelink.kernels.sync.clocks import ClockNumbers, ep_compare_clocks_kernel
+from moelink.tracing.device.clocks import ClockNumbers, ep_compare_clocks_kernel
 from moelink.transports.symmetric.rank import Rank
 
 ROUNDS = 32

@@ -27,13 +27,13 @@ from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.kernels.sync.signals import ep_give_up_kernel
 from moelink.lease import CallCount
 from moelink.memory import SymmetricMemory, connect
+from moelink.memory.nodes.watchdog import wait_for_device
 from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
-from moelink.memory.watchdog import wait_for_device
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
+from moelink.tracing.device.buffer import TraceBuffer, require_traceable
 from moelink.transports.symmetric.notes import NotesLayout
 from moelink.transports.symmetric.sm_budget import SM_BUDGET
-from moelink.transports.symmetric.trace_buffer import TraceBuffer, require_traceable
 
 P = TypeVar("P")
 

@@ -22,7 +22,9 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.formats.device.casts import f32_to_bf16
-from moelink.kernels.activation import (
+from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+from moelink.kernels.scale_tiles import place_in_tiles
+from moelink.rows.activation_kernel import (
     LAYOUTS,
     even_groups,
     group_elements,
@@ -30,8 +32,6 @@ from moelink.kernels.activation import (
     native_conversions,
     scales_per_word,
 )
-from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
-from moelink.kernels.scale_tiles import place_in_tiles
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 

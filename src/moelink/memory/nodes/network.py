@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moelink.errors import MoelinkError
 from moelink.memory.base import SymmetricMemory
-from moelink.memory.network_proxy import NetworkProxy
-from moelink.memory.nvshmem import device_library, initialize_module, refuse_rocm
+from moelink.memory.nodes.network_proxy import NetworkProxy
+from moelink.memory.nodes.nvshmem import device_library, initialize_module, refuse_rocm
 from moelink.memory.workspace import Workspace
 
 
@@ -20,7 +20,7 @@ class Network(Protocol):
 
     Attributes:
         table: the kernels' ``table``: addresses of the blocks of this node's ranks, 0 for all others, followed by what
-            ``kernels.sync.internode.put`` needs.
+            ``kernels.nodes.internode.put`` needs.
         options: compile options of the kernels, hashable.
         tensors: memory outside the blocks that kernels reach through ``table``.
     """
@@ -58,8 +58,8 @@ class OneNode:
 
 
 class ProxyNetwork:
-    """A simulated network: a :class:`~moelink.memory.network_proxy.NetworkProxy` carries the puts between nodes that
-    are processes, or only ranks, of one machine.
+    """A simulated network: a :class:`~moelink.memory.nodes.network_proxy.NetworkProxy` carries the puts between nodes
+    that are processes, or only ranks, of one machine.
 
     When a rank ends, or drops this object, without :meth:`close`, its puts under way still complete: peers wait for
     them.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.internode import I64
+from moelink.kernels.nodes.internode import I64
 from moelink.kernels.sync.signals import check_timeout, clock, own_block
 from moelink.memory.protocol import CLOCK_ASKED, CLOCK_TOLD
 

@@ -6,8 +6,8 @@ A host call that blocks in C++ can be left alone in two ways, and only one of th
   NetworkTimeoutError when the time is over, and leaves the thread behind (:func:`within`).
 * **It holds the interpreter's lock**, as torch 2.11 and 2.13 do while NVSHMEM starts and allocates. No line of Python
   runs in that process any more, in no thread, so nothing there can raise. A small process beside the rank
-  (:mod:`moelink.memory.watchdog_process`) writes the error's message to the rank's standard error and ends the rank.
-  Its peers then see that its process is gone, and its launcher that it was aborted.
+  (:mod:`moelink.memory.nodes.watchdog_process`) writes the error's message to the rank's standard error and ends the
+  rank. Its peers then see that its process is gone, and its launcher that it was aborted.
 
 :func:`within` has both: the process acts :data:`GRACE_SECONDS` after the thread would have. A wait that is over in time
 costs the start of one process, about 30 ms, so it is for what happens once.
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from moelink.errors import NetworkTimeoutError
-from moelink.memory import watchdog_process
+from moelink.memory.nodes import watchdog_process
 
 T = TypeVar("T")
 GRACE_SECONDS = 1.0

@@ -41,9 +41,9 @@ import triton
 import triton.language as tl
 
 from moelink.formats.device.casts import f32_to_bf16
-from moelink.kernels.activation import native_conversions
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
 from moelink.kernels.numeric import only
+from moelink.rows.activation_kernel import native_conversions
 
 _MOST_COLUMNS = 1024
 

@@ -1,6 +1,6 @@
 """Simulate a network between nodes that are processes of one machine: a proxy thread of each rank carries its puts.
 
-Kernels store work entries in a ring (``kernels.sync.internode``), as they would for a network card. The proxy copies
+Kernels store work entries in a ring (``kernels.nodes.internode``), as they would for a network card. The proxy copies
 the bytes to the peer's block and then stores the signal. It guarantees what a network guarantees and nothing more: **a
 put's signal arrives after the put's own data**. Everything else arrives late and in any order. The proxy splits data
 into pieces that arrive in any order; puts overtake one another, those to one peer and to one word included; and data is

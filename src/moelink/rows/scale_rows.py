@@ -1,8 +1,9 @@
 """Gradients of combine's rows, and conversions between dtypes, for the rows that exist: three operators.
 
 Legend: ``R`` rows, ``H`` hidden_size, ``G`` groups. On CUDA a kernel reads the number of rows on the device
-(:mod:`moelink.kernels.scale_rows`), so a call costs what its rows cost and not what its buffers could hold. Elsewhere
-the same formulas run in torch on those rows. Either way rows from ``row_offsets[-1]`` on are undefined, in and out.
+(:mod:`moelink.rows.scale_rows_kernel`), so a call costs what its rows cost and not what its buffers could hold.
+Elsewhere the same formulas run in torch on those rows. Either way rows from ``row_offsets[-1]`` on are undefined, in
+and out.
 
 ==========================  ======================================================================================
 ``moelink::row_gradients``  the gradients of rows that combine has weighed and summed, and of their weights
@@ -111,7 +112,7 @@ def _row_gradients(
 ) -> tuple[Tensor, Tensor]:
     dy, dw = _row_gradients_fake(d, row_offsets, y, weights, dtype)
     if d.is_cuda:
-        from moelink.kernels.scale_rows import launch
+        from moelink.rows.scale_rows_kernel import launch
 
         launch(
             d.contiguous(), row_offsets, weights=None if weights is None else weights.contiguous(),
@@ -145,7 +146,7 @@ def slot_gradients(dy: Tensor, d: Tensor, src_info: Tensor, row_offsets: Tensor,
     ``src_info`` [R, 3] int32 names the slot of each row in column 2. Rows from ``row_offsets[-1]`` on are not touched.
     """
     if d.is_cuda:
-        from moelink.kernels.scale_rows import launch
+        from moelink.rows.scale_rows_kernel import launch
 
         launch(d.contiguous(), row_offsets, out=dy, src_info=src_info.contiguous(), slot=slot)
         return
@@ -163,7 +164,7 @@ def _slot_gradients_fake(dy: Tensor, d: Tensor, src_info: Tensor, row_offsets: T
 def _cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
     out = rows.new_empty(rows.shape, dtype=dtype)
     if rows.is_cuda:
-        from moelink.kernels.scale_rows import launch
+        from moelink.rows.scale_rows_kernel import launch
 
         by_rows = rows.shape[1] == 1 or rows.stride(1) == 1
         launch(rows if by_rows and rows.stride(0) in (0, rows.shape[1]) else rows.contiguous(), row_offsets, out=out)

@@ -20,10 +20,10 @@ call n that this rank put there. That also holds in a call that a rank refused: 
 (``kernels.sync.quiesce``). For the same reason no put still reads staged bytes when they may be written again.
 
 ``S.NETWORK`` says who carries the bytes: "nvshmem", NVSHMEM's ``putmem_signal_nbi`` by all threads of a CTA; or "ring",
-work entries for the simulated network proxy on the host (``memory.network_proxy``), with which a CPU tests all this.
-There are several nodes where S.WORLD_SIZE > S.NODE_SIZE. Only this file and ``kernels.sync.quiesce`` ask whether there
-are. Their functions do nothing on one node, or return what is right there: :func:`between_nodes` does what other files
-need between nodes only, and :func:`direct_or_staged` says where to store what goes to any rank.
+work entries for the simulated network proxy on the host (``memory.nodes.network_proxy``), with which a CPU tests all
+this. There are several nodes where S.WORLD_SIZE > S.NODE_SIZE. Only this file and ``kernels.sync.quiesce`` ask whether
+there are. Their functions do nothing on one node, or return what is right there: :func:`between_nodes` does what other
+files need between nodes only, and :func:`direct_or_staged` says where to store what goes to any rank.
 
 Example: 6 ranks, S.NODE_SIZE 2, rank 2: intra-node ranks are 2 and 3; inter-node ranks are 4, 5, 0, 1, numbered 0 to 3
 in its staging regions.

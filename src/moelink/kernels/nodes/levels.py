@@ -5,9 +5,9 @@ With one level a rank puts what it has for a rank of another node straight there
 
 =========  ============================================================================================================
 dispatch   the home rank puts one relay at its peer on each node that the token goes to. The peer, as *forwarder*,
-           stores the message at the ranks of its node that the token names (``kernels.dispatch.forward``)
+           stores the message at the ranks of its node that the token names (``kernels.nodes.forward``)
 combine    the ranks of a node store their rows of a token at the home rank's peer on their node. It sums them, as
-           *collector*, and puts one row at home (``kernels.combine.collect``)
+           *collector*, and puts one row at home (``kernels.nodes.collect``)
 =========  ============================================================================================================
 
 Counts, firsts, heads, credits and error records are small. They go to every rank as with one level, and so does all
@@ -43,8 +43,8 @@ of place (node 1, second rank), rank 3 of the numbers there; rank 4 adds its own
 import triton
 import triton.language as tl
 
+from moelink.kernels.nodes.internode import between_nodes, is_intra_node
 from moelink.kernels.records import CallContext
-from moelink.kernels.sync.internode import between_nodes, is_intra_node
 from moelink.kernels.sync.signals import I64, calls_made, own_block, report_failure, wait_all
 from moelink.memory.protocol import CALL_SHIFT
 

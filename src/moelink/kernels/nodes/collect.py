@@ -1,4 +1,4 @@
-"""Collect rows on their way home: the role between expert and home of a two-level combine (``kernels.sync.levels``).
+"""Collect rows on their way home: the role between expert and home of a two-level combine (``kernels.nodes.levels``).
 
 The ranks of a node store their rows of a token of another node in the block of the home rank's peer on their node, at
 the token, among the ``rows`` of place (home's node, own place on this node), and publish that place's flag of their
@@ -37,10 +37,10 @@ import triton.language as tl
 
 from moelink.kernels.combine.row_format import row_columns, store_columns
 from moelink.kernels.combine.send import send_tokens_back
+from moelink.kernels.nodes.internode import is_intra_node, put, tell
+from moelink.kernels.nodes.levels import is_peer, lanes_of, node_number, number_there, peer_of, relaying_context
 from moelink.kernels.numeric import round_to
 from moelink.kernels.sync.credit import poll_once, wait_for_credits
-from moelink.kernels.sync.internode import is_intra_node, put, tell
-from moelink.kernels.sync.levels import is_peer, lanes_of, node_number, number_there, peer_of, relaying_context
 from moelink.kernels.sync.quiesce import other_dispatches
 from moelink.kernels.sync.signals import (
     I64,

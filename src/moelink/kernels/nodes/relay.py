@@ -1,4 +1,4 @@
-"""Send relays: what the sender role of a two-level dispatch does for ranks of other nodes (``kernels.sync.levels``).
+"""Send relays: what the sender role of a two-level dispatch does for ranks of other nodes (``kernels.nodes.levels``).
 
 A row is stored once in this rank's staging region for relays, at its token's number, whatever nodes it goes to. It is
 encoded once, and stored from registers together with the messages to ranks of this node: the relay's place stands in
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.route import experts_at, owner_of
-from moelink.kernels.sync.internode import is_intra_node, put
-from moelink.kernels.sync.levels import number_there, peer_of
+from moelink.kernels.nodes.internode import is_intra_node, put
+from moelink.kernels.nodes.levels import number_there, peer_of
 from moelink.kernels.sync.signals import I32, U8, fence
 from moelink.memory.protocol import DISPATCH_BYTES, MARKS_HEADER
 

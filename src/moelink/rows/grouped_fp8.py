@@ -44,10 +44,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moelink.formats.device.casts import e4m3_to_f32
-from moelink.kernels.activation import native_conversions
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.numeric import round_to
+from moelink.rows.activation_kernel import native_conversions
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)

@@ -1,8 +1,9 @@
 """The gated activation between the two grouped products, for the rows that exist: an operator with its gradient.
 
 Legend: ``R`` rows, ``I`` intermediate_size, ``G`` groups. On CUDA a kernel reads the number of rows on the device
-(:mod:`moelink.kernels.gated`, which states the formulas), so a call costs what its rows cost and not what its buffers
-could hold; rows behind ``row_offsets[-1]`` are not touched. Elsewhere the same formulas run in torch on those rows.
+(:mod:`moelink.rows.gated_kernel`, which states the formulas), so a call costs what its rows cost and not what its
+buffers could hold; rows behind ``row_offsets[-1]`` are not touched. Elsewhere the same formulas run in torch on those
+rows.
 
 The arithmetic is fp32 (fp64 for fp64 rows), rounded once at the end. Torch's ``silu(gate) * up`` in bf16 rounds twice.
 """
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelink.activation import Clamp
 from moelink.errors import ArgumentError
-from moelink.ops.scale_rows import without_tail
+from moelink.rows.activation import Clamp
+from moelink.rows.scale_rows import without_tail
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 
@@ -127,7 +128,7 @@ def _inputs(gate_up: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor, Te
 
 
 def _activated(gate: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor]:
-    """The activation and its derivative, by the table of :mod:`moelink.kernels.gated`."""
+    """The activation and its derivative, by the table of :mod:`moelink.rows.gated_kernel`."""
     if known.kind == "gelu":
         inner = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
         return gate * inner, inner + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
@@ -149,7 +150,7 @@ def _rows(row_offsets: Tensor, rows: int) -> int:
 def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if gate_up.is_cuda:
-        from moelink.kernels.gated import launch_forward
+        from moelink.rows.gated_kernel import launch_forward
 
         if out.numel():
             launch_forward(gate_up.contiguous(), row_offsets, out, kind, alpha, limit)
@@ -163,7 +164,7 @@ def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit:
 def _gradient(grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     if gate_up.is_cuda:
-        from moelink.kernels.gated import launch_backward
+        from moelink.rows.gated_kernel import launch_backward
 
         if out.numel():
             launch_backward(grad.contiguous(), gate_up.contiguous(), row_offsets, out, kind, alpha, limit)

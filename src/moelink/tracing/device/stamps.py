@@ -1,7 +1,7 @@
 """Stamp moments of a call (S.TRACE): when a CTA had read, counted, waited, stored, published.
 
-Each CTA has a record of its own in its rank's trace buffer (``memory.trace_layout``). :func:`open_record` clears it as
-the CTA begins; the other functions store into it. No CTA reads a stamp, nobody waits for one, and the launch's end
+Each CTA has a record of its own in its rank's trace buffer (``tracing.device.layout``). :func:`open_record` clears it
+as the CTA begins; the other functions store into it. No CTA reads a stamp, nobody waits for one, and the launch's end
 makes them visible to the host, so stamps take no part in the protocol.
 
 The control word TRACE_AT holds the address of the buffer, 0 while no trace is open. So a CUDA graph that was captured
@@ -19,11 +19,11 @@ step 44: word 2 + 6 holds 2**62 - 40, and word 2 + 7, "last published", 44.
 import triton
 import triton.language as tl
 
+from moelink.kernels.nodes.internode import I64
 from moelink.kernels.numeric import next_power_of_2, only
 from moelink.kernels.records import CallContext, Stamps
-from moelink.kernels.sync.internode import I64
-from moelink.memory import trace_layout as layout
 from moelink.memory.protocol import TRACE_AT, TRACE_STEPS
+from moelink.tracing.device import layout
 
 _AT, _STEPS = tl.constexpr(TRACE_AT), tl.constexpr(TRACE_STEPS)
 _CALLS, _ROLES = tl.constexpr(layout.TRACE_CALLS), tl.constexpr(layout.TRACE_ROLES)

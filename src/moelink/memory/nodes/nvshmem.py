@@ -1,7 +1,7 @@
 """Allocate symmetric memory of ranks on several nodes, one CUDA device each, by torch's NVSHMEM backend.
 
 Ranks of a node address one another's blocks; to the others NVSHMEM's device functions carry bytes
-(``kernels.sync.internode``). What is asked of ``torch.distributed._symmetric_memory`` here, and why:
+(``kernels.nodes.internode``). What is asked of ``torch.distributed._symmetric_memory`` here, and why:
 
 * NVSHMEM numbers the processes of the *job*: torch initialises it, once a process, with the default group's ranks. So
   a communicator must be all of that group, in its order; then NVSHMEM's number of a process is its rank.
@@ -12,7 +12,7 @@ Ranks of a node address one another's blocks; to the others NVSHMEM's device fun
 * One backend a process: "NVSHMEM" is set before the block is made, and communicators of one node (``torch_symm``)
   cannot be made in that process afterwards.
 * Nothing of that has a time limit. So the start (initialisation, allocation, the barrier of the rendezvous) runs under
-  a watchdog (:mod:`moelink.memory.watchdog`), and so does the wait of ``close`` for this device's kernels.
+  a watchdog (:mod:`moelink.memory.nodes.watchdog`), and so does the wait of ``close`` for this device's kernels.
 * NVSHMEM's own use of NVLink multicast is off while it starts, unless its variable says something already.
 
 NVSHMEM promises that data put before a signal is *visible* to who waits by its own functions, which on some platforms
@@ -37,6 +37,7 @@ from torch.distributed import ProcessGroup
 
 from moelink.errors import ArgumentError, NetworkTimeoutError, UnsupportedError
 from moelink.memory.blocks import Blocks
+from moelink.memory.nodes.watchdog import within
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_sizes, set_up
 from moelink.memory.torch_symm import (
     Members,
@@ -46,7 +47,6 @@ from moelink.memory.torch_symm import (
     symmetric_memory_module,
     without_multicast,
 )
-from moelink.memory.watchdog import within
 
 BACKEND = "NVSHMEM"
 _START = "NVSHMEM's start (initialisation, allocation and barrier of all ranks)"

@@ -12,8 +12,8 @@ from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.formats.plain import Plain
-from moelink.ops.scale_rows import cast_rows, count_rows, without_tail
 from moelink.output import DispatchOutput
+from moelink.rows.scale_rows import cast_rows, count_rows, without_tail
 
 
 class Configured(Protocol):
@@ -118,7 +118,7 @@ def _dequantize_rows(
     fmt = get_format(format)
     out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
     if tokens.is_cuda:
-        from moelink.kernels import dequantize as kernel
+        from moelink.rows import dequantize_kernel as kernel
 
         if kernel.can_dequantize(fmt):
             narrow = torch.empty_like(out, dtype=torch.float32) if dtype == torch.float64 else out

@@ -1,4 +1,4 @@
-"""Forward relays: the role between sender and receiver of a two-level dispatch (``kernels.sync.levels``).
+"""Forward relays: the role between sender and receiver of a two-level dispatch (``kernels.nodes.levels``).
 
 A forwarder waits for the marks of this rank's peers on other nodes, which say what tokens come. Then it takes tokens of
 one peer, S.MESSAGES_PER_STEP at a time, and waits for their relays. It stores each message at every rank of this node
@@ -7,7 +7,7 @@ would have put there with one level. So receivers unpack the same bytes in the s
 scales, token, positions and weights are copied as they are, whatever the format. Local ids are computed from the
 token's expert ids, for each rank. Forwarding goes on while later relays arrive, and receivers unpack meanwhile.
 
-What is noted for combine, where the rows of these tokens will meet (``kernels.combine.collect``): behind the rows of
+What is noted for combine, where the rows of these tokens will meet (``kernels.nodes.collect``): behind the rows of
 ``message_token``, the slot of each (node, rank of this node, token), -1 for none; behind the words of ``received``, the
 tokens of each node that came. Cached routing has the slots already, and does not note them again.
 
@@ -31,8 +31,8 @@ import triton.language as tl
 
 from moelink.kernels.dispatch.pieces import place_at
 from moelink.kernels.dispatch.route import first_of, owner_of
+from moelink.kernels.nodes.levels import lanes_of, peer_of, relaying_context
 from moelink.kernels.numeric import only
-from moelink.kernels.sync.levels import lanes_of, peer_of, relaying_context
 from moelink.kernels.sync.signals import (
     I32,
     I64,

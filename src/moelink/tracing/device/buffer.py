@@ -12,8 +12,8 @@ from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.kernels.launch.grid import most_ctas
 from moelink.memory.protocol import TRACE_AT
-from moelink.memory.trace_layout import buffer_shape
 from moelink.memory.workspace import Workspace
+from moelink.tracing.device.layout import buffer_shape
 
 MOST_RANKS = 64
 """Where rows are their own signal, kernels keep a bit for each rank whose row is late."""
@@ -44,7 +44,7 @@ class TraceBuffer:
 
     Attributes:
         ctas: most CTAs of a role that have a record.
-        words: the buffer, as ``memory.trace_layout`` lays it out.
+        words: the buffer, as ``tracing.device.layout`` lays it out.
     """
 
     def __init__(self, world_size: int, control: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The gated activation of experts and its gradients, for the rows that exist: ``moelink.nn.gated`` as kernels.
+"""The gated activation of experts and its gradients, for the rows that exist: ``moelink.rows.gated`` as kernels.
 
 Input rows are [gate | up], 2 I elements; an output row is ``activation(gate) * up``, I elements, computed in fp32 (fp64
 for fp64 rows) and rounded once. How many rows exist is read on the device, from the last of ``row_offsets``, so a fixed
@@ -42,8 +42,8 @@ import triton
 import triton.language as tl
 
 from moelink.formats.device.casts import f32_to_bf16
-from moelink.kernels.activation import native_conversions
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+from moelink.rows.activation_kernel import native_conversions
 
 
 @dataclass(frozen=True, repr=False, eq=False)

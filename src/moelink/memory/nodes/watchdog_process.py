@@ -3,7 +3,7 @@
 ``python watchdog_process.py PIPE PID SECONDS MESSAGE``: wait until the pipe's writing end says something or closes. If
 neither has happened after ``SECONDS``, write ``MESSAGE`` to standard error, and end process ``PID`` by SIGABRT, on
 which Python's ``faulthandler`` shows where the rank was; by SIGKILL if it is still there a moment later.
-:mod:`moelink.memory.watchdog` says why this is a process. It imports nothing of the package.
+:mod:`moelink.memory.nodes.watchdog` says why this is a process. It imports nothing of the package.
 """
 
 from __future__ import annotations

@@ -1,0 +1,9 @@
+"""Memory of several nodes, and the network between them.
+
+================  ======================================================================================================
+nvshmem           blocks of GPUs on several nodes: NVSHMEM's symmetric memory
+network           what carries bytes from block to block
+network_proxy     the network of CPUs: nodes are processes of one machine, and a thread carries the bytes
+watchdog          bounds for waits inside a library that knows no time limit; watchdog_process
+================  ======================================================================================================
+"""

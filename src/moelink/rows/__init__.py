@@ -1,0 +1,12 @@
+"""Work on rows between dispatch and combine: the rows that exist, whose number only the device knows.
+
+==============  ========================================================================================================
+activation      the gated activation between the two products, quantised for the second one; activation_kernel
+gated           the same with gradients, for rows that stay in their dtype; gated_kernel
+grouped_fp8     the kernel of a grouped product of fp8 rows and weights with scales by block
+dequantize      quantised rows as rows of a plain dtype, through which gradients flow; dequantize_kernel
+scale_rows      gradients of combine, and conversions between dtypes; scale_rows_kernel
+==============  ========================================================================================================
+
+Nothing of the transport uses this. Importing this package does not import triton; the modules of kernels do.
+"""

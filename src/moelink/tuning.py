@@ -1,0 +1,46 @@
+"""Hold the thresholds of speed in one table: sizes up to which, or from which, a call has another form.
+
+They change how a call is made, never the result. Each was measured; the pages docs/lab/dispatch.md and
+docs/lab/combine.md have the figures, under the heading that is named. Sizes that the protocol needs are in
+:mod:`moelink.memory.protocol`.
+"""
+
+FEW_TOKENS, MANY_TOKENS = 256, 1024
+"""Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput, and
+others for a compromise. Dispatch, *Senders*: 4096 tokens take 162.3 -> 170.3 us in kernels for few."""
+
+COUNTED_ALONE = 512
+"""Up to this many tokens each sending CTA counts the tokens before its own by itself instead of reading block counts,
+unless its communicator is for more than MANY_TOKENS. Dispatch, *Counting*: 42.0 -> 37.8 us at 512 tokens, slower from
+1024 on."""
+
+ROW_TABLE_RANKS = 4
+"""Fewest ranks for which one receiver of dispatch plans for all (``memory.workspace.Workspace.row_table``). Dispatch,
+*Receivers*."""
+
+ROW_TABLE_TOKENS = 128
+"""Most tokens per rank of a communicator for which one receiver of dispatch plans for all. Dispatch, *Receivers*, four
+ranks: 24.2 -> 16.8 us at 1 token, 48.8 -> 44.7 us at 128; with more tokens it is slower."""
+
+FEW_MESSAGES_IN_PLACE, MESSAGES_IN_PLACE = 8, 16
+"""Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): the least, in a
+communicator of up to FEW_TOKENS tokens per rank, and the most, from MANY_TOKENS on. Between them it is a 64th of the
+tokens. Dispatch, *Rows in place*."""
+
+MANY_COPIES = 128
+"""Layout "rank" with two ranks: a combine of a communicator of more tokens per rank than this is built for many
+(``memory.workspace.Workspace.two_copies``). Combine, *Senders and reducers*."""
+
+LAMPORT_BYTES = 1 << 25
+"""Most bytes of ``lamport_slots``, a region for sums that return without flags. Communicators of up to FEW_TOKENS
+tokens per rank have it, and of up to MANY_TOKENS where it has room for all sums of a call. Combine, *Signals of few
+tokens*: 9.3 -> 8.0 us at 32 tokens, 15.9 -> 12.7 us at 128."""
+
+LAMPORT_BYTES_OF_COPIES = 1 << 26
+"""The same where a sum is two copies (``memory.workspace.Workspace.two_copies``). Then half of the sums travel, and
+flags take longer than reading and clearing the slots, however many tokens a communicator is for."""
+
+COMBINE_BLOCK = 2048
+"""Most columns of a row that a CTA of combine handles at a time; twice as many where rows are few and copied
+(``memory.workspace.Workspace.combine_block``). Combine, *Senders and reducers*: with layout "rank" 52.7 -> 51.8 us at
+512 tokens with 4096 columns."""
