@@ -32,7 +32,7 @@ block's memory (:func:`torch.autograd.graph.increment_version`).
 What the host cannot see: tensors that were taken from an output before, and replays of a CUDA graph, which neither end
 rows nor bring new ones as far as the host knows. Whoever reads rows beside a graph takes the views at capture. With
 MOELINK_DEBUG=1 the begin of the next call fills the rows with ones (NaN in bf16, fp32 and fp8), on the device, so in
-replays, too (:mod:`moelink.kernels.dispatch.spoil`).
+replays, too (:mod:`moelink.kernels.dispatch.expired_rows`).
 """
 
 from __future__ import annotations

@@ -31,4 +31,4 @@ def test_eager_calls_and_replays_equal_the_copying_form(fmt, tokens):
 @pytest.mark.kernels(of=lambda tokens: kernels("bf16", tokens))
 @pytest.mark.parametrize("tokens, last", [(64, "eager"), (2048, "replay")])
 def test_debug_mode_overwrites_rows_that_have_ended(tokens, last):
-    assert run_ranks(zero_copy_ranks.spoiled_on_gpu, WORLD, tokens, last, timeout=400) == [True] * WORLD
+    assert run_ranks(zero_copy_ranks.overwritten_on_gpu, WORLD, tokens, last, timeout=400) == [True] * WORLD

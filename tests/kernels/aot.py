@@ -47,7 +47,7 @@ def records_of(kernel):
         "peers": records.Peers, "notes": records.RoutingNotes, "cached": records.CachedRouting, "scales_out": "*u8",
         **{argument: getattr(records, phase + argument.title()) for argument in ("inputs", "outputs", "numbers")},
     }  # fmt: skip
-    if "spoil" in name or "credits" in name:
+    if "overwrite" in name or "credits" in name:
         known["numbers"] = records.CreditNumbers
     elif "give_up" in name:
         known["numbers"] = records.GiveUpNumbers
@@ -126,8 +126,8 @@ def kernels(part):
     from moelink.kernels.combine import kernel as combine
     from moelink.kernels.combine import phases
     from moelink.kernels.dispatch import kernel as dispatch
+    from moelink.kernels.dispatch.expired_rows import ep_overwrite_expired_rows_kernel
     from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
-    from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
     from moelink.kernels.launch.constants import combine_spec, dispatch_spec
     from moelink.kernels.launch.own_rows import with_own_rows
     from moelink.kernels.sync.credit import ep_grant_credits_kernel
@@ -177,7 +177,7 @@ def kernels(part):
             yield f"dispatch_wait-{name}", dispatch.ep_dispatch_wait_kernel, spec, "*bf16"
             cached = dataclasses.replace(spec, CACHED_ROUTING=True, OPTIONS=spec.OPTIONS.value + 2)
             yield f"dispatch_wait_cached-{name}", dispatch.ep_dispatch_wait_kernel, cached, "*bf16"
-        yield "spoil_rows", ep_spoil_rows_kernel, spec, "*bf16"
+        yield "overwrite_expired_rows", ep_overwrite_expired_rows_kernel, spec, "*bf16"
         return
     for fmt in ("fp8_block128",) if part == "kernels" else ("bf16", "fp8_block128", "nvfp4", *SENT_OTHERWISE):
         workspace = Workspace(moelink.EPConfig(**shape, dispatch_format=fmt))

@@ -30,8 +30,8 @@ from moelink.formats import get_format
 from moelink.kernels.combine import kernel as combine
 from moelink.kernels.combine import phases
 from moelink.kernels.dispatch import kernel as dispatch
+from moelink.kernels.dispatch.expired_rows import ep_overwrite_expired_rows_kernel
 from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
-from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
 from moelink.kernels.launch.constants import TRITON_DTYPES, CombineSpec, DispatchSpec, combine_spec, dispatch_spec
 from moelink.kernels.launch.own_rows import own_rows_stay, with_own_rows
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
@@ -345,14 +345,15 @@ def dispatch_forms() -> Iterator[Form]:
     some calls have: of the scales, and in debug mode over rows in place."""
     kernels = {
         "both": dispatch.ep_fused_dispatch_kernel, "async": dispatch.ep_dispatch_async_kernel,
-        "wait": dispatch.ep_dispatch_wait_kernel, "scales": ep_lay_out_scales_kernel, "spoil": ep_spoil_rows_kernel,
+        "wait": dispatch.ep_dispatch_wait_kernel, "scales": ep_lay_out_scales_kernel,
+        "expired": ep_overwrite_expired_rows_kernel,
     }  # fmt: skip
     seen: set[Any] = set()
     for row in dispatch_rows():
         constants, pointers = dispatch_constants(row)
         launches = [*launches_of(row, seen), *["scales"] * row["scales_later"]]
-        if row["in_place"] and is_new("spoil", {"gpu": row["gpu"]}, seen):
-            launches.append("spoil")
+        if row["in_place"] and is_new("expired", {"gpu": row["gpu"]}, seen):
+            launches.append("expired")
         for launch in launches:
             kernel = kernels[launch]
             yield Form(f"dispatch {launch}", kernel, spec_of(kernel, constants, pointers, row["gpu"], EXACT), row)

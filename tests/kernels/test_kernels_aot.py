@@ -117,7 +117,7 @@ def check_rows_in_place(kernels):
     for name, kernel in kernels.items():
         assert kernel["local"] == 0, f"{name} spills"
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
-        assert name == "spoil_rows" or any(".acquire" in op for op in kernel["ops"]), name
+        assert name == "overwrite_expired_rows" or any(".acquire" in op for op in kernel["ops"]), name
         assert ("ld.global.v4.b32" in kernel["ops"]) == name.endswith("-copied"), f"{name}: {kernel['ops']}"
         if name.endswith("-in_place"):
             copied = kernels[name.replace("-in_place", "-copied")]

@@ -301,7 +301,7 @@ DISPATCH = (
     Mutant("zero_copy: a message that does not fit is another source's", "kernels/dispatch/unpack.py",
            "fits = (slot if S.IN_PLACE else start) < numbers.capacity", "fits = (slot if S.IN_PLACE else start) <= numbers.capacity",
            "transports/test_zero_copy.py::test_rows_that_do_not_fit_max_tokens_are_dropped_and_counted[symmetric]"),
-    Mutant("zero_copy: rows that have ended are overwritten in part", "kernels/dispatch/spoil.py",
+    Mutant("zero_copy: rows that have ended are overwritten in part", "kernels/dispatch/expired_rows.py",
            "* (S.MESSAGE_BYTES // 4)", "* (S.MESSAGE_BYTES // 8)",
            "transports/test_zero_copy.py::test_debug_mode_overwrites_rows_that_have_ended"),
     Mutant("zero_copy: headers come after their flags", "kernels/dispatch/send.py",

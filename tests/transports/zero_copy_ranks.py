@@ -83,7 +83,7 @@ def on_gpu(rank: int, world_size: int, fmt: str, tokens: int) -> bool:
     return True
 
 
-def spoiled_on_gpu(rank: int, world_size: int, tokens: int, last: str) -> bool:
+def overwritten_on_gpu(rank: int, world_size: int, tokens: int, last: str) -> bool:
     """On GPUs, in debug mode: rows are as they came until the next call and NaN after it, in replays, too.
 
     ``last``: whether the last call is eager or a replay. Only then no peer may already have sent the next rows.

@@ -17,7 +17,7 @@ from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.env import DEBUG
 from moelink.errors import MoelinkError, StateError
-from moelink.kernels.dispatch.spoil import ep_spoil_rows_kernel
+from moelink.kernels.dispatch.expired_rows import ep_overwrite_expired_rows_kernel
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.device import clock_ticks, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
@@ -107,7 +107,7 @@ class Rank:
         self.trace: TraceBuffer | None = None
         # Where rows stay in the block: what ends them. In debug mode that also overwrites them.
         self.calls = CallCount(memory.local) if config.zero_copy else None
-        self.spoils = DEBUG.is_on() and config.zero_copy
+        self.overwrites_expired = DEBUG.is_on() and config.zero_copy
         self._plans: dict[Any, Any] = {}
         self._latest: torch.cuda.Stream | None = None
         self._latest_handle, self._index = -1, self.device.index
@@ -239,21 +239,21 @@ class Rank:
                     views[field] = messages[:, :, region.offset : region.end].view(dtype)
         return views
 
-    def spoiling(self) -> tuple[Any, ...]:
+    def overwriting(self) -> tuple[Any, ...]:
         """Return the arguments of the launch that overwrites rows which the launch after it ends."""
         spec = dispatch_spec(
             self.workspace, self.device, input_dtype=self.config.format.payload_dtype, quantized=True, weights=False
         )
-        kernel = self.launcher.kernel(ep_spoil_rows_kernel, sm_count(self.device), S=spec)
+        kernel = self.launcher.kernel(ep_overwrite_expired_rows_kernel, sm_count(self.device), S=spec)
         return kernel, lambda _: (), CreditNumbers(self.me, kernel.programs)
 
-    def spoil_rows(self) -> None:
+    def overwrite_expired_rows(self) -> None:
         """Overwrite the rows of the dispatch before, if they have not ended yet. The launch after this one ends them.
 
         In debug mode, where rows stay where they arrived; else do nothing.
         """
-        if self.spoils:
-            self.launcher.launch(*self.spoiling())
+        if self.overwrites_expired:
+            self.launcher.launch(*self.overwriting())
 
     def give_up(self, failure: Failure) -> None:
         """Poison this rank and its peers without waiting for what is under way."""

@@ -104,7 +104,7 @@ class SymmetricTransport:
         # Tensors of calls under way must stay alive.
         self._under_way: deque[object] = deque(maxlen=2)
         self._zero_copy = configs[0].zero_copy
-        self._spoils = any(rank.spoils for rank in self.ranks)
+        self._overwrites_expired = any(rank.overwrites_expired for rank in self.ranks)
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
@@ -199,7 +199,7 @@ class SymmetricTransport:
         return self._again("combine", rank, call, call.out)
 
     def _again(self, phase: Phase, rank: Rank, call: Dispatch | Combine, result: T) -> Callable[[object], T]:
-        made = [rank.spoiling(), *call.launches()] if rank.spoils else call.launches()
+        made = [rank.overwriting(), *call.launches()] if rank.overwrites_expired else call.launches()
         launches = [rank.launcher.bind(*launch) for launch in made]  # these keep the call and its tensors
 
         def start(stream: int) -> None:
@@ -217,8 +217,11 @@ class SymmetricTransport:
         return again
 
     def quick_lane(self, session: Session) -> QuickLane | None:
-        """Return the quick lane of a session with one local rank. None for one with several, or that spoils rows."""
-        return QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 and not self._spoils else None
+        """Return the quick lane of a session with one local rank. None for one with several, or that overwrites expired
+        rows."""
+        return (
+            QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 and not self._overwrites_expired else None
+        )
 
     def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:
         """Count a call of the only local rank and launch it, with ``stream`` of :meth:`Rank.stream_to_go_on`."""
@@ -269,8 +272,8 @@ class SymmetricTransport:
         Ranks that take turns also grant their credits, because the first of them sends, and waits for those of the
         others, before the others do.
         """
-        if self._spoils:
-            self._each(self.ranks, Rank.spoil_rows, apart=apart)
+        if self._overwrites_expired:
+            self._each(self.ranks, Rank.overwrite_expired_rows, apart=apart)
         if self._zero_copy and not self._overlap:
             self._each(self.ranks, Rank.grant_credits)
 
@@ -338,7 +341,7 @@ class SymmetricTransport:
             rows = dispatch.output.tokens.shape[:-1]
             y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
             combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
-            alone = (rank.spoil_rows, rank.grant_credits)
+            alone = (rank.overwrite_expired_rows, rank.grant_credits)
             for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive, *alone):
                 call()
             for pass_ in (combine.send_and_receive, combine.send, combine.receive):

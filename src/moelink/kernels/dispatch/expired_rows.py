@@ -27,7 +27,7 @@ _AT_ONCE = tl.constexpr(1024)
 
 
 @triton.jit
-def ep_spoil_rows_kernel(peers, numbers, S: tl.constexpr):
+def ep_overwrite_expired_rows_kernel(peers, numbers, S: tl.constexpr):
     """Fill this rank's messages with ones, if it has granted no credit for them, with any number of CTAs."""
     mine = own_block(peers.control, S)
     if calls_made(peers.control, _READ) > tl.load(credit_at(mine, _PHASE, numbers.me, S)):
