@@ -233,9 +233,9 @@ def test_places_of_scales_in_columns_of_each_group():
 
 
 @triton.jit
-def _stray(values, out, N: tl.constexpr):
+def _first_mismatched(values, out, N: tl.constexpr):
     r = tl.arange(0, N)
-    tl.store(out, signals.first_stray(tl.load(values + r), r < N - 1))
+    tl.store(out, signals.first_mismatched(tl.load(values + r), r < N - 1))
 
 
 @pytest.mark.quick("each case checks something else, in milliseconds")
@@ -243,9 +243,9 @@ def _stray(values, out, N: tl.constexpr):
     ("values", "blamed"),
     [([3, 3, 5], 2), ([5, 6, 7], 1), ([5, 6, 6], 0), ([3, 5, 3], 1), ([0, 0, 0], 4), ([2**31 - 1, 2**31 - 1, 0], 2)],
 )
-def test_the_first_stray_is_the_same_for_all(values, blamed):
+def test_the_first_mismatched_rank_is_the_same_for_all(values, blamed):
     out = torch.zeros(1, dtype=torch.int32)
-    _stray[(1,)](torch.tensor([*values, 9], dtype=torch.int32), out, N=4)
+    _first_mismatched[(1,)](torch.tensor([*values, 9], dtype=torch.int32), out, N=4)
     assert out.item() == blamed
 
 

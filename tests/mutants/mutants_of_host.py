@@ -151,7 +151,7 @@ CALL_ENDS = (
            "    while isinstance(error, InterpreterError) and error.__cause__ is not None:\n", "    if isinstance(error, InterpreterError) and error.__cause__ is not None:\n",
            "transports/test_limits.py::test_nested_errors_of_the_interpreter_are_unwrapped"),
     Mutant("of three kinds of call, ranks blame the rank next to them", "kernels/dispatch/receive.py",
-           "note_refusal(ctx, first_stray(options, mask), _PHASE, _OPTIONS)",
+           "note_refusal(ctx, first_mismatched(options, mask), _PHASE, _OPTIONS)",
            "note_refusal(ctx, tl.min(tl.where(mask & (options != S.OPTIONS), tl.arange(0, S.WORLD_SIZE_POW2), S.WORLD_SIZE), 0), _PHASE, _OPTIONS)",
            "transports/test_limits.py::test_of_three_kinds_of_call_all_ranks_name_the_same"),
     Mutant("an exception in a call that has begun is not told", "transports/session.py",

@@ -24,8 +24,8 @@ Why calls of all forms may follow each other, and why ranks need not choose alik
 load own rows. Where they stay, a call leaves its flags for itself as they are. A call after it in which own rows travel
 raises these flags to its own call number, which is higher. Lanes have blocks of their own. As for refused calls: the
 ranks that learn of one wait for rows at the ranks that refuse (``quiesce.wait_until_sent``), and for rows of ranks that
-combine another dispatch (``quiesce.end_waits_for_strays``). No rank counts itself among these. Credits and heads do not
-change.
+combine another dispatch (``quiesce.end_waits_for_mismatched``). No rank counts itself among these. Credits and heads do
+not change.
 
 What names an own row is read one or two parts of results ahead (:func:`find_own_rows`), because it is a chain of two
 loads. It is read only if dispatch brought its rows to the end; otherwise its notes name nothing.

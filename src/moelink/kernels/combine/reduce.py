@@ -48,7 +48,7 @@ from moelink.kernels.sync.lamport_slots import (
     sum_rows,
 )
 from moelink.kernels.sync.quiesce import (
-    end_waits_for_strays,
+    end_waits_for_mismatched,
     odd_dispatch,
     other_dispatches,
     quiesce_combine,
@@ -165,7 +165,7 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
         peer = tl.min(refused, 0)
         odd = odd_one_out(status // 2, mask, S.OPTIONS, S.WORLD_SIZE)
         lost = odd_dispatch(heads, notes.received, S)
-        strays = mask & (refused == S.WORLD_SIZE) & other_dispatches(heads, notes.received, S)
+        mismatched = mask & (refused == S.WORLD_SIZE) & other_dispatches(heads, notes.received, S)
         if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):
             note_refused(ctx.control, ctx.call)
         if peer < S.WORLD_SIZE:
@@ -178,12 +178,12 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
         if S.LAMPORT_TOKENS > 0:
             if follows_refusal(ctx.control, ctx.call):
                 clear_rows(mine, S)
-            other = mask & (refused == S.WORLD_SIZE) & (strays == 0) & sends_otherwise(status // 2, S)
+            other = mask & (refused == S.WORLD_SIZE) & (mismatched == 0) & sends_otherwise(status // 2, S)
             if (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0)) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
                 ok = end_other_waits(ctx, notes.slot_of, refused < S.WORLD_SIZE, other, num_tokens, S)
         ok = quiesce_combine(ok, (ok > 0) & ((peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0)), ctx, S)
         if (ok > 0) & (lost >= 0):
-            ok = end_waits_for_strays(ctx, strays, heads, notes.slot_of, num_tokens, S)
+            ok = end_waits_for_mismatched(ctx, mismatched, heads, notes.slot_of, num_tokens, S)
     return ok
 
 

@@ -53,7 +53,7 @@ from moelink.kernels.sync.signals import (
     I32,
     I64,
     context_of,
-    first_stray,
+    first_mismatched,
     is_poisoned,
     note_malformed,
     note_refusal,
@@ -199,7 +199,7 @@ def compare(ctx, refused, options, S: tl.constexpr):
 def blame(ctx, options, origin, S: tl.constexpr):
     """Note the rank that chose other ``options`` [ranks] than most."""
     mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
-    note_refusal(ctx, first_stray(options, mask), _PHASE, _OPTIONS)
+    note_refusal(ctx, first_mismatched(options, mask), _PHASE, _OPTIONS)
 
 
 @triton.jit

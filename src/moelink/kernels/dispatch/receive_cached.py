@@ -36,7 +36,7 @@ from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.signals import (
     I64,
     context_of,
-    first_stray,
+    first_mismatched,
     is_poisoned,
     note_malformed,
     note_refusal,
@@ -126,15 +126,15 @@ def compare_origins(ctx, refused, options, S: tl.constexpr):
 
 
 @triton.jit
-def blame_stray(ctx, options, origin, S: tl.constexpr):
+def blame_mismatched(ctx, options, origin, S: tl.constexpr):
     """Note the first rank that chose other ``options`` [ranks] than most, or uses a routing of another call than
     most."""
     mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
-    odd = first_stray(options, mask)
+    odd = first_mismatched(options, mask)
     if odd < S.WORLD_SIZE:
         note_refusal(ctx, odd, _PHASE, _OPTIONS)
     else:
-        note_refusal(ctx, first_stray(origin, mask), _PHASE, _ROUTING)
+        note_refusal(ctx, first_mismatched(origin, mask), _PHASE, _ROUTING)
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def receive_cached(program, num_programs, peers, outputs, notes, cached, numbers
     ok = tl.where(tl.load(cached.received + 2 * S.WORLD_SIZE) != 0, -1, ok)
     receive_by(
         ReceiverSteps(
-            wait_for_headers, columns_noted, compare_origins, blame_stray, write_noted_offsets, groups_of,
+            wait_for_headers, columns_noted, compare_origins, blame_mismatched, write_noted_offsets, groups_of,
             unpack_over_routing,
         ),
         ok, ctx, program, num_programs, outputs, notes, noted, numbers, S,

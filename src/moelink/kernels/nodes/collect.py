@@ -19,14 +19,14 @@ it raises its flags in the blocks of its node, for collectors, too. As a collect
 without rows. A head tells a peer how many rows of its node come (``quiesce.beside_status``). By that number, whichever
 tokens they are of, a home rank that reads nothing waits until all have arrived (``quiesce.quiesce_combine``). Where
 ranks of one node combine different dispatches, a collector would wait for flags that nobody raises. So CTA 0 of the
-collectors waits for the heads of its node first, and raises all flags of a stray in its own block (:func:`meet_node`).
-What is summed then is never used, because every rank sees the same heads and refuses the call.
+collectors waits for the heads of its node first, and raises all flags of a mismatched rank in its own block
+(:func:`meet_node`). What is summed then is never used, because every rank sees the same heads and refuses the call.
 
 Why the next call cannot overtake: a rank stores for call n + 1 when all ranks have granted credit for call n. Home
 grants it after its rows have arrived; a collector's rank grants it after all collectors have counted the call, so their
 rows are read (``levels.after_relaying``). A collector itself waits for credits, as the rank that refuses waits for no
-row; then its staged rows of the call before have been carried. Rows for a collector that refuses, and rows of strays,
-may arrive after the credit. That is no harm: in each place only one rank stores, one call after the other.
+row; then its staged rows of the call before have been carried. Rows for a collector that refuses, and rows of
+mismatched, may arrive after the credit. That is no harm: in each place only one rank stores, one call after the other.
 
 Example: 4 ranks, S.NODE_SIZE 2, token 5 of rank 0 went to ranks 2 and 3 and to itself. Rank 3 stores its row in rank
 2's block, and rank 2 its own. Rank 2 puts round(row 2 + row 3) at rank 0, which stores round(own row + that row).
@@ -72,10 +72,10 @@ def meet_node(ctx, received, S: tl.constexpr):
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     if ok > 0:
         heads = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=near, other=0)
-        strays = near & ((heads & 1) == 0) & other_dispatches(heads, received, S)
+        mismatched = near & ((heads & 1) == 0) & other_dispatches(heads, received, S)
         for rank in range(S.WORLD_SIZE):
-            stray = tl.max((strays & (r % S.NODE_SIZE == rank % S.NODE_SIZE)).to(tl.int32), 0) > 0
-            if stray & (is_intra_node(rank, ctx.me, S) == 0):
+            is_mismatched = tl.max((mismatched & (r % S.NODE_SIZE == rank % S.NODE_SIZE)).to(tl.int32), 0) > 0
+            if is_mismatched & (is_intra_node(rank, ctx.me, S) == 0):
                 for c0 in range(0, S.MAX_TOKENS, _FLAGS):
                     flags = (mine + S.OFFSET_COMBINE_FLAG).to(I64) + rank * S.MAX_TOKENS + c0 + i
                     publish(flags, c0 + i < S.MAX_TOKENS, ctx.call + i * 0)

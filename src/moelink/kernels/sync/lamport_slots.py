@@ -19,7 +19,7 @@ Why the next call cannot overtake, and no row is taken for one of another call: 
 granted credit for the call before (``kernels.sync.credit``), and home grants it after the launch that stored the zeros.
 What is sent is what is awaited, because both follow from one dispatch. So a row that has arrived belongs to this call.
 Where ranks combine different dispatches, all of them learn it from the heads, and go on as after a refusal
-(``quiesce.end_waits_for_strays``).
+(``quiesce.end_waits_for_mismatched``).
 
 Why a refused call breaks nothing: a rank that refuses reads none of what comes, and where ranks differ in whether they
 sum, rows come that no rank awaits. All ranks learn of such a call, and each notes it (:func:`note_refused`). The call

@@ -8,8 +8,8 @@ it reads nothing, or more comes than it asked for.
 On one node a rank that refuses waits for nobody, because each peer stores for one call after the other. Instead the
 ranks that sent it rows in a combine wait until these have arrived (:func:`wait_until_sent`). Combine's heads say how
 many messages to wait for, and which dispatch's rows go home (:func:`odd_dispatch`). A rank that sends home rows of
-another dispatch than this rank awaits, a stray, fills other slots. So this rank waits for the rows that do come, and
-ends its own waits for those that do not (:func:`end_waits_for_strays`).
+another dispatch than this rank awaits, a mismatched rank, fills other slots. So this rank waits for the rows that do
+come, and ends its own waits for those that do not (:func:`end_waits_for_mismatched`).
 
 Example: W = 4, S.NODE_SIZE = 2, rank 0 refuses a dispatch. Counts say that rank 2 sends 3 messages and rank 3 none:
 rank 0 waits for the flags of slots 0, 1, 2 of rank 2, and then grants credit.
@@ -30,7 +30,7 @@ from moelink.kernels.sync.signals import (
     U8,
     check_timeout,
     clock,
-    first_stray,
+    first_mismatched,
     odd_one_out,
     own_block,
     publish,
@@ -120,8 +120,8 @@ def beside_status(received, control, me, call, status, S: tl.constexpr):
 
     The upper half is the number of the dispatch whose rows go home, for :func:`odd_dispatch`. Of the lower half bit 3
     says whether the rows go without flags, and the bits above it are how many messages' rows go there (of a rank that
-    refuses: flags that it raises), for :func:`end_waits_for_strays` and :func:`quiesce_combine`. With two levels a peer
-    on another node is told how many rows of this node come.
+    refuses: flags that it raises), for :func:`end_waits_for_mismatched` and :func:`quiesce_combine`. With two levels a
+    peer on another node is told how many rows of this node come.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
@@ -161,32 +161,32 @@ def odd_dispatch(heads, received, S: tl.constexpr):
     beside = (heads >> 32).to(tl.int32)
     odd = odd_one_out(beside, mask, _dispatch_of(received, S), S.WORLD_SIZE)
     if odd >= 0:  # of three dispatches or more, all ranks name the same one
-        odd = first_stray(beside, mask)
+        odd = first_mismatched(beside, mask)
     return odd
 
 
 @triton.jit
-def _forget_kept(mine, strays, S: tl.constexpr):
-    """Let no rows of ``strays`` [ranks] be awaited that have flags of their own, as those of other nodes have."""
+def _forget_kept(mine, mismatched, S: tl.constexpr):
+    """Let no rows of ``mismatched`` [ranks] be awaited that have flags of their own, as those of other nodes have."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _AT_ONCE)
     count: tl.constexpr = S.MAX_TOKENS * S.KEPT_BYTES
     for source in range(S.WORLD_SIZE):
-        stray = tl.max((strays & (r == source)).to(tl.int32), 0)
+        is_mismatched = tl.max((mismatched & (r == source)).to(tl.int32), 0)
         kept = (mine + S.OFFSET_INTER_NODE_KEPT).to(U8) + source * count
-        for c0 in range(0, tl.where(stray > 0, count, 0), _AT_ONCE):
+        for c0 in range(0, tl.where(is_mismatched > 0, count, 0), _AT_ONCE):
             tl.store(kept + c0 + i, (i * 0).to(tl.uint8), mask=c0 + i < count)
 
 
 @triton.jit
-def _raise_node_flags(ctx, mine, strays, S: tl.constexpr):
-    """Raise the flags of the rows of all nodes whose collector for this rank is one of ``strays`` [ranks]."""
+def _raise_node_flags(ctx, mine, mismatched, S: tl.constexpr):
+    """Raise the flags of the rows of all nodes whose collector for this rank is one of ``mismatched`` [ranks]."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _AT_ONCE)
     for number in range(S.NODES - 1):
-        stray = tl.max((strays & (r == peer_of(number, ctx.me, S))).to(tl.int32), 0)
+        is_mismatched = tl.max((mismatched & (r == peer_of(number, ctx.me, S))).to(tl.int32), 0)
         flags = (mine + S.OFFSET_NODE_FLAG).to(I64) + number * S.MAX_TOKENS
-        for c0 in range(0, tl.where(stray > 0, S.MAX_TOKENS, 0), _AT_ONCE):
+        for c0 in range(0, tl.where(is_mismatched > 0, S.MAX_TOKENS, 0), _AT_ONCE):
             publish(flags + c0 + i, c0 + i < S.MAX_TOKENS, ctx.call + i * 0)
 
 
@@ -220,34 +220,34 @@ def _wait_for_node_rows(ctx, mine, heads, S: tl.constexpr):
 
 
 @triton.jit
-def end_waits_for_strays(ctx, strays, heads, slot_of, num_tokens, S: tl.constexpr):
-    """Let the other CTAs of the home role go on, which wait for rows of ``strays`` [ranks]: ranks that send rows of
+def end_waits_for_mismatched(ctx, mismatched, heads, slot_of, num_tokens, S: tl.constexpr):
+    """Let the other CTAs of the home role go on, which wait for rows of ``mismatched`` [ranks]: ranks that send rows of
     another dispatch home. ``heads`` [ranks]: their words of combine_status.
 
-    First all rows that strays send with flags must have arrived, because in the next call other ranks may store the
-    same rows; between nodes :func:`quiesce_combine` has waited for all of them. Then CTA 0 raises all flags of the
-    strays in this rank's own block, and stands in for rows without flags. What strays send without flags may arrive
-    later, and is cleared as after a refusal. Returns 1, or 0 or -1 after an error.
+    First all rows that mismatched ranks send with flags must have arrived, because in the next call other ranks may
+    store the same rows; between nodes :func:`quiesce_combine` has waited for all of them. Then CTA 0 raises all flags
+    of the mismatched ranks in this rank's own block, and stands in for rows without flags. What mismatched ranks send
+    without flags may arrive later, and is cleared as after a refusal. Returns 1, or 0 or -1 after an error.
     """
     mine = own_block(ctx.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _AT_ONCE)
     if S.TWO_LEVEL:  # whose rows come through a collector; :func:`quiesce_combine` has waited for those
-        _raise_node_flags(ctx, mine, strays, S)
-        strays = strays & is_intra_node(r, ctx.me, S)
-    messages = tl.where(strays & ((heads & 8) == 0), _messages_of(heads, S), 0)
+        _raise_node_flags(ctx, mine, mismatched, S)
+        mismatched = mismatched & is_intra_node(r, ctx.me, S)
+    messages = tl.where(mismatched & ((heads & 8) == 0), _messages_of(heads, S), 0)
     ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages * S.PARTS_PER_ROW, _COMBINE, S.PARTS_PER_ROW, S)
     if ok > 0:
-        in_one_level(_forget_kept, (mine, strays), S)
+        in_one_level(_forget_kept, (mine, mismatched), S)
     count: tl.constexpr = S.MAX_TOKENS * S.PARTS_PER_ROW
     for source in range(S.WORLD_SIZE):
-        stray = tl.max((strays & (r == source)).to(tl.int32), 0)
+        is_mismatched = tl.max((mismatched & (r == source)).to(tl.int32), 0)
         flags = (mine + S.OFFSET_COMBINE_FLAG).to(I64) + source * count
-        for c0 in range(0, tl.where(stray > 0, count, 0), _AT_ONCE):
+        for c0 in range(0, tl.where(is_mismatched > 0, count, 0), _AT_ONCE):
             publish(flags + c0 + i, only(ok > 0, c0 + i < count), ctx.call + i * 0)
     if S.SENDS_SUMS and S.LAMPORT_TOKENS > 0:
         if (ok > 0) & has_no_flags(ctx.control, num_tokens, ctx.call, S):
-            stand_in(mine, strays, slot_of, num_tokens, S)
+            stand_in(mine, mismatched, slot_of, num_tokens, S)
     tl.debug_barrier()
     return ok
 

@@ -289,7 +289,7 @@ def note_malformed(control, source, bad):
 @triton.jit
 def odd_one_out(values, mask, mine, W: tl.constexpr):
     """Return the rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Where there are two
-    values, every rank finds the same one; of more, :func:`first_stray` says the rank.
+    values, every rank finds the same one; of more, :func:`first_mismatched` says the rank.
 
     Example: values 3, 3, 5 blame rank 2 on all ranks; of 3, 5 (no majority) rank 1, because rank 0 is taken to be
     right.
@@ -304,7 +304,7 @@ def odd_one_out(values, mask, mine, W: tl.constexpr):
 
 
 @triton.jit
-def first_stray(values, mask):
+def first_mismatched(values, mask):
     """Return the first rank whose value of ``values`` [N], under ``mask``, is not the most common one, or N.
 
     Of several values that are equally common, the one of the lowest rank counts. Every rank finds the same one, however

@@ -20,7 +20,7 @@ def odd_rank(values: Mapping[int, V]) -> tuple[int, V, V] | None:
     """Return the first rank whose value differs from that of most ranks, its value, and theirs; None if all are equal.
 
     Of several values that are equally common, the one of the lowest rank counts, as in the kernels
-    (``kernels.sync.signals.first_stray``). All ranks that compare the same values come to the same result.
+    (``kernels.sync.signals.first_mismatched``). All ranks that compare the same values come to the same result.
     """
     counts = Counter(values.values())
     if len(counts) < 2:
