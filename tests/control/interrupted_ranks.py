@@ -68,8 +68,8 @@ class Tracer:
     def _begun(self) -> bool:
         session, thread = self.ep._session, threading.current_thread()
         if thread is not threading.main_thread():  # the wire's, or one that answers or asks peers
-            return thread.name.startswith("moelink-wire") and not session.transport._wire._settled
-        return not session.settled or session.transport.half_done
+            return thread.name.startswith("moelink-wire") and not session.transport._wire._complete
+        return not session.complete or session.transport.partly_sent
 
     @staticmethod
     def _unwinding(frame: FrameType) -> bool:

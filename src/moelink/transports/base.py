@@ -165,13 +165,13 @@ class Transport(Protocol):
     """A way to move rows between ranks.
 
     Attributes:
-        half_done: an exception that comes now leaves a call half done: peers wait for what this rank has not sent. The
-            session sets it when it hands a call over. The transport clears it as soon as the call is over, goes on by
-            itself, or waits for its second half, so that the next call would be in step.
+        partly_sent: an exception that comes now leaves a call partly sent: peers wait for rows that this rank has
+            not sent. The session sets it when it hands a call over. The transport clears it as soon as the call is
+            over, goes on by itself, or waits for its second half, so that the next call would be in step.
     """
 
     name: str
-    half_done: bool
+    partly_sent: bool
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch, one request per local rank. ``fused``: the caller waits right away."""

@@ -4,16 +4,17 @@ An exception may enter a call anywhere: a signal's handler, KeyboardInterrupt, M
 session then leaves the rank's calls in step with its peers', or ends its part (:meth:`Session.unwind`). A call has
 three parts:
 
-==========  ============================================================================================================
-checking    nothing has been sent: the exception is told to the peers as a refusal. They raise PeerAbortedError, and
-            the next call works.
-half done   (``transport.half_done``, or a wait that the caller cannot repeat) peers wait for what this rank will not
-            send, or have seen it: ``transport.abandon`` poisons all ranks, which raise PeerLeftError at once.
-settled     the call is over, was refused, or goes on by itself, as an asynchronous one does on the collective
-            transport: nothing is told, and the next call is in step.
-==========  ============================================================================================================
+===========  ===========================================================================================================
+checking     nothing has been sent: the exception is told to the peers as a refusal. They raise PeerAbortedError, and
+             the next call works.
+partly sent  (``transport.partly_sent``, or a wait that the caller cannot repeat) peers wait for rows that this rank
+             will not send, or have seen some: ``transport.abandon`` poisons all ranks, which raise PeerLeftError at
+             once.
+complete     the call is over, was refused, or goes on by itself, as an asynchronous one does on the collective
+             transport: nothing is told, and the next call is in step.
+===========  ===========================================================================================================
 
-``settled`` is cleared first and set as soon as a state says so, on this thread alone. So whatever line an exception
+``complete`` is cleared first and set as soon as a state says so, on this thread alone. So whatever line an exception
 enters at, it finds the part that the call is in, or an earlier one of the same meaning. What comes before the clearing
 is between two calls. Peers cannot overtake: a refused call takes part in its exchange as any other, and a poisoned rank
 makes no further call.
@@ -162,7 +163,7 @@ class Session:
         detector: the failure detector of its peers; None if all ranks are in this process.
         guard: admits one thread of this process.
         fate: the error that has ended it, shared with the sessions of its gradients.
-        settled: whether the present call needs nothing told any more (see the module's docstring).
+        complete: whether the present call needs nothing told any more (see the module's docstring).
         closed: whether calls are no longer possible.
     """
 
@@ -183,7 +184,7 @@ class Session:
         self._checked: set[Hashable] = set()
         self._phase: Phase = "dispatch"
         self._waiting: Pending[Any] | None = None
-        self.settled, self.closed = True, False
+        self.complete, self.closed = True, False
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Check the arguments of every local rank and start a dispatch. ``fused``: it is over when this returns."""
@@ -205,7 +206,7 @@ class Session:
                 if gradients:
                     _refuse_gradients(request.x, request.topk_weights, request.input_scale)
             requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
-            self.transport.half_done = self.settled = True
+            self.transport.partly_sent = self.complete = True
             operation = self.transport.dispatch(requests, fused=fused)
             return self._waited(operation) if fused else self._started("dispatch", operation, requests)
         except BaseException:
@@ -253,7 +254,7 @@ class Session:
                 if gradients:
                     _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
             requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
-            self.transport.half_done = self.settled = True
+            self.transport.partly_sent = self.complete = True
             operation = self.transport.combine(requests, fused=fused)
             return self._waited(operation) if fused else self._started("combine", operation, requests)
         except BaseException:
@@ -270,7 +271,7 @@ class Session:
         try:
             self.begin(phase)
             check_rows_are_there(over)
-            self.transport.half_done = self.settled = True
+            self.transport.partly_sent = self.complete = True
             return call(request)
         except BaseException as error:
             self.unwind(phase, error, lambda: over)
@@ -297,33 +298,33 @@ class Session:
             self.guard.leave()
 
     def begin(self, phase: Phase) -> None:
-        """Begin a call of ``phase``: an exception from now on is told to the peers, until the call is settled.
+        """Begin a call of ``phase``: an exception from now on is told to the peers, until the call is complete.
 
         Raises what makes the call impossible now, of which peers are not told.
         """
         self.guard.enter(phase)
-        self.settled, self._phase = False, phase
+        self.complete, self._phase = False, phase
         if self.closed or self.fate.error is not None or phase in self._pending:
             self._finish_dropped(phase)
 
     def _finish_dropped(self, phase: Phase) -> None:
         """Finish a call that was dropped without wait(), or raise what makes the next one impossible."""
         if self.closed:
-            self.settled = True
+            self.complete = True
             raise ClosedError(phase)
         self.raise_fate()
         started = self._pending.get(phase)
         if started is None:
             return
         if started.holder() is not None:
-            self.settled = True
+            self.complete = True
             raise PendingError(
                 f"{phase}: expected no pending {phase}, got one without wait(), {started.words}; call its wait() first"
             )
         try:
             started.operation.wait()
         except PeerTimeoutError:
-            self.settled = True
+            self.complete = True
             raise
         except Exception:  # noqa: BLE001, S110 - whoever dropped the result has dropped its error
             pass
@@ -332,7 +333,7 @@ class Session:
     def raise_fate(self) -> None:
         """Raise the error that has ended this communicator, if one has."""
         if self.fate.error is not None:
-            self.settled = True
+            self.complete = True
             raise self.fate.error.with_traceback(None)
 
     def unwind(self, phase: Phase, error: BaseException, over: Callable[[], object] = lambda: None) -> None:
@@ -343,19 +344,19 @@ class Session:
         if isinstance(error, (ForkedError, ConcurrencyError)):
             return
         if isinstance(error, _STOP):
-            self.settled = True
+            self.complete = True
             return
-        waiting, settled = self._waiting, self.settled
+        waiting, complete = self._waiting, self.complete
         # A call that goes on is half done, too, where the caller has nothing left to wait for it with.
-        half_done = self.transport.half_done or (waiting is not None and not waiting.over)
-        self.transport.half_done, self.settled, self._waiting = False, True, None
+        partly_sent = self.transport.partly_sent or (waiting is not None and not waiting.over)
+        self.transport.partly_sent, self.complete, self._waiting = False, True, None
         if isinstance(error, PeerTimeoutError):
             self._end(error)
-        elif half_done and not isinstance(error, PeerError):
+        elif partly_sent and not isinstance(error, PeerError):
             self._end(self.transport.abandon(self._own_failure(phase, INTERRUPTED)))
-        elif not settled:
+        elif not complete:
             self._refuse(phase, over())
-            self.transport.half_done = False
+            self.transport.partly_sent = False
 
     def _end(self, error: PeerTimeoutError) -> None:
         """Make all later calls raise ``error``, those of the other sessions as well, and tell their peers."""

@@ -138,7 +138,7 @@ class GroupWire:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = Background("moelink-wire")
         self._lent: tuple[Tensor, ...] = ()
-        self._settled = True
+        self._complete = True
         self._work: Any = None
 
     def start(self, phase: Phase, calls: Sequence[Steps[R]]) -> GroupPending[list[R]]:
@@ -204,9 +204,9 @@ class GroupWire:
         started: torch.cuda.Event | None,
         finished: torch.cuda.Event | None,
     ) -> list[R]:
-        """Run one call on the background thread. Whatever ends it before it is settled ends this rank's part."""
+        """Run one call on the background thread. Whatever ends it before it is complete ends this rank's part."""
         try:
-            self._settled = not self.shared
+            self._complete = not self.shared
             self._raise_poison()
             if self._stream is not None:
                 torch.cuda.set_device(self._device)
@@ -222,7 +222,7 @@ class GroupWire:
         except PeerError:
             raise
         except BaseException:
-            if not self._settled:
+            if not self._complete:
                 self._poison(self._named(self._detector.admit(phase, call)))
             raise
 
@@ -262,7 +262,7 @@ class GroupWire:
         """Exchange headers with status REFUSED. What peers disagree about is theirs to raise."""
         with suppress(ProtocolError):
             self._learn(self._announce(call, phase, None), deadline)
-        self._settled = True
+        self._complete = True
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
         """Start the exchange of headers with every rank; ``announce`` None refuses the call."""
@@ -327,7 +327,7 @@ class GroupWire:
         if self._stream is None:
             self._lent += (rows, received)
         self._finish(work, call, phase, deadline, on_device=True)
-        self._settled = True
+        self._complete = True
         remote = len(rows) - transfer.send_counts[self._world.rank]
         self.sent[phase] += remote * rows.shape[1]
         return transfer.into

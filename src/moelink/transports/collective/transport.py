@@ -49,7 +49,7 @@ class CollectiveTransport:
     """
 
     name = "collective"
-    half_done = False
+    partly_sent = False
 
     def __init__(self, configs: Sequence[EPConfig], wire: Wire, *, identity: str) -> None:
         self._configs, self._wire, self._identity = configs, wire, identity
@@ -60,17 +60,17 @@ class CollectiveTransport:
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank."""
-        self.half_done = self._wire.shared
+        self.partly_sent = self._wire.shared
         self._end_rows("dispatch")
         calls = [self._counted(i, request) for i, request in enumerate(requests)]
         with torch.no_grad():
             pending = self._wire.start("dispatch", calls)
-        self.half_done = False  # the wire brings it to its end, whatever happens here
+        self.partly_sent = False  # the wire brings it to its end, whatever happens here
         return _InPlace(pending) if self._calls else pending
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank."""
-        self.half_done = self._wire.shared
+        self.partly_sent = self._wire.shared
         self._end_rows("combine")
         calls = [
             combine_steps(config, request, scratch)
@@ -78,7 +78,7 @@ class CollectiveTransport:
         ]
         with torch.no_grad():
             pending = self._wire.start("combine", calls)
-        self.half_done = False
+        self.partly_sent = False
         return pending
 
     def quick_lane(self, session: object) -> None:
@@ -116,7 +116,7 @@ class CollectiveTransport:
         """Report to the peers that this rank refused its arguments. ``over`` is not needed here."""
         self._end_rows(phase)
         self._wire.refuse(phase)
-        self.half_done = False
+        self.partly_sent = False
 
     def abandon(self, failure: Failure) -> PeerTimeoutError:
         """Poison this rank and its peers, and return the error."""

@@ -36,7 +36,7 @@ class LaunchPlan:
         in_arena: the same of these fields, of the notes, and of what stands for the cached routing.
         large: the tensors that are not in the arena.
         in_place: with ``zero_copy``, the views of rows and scales that stay where they arrive; else None.
-        unseen: the fields of an output that are made at the first look, beside its handle.
+        lazy: the fields of an output that are made at the first look, beside its handle.
         notes_layout: where the parts of the notes are.
         rank, first_id: the handle's ``rank`` and ``first_id``.
     """
@@ -59,7 +59,7 @@ class LaunchPlan:
     in_arena: tuple[int, ...]
     large: tuple[tuple[str, Blank], ...]
     in_place: dict[str, Tensor] | None
-    unseen: frozenset[str]
+    lazy: frozenset[str]
     notes_layout: NotesLayout
     rank: int
     first_id: int
@@ -123,7 +123,7 @@ class LaunchPlan:
             in_arena=(*small, *noted, received, counted),
             large=tuple((name, blank) for name, blank in outputs.large if not (stay and name in IN_PLACE)),
             in_place=rank.rows_in_place(rows) if stay else None,
-            unseen=frozenset([*dict(outputs.small), *outputs.absent]),
+            lazy=frozenset([*dict(outputs.small), *outputs.absent]),
             notes_layout=rank.notes,
             rank=config.rank,
             first_id=rank.first_expert if config.global_ids else 0,

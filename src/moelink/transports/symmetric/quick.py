@@ -47,7 +47,7 @@ MOST_KINDS = 4096
 class Transport(Protocol):
     """The parts of a symmetric transport that a quick call needs."""
 
-    half_done: bool
+    partly_sent: bool
 
     def raise_error(self) -> None:
         """Raise what the error records say, without waiting."""
@@ -89,7 +89,7 @@ class QuickLane:
             unknown = ids.is_inference() or (stream != 0 and is_captured(ids))
             version = None if unknown else ids._version
             output = kind.prepare(x, x_at, ids, ids_at, weights, weights_at, version)
-            transport.half_done = session.settled = True
+            transport.partly_sent = session.complete = True
             transport.launch_quick("dispatch", rank, stream, kind.launch)
             if rank.calls is not None:
                 output.rows_in_place.renew()  # type: ignore[union-attr]
@@ -128,7 +128,7 @@ class QuickLane:
             if rank.has_error():
                 self._raise_error()
             out = kind.prepare(y, y_at, recv, ids_at, weights_at, received)
-            transport.half_done = session.settled = True
+            transport.partly_sent = session.complete = True
             transport.launch_quick("combine", rank, rank.stream_to_go_on(), kind.launch)
             return out
         except BaseException as error:
@@ -139,7 +139,7 @@ class QuickLane:
 
     def _raise_error(self) -> None:
         """Raise the error of an earlier call. This call is made nowhere: the peers raise that error, too."""
-        self._transport.half_done = self._session.settled = True
+        self._transport.partly_sent = self._session.complete = True
         self._transport.raise_error()
 
     def _address(self, tensor: Tensor, gradients: bool) -> int:

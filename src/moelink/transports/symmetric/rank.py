@@ -163,9 +163,9 @@ class Rank:
         ``apart``: on this rank's own stream, forked from the current one, so that what the caller launches next runs
         beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own one.
         """
-        return nullcontext() if self.goes_on(apart=apart) else self._ordered(apart=apart)
+        return nullcontext() if self.can_continue(apart=apart) else self._ordered(apart=apart)
 
-    def goes_on(self, *, apart: bool) -> bool:
+    def can_continue(self, *, apart: bool) -> bool:
         """Return whether :meth:`launching` has nothing to do."""
         return self.stream is None or not (apart or self.stream_to_go_on() < 0)
 

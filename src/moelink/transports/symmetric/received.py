@@ -47,7 +47,7 @@ class Received:
 
     def has(self, name: str) -> bool:
         """Return whether the output has a field of this name, which is to be made."""
-        return name == _HANDLE or name in self.plan.unseen
+        return name == _HANDLE or name in self.plan.lazy
 
     def field(self, name: str) -> Any:
         """Make a field."""

@@ -50,7 +50,7 @@ class SymmetricPending(Generic[T]):
     def wait(self) -> T:
         """Return the result. On CUDA the current stream waits for it, the host does not."""
         if not self.over:
-            self._transport.half_done = True  # first: an exception before the next line must not look like an end
+            self._transport.partly_sent = True  # first: an exception before the next line must not look like an end
             self.over = True
             finish, self._finish = self._finish, None
             self._result = finish()  # type: ignore[misc]
@@ -80,7 +80,7 @@ class SymmetricTransport:
     """
 
     name = "symmetric"
-    half_done = False
+    partly_sent = False
 
     def __init__(
         self,
@@ -122,17 +122,17 @@ class SymmetricTransport:
         self._end_rows(apart=not fused)
         if fused:
             self._each(calls, Dispatch.send_and_receive, apart=False)
-            self.half_done = False
+            self.partly_sent = False
             self._under_way.append(calls)
             self._join()
             return Launched([call.result() for call in calls])
         self._each(calls, Dispatch.send)
-        self.half_done = False
+        self.partly_sent = False
         self._under_way.append(calls)
 
         def finish() -> list[DispatchOutput]:
             self._each(calls, Dispatch.receive)
-            self.half_done = False
+            self.partly_sent = False
             self._join()
             return [call.result() for call in calls]
 
@@ -154,12 +154,12 @@ class SymmetricTransport:
         if fused:
             for slot in passes:
                 self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), apart=False)  # type: ignore[misc]
-            self.half_done = False
+            self.partly_sent = False
             self._under_way.append(calls)
             self._join()
             return Launched([call.result() for call in calls])
         self._each(calls, lambda call: call.send(passes[0]))
-        self.half_done = False
+        self.partly_sent = False
         self._under_way.append(calls)
 
         def finish() -> list[Tensor]:
@@ -167,7 +167,7 @@ class SymmetricTransport:
                 if slot != passes[0]:
                     self._each(calls, lambda call, slot=slot: call.send(slot))  # type: ignore[misc]
                 self._each(calls, lambda call, slot=slot: call.receive(slot))  # type: ignore[misc]
-            self.half_done = False
+            self.partly_sent = False
             self._join()
             return [call.result() for call in calls]
 
@@ -228,13 +228,13 @@ class SymmetricTransport:
         self._count_call(phase)
         if stream >= 0:
             launch(stream)
-            self.half_done = False
+            self.partly_sent = False
             if self._on_cpu:
                 self.raise_error()
             return
         with rank.launching(apart=False):
             launch(rank.launcher.current_stream())
-        self.half_done = False
+        self.partly_sent = False
         self._join()
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
@@ -247,7 +247,7 @@ class SymmetricTransport:
                 with rank.launcher.preparing():
                     launch(call)
         for rank, call in zip(self.ranks, calls, strict=True):
-            if rank.goes_on(apart=apart):
+            if rank.can_continue(apart=apart):
                 launch(call)
             else:
                 with rank.launching(apart=apart):
@@ -282,7 +282,7 @@ class SymmetricTransport:
         once."""
         for error in [rank.error() for rank in self.ranks]:
             if error is not None:
-                self.half_done = False
+                self.partly_sent = False
                 raise error
 
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
@@ -298,11 +298,11 @@ class SymmetricTransport:
             return
         if over is not None and over.handle.plan.brought_nothing():
             return
-        self.half_done = True
+        self.partly_sent = True
         self._count_call(phase)
         self._end_rows(apart=True)
         self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
-        self.half_done = False
+        self.partly_sent = False
 
     def abandon(self, failure: Failure) -> PeerTimeoutError:
         """Poison the local ranks and their peers, and return the error.
