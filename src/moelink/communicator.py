@@ -31,7 +31,7 @@ from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
 from moelink.tracing import Trace
 from moelink.tracing.session import tracing
-from moelink.transports.base import CombineRequest, DispatchRequest, Quick, Traffic, ids_of
+from moelink.transports.base import CombineRequest, DispatchRequest, FastPath, Traffic, ids_of
 from moelink.transports.bound import BoundDispatch
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Communicator(OfThisProcess):
         self._lanes, self._further, self._number = lanes, tuple(further), number
         self._context = lanes.contexts[0]
         self._session = self._context.session
-        self._quick: Quick | None = self._session.quick_lane()
+        self._fast_path: FastPath | None = self._session.fast_path()
 
     @property
     def config(self) -> EPConfig:
@@ -149,10 +149,10 @@ class Communicator(OfThisProcess):
                 x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
             )
             return ops.dispatch(self._context, request)
-        session, quick = self._session, self._quick
+        session, fast_path = self._session, self._fast_path
         plain = scales is None and input_scale is None and routing is None and out is None and num_sms is None
-        if quick is not None and plain and host_counts is False:
-            made = quick.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
+        if fast_path is not None and plain and host_counts is False:
+            made = fast_path.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
             if made is not None:
                 return made
         try:
@@ -169,8 +169,8 @@ class Communicator(OfThisProcess):
             raise
         finally:
             session.guard.leave()
-        if quick is not None and plain and not host_counts:
-            quick.learn_dispatch(request)
+        if fast_path is not None and plain and not host_counts:
+            fast_path.learn_dispatch(request)
         return made
 
     def dispatch_async(
@@ -250,11 +250,11 @@ class Communicator(OfThisProcess):
             return ops.combine(
                 self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
             )
-        session, quick = self._session, self._quick
+        session, fast_path = self._session, self._fast_path
         plain = topk_weights is None and epilogue is None and shared is None and out is None
         plain = plain and reduce is True and weigh is True and num_sms is None
-        if quick is not None and plain:
-            made = quick.combine(y, recv)
+        if fast_path is not None and plain:
+            made = fast_path.combine(y, recv)
             if made is not None:
                 return made
         try:
@@ -268,8 +268,8 @@ class Communicator(OfThisProcess):
             raise
         finally:
             session.guard.leave()
-        if quick is not None and plain:
-            quick.learn_combine(request, made)
+        if fast_path is not None and plain:
+            fast_path.learn_combine(request, made)
         return made
 
     def combine_async(

@@ -17,7 +17,7 @@ from triton import knobs
 import moelink
 from moelink.kernels.launch.direct import DirectKernel
 from moelink.transports.session import Session
-from moelink.transports.symmetric import quick
+from moelink.transports.symmetric import fast_path
 from moelink.transports.symmetric.rank import Rank
 from moelink_bench.played import played
 
@@ -163,7 +163,7 @@ def test_a_call_that_fails_half_way_leaves_nothing_behind(
         first = ep.dispatch(x, ids, weights)
         y = rows_of(first)
         ep.combine(y, first)
-        lane: Any = ep._quick
+        lane: Any = ep._fast_path
         (sends,), (returns,) = lane._dispatches.values(), lane._combines.values()
         outputs = [ep.dispatch(x, ids, weights) for _ in range(2)]  # both stay, so their arenas are two
         memories = [vars(recv)["_source"].memory for recv in outputs]
@@ -245,7 +245,7 @@ def test_launches_go_to_the_current_stream(monkeypatch: pytest.MonkeyPatch, laun
 
 def test_a_captured_call_keeps_no_version_of_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Tensor] = []
-    monkeypatch.setattr(quick, "is_captured", lambda ids: asked.append(ids) or True)
+    monkeypatch.setattr(fast_path, "is_captured", lambda ids: asked.append(ids) or True)
     with played(**SIZES) as ep:
         rank, (x, ids, weights) = rank_of(ep), given(0)
         ep.dispatch(x, ids, weights)

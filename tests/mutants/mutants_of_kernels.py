@@ -289,7 +289,7 @@ DISPATCH = (
     Mutant("zero_copy: exact rows leave the workspace", "transports/symmetric/dispatch.py",
            "if config.rows_by_group:  # combine", "if False:  # combine",
            "transports/test_property.py::test_kept_draws[in place, exact]"),
-    Mutant("masked: quick calls take rows of another call's size", "transports/symmetric/quick.py",
+    Mutant("masked: quick calls take rows of another call's size", "transports/symmetric/fast_path.py",
            "return received.plan, y.shape, y.dtype, received", "return received.plan.fused.num_tokens, y.shape, y.dtype, received",
            "transports/test_masked.py::test_refusals[symmetric]"),
     Mutant("zero_copy: a row is noted as that of the slot after its own", "kernels/dispatch/unpack.py",

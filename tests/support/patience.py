@@ -57,13 +57,13 @@ def hurry(ep: moelink.Communicator, seconds: float = SHORT, *, recover: bool = F
     Gradients that travel over communicators of their own wait as before, and so does what :meth:`recover` returns.
     """
     for lane in (ep, *ep._further):
-        session, quick = lane._session, lane._quick
+        session, fast_path = lane._session, lane._fast_path
         if recover:
             session.configs = tuple(replace(config, timeout=seconds) for config in session.configs)
         _hurry_transport(session.transport, seconds)
-        if quick is not None:  # its kinds of calls hold the limit as well
-            quick._dispatches.clear()  # type: ignore[attr-defined]
-            quick._combines.clear()  # type: ignore[attr-defined]
+        if fast_path is not None:  # its kinds of calls hold the limit as well
+            fast_path._dispatches.clear()  # type: ignore[attr-defined]
+            fast_path._combines.clear()  # type: ignore[attr-defined]
 
 
 def _hurry_transport(transport: Any, seconds: float) -> None:

@@ -233,7 +233,7 @@ def bound(ranks: Ranks) -> list[Exchange]:
 
 
 def quick(ranks: Ranks) -> list[Exchange]:
-    """The same call with other tensors, so that all but the first take the quick lane."""
+    """The same call with other tensors, so that all but the first take the fast path."""
     cases = [ranks.draw.case(seed=ranks.draw.seed + number) for number in range(3)]
     return [sent(ranks, case, ranks.requests(case)) for case in cases]
 

@@ -72,7 +72,7 @@ def test_every_form_of_a_call_launches_what_its_limit_allows(limits: list[int]) 
     x, ids = torch.randn(3, 48).bfloat16(), torch.randint(5, (3, 2))
     with moelink.init(**FIELDS, transport="symmetric") as ep:
         y = torch.zeros(ep.config.row_capacity, 48, dtype=torch.bfloat16)
-        for num_sms in (3, None, 2, None, 3):  # kinds that were seen before, in the quick lane and out of it
+        for num_sms in (3, None, 2, None, 3):  # kinds that were seen before, in the fast path and out of it
             want = {num_sms or 0}
             recv = ep.dispatch(x, ids, num_sms=num_sms)
             assert taken(limits) == want

@@ -1,4 +1,4 @@
-"""The quick lane: calls of a known kind equal ordinary ones, and what is not of a known kind goes the ordinary way."""
+"""The fast path: calls of a known kind equal ordinary ones, and what is not of a known kind goes the ordinary way."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
 )
 def test_quick_calls_equal_ordinary_ones(options: dict[str, Any], weighted: bool, ordinary: Ordinary) -> None:
     with moelink.init(**FIELDS, **options) as ep, moelink.init(**FIELDS, **options) as other:
-        other._quick = None
+        other._fast_path = None
         for seed in range(3):
             x, ids, weights = given(seed)
             mine = weights if weighted else None

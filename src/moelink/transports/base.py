@@ -142,7 +142,7 @@ class Pending(Protocol[T_co]):
         return its result, or raise what went wrong."""
 
 
-class Quick(Protocol):
+class FastPath(Protocol):
     """A way to make calls of kinds that were made before with little host time, for one local rank.
 
     ``dispatch`` and ``combine`` return None, and do nothing, for a call that they do not know.

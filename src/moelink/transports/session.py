@@ -49,7 +49,7 @@ from moelink.errors import (
 )
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Quick, Traffic, Transport
+from moelink.transports.base import CombineRequest, DispatchRequest, FastPath, Pending, Phase, Traffic, Transport
 from moelink.transports.guard import Guard
 from moelink.transports.validation import (
     check_combine,
@@ -262,9 +262,9 @@ class Session:
             torch.set_grad_enabled(gradients)
             raise
 
-    def quick_lane(self) -> Quick | None:
+    def fast_path(self) -> FastPath | None:
         """Return what makes calls of known kinds with little host time, where the transport has such a thing."""
-        return self.transport.quick_lane(self)  # type: ignore[no-any-return, attr-defined]
+        return self.transport.fast_path(self)  # type: ignore[no-any-return, attr-defined]
 
     def repeat(self, phase: Phase, call: Callable[[R], T], request: R, over: object = None) -> T:
         """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands ``request`` over and waits."""

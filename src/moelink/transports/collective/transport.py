@@ -81,7 +81,7 @@ class CollectiveTransport:
         self.partly_sent = False
         return pending
 
-    def quick_lane(self, session: object) -> None:
+    def fast_path(self, session: object) -> None:
         """Return None: rows are counted and moved on the host, beside which the rest of a call is little."""
 
     def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:

@@ -27,7 +27,7 @@ from moelink.transports.session import Session
 from moelink.transports.symmetric.clock_comparison import ClockComparison
 from moelink.transports.symmetric.combine import Combine, refuse_combine
 from moelink.transports.symmetric.dispatch import Dispatch, refuse_dispatch
-from moelink.transports.symmetric.quick import QuickLane
+from moelink.transports.symmetric.fast_path import SymmetricFastPath
 from moelink.transports.symmetric.rank import Rank
 
 T = TypeVar("T")
@@ -216,11 +216,13 @@ class SymmetricTransport:
 
         return again
 
-    def quick_lane(self, session: Session) -> QuickLane | None:
-        """Return the quick lane of a session with one local rank. None for one with several, or that overwrites expired
+    def fast_path(self, session: Session) -> SymmetricFastPath | None:
+        """Return the fast path of a session with one local rank. None for one with several, or that overwrites expired
         rows."""
         return (
-            QuickLane(session, self, self.ranks[0]) if len(self.ranks) == 1 and not self._overwrites_expired else None
+            SymmetricFastPath(session, self, self.ranks[0])
+            if len(self.ranks) == 1 and not self._overwrites_expired
+            else None
         )
 
     def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:

@@ -1,12 +1,12 @@
-"""Make eager calls of a kind that was made before with little host time: the quick lane of the symmetric transport.
+"""Make eager calls of a kind that was made before with little host time: the fast path of the symmetric transport.
 
 An eager call costs the host far more than its launch: a request, its checks, objects that stand for the call, records
 of arguments. Most calls are like an earlier one, though, but for the addresses and values of their tensors. For these,
 the *kind* of the call (shapes and dtypes) says that it passes the checks, which kernel runs, and where each address
-stands in the parameters of the kernel (:mod:`moelink.transports.symmetric.kinds`). A quick call looks up its kind,
-makes its output, writes the addresses, and launches.
+stands in the parameters of the kernel (:mod:`moelink.transports.symmetric.kinds`). A call on this path looks up its
+kind, makes its output, writes the addresses, and launches.
 
-The quick lane takes calls without options that are not traced and need no gradient. It answers None to any other call,
+The fast path takes calls without options that are not traced and need no gradient. It answers None to any other call,
 before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the first
 ordinary call of that kind. What it does for a call, and in which order, is what the session and the transport do: up
 to its launch an exception, such as that there is no memory for the output, is told to the peers as a refusal.
@@ -45,7 +45,7 @@ MOST_KINDS = 4096
 
 
 class Transport(Protocol):
-    """The parts of a symmetric transport that a quick call needs."""
+    """The parts of a symmetric transport that the fast path needs."""
 
     partly_sent: bool
 
@@ -56,8 +56,8 @@ class Transport(Protocol):
         """Count a call of one local rank and launch it."""
 
 
-class QuickLane:
-    """Quick calls of a session with one local rank, which ``transport`` makes for ``rank``."""
+class SymmetricFastPath:
+    """The fast path of a session with one local rank, which ``transport`` makes for ``rank``."""
 
     def __init__(self, session: Session, transport: Transport, rank: Rank) -> None:
         self._session, self._transport, self._rank = session, transport, rank
