@@ -44,7 +44,7 @@ from moelink.kernels.dispatch.row_offsets import (
 )
 from moelink.kernels.dispatch.unpack import unpack_counted
 from moelink.kernels.nodes.internode import between_nodes_or
-from moelink.kernels.nodes.levels import after_relaying, carrier_of
+from moelink.kernels.nodes.levels import after_relaying, forwarder_of
 from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.dependent_launch import allow_next_launch
@@ -151,7 +151,7 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
                 ok, got = wait_any(flags, there, ctx.call, poison, ctx.limit, S.CLOCK)
                 reached = tl.max(got, 0)
                 ready = there & (got >= ctx.call)
-            report_failure(ok, ctx, carrier_of(source.rank, ctx.me, S), _PHASE, ctx.call, reached, S)
+            report_failure(ok, ctx, forwarder_of(source.rank, ctx.me, S), _PHASE, ctx.call, reached, S)
             if source.is_last & (tl.max(last - at - ready.to(tl.int32), 0) <= 0):
                 allow_next_launch(S)
             if ok > 0:

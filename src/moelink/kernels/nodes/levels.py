@@ -28,7 +28,7 @@ credit of *all* ranks, this one included. The rank that stores into a slot is th
 source and a destination always the source's peer on the destination's node.
 
 Who is blamed when a wait expires. A receiver that waits for a message of another node cannot know whether the home
-rank did not put the relay or the forwarder did not store it: it blames the forwarder (:func:`carrier_of`). The
+rank did not put the relay or the forwarder did not store it: it blames the forwarder (:func:`forwarder_of`). The
 forwarder can know, and blames the home rank; a collector blames the rank of its node whose row is missing, and home the
 collector. Forwarders and collectors give up after seven eighths of the limit (:func:`relaying_context`). So whoever
 waits for what they would have carried hears of the true cause before its own limit is over, unless it began to wait
@@ -130,7 +130,7 @@ def place_at_stop(home, me, S: tl.constexpr):
 
 
 @triton.jit
-def carrier_of(source, me, S: tl.constexpr):
+def forwarder_of(source, me, S: tl.constexpr):
     """Return the rank that stores what rank ``source`` sends here: ``source``, or the forwarder on this rank's node, be
     it this rank: where its forwarder lives, that has given up before."""
     if S.TWO_LEVEL:

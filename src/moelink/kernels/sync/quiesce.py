@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.nodes.internode import intra_node_only, is_intra_node
-from moelink.kernels.nodes.levels import carrier_of, in_one_level, is_peer, node_number, peer_of
+from moelink.kernels.nodes.levels import forwarder_of, in_one_level, is_peer, node_number, peer_of
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.lamport_slots import has_no_flags, is_small, stand_in
 from moelink.kernels.sync.signals import (
@@ -94,7 +94,7 @@ def _wait_for_flags(ctx, offset, counts, phase, parts: tl.constexpr, S: tl.const
                 flags = (mine + offset).to(I64) + source * S.MAX_TOKENS * parts + t0 + i
                 poison = (mine + S.OFFSET_POISON).to(I64)
                 ok, _, got = wait_all(flags, t0 + i < count, ctx.call, poison, ctx.limit, S.CLOCK)
-                report_failure(ok, ctx, carrier_of(source, ctx.me, S), phase, ctx.call, got, S)
+                report_failure(ok, ctx, forwarder_of(source, ctx.me, S), phase, ctx.call, got, S)
     return ok
 
 
