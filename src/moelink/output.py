@@ -120,7 +120,7 @@ class DispatchHandle:
         topk_ids: [num_tokens, topk], the home rank's ids.
         topk_weights: [num_tokens, topk], the home rank's router weights when they went into dispatch, else None.
         counts: [num_local_experts, world_size] int32, routed rows per (expert, source rank) before capacity.
-        plan: the transport's own record of the routing, which ``routing=`` uses again.
+        routing: the transport's own record of the routing, which ``routing=`` uses again.
         first_id: what an id in ``DispatchOutput.topk_ids`` is of this rank's first expert: 0, or with ``global_ids``
             that expert's number.
         ids_version: what torch counted as changes of ``topk_ids`` when they were dispatched, so that a combine over
@@ -136,7 +136,7 @@ class DispatchHandle:
     topk_ids: Tensor
     topk_weights: Tensor | None
     counts: Tensor
-    plan: Any = field(repr=False)
+    routing: Any = field(repr=False)
     ids_version: int | None = None
     first_id: int = 0
     carrier: Tensor | None = field(default=None, repr=False)

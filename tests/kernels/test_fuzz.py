@@ -200,7 +200,7 @@ def test_what_is_noted_and_what_is_counted_may_be_nonsense_over_a_routing() -> N
         spoil(victim, "positions", choice)
         assert victim.is_whole(victim.receive())
         victim = Victim(SETUPS[seed % len(SETUPS)], seed, cached=True)
-        plan = victim.pending[0]._finish.__closure__[0].cell_contents[0].output.handle.plan.parts
+        plan = victim.pending[0]._finish.__closure__[0].cell_contents[0].output.handle.routing.parts
         for notes in (plan.rows_of_message, plan.message_token):
             for _ in range(4):
                 notes.view(-1)[choice.randrange(notes.numel())] = choice.choice((*EXTREMES, 3))

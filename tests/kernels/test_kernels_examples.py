@@ -169,7 +169,7 @@ def test_messages_of_the_send_example():
     assert parts(0, 2) == ([[0], [1]], [[0, -1], [1, 0]], [[0, 0], [0, 1]], [2, 1], 2)
     assert parts(1, 2) == ([[0], [2]], [[-1, 1], [-1, 0]], [[0, 0], [0, 0]], [1, 1], 2)
     assert recvs[0].src_info[:3].tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 0]]
-    assert recvs[0].handle.plan.parts.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
+    assert recvs[0].handle.routing.parts.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def test_rows_of_the_masked_examples():
         recv = transport.dispatch([DispatchRequest(x[: len(i)], i) for i in given]).wait()[0]
         assert recv.row_offsets.tolist() == [0, size, 2 * size]
         assert (int(recv.num_recv_tokens), int(recv.overflow)) == (len(rows), 1)
-        noted = recv.handle.plan.parts.rows_of_message
+        noted = recv.handle.routing.parts.rows_of_message
         assert [noted[rank, m].tolist() for rank in range(2) for m in range(len(ids[rank]))] == rows
 
 
@@ -292,7 +292,7 @@ def test_what_a_call_sent_is_noted_for_calls_over_its_routing():
         recv = transport.dispatch(requests).wait()[0]
     transport.dispatch(requests).wait()
     again = transport.dispatch([dataclasses.replace(r, routing=recv, topk_ids=ids) for r in requests]).wait()[0]
-    for plan in (recv.handle.plan, again.handle.plan):
+    for plan in (recv.handle.routing, again.handle.routing):
         assert plan.parts.slot_of.tolist() == [[0, 0], [1, -1], [-1, 1]]
         assert plan.parts.sent.tolist() == [2, 2, 7]
     words = Workspace(transport.ranks[0].config).regions["counts"].view(transport.ranks[1].memory.local)[0]

@@ -328,7 +328,7 @@ def test_addresses_are_those_of_what_kernels_are_compiled_for(fmt, layout):
         rank = ep._session.transport.ranks[0]
         first = Dispatch(rank, DispatchRequest(x, ids, torch.ones(3, 2)), "one")
         plan = record.unpack(record.pack(first.notes, ep.config), ep.config, transport="symmetric")
-        restored = dataclasses.replace(first.output, handle=dataclasses.replace(first.output.handle, plan=plan))
+        restored = dataclasses.replace(first.output, handle=dataclasses.replace(first.output.handle, routing=plan))
         calls = [first]
         for routing in (first.output, restored):
             calls.append(Dispatch(rank, DispatchRequest(x, ids, routing=routing), "one"))

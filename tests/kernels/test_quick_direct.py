@@ -65,7 +65,7 @@ def own(ep: Any) -> tuple[list[int], int]:
 
 def of_dispatch(ep: Any, x: Tensor, ids: Tensor, weights: Tensor | None, recv: moelink.DispatchOutput) -> list[int]:
     first, nothing = own(ep)
-    notes, travelled = recv.handle.plan.parts, recv.topk_weights if ep.config.layout == "rank" else recv.weights
+    notes, travelled = recv.handle.routing.parts, recv.topk_weights if ep.config.layout == "rank" else recv.weights
     tensors = [
         x, None, None, ids, weights,
         recv.tokens, recv.scales, recv.row_offsets, recv.expert_ids, recv.src_info, recv.scales_offsets, travelled,
@@ -78,7 +78,8 @@ def of_dispatch(ep: Any, x: Tensor, ids: Tensor, weights: Tensor | None, recv: m
 def of_combine(ep: Any, y: Tensor, recv: moelink.DispatchOutput, out: Tensor) -> list[int]:
     first, nothing = own(ep)
     tensors = [
-        y, recv.weights, recv.handle.topk_weights, recv.handle.topk_ids, None, None, out, None, *recv.handle.plan.parts
+        y, recv.weights, recv.handle.topk_weights, recv.handle.topk_ids, None, None, out, None,
+        *recv.handle.routing.parts
     ]  # fmt: skip
     return [*first, *[nothing if tensor is None else tensor.data_ptr() for tensor in tensors]]
 

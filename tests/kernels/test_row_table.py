@@ -74,7 +74,7 @@ def test_the_example_of_the_docstrings():
     assert values[:-1] == [[4 * 3 + TABLE_GO] * 2, [0, 4], [2, 5], [3, 5], [3, 7], [3, 7]]
     assert {c for row in calls[:-1] for c in row} == {1}
     assert recv[0].row_offsets.tolist() == [0, 4, 8]
-    assert recv[0].handle.plan.parts.rows_of_message[2, :2, 0].tolist() == [5, 6]
+    assert recv[0].handle.routing.parts.rows_of_message[2, :2, 0].tolist() == [5, 6]
     transport.dispatch(over(recv, requests)).wait()
     assert {c for row in table_of(transport)[0] for c in row} == {2}, "else 2**31 calls later the table looks new"
 
@@ -205,7 +205,7 @@ def positions_spoilt(value):
     messages = workspace.regions["messages"].view(member.memory.local)
     messages[1, 0, part.offset : part.end].view(torch.int32)[0] = value
     (recv,) = pending[0].wait()
-    return ranks[0], recv.handle.plan.parts.rows_of_message[1, 0].tolist()
+    return ranks[0], recv.handle.routing.parts.rows_of_message[1, 0].tolist()
 
 
 def test_a_position_is_checked_against_the_rows_of_its_source():

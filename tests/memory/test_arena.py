@@ -54,7 +54,7 @@ def test_fields_are_made_at_the_first_look_and_kept() -> None:
             assert handle.topk_weights is weights
             assert handle.ids_version == ids._version
             assert handle.counts.shape == (4, 1)
-            for tensor in (handle.counts, handle.plan.notes):
+            for tensor in (handle.counts, handle.routing.notes):
                 assert tensor.untyped_storage().data_ptr() == storage
             for other in (dataclasses.replace(recv), copy.copy(recv)):
                 assert all(getattr(other, name) is getattr(recv, name) for name in (*SMALL, "tokens", "handle"))
@@ -75,7 +75,7 @@ def test_results_of_operators_share_no_memory(layout: str) -> None:
             field.name for field in dataclasses.fields(recv) if isinstance(getattr(recv, field.name), torch.Tensor)
         ]
         storages = [getattr(apart, name).untyped_storage().data_ptr() for name in names]
-        storages += [apart.handle.counts.untyped_storage().data_ptr(), apart.handle.plan.notes.data_ptr()]
+        storages += [apart.handle.counts.untyped_storage().data_ptr(), apart.handle.routing.notes.data_ptr()]
         assert len(set(storages)) == len(storages)
         rows = int(recv.row_offsets[-1])
         for name in names:

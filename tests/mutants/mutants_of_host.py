@@ -174,7 +174,7 @@ CALL_ENDS = (
            'session.unwind("dispatch", error, lambda: routing)\n            raise\n        finally:\n            session.guard.leave()\n        if quick',
            "transports/test_misuse.py::test_what_is_refused_over_an_operators_output_is_told[symmetric]"),
     Mutant("a refusal over a call that was refused is told", "transports/symmetric/transport.py",
-           "        if over is not None and over.handle.plan.brought_nothing():\n", "        if over is not None and over.handle.plan.brought_nothing() and self._detector is not None:\n",
+           "        if over is not None and over.handle.routing.brought_nothing():\n", "        if over is not None and over.handle.routing.brought_nothing() and self._detector is not None:\n",
            "transports/test_cached.py::test_arguments_refused_over_a_refused_call_are_no_call"),
     Mutant("an exception in dispatch may leave gradients disabled", "transports/session.py",
            "            return self._waited(operation) if fused else self._started(\"dispatch\", operation, requests)\n        except BaseException:\n", "            return self._waited(operation) if fused else self._started(\"dispatch\", operation, requests)\n        except ValueError:\n",

@@ -135,7 +135,7 @@ def plans(rank: int, world_size: int, cases: list[Case]) -> bool:
     for case in cases:
         with moelink.init(**case.setup.fields, timeout=60, transport="collective") as ep:
             data = case.data(rank)
-            plan = ep.dispatch(data.x, data.topk_ids, data.topk_weights).handle.plan
+            plan = ep.dispatch(data.x, data.topk_ids, data.topk_weights).handle.routing
             packed = record.pack(plan, ep.config)
             sizes = record.allocate(
                 ep.config, transport="collective", num_tokens=len(data.x), device=torch.device("cpu")

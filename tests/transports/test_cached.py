@@ -54,7 +54,7 @@ def written(config, recv):
         if config.layout == "expert":
             shape = config.format.scale_layout.shape(rows, width, config.num_groups)
         fields["scales"] = scales[tuple(slice(size) for size in shape)]
-    received = recv.handle.plan.parts.received
+    received = recv.handle.routing.parts.received
     fields |= {"counts": recv.handle.counts, "received": received.view(-1)[: 2 * len(received) - 1]}
     return fields
 
@@ -99,11 +99,11 @@ def test_what_is_noted_is_shared_and_not_written_again(filled_memory):
     transport = one_process(BF16.fields, 2)
     first = transport.dispatch(dispatch_requests(case, [0, 1])).wait()
     transport.dispatch(dispatch_requests(dataclasses.replace(case, seed=1), [0, 1])).wait()
-    before = [[value.clone() for value in recv.handle.plan.parts] for recv in first]
+    before = [[value.clone() for value in recv.handle.routing.parts] for recv in first]
     again = transport.dispatch(over(first, changed(dispatch_requests(case, [0, 1]), 3))).wait()
     for recv, old, kept in zip(again, first, before, strict=True):
-        parts, olds = recv.handle.plan.parts, old.handle.plan.parts
-        assert recv.handle.plan.addresses == tuple(part.data_ptr() for part in parts)
+        parts, olds = recv.handle.routing.parts, old.handle.routing.parts
+        assert recv.handle.routing.addresses == tuple(part.data_ptr() for part in parts)
         for name, part, noted, value in zip(parts._fields, parts, olds, kept, strict=True):
             assert torch.equal(noted, value), name
             assert (part.data_ptr() == noted.data_ptr()) == (name != "received"), name
@@ -166,12 +166,12 @@ def test_the_routing_of_a_refused_call_is_no_call(fused):
     refused = output_of(pending)
     with pytest.raises(moelink.PeerAbortedError):
         pending.wait()
-    assert refused.handle.plan.parts.received[-1, 0] == 1
+    assert refused.handle.routing.parts.received[-1, 0] == 1
     for _ in range(2):
         (again,) = ranks[1].dispatch(over([refused], requests[1:]), fused=fused).wait()
         assert again.row_offsets.tolist() == [0] * len(again.row_offsets)
         assert int(again.num_recv_tokens) == 0
-        assert again.handle.plan.parts.received[-1, 0] == 1
+        assert again.handle.routing.parts.received[-1, 0] == 1
         refused = again
     control = ranks[1].ranks[0].control
     assert control[DISPATCH_SENT] == control[DISPATCH_RECEIVED] == 1 << CALL_SHIFT
@@ -215,8 +215,8 @@ def test_a_refused_call_leaves_the_routing_as_it_was():
         with pytest.raises(moelink.PeerAbortedError) as error:
             pending.wait()
         assert error.value.peer == 0
-        assert failed.handle.plan.parts.received[-1, 0] == 1
-        assert first[1].handle.plan.parts.received[-1, 0] == 0
+        assert failed.handle.routing.parts.received[-1, 0] == 1
+        assert first[1].handle.routing.parts.received[-1, 0] == 0
     again = dispatched(ranks, over(first, requests))
     for rank in range(2):
         assert_alike(BF16.config(2, rank), again[rank], first[rank])
@@ -258,7 +258,7 @@ def test_an_operator_over_a_routing_hands_out_what_is_its_own():
         x = torch.randn(4, 128)
         first = ep.dispatch(x, IDS)
         again = ops.dispatch(ep._context, DispatchRequest(x, IDS, routing=first))
-        plan, parts = first.handle.plan, again.handle.plan.tensors
+        plan, parts = first.handle.routing, again.handle.routing.tensors
         notes, received = parts
         assert notes.data_ptr() == plan.notes.data_ptr()
         assert not plan.notes.data_ptr() <= received.data_ptr() < plan.notes.data_ptr() + plan.notes.nbytes

@@ -174,7 +174,7 @@ class OperatorContext:
         """
         fields = [getattr(output, name) for name in FIELDS]
         counts = output.handle.counts if with_plan else None
-        made, plan = output.handle.plan, []
+        made, plan = output.handle.routing, []
         if not with_plan and isinstance(made, CollectivePlan):  # without a copy of the rest
             plan = [None, pack_call(made)]
         else:
@@ -235,7 +235,7 @@ class OperatorContext:
             topk_ids=topk_ids,
             topk_weights=None if topk_weights is None else topk_weights.detach().to(static.weight_dtype),
             counts=flat[COUNTS] if routing is None else routing.handle.counts,
-            plan=self._plan(flat, routing),
+            routing=self._plan(flat, routing),
             first_id=static.first_id,
             carrier=flat[CARRIER] if static.quantised else None,
         )
@@ -246,7 +246,7 @@ class OperatorContext:
         static = self.static
         if routing is None:
             return PackedPlan(tuple(flat[PLAN : PLAN + static.parts]))
-        plan = routing.handle.plan
+        plan = routing.handle.routing
         if isinstance(plan, CollectivePlan) and not torch.compiler.is_compiling():  # without a copy of it
             return dataclasses.replace(plan, call=int(flat[PLAN + OWN_PARTS[0]]))
         return PackedPlan(tuple(static.merge(pack(plan, self.config), flat)))
@@ -254,7 +254,7 @@ class OperatorContext:
     def record(self, recv: DispatchOutput) -> list[Tensor]:
         """Build the record (see :data:`PLACE`) of ``recv``."""
         place = [getattr(recv, name) for name in PLACE]
-        return [*place, recv.handle.counts, *pack(recv.handle.plan, self.config)]
+        return [*place, recv.handle.counts, *pack(recv.handle.routing, self.config)]
 
     def restore(
         self,
@@ -274,7 +274,7 @@ class OperatorContext:
             topk_ids=topk_ids,
             topk_weights=home_weights,
             counts=counts,
-            plan=unpack(tuple(plan), self.config, transport=self.static.transport),
+            routing=unpack(tuple(plan), self.config, transport=self.static.transport),
         )
         return DispatchOutput(
             tokens=src_info,  # only its length counts
@@ -308,11 +308,11 @@ class OperatorContext:
         """
         if not isinstance(recv, DispatchOutput) or recv.handle.owner != self.static.owner:
             return recv
-        plan = recv.handle.plan
+        plan = recv.handle.routing
         if not isinstance(plan, PackedPlan):
             return recv
         plan = unpack(plan.tensors, self.config, transport=self.static.transport)
-        return dataclasses.replace(recv, handle=dataclasses.replace(recv.handle, plan=plan))
+        return dataclasses.replace(recv, handle=dataclasses.replace(recv.handle, routing=plan))
 
 
 class Registry:

@@ -23,7 +23,7 @@ from moelink.transports.collective.sums import partial_sums, sum_rows
 
 def combine_steps(config: EPConfig, request: CombineRequest, scratch: Scratch) -> Steps[Tensor]:
     """Combine on one rank. In allreduce mode nothing is yielded, so nothing travels."""
-    plan: CollectivePlan = request.recv.handle.plan
+    plan: CollectivePlan = request.recv.handle.routing
     request = dataclasses.replace(request, y=request.y.flatten(0, -2))  # of layout "masked" it has a dimension more
     if request.reduce and config.pre_reduce:
         total = yield from _sum_of_ranks(config, request, plan, scratch)

@@ -33,7 +33,7 @@ def dispatch_steps(
         device=request.x.device,
         dtype=config.weight_dtype,
     )
-    cached: CollectivePlan | None = request.routing.handle.plan if request.routing is not None else None
+    cached: CollectivePlan | None = request.routing.handle.routing if request.routing is not None else None
     message = DispatchMessage(
         config.format,
         config.hidden_size,
@@ -91,7 +91,7 @@ def dispatch_steps(
         topk_ids=request.topk_ids,
         topk_weights=weights,
         counts=expert_counts(config, plan),
-        plan=plan,
+        routing=plan,
         ids_version=version_at_dispatch(request.topk_ids),
         first_id=experts.first(config.rank) if config.global_ids else 0,
     )

@@ -102,7 +102,7 @@ class CollectiveTransport:
 
     def _counted(self, index: int, request: DispatchRequest) -> Steps[DispatchOutput]:
         output = yield from dispatch_steps(self._configs[index], request, self._scratch[index], identity=self._identity)
-        losses = (output.overflow.clone(), output.handle.plan.messages.invalid_ids)
+        losses = (output.overflow.clone(), output.handle.routing.messages.invalid_ids)
         earlier = self._losses[index]
         earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]
         return leave_in_place(output, self._calls[index]) if self._calls else output

@@ -147,7 +147,7 @@ class Combine:
         return CombineOutputs._make(fields) if typed else fields
 
     def _notes(self, typed: bool) -> RoutingNotes:
-        notes: SymmetricNotes = self.request.recv.handle.plan
+        notes: SymmetricNotes = self.request.recv.handle.routing
         return notes.given(typed)
 
     def _sent(self, typed: bool) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ class Dispatch:
         if request.routing is not None:
             # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
             # this one may fail where that one did not.
-            again = request.routing.handle.plan.again()
+            again = request.routing.handle.routing.again()
         version = version_at_dispatch(request.topk_ids)
         if self._arena is not None:
             at, ids = self._arena.data_ptr(), request.topk_ids
@@ -73,7 +73,7 @@ class Dispatch:
             self.notes = SymmetricNotes(rank.notes, plan.notes.on(device)) if again is None else again
             handle = DispatchHandle(
                 owner=identity, rank=plan.rank, num_tokens=x.shape[0], topk_ids=request.topk_ids, topk_weights=weights,
-                counts=plan.counts.on(device), plan=self.notes, ids_version=version, first_id=plan.first_id,
+                counts=plan.counts.on(device), routing=self.notes, ids_version=version, first_id=plan.first_id,
             )  # fmt: skip
             if out is not None:
                 self.output = dataclasses.replace(out, handle=handle, host_counts=None)
@@ -165,7 +165,7 @@ class Dispatch:
         if routing is None:
             cached = (notes.received, self._counts(typed))
         else:
-            cached = (routing.handle.plan.given(typed).received, routing.handle.counts)
+            cached = (routing.handle.routing.given(typed).received, routing.handle.counts)
         return notes, CachedRouting._make(cached) if typed else cached
 
     def _counts(self, typed: bool) -> Any:

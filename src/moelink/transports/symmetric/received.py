@@ -56,7 +56,7 @@ class Received:
             return None if name in plan.outputs.absent else plan.arena.tensor(self.memory, name)
         return DispatchHandle(
             owner=self.owner, rank=plan.rank, num_tokens=plan.fused.num_tokens, topk_ids=self.ids,
-            topk_weights=self.weights, counts=plan.arena.tensor(self.memory, "counts"), plan=self.notes,
+            topk_weights=self.weights, counts=plan.arena.tensor(self.memory, "counts"), routing=self.notes,
             ids_version=self.version, first_id=plan.first_id,
         )  # fmt: skip
 

@@ -298,7 +298,7 @@ class SymmetricTransport:
             rank.synchronize()
         if len(self.ranks) > 1 or any(rank.poisoned or (phase == "combine" and rank.aborted) for rank in self.ranks):
             return
-        if over is not None and over.handle.plan.brought_nothing():
+        if over is not None and over.handle.routing.brought_nothing():
             return
         self.partly_sent = True
         self._count_call(phase)
