@@ -118,8 +118,8 @@ def end_other_waits(ctx, slot_of, refused, other, num_tokens, S: tl.constexpr):
 
     That is a call that ranks ``refused`` [ranks], or make with ``other`` options [ranks], with sums or without. Where
     this rank awaits sums, rows of ``other`` come with flags; this function waits for them, because in the next call
-    other ranks may store those rows. Where this rank awaits rows, the others send sums and raise no flag. Returns 1, or
-    0 or -1 after an error.
+    other ranks may store those rows. Where this rank awaits rows, the others send sums and raise no flag. Returns OK,
+    TIMED_OUT or POISONED.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mine = own_block(ctx.control, S)
@@ -146,7 +146,7 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     """Wait until every rank is in this call, as CTA 0.
 
     Note who refused the call or made it otherwise. Then wait until this rank's own rows have arrived at the ranks that
-    refused. Returns 1, or 0 or -1 after an error.
+    refused. Returns OK, TIMED_OUT or POISONED.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
@@ -401,7 +401,7 @@ def gather_beside_own_rows(ctx, inputs, slots, own, notes, outputs, numbers, tok
 def gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece, S: tl.constexpr):
     """Wait for a token's rows and store a ``piece`` of its result. ``own`` names its own rows, where these stay.
 
-    The number of tokens in the call decides whether rows come with flags. Returns 1, or 0 or -1 after an error.
+    The number of tokens in the call decides whether rows come with flags. Returns OK, TIMED_OUT or POISONED.
     """
     ok = tl.full([], 1, tl.int32)
     small = is_small(ctx.control, numbers.num_tokens, ctx.call, S)

@@ -109,7 +109,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
     """Tell every rank how many messages and rows come, as the counting CTA.
 
     Also note in ``sent`` what later dispatches over this routing need (``kernels.dispatch.send_cached``). ``alone``:
-    the other CTAs count for themselves. ``movers``: how many of them there are. Returns 1, or 0 or -1 after an error.
+    the other CTAs count for themselves. ``movers``: how many of them there are. Returns OK, TIMED_OUT or POISONED.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE

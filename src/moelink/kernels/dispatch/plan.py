@@ -44,7 +44,7 @@ def publish_plan(ctx, numbers, shared, state, S: tl.constexpr):
 
 @triton.jit
 def plan(ctx, outputs, received, numbers, S: tl.constexpr):
-    """Run the planner. Returns 1, or 0 or -1 after an error."""
+    """Run the planner. Returns OK, TIMED_OUT or POISONED."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     ok = wait_for_words(ctx, 0, numbers.num_local_experts + _HEADER, S.WORLD_SIZE_POW2, S.COUNT_WORDS_POW2, S)
     if ok <= 0:

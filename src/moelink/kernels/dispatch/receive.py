@@ -169,7 +169,7 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
 def quiesce(ok, program, ctx, S: tl.constexpr):
     """Wait as CTA 0 for all messages of a call of which this rank reads nothing, between nodes.
 
-    Returns 1, or 0 or -1 after an error.
+    Returns OK, TIMED_OUT or POISONED.
     """
     if (ok > 0) & (program == 0):
         r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -180,8 +180,8 @@ def quiesce(ok, program, ctx, S: tl.constexpr):
 
 @triton.jit
 def wait_for_firsts(ctx, S: tl.constexpr):
-    """Wait for the firsts of ranks of other nodes, which come in puts of their own. Returns 1, or 0 or -1 after an
-    error."""
+    """Wait for the firsts of ranks of other nodes, which come in puts of their own. Returns OK, TIMED_OUT or
+    POISONED."""
     cut = header_word(ctx.control, tl.arange(0, S.WORLD_SIZE_POW2), 3, 0, S.MAX_SENDERS, S)
     ok, peer, got = wait_for_inter_node(own_block(ctx.control, S), S.OFFSET_FIRSTS_FLAG, cut > 0, ctx, S)
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
@@ -226,7 +226,7 @@ def prepare(ok, program, ctx, outputs, received, cached, numbers, shared, S: tl.
     """Write offsets and totals as CTA 0, in layout "rank" on one node once the counts of experts have come; then wait,
     between nodes, for the firsts.
 
-    Returns 1, or 0 or -1 after an error; ``ok`` where it waits for nothing.
+    Returns OK, TIMED_OUT or POISONED; ``ok`` where it waits for nothing.
     """
     if program == 0:
         if not S.SENDERS_COUNT_PAIRS:

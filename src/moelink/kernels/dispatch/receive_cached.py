@@ -82,7 +82,7 @@ def _sum_noted(cached, numbers, S: tl.constexpr):
 def wait_for_headers(ctx, cached, source, numbers, S: tl.constexpr):
     """Wait for the headers of every source, and sum what the earlier call counted.
 
-    Returns arrived (1, or 0 or -1 after an error), and per local expert [S.POLL_WIDTH] the rows of all sources, zeros,
+    Returns arrived (OK, TIMED_OUT or POISONED), and per local expert [S.POLL_WIDTH] the rows of all sources, zeros,
     and the rows of all sources.
     """
     before, missing_before = wait_for_counts_signals(ctx, S)

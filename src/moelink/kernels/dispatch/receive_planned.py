@@ -96,7 +96,7 @@ def unpack_planned(ok, ctx, source, slot, valid, state, outputs, notes, numbers,
     """Unpack messages as ``unpack.unpack_group`` does, by the table.
 
     ``state``: what the table says, 0 if this CTA has not seen it. It then waits for the table once headers and the
-    first payload are on their way. Returns ``ok``, or 0 or -1 after an error, and the state.
+    first payload are on their way. Returns ``ok``, TIMED_OUT or POISONED, and the state.
     """
     mine = own_block(ctx.control, S)
     at = source * S.MAX_TOKENS + slot
@@ -116,7 +116,7 @@ def unpack_planned(ok, ctx, source, slot, valid, state, outputs, notes, numbers,
 def write_padding(ctx, program, num_programs, outputs, numbers, S: tl.constexpr):
     """Wait for the table, and write as CTA ``program`` its share of the padding.
 
-    Returns 1, or 0 or -1 after an error, and what the table says.
+    Returns OK, TIMED_OUT or POISONED, and what the table says.
     """
     ok, state, most = wait_for_table(ctx, S)
     report_no_table(ok, ctx, S)
@@ -139,7 +139,7 @@ def seen(control, source, state, S: tl.constexpr):
 
 @triton.jit
 def unpack_sources(ctx, program, num_programs, outputs, notes, numbers, S: tl.constexpr):
-    """Write padding and unpack messages as CTA ``program``. Returns 1, or 0 or -1 after an error."""
+    """Write padding and unpack messages as CTA ``program``. Returns OK, TIMED_OUT or POISONED."""
     # All but the first place: one source for each where they suffice, its messages to its programs in turn.
     others = tl.maximum(num_programs - 1, 1)
     number = program - tl.minimum(num_programs - 1, 1)

@@ -314,7 +314,7 @@ def count_own_block(ctx, mine, ids, begin, end, numbers, program, S: tl.constexp
 def wait_for_messages(ctx, mine, p, programs, S: tl.constexpr):
     """Wait for the block counts of those CTAs ``p`` [N] that are below ``programs``, where these are messages alone.
 
-    Returns 1, or 0 or -1 after an error, and the messages [N, ranks]. It polls with loads, as LL words are polled.
+    Returns OK, TIMED_OUT or POISONED, and the messages [N, ranks]. It polls with loads, as LL words are polled.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
     words = message_words(mine, p[:, None], r, S)
@@ -365,7 +365,7 @@ def sum_pairs_and_messages(ctx, mine, programs, S: tl.constexpr):
 def sum_block_counts(ctx, mine, programs, S: tl.constexpr):
     """Sum the block counts of CTAs [0, ``programs``).
 
-    Returns 1, or 0 or -1 after an error; then pairs [experts] and messages [ranks]. Where no pairs are counted they are
+    Returns OK, TIMED_OUT or POISONED; then pairs [experts] and messages [ranks]. Where no pairs are counted they are
     [1], a zero.
     """
     if S.SENDERS_COUNT_PAIRS:

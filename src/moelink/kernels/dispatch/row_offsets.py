@@ -99,7 +99,7 @@ def wait_for_counts_signals(ctx, S: tl.constexpr):
 @triton.jit
 def report_missing(before, missing_before, arrived, missing, ctx, S: tl.constexpr):
     """Report the first of two waits that failed: the one for signals, or the one for words. Returns whether both
-    arrived: 1, or 0 or -1."""
+    arrived: OK, TIMED_OUT or POISONED."""
     arrived, missing = first_failure(before, missing_before, arrived, missing, S)
     report_failure(arrived, ctx, missing, _PHASE, ctx.call, ctx.call - 1, S)
     stamp_first(ctx, COUNTS_SEEN, S)
@@ -110,7 +110,7 @@ def report_missing(before, missing_before, arrived, missing, ctx, S: tl.constexp
 def wait_for_counts(ctx, cached, source, numbers, S: tl.constexpr):
     """Wait for the counts of every source and sum them.
 
-    Returns arrived (1, or 0 or -1 after an error), and per local expert [S.POLL_WIDTH] the rows of all sources, of
+    Returns arrived (OK, TIMED_OUT or POISONED), and per local expert [S.POLL_WIDTH] the rows of all sources, of
     those before ``source``, and of ``source``. A second look at the same call does not wait.
     In layout "rank" on one node it waits for the headers alone, and rows are 0.
     """
@@ -122,7 +122,7 @@ def wait_for_counts(ctx, cached, source, numbers, S: tl.constexpr):
 
 @triton.jit
 def wait_for_expert_counts(ctx, numbers, S: tl.constexpr):
-    """Wait for all words of the counts of every source. Returns 1, or 0 or -1 after an error."""
+    """Wait for all words of the counts of every source. Returns OK, TIMED_OUT or POISONED."""
     arrived, missing, _, _, _ = _look_at_counts(ctx, 0, tl.full([], 1, tl.int1), numbers.num_local_experts, S)
     report_failure(arrived, ctx, missing, _PHASE, ctx.call, ctx.call - 1, S)
     return arrived
@@ -132,7 +132,7 @@ def wait_for_expert_counts(ctx, numbers, S: tl.constexpr):
 def wait_for_words(ctx, first, count, RANKS: tl.constexpr, WORDS: tl.constexpr, S: tl.constexpr):
     """Wait, on one node, for the first ``count`` words, WORDS at most, of the counts of RANKS sources from ``first``.
 
-    Returns 1, or 0 or -1 after an error.
+    Returns OK, TIMED_OUT or POISONED.
     """
     mine = own_block(ctx.control, S)
     r = first + tl.arange(0, RANKS)

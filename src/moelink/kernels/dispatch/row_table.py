@@ -96,7 +96,7 @@ def renew_table(ctx, S: tl.constexpr):
 def wait_for_table(ctx, S: tl.constexpr):
     """Wait for the table.
 
-    Returns 1, or 0 or -1 after an error; then TABLE_GO or TABLE_NOTHING, and the most messages of a source. Callers
+    Returns OK, TIMED_OUT or POISONED; then TABLE_GO or TABLE_NOTHING, and the most messages of a source. Callers
     look words up afterwards, because a thread has not checked those that another one holds (``kernels.sync.signals``).
     The planner has begun earlier, and takes no longer than one wait until it publishes or poisons this rank. Callers
     report an error (:func:`report_no_table`) where they hold no rows in registers, which a call would spill.
@@ -113,7 +113,7 @@ def wait_for_table(ctx, S: tl.constexpr):
 
 @triton.jit
 def report_no_table(ok, ctx, S: tl.constexpr):
-    """Write the error record if a wait for the table has failed (``ok`` 0 or -1). After another error, which has been
+    """Write the error record if a wait for the table has failed (``ok`` is not OK). After another error, which has been
     reported, it does nothing, because only the first report of a rank counts."""
     report_failure(ok, ctx, ctx.me, _PHASE, ctx.call, ctx.call - 1, S)
 

@@ -62,7 +62,7 @@ _FLAGS = tl.constexpr(128)
 @triton.jit
 def meet_node(ctx, received, S: tl.constexpr):
     """Wait, as CTA 0 of the collectors, for the heads of this node, and raise the flags of ranks that combine another
-    dispatch than this one. Returns 1, or 0 or -1 after an error."""
+    dispatch than this one. Returns OK, TIMED_OUT or POISONED."""
     mine = own_block(ctx.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _FLAGS)
@@ -106,7 +106,7 @@ def _sum_node(mine, staged, slots, node, token, S: tl.constexpr):
 def collect_for(ctx, number, lane, lanes, notes, S: tl.constexpr):
     """Put the sums of every ``lanes``-th token of the peer on node ``number``, from the ``lane``-th.
 
-    Returns 1, or 0 or -1 after an error.
+    Returns OK, TIMED_OUT or POISONED.
     """
     mine = own_block(ctx.control, S)
     poison = (mine + S.OFFSET_POISON).to(I64)
@@ -199,7 +199,7 @@ def _nodes_of(slots, S: tl.constexpr):
 @triton.jit
 def wait_for_levels(ctx, slots, token, S: tl.constexpr):
     """Wait as the home role for a token's rows, of the ranks of this node and of other nodes. ``slots`` [ranks]: its
-    message slot at each rank, -1 for none. Returns 1, or 0 or -1 after an error."""
+    message slot at each rank, -1 for none. Returns OK, TIMED_OUT or POISONED."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mine = own_block(ctx.control, S)
     near = is_intra_node(r, ctx.me, S)

@@ -134,7 +134,7 @@ def _forward_tokens(ctx, source, number, token, came, numbers, S: tl.constexpr):
 def forward_from(ctx, number, lane, lanes, notes, numbers, S: tl.constexpr):
     """Forward every ``lanes``-th group of tokens of the peer on node ``number``, from the ``lane``-th.
 
-    Returns 1, or 0 or -1 after an error.
+    Returns OK, TIMED_OUT or POISONED.
     """
     mine = own_block(ctx.control, S)
     poison = (mine + S.OFFSET_POISON).to(I64)

@@ -171,7 +171,7 @@ def _wait_for_relays(ctx, role, phase, S: tl.constexpr):
 def after_relaying(ok, program, ctx, role, phase, S: tl.constexpr):
     """Wait, with two levels and as CTA 0, until this rank's forwarders or collectors, ``role``, have ended this call.
 
-    They have lower numbers in this launch, or were in an earlier one. Returns 1, or 0 or -1 after an error; else
+    They have lower numbers in this launch, or were in an earlier one. Returns OK, TIMED_OUT or POISONED; else
     ``ok``.
     """
     if S.TWO_LEVEL:

@@ -114,7 +114,7 @@ def wait_for_credits(looked, ctx, phase, S: tl.constexpr):
     """Wait until every rank has granted credit for the call before ``call``, unless ``looked`` (:func:`poll_once`) has
     found it.
 
-    Returns 1, or 0 or -1 after an error.
+    Returns OK, TIMED_OUT or POISONED.
     """
     ok = block_uniform(looked)
     if ok < 0:

@@ -102,7 +102,7 @@ def _wait_for_flags(ctx, offset, counts, phase, parts: tl.constexpr, S: tl.const
 def quiesce_dispatch(ctx, messages, programs, S: tl.constexpr):
     """Wait for all that other nodes send in this dispatch, by ``messages`` and ``programs`` [ranks] of their counts.
 
-    Returns 1, or 0 or -1 after an error.
+    Returns OK, TIMED_OUT or POISONED.
     """
     mine = tl.load(ctx.table + ctx.me)
     ok, source, got = wait_for_inter_node(mine, S.OFFSET_FIRSTS_FLAG, programs > 0, ctx, S)
@@ -193,7 +193,7 @@ def _raise_node_flags(ctx, mine, mismatched, S: tl.constexpr):
 @triton.jit
 def _wait_for_node_rows(ctx, mine, heads, S: tl.constexpr):
     """Wait until as many rows of other nodes have arrived as the ``heads`` [ranks] of their collectors say, whichever
-    tokens they are of. Returns 1, or 0 or -1 after an error."""
+    tokens they are of. Returns OK, TIMED_OUT or POISONED."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _AT_ONCE)
     poison = (mine + S.OFFSET_POISON).to(I64)
@@ -227,7 +227,7 @@ def end_waits_for_mismatched(ctx, mismatched, heads, slot_of, num_tokens, S: tl.
     First all rows that mismatched ranks send with flags must have arrived, because in the next call other ranks may
     store the same rows; between nodes :func:`quiesce_combine` has waited for all of them. Then CTA 0 raises all flags
     of the mismatched ranks in this rank's own block, and stands in for rows without flags. What mismatched ranks send
-    without flags may arrive later, and is cleared as after a refusal. Returns 1, or 0 or -1 after an error.
+    without flags may arrive later, and is cleared as after a refusal. Returns OK, TIMED_OUT or POISONED.
     """
     mine = own_block(ctx.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -281,8 +281,8 @@ def _wait_until_at(ctx, received, home, S: tl.constexpr):
 def wait_until_sent(ok, ctx, received, refused, first, S: tl.constexpr):
     """Wait until this rank's own rows have arrived at the ranks that refused a combine; between nodes do nothing.
 
-    ``refused`` [ranks]: the numbers of these ranks, S.WORLD_SIZE in place of others; ``first``: the lowest. Returns 1,
-    or 0 or -1 after an error. The senders are lower CTAs of this launch or CTAs of an earlier one, and wait only until
+    ``refused`` [ranks]: the numbers of these ranks, S.WORLD_SIZE in place of others; ``first``: the lowest. Returns OK,
+    TIMED_OUT or POISONED. The senders are lower CTAs of this launch or CTAs of an earlier one, and wait only until
     peers begin this call.
     """
     if S.NODE_SIZE == S.WORLD_SIZE:
@@ -296,7 +296,7 @@ def wait_until_sent(ok, ctx, received, refused, first, S: tl.constexpr):
 def quiesce_combine(ok, needed, ctx, S: tl.constexpr):
     """Wait between nodes, if ``needed``, for all that is sent back in this combine.
 
-    Returns 1, or 0 or -1 after an error; otherwise ``ok``.
+    Returns OK, TIMED_OUT or POISONED; otherwise ``ok``.
     """
     if S.NODE_SIZE < S.WORLD_SIZE:
         if needed:
@@ -309,8 +309,7 @@ def _wait_for_what_heads_say(ctx, S: tl.constexpr):
     """Wait for all that is sent back in this combine, by what the heads say.
 
     That is sums, or rows; each row from another node has its own flag. This rank also waits for the ranks of its own
-    node, because without sums another rank may store the same rows in the next call. Returns 1, or 0 or -1 after an
-    error.
+    node, because without sums another rank may store the same rows in the next call. Returns OK, TIMED_OUT or POISONED.
     """
     mine = tl.load(ctx.table + ctx.me)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
@@ -371,7 +370,7 @@ def wait_for_choices(ok, needed, ctx, S: tl.constexpr):
     """Wait between nodes, if ``needed``, for what the ranks of other nodes chose, where rows come that are staged by
     message.
 
-    Returns (1, or 0 or -1 after an error, otherwise ``ok``; [ranks] whether a rank's rows come). False stands for those
+    Returns (OK, TIMED_OUT or POISONED, or ``ok``; [ranks] whether a rank's rows come). False stands for those
     ranks of other nodes that send sums or refused the call.
     """
     choices = tl.full([S.WORLD_SIZE_POW2], 1, tl.int1)

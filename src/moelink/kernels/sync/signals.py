@@ -64,6 +64,9 @@ _MALFORMED = tl.constexpr(MALFORMED)
 _MALFORMED_RANKS = tl.constexpr(MALFORMED_RANKS)
 _THREADS = tl.constexpr(MOST_THREADS)
 _FAR = tl.constexpr(2**62)
+OK, TIMED_OUT, POISONED = tl.constexpr(1), tl.constexpr(0), tl.constexpr(-1)
+"""What a wait returns: all words have come; time ran out; another wait of this communicator has failed, on any rank."""
+_GO_ON = tl.constexpr(2)
 
 
 @triton.jit
@@ -116,16 +119,16 @@ def fence(control):
 
 @triton.jit
 def check_timeout(poison, start, limit, CLOCK: tl.constexpr):
-    """Return what an unfinished wait becomes: -1 poisoned, 0 out of time, else 2, to go on."""
-    state = block_uniform(tl.where(clock(CLOCK) - start > limit, 0, 2))  # each warp reads the clock on its own
-    return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, -1, state)
+    """Return what an unfinished wait becomes: POISONED, TIMED_OUT, or else 2, to go on."""
+    state = block_uniform(tl.where(clock(CLOCK) - start > limit, TIMED_OUT, _GO_ON))  # each warp reads its own clock
+    return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, POISONED, state)
 
 
 @triton.jit
 def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr, arrivals=0, TRACE: tl.constexpr = False):
     """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
 
-    Returns (arrived, index, got): arrived is 1, or 0 when time ran out, or -1 when this rank is poisoned; index and got
+    Returns (arrived, index, got): arrived is OK, TIMED_OUT or POISONED; index and got
     say which word is furthest behind, and its value. A GPU polls the words several times between two checks of poison
     and clock: polls follow one another, and a signal is seen only by the next one. ``arrivals``: where to stamp that a
     word has been seen to reach it (``tracing.device.stamps``).
@@ -259,7 +262,7 @@ def write_error(arrived, peers, me, peer, phase, call, expected, got, S: tl.cons
 
 @triton.jit
 def report_failure(arrived, ctx, peer, phase, expected, got, S: tl.constexpr):
-    """Write the error record after a failed wait (``arrived`` 0 or -1). Does nothing when ``arrived`` is 1."""
+    """Write the error record after a failed wait. Does nothing when ``arrived`` is OK."""
     if arrived <= 0:
         peers = Peers(ctx.table, ctx.record, ctx.control)
         write_error(arrived, peers, ctx.me, peer, phase, ctx.call, expected, got, S)

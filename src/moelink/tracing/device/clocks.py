@@ -52,7 +52,7 @@ class ClockNumbers(NamedTuple):
 @triton.jit
 def _wait(word, least, bit, poison, limit, S: tl.constexpr):
     """Wait until ``word`` is at least ``least``, and odd where ``bit`` is 1, even where it is 0, or anything where it
-    is -1. Returns (1, or 0 or -1 as other waits do; the word)."""
+    is -1. Returns (OK, TIMED_OUT or POISONED; the word)."""
     start = clock(S.CLOCK)
     got = tl.atomic_add(word, 0, sem="relaxed", scope="sys")
     state = tl.where((got >= least) & ((bit < 0) | ((got & 1) == bit)), 1, 2)
@@ -66,7 +66,7 @@ def _wait(word, least, bit, poison, limit, S: tl.constexpr):
 
 @triton.jit
 def _ask(peers, out, numbers, S: tl.constexpr):
-    """Ask every other rank, as rank 0. Returns 1, or 0 or -1 after an error."""
+    """Ask every other rank, as rank 0. Returns OK, TIMED_OUT or POISONED."""
     mine = own_block(peers.control, S)
     poison = (mine + S.OFFSET_POISON).to(I64)
     ok = tl.full([], 1, tl.int32)
@@ -90,7 +90,7 @@ def _ask(peers, out, numbers, S: tl.constexpr):
 
 @triton.jit
 def _answer(peers, numbers, S: tl.constexpr):
-    """Answer rank 0's questions. Returns 1, or 0 or -1 after an error."""
+    """Answer rank 0's questions. Returns OK, TIMED_OUT or POISONED."""
     mine = own_block(peers.control, S)
     poison = (mine + S.OFFSET_POISON).to(I64)
     tell = (tl.load(peers.table) + S.OFFSET_CONTROL).to(I64) + _TOLD
