@@ -148,7 +148,7 @@ class DirectForm:
     def __init__(self):
         self.launches = []
 
-    def apart(self):
+    def copy(self):
         return DirectForm()
 
     def pack(self, *given):
@@ -185,18 +185,18 @@ def test_a_direct_form_gets_the_callers_table_and_counters(launcher, kernel, mon
 
 
 def test_a_bound_launch_packs_its_parameters_once(launcher, kernel, monkeypatch):
-    direct, apart = DirectForm(), DirectForm()
+    direct, copy = DirectForm(), DirectForm()
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(direct, "apart", lambda: apart)
+    monkeypatch.setattr(direct, "copy", lambda: copy)
     monkeypatch.setattr(Launcher, "_load", lambda *_: (Compiled(), direct))
     launcher._own_addresses = [1, 2, 3]
     x = torch.zeros(8)
     again = launcher.bind(kernel, records_of(x), NUMBERS, [x])
-    assert not apart.launches, "binding launches nothing"
+    assert not copy.launches, "binding launches nothing"
     launcher.launch(kernel, records_of(other := torch.zeros(8)), NUMBERS, [other])
     again(5)
     again(6)
-    assert apart.launches == [(8, stream, [1, 2, 3, *[x.data_ptr()] * 4], NUMBERS) for stream in (5, 6)]
+    assert copy.launches == [(8, stream, [1, 2, 3, *[x.data_ptr()] * 4], NUMBERS) for stream in (5, 6)]
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     again(5)
     assert [how for how, *_ in loaded(kernel).launches] == ["hooks"]
@@ -266,7 +266,7 @@ def test_parameters_lie_as_the_members_of_a_struct():
     direct.launch(8, 5)
     direct.pack([1, 2, 9], numbers)
     direct.launch(9, 5)
-    direct.apart().pack([7, 7, 7], (7, 7, 7))
+    direct.copy().pack([7, 7, 7], (7, 7, 7))
     direct.pack([1, 2, 9], (4, 1 << 40, 7))
     direct.launch(9, 5)
     want = [NATURAL(1, 2, 3, 4, 1 << 40, -6), NATURAL(1, 2, 9, 4, 1 << 40, -6), NATURAL(1, 2, 9, 4, 1 << 40, 7)]
@@ -291,7 +291,7 @@ def test_only_a_kernel_that_waits_may_start_before_the_last_one_has_ended(ptx, v
     library = PlayedDriver(PLACES, version)
     direct = DirectKernel.of(played(ptx=ptx), Driver(library))
     direct.launch(8, 5)
-    direct.apart().launch(8, 5)
+    direct.copy().launch(8, 5)
     assert library.early == [early, early]
 
 

@@ -145,7 +145,7 @@ def test_a_call_that_fails_half_way_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, launches: list[Launch]
 ) -> None:
     """It is refused, and none of the addresses that it wrote is believed to be there."""
-    monkeypatch.setattr(Rank, "launching", lambda _, *, apart: nullcontext())
+    monkeypatch.setattr(Rank, "launching", lambda _, *, own_stream: nullcontext())
 
     class Failing:
         """Addresses, of which only so many can be written."""
@@ -221,8 +221,8 @@ def test_launches_go_to_the_current_stream(monkeypatch: pytest.MonkeyPatch, laun
     asked: list[bool] = []
 
     @contextmanager
-    def launching(self: Rank, *, apart: bool) -> Iterator[None]:
-        asked.append(apart)
+    def launching(self: Rank, *, own_stream: bool) -> Iterator[None]:
+        asked.append(own_stream)
         yield
 
     with played(**SIZES) as ep:

@@ -83,9 +83,9 @@ def rank():
     return one
 
 
-def launch(rank, cuda, *, apart=False):
+def launch(rank, cuda, *, own_stream=False):
     """The stream and the device that a launch goes to."""
-    with rank.launching(apart=apart):
+    with rank.launching(own_stream=own_stream):
         return cuda.stream.cuda_stream, cuda.index
 
 
@@ -115,7 +115,7 @@ def test_another_stream_waits_for_the_one_before_unless_it_is_being_captured(ran
 
 def test_halves_run_on_a_stream_of_their_own_until_they_are_joined(rank, cuda):
     launch(rank, cuda)
-    assert launch(rank, cuda, apart=True) == (100, 0)
+    assert launch(rank, cuda, own_stream=True) == (100, 0)
     assert rank.stream.waits == [1]
     # What is launched before the join must come after what is under way there.
     assert launch(rank, cuda) == (100, 0)

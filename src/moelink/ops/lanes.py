@@ -48,10 +48,10 @@ class Lanes:
             opened.callback(session.close)
             alone = dataclasses.replace(config, lanes=1)
             for _ in range(1, config.lanes):
-                apart = meet_again(world, config.timeout)
-                beside = open_session(alone, device, apart, session.fate)
+                own = meet_again(world, config.timeout)
+                beside = open_session(alone, device, own, session.fate)
                 opened.callback(beside.close)
-                contexts.append(OperatorContext(beside, apart))
+                contexts.append(OperatorContext(beside, own))
             opened.pop_all()
         return cls(contexts)
 

@@ -88,7 +88,7 @@ def _dispatch(
             routing=context.restore(routing, topk_ids=topk_ids) if routing else None,
             host_counts=host_counts,
             max_tokens=max_tokens,
-            apart=True,
+            separate=True,
         )
         operation = context.session.dispatch([request], fused=True)
     (output,) = operation.wait()

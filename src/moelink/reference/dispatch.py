@@ -133,7 +133,7 @@ def _groups(config: EPConfig, topk_ids: Sequence[Tensor], rank: int) -> list[lis
     return groups + [experts[e] for e in sorted(experts)]
 
 
-def _apart(config: EPConfig) -> bool:
+def _is_by_group(config: EPConfig) -> bool:
     """Whether every group has the same number of rows, however many are in it."""
     return config.layout == "masked" or config.zero_copy
 
@@ -185,7 +185,7 @@ def _place(groups: list[list[Origin]], alignment: int) -> tuple[list[_Row], list
     return rows, offsets
 
 
-def _place_apart(groups: list[list[Origin]], size: int) -> tuple[list[_Row], list[int]]:
+def _place_by_group(groups: list[list[Origin]], size: int) -> tuple[list[_Row], list[int]]:
     """The same with groups of ``size`` rows each; a group's rows past them are numbered as if it went on."""
     rows = [_Row(g * size + i, g, i, origin) for g, origins in enumerate(groups) for i, origin in enumerate(origins)]
     return rows, [group * size for group in range(len(groups) + 1)]
@@ -233,7 +233,7 @@ def _lay_out_scales(
     elif layout == "tiles":
         num_groups = len(offsets) - 1
         shape = (math.ceil((capacity + 128 * num_groups) / 128), math.ceil(width / 4), 32, 4, 4)
-    masked = _apart(config)
+    masked = _is_by_group(config)
     if masked:  # one such tensor for each group; each has whole tiles
         blocks = [0] * len(offsets)
         shape = (len(offsets) - 1, *((capacity // 128, *shape[1:]) if layout == "tiles" else shape))
@@ -304,9 +304,9 @@ def reference_dispatch(
     for rank in world:
         device = xs[rank].device
         capacity = _row_capacity(config, rank, None if max_tokens is None else max_tokens[rank])
-        groups, masked = _groups(config, topk_ids, rank), _apart(config)
+        groups, masked = _groups(config, topk_ids, rank), _is_by_group(config)
         if masked:
-            every_row, offsets = _place_apart(groups, capacity)
+            every_row, offsets = _place_by_group(groups, capacity)
             rows = [row for row in every_row if row.inner < capacity]
             total, by_row = offsets[-1], [len(groups), capacity]
         else:
@@ -400,7 +400,7 @@ def _routing_columns(
 def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
     """[num_rows, hidden_size] fp32 (fp64 for format fp64): the values of the defined rows; padding rows are 0, and so
     are all others of groups of one size."""
-    masked = _apart(config)
+    masked = _is_by_group(config)
     payload = rows.tokens.reshape(-1, rows.tokens.shape[-1])[: rows.num_rows]
     if rows.scales is None:
         return reference_dequantize(config.dispatch_format, payload, None)

@@ -38,7 +38,7 @@ class DispatchRequest:
         out: an earlier output whose tensors are overwritten, or None.
         max_tokens: a bound on the tokens of every rank, which sizes the output, or None.
         num_sms: SMs that the kernels of this call may occupy, or None for the communicator's.
-        apart: each tensor of the output has memory of its own, as a compiler demands of an operator's results.
+        separate: each tensor of the output has memory of its own, as a compiler demands of an operator's results.
     """
 
     x: Tensor
@@ -51,7 +51,7 @@ class DispatchRequest:
     out: DispatchOutput | None = None
     max_tokens: int | None = None
     num_sms: int | None = None
-    apart: bool = False
+    separate: bool = False
 
     @property
     def over(self) -> DispatchOutput | None:

@@ -216,7 +216,7 @@ class DirectKernel:
             return None
         return cls(loaded, layout, driver, dependent=_WAITS in loaded.asm["ptx"] and driver.has_dependent_launches())
 
-    def apart(self) -> DirectKernel:
+    def copy(self) -> DirectKernel:
         """Return another direct form of the kernel, with a buffer of its own that begins with the same parameters."""
         other = DirectKernel(self._loaded, self._layout, self._driver, dependent=self._dependent)
         other._buffer.raw = self._buffer.raw

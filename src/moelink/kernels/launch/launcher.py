@@ -249,7 +249,7 @@ class Launcher:
         _, direct = kernel.loaded.get(_key(given), (None, None))
         if direct is None:
             return None
-        direct = direct.apart()
+        direct = direct.copy()
         direct.pack([*self._own_addresses, *addresses], numbers)
         return direct  # type: ignore[no-any-return]
 

@@ -28,10 +28,10 @@ def fill_output(
 ) -> DispatchOutput:
     """Lay out ``received`` [M + 1, bytes] (its last row is scratch) and the shared rows of ``own`` [T, bytes] in up to
     ``capacity`` rows (of each group, where these have one size)."""
-    masked, apart = config.layout == "masked", config.rows_by_group
-    total = plan.num_rows if apart else min(plan.num_rows, capacity)
+    masked, by_group = config.layout == "masked", config.rows_by_group
+    total = plan.num_rows if by_group else min(plan.num_rows, capacity)
     weighted = message.weight_dtype is not None
-    rows = total if host_counts and not apart else capacity
+    rows = total if host_counts and not by_group else capacity
     result = (
         out
         if out is not None

@@ -25,7 +25,7 @@ class ClockComparison:
         self.out = torch.zeros(rank.workspace.world_size, 2, dtype=torch.int64, device=rank.device)
         numbers = ClockNumbers(rank.me, comparisons * ROUNDS, ROUNDS, rank.limit, 1)
         kernel = rank.launcher.kernel(ep_compare_clocks_kernel, 1, S=spec, num_warps=1)
-        with rank.launching(apart=False):
+        with rank.launching(own_stream=False):
             rank.launcher.launch(kernel, lambda _: (self.out,), numbers)
 
     def result(self) -> list[tuple[int, int]] | None:

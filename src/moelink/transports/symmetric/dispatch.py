@@ -53,7 +53,7 @@ class Dispatch:
             input_scale = evaluate_input_scale(input_scale)
         self.launch_plan = plan = self.plan_of(rank, request)
         self._rows = plan.rows if request.routing is None else request.output_rows(config)
-        in_arena = out is None and not request.apart and self._rows == plan.rows
+        in_arena = out is None and not request.separate and self._rows == plan.rows
         self._arena = plan.arena.allocate(device) if in_arena else None
         again = None
         if request.routing is not None:

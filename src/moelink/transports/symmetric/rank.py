@@ -156,18 +156,19 @@ class Rank:
         config = dataclasses.replace(self.config, num_sms=num_sms)
         return config, Workspace(config), partial(self.launcher.kernel, num_sms=sm_limit_of(config, self.device))
 
-    def launching(self, *, apart: bool) -> AbstractContextManager[None]:
+    def launching(self, *, own_stream: bool) -> AbstractContextManager[None]:
         """Return a context for launches that continue after all earlier calls. On CUDA it sets the device and the
         stream.
 
-        ``apart``: on this rank's own stream, forked from the current one, so that what the caller launches next runs
-        beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own one.
+        ``own_stream``: on this rank's own stream, forked from the current one, so that what the caller launches next
+        runs beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own
+        one.
         """
-        return nullcontext() if self.can_continue(apart=apart) else self._ordered(apart=apart)
+        return nullcontext() if self.can_continue(own_stream=own_stream) else self._ordered(own_stream=own_stream)
 
-    def can_continue(self, *, apart: bool) -> bool:
+    def can_continue(self, *, own_stream: bool) -> bool:
         """Return whether :meth:`launching` has nothing to do."""
-        return self.stream is None or not (apart or self.stream_to_go_on() < 0)
+        return self.stream is None or not (own_stream or self.stream_to_go_on() < 0)
 
     def stream_to_go_on(self) -> int:
         """Return the handle of the current stream (on a CPU 0) if launches there continue after all earlier calls, else
@@ -183,7 +184,7 @@ class Rank:
         return -1 if moved or self._forked else handle
 
     @contextmanager
-    def _ordered(self, *, apart: bool) -> Iterator[None]:
+    def _ordered(self, *, own_stream: bool) -> Iterator[None]:
         """Do the work of :meth:`launching` where streams must wait for one another or the device must change."""
         assert self.stream is not None
         with nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device):
@@ -191,7 +192,7 @@ class Rank:
             if self._latest is not None and self._latest != current and not torch.cuda.is_current_stream_capturing():
                 current.wait_stream(self._latest)
             self._latest, self._latest_handle = current, current.cuda_stream
-            if not apart and not self._forked:
+            if not own_stream and not self._forked:
                 yield
                 return
             self._forked = True

@@ -119,9 +119,9 @@ class SymmetricTransport:
                 raise
         self._count_call("dispatch")
         fused = fused and self._overlap
-        self._end_rows(apart=not fused)
+        self._end_rows(own_stream=not fused)
         if fused:
-            self._each(calls, Dispatch.send_and_receive, apart=False)
+            self._each(calls, Dispatch.send_and_receive, own_stream=False)
             self.partly_sent = False
             self._under_way.append(calls)
             self._join()
@@ -149,11 +149,11 @@ class SymmetricTransport:
                 raise
         self._count_call("combine")
         fused = fused and self._overlap
-        self._end_rows(apart=not fused)
+        self._end_rows(own_stream=not fused)
         passes = calls[0].passes
         if fused:
             for slot in passes:
-                self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), apart=False)  # type: ignore[misc]
+                self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), own_stream=False)  # type: ignore[misc]
             self.partly_sent = False
             self._under_way.append(calls)
             self._join()
@@ -234,25 +234,25 @@ class SymmetricTransport:
             if self._on_cpu:
                 self.raise_error()
             return
-        with rank.launching(apart=False):
+        with rank.launching(own_stream=False):
             launch(rank.launcher.current_stream())
         self.partly_sent = False
         self._join()
 
-    def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, apart: bool = True) -> None:
+    def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, own_stream: bool = True) -> None:
         """Call ``launch`` with each rank's entry of ``calls``. Several ranks that overlap have a stream each; others
         stay in the current one."""
         several = len(self.ranks) > 1
-        apart = (apart or several) and self._overlap
-        if several and apart:
+        own_stream = (own_stream or several) and self._overlap
+        if several and own_stream:
             for rank, call in zip(self.ranks, calls, strict=True):
                 with rank.launcher.preparing():
                     launch(call)
         for rank, call in zip(self.ranks, calls, strict=True):
-            if rank.can_continue(apart=apart):
+            if rank.can_continue(own_stream=own_stream):
                 launch(call)
             else:
-                with rank.launching(apart=apart):
+                with rank.launching(own_stream=own_stream):
                     launch(call)
 
     def _join(self) -> None:
@@ -268,14 +268,14 @@ class SymmetricTransport:
             for rank in self.ranks:
                 rank.calls.begin(phase)  # type: ignore[union-attr]
 
-    def _end_rows(self, *, apart: bool) -> None:
+    def _end_rows(self, *, own_stream: bool) -> None:
         """End rows that stay where they arrived, before a call's sending half: in debug mode by overwriting them.
 
         Ranks that take turns also grant their credits, because the first of them sends, and waits for those of the
         others, before the others do.
         """
         if self._overwrites_expired:
-            self._each(self.ranks, Rank.overwrite_expired_rows, apart=apart)
+            self._each(self.ranks, Rank.overwrite_expired_rows, own_stream=own_stream)
         if self._zero_copy and not self._overlap:
             self._each(self.ranks, Rank.grant_credits)
 
@@ -302,7 +302,7 @@ class SymmetricTransport:
             return
         self.partly_sent = True
         self._count_call(phase)
-        self._end_rows(apart=True)
+        self._end_rows(own_stream=True)
         self._each(self.ranks, refuse_dispatch if phase == "dispatch" else refuse_combine)
         self.partly_sent = False
 
