@@ -25,6 +25,8 @@ from triton.runtime import JITFunction
 import moelink
 import moelink.formats.device
 import moelink.kernels
+import moelink.rows
+import moelink.tracing.device
 from tests.kernels.aot_forms import (
     SUMS,
     Form,
@@ -73,7 +75,7 @@ def functions() -> list[JITFunction[Any]]:
     """Return all functions of kernels, those of formats and ready epilogues among them."""
     names = [
         module.name
-        for package in (moelink.kernels, moelink.formats.device)
+        for package in (moelink.kernels, moelink.rows, moelink.tracing.device, moelink.formats.device)
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
     found = [value for name in names for value in vars(importlib.import_module(name)).values()]

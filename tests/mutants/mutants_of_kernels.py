@@ -148,7 +148,7 @@ SYNC = (
            'tl.atomic_xchg(words, value, mask=mask, sem="release"', 'tl.atomic_xchg(words, value, mask=mask, sem="relaxed"',
            "kernels/test_protocol.py::test_scenario_under_every_schedule[flags-fused_pair-few]"),
     Mutant("a wait that is poisoned says that its time is up", "kernels/sync/signals.py",
-           "sem=\"acquire\", scope=\"sys\") != 0, -1, state)", "sem=\"acquire\", scope=\"sys\") != 0, 0, state)",
+           "sem=\"acquire\", scope=\"sys\") != 0, POISONED, state)", "sem=\"acquire\", scope=\"sys\") != 0, TIMED_OUT, state)",
            "kernels/test_kernels_examples.py::test_wait_is_bounded_and_ends_at_poison"),
     Mutant("LL words carry 32 bits of the call", "kernels/sync/ll_words.py",
            "((tl.cast(call, tl.int64) & 0x7FFFFFFF) << 32)", "((tl.cast(call, tl.int64) & 0xFFFFFFFF) << 32)",

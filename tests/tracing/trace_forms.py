@@ -54,7 +54,7 @@ def ttir_of(form: Form) -> str:
 def stamps_of(form: Form) -> int:
     """Return how many functions a form with S.TRACE has that stamp or open a record."""
     text = ir_of(form.kernel, traced(form, True), passes=False)
-    return len(re.findall(r"tt\.func private @\"?moelink\.kernels\.sync\.trace\.(?:stamp|open_record|_keep)", text))
+    return len(re.findall(r"tt\.func private @\"?moelink\.tracing\.device\.stamps\.(?:stamp|open_record|_keep)", text))
 
 
 def without_stamps(source: str) -> str:

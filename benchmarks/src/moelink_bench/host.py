@@ -90,7 +90,7 @@ def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
         return ep.combine(y, recv)
 
     pair()
-    lane: Any = ep._quick
+    lane: Any = ep._fast_path
     (sends,), (returns,) = lane._dispatches.values(), lane._combines.values()
     recv = ep.dispatch(x, topk_ids, topk_weights)
     out = ep.combine(y, recv)  # both stay, as the launches below write into them

@@ -28,7 +28,7 @@ from moelink.kernels.launch import launcher as launching
 from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher, flat_addresses
 from moelink.transports.symmetric import plans
-from moelink.transports.symmetric.quick import QuickLane
+from moelink.transports.symmetric.fast_path import SymmetricFastPath
 
 
 def _nothing() -> Any:
@@ -90,7 +90,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
         rank.launcher._stream_of = abs  # of the device's index, 0
         rank.launcher._own_addresses = [rank.table.data_ptr(), rank.record.data_ptr(), rank.control.data_ptr()]
         transport._on_cpu = False
-        quick: Any = QuickLane(session, transport, rank)
+        quick: Any = SymmetricFastPath(session, transport, rank)
         quick._on_cpu = False
-        ep._quick = quick
+        ep._fast_path = quick
         yield ep
