@@ -166,7 +166,7 @@ def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
     ]
     silent = [f"{path}:{call.lineno}" for path, call, stated in found if not stated]
     assert [place.rpartition(":")[0] for place in silent] == ["kernels/launch/launcher.py"], silent
-    assert len(found) >= 7
+    assert len(found) == 2, "the launcher of calls, and that of kernels on rows"
 
     table = torch.zeros(4, dtype=torch.int64)
     launcher = Launcher(

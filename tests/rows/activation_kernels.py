@@ -11,13 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moelink.formats import get_format
-from moelink.rows.activation_kernel import (
-    ActivationConstants,
-    group_elements,
-    scales_per_word,
-    silu_and_quantize_kernel,
-    warps_of,
-)
+from moelink.rows.activation_kernel import silu_and_quantize_kernel, warps_of
+from moelink.rows.common_kernel import RowConstants, format_constants, group_elements
 
 FORMATS = ("bf16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token")
 MEMORY = re.compile(r"^\s*(?:@!?%\w+ )?((?:ld|st)\.global\S*)", re.MULTILINE)
@@ -28,13 +23,12 @@ def compile_for(target, name, native, *, clamp=False, hidden=2048, block=2048, g
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     fmt = get_format(name)
     codec, group = fmt.codec(), group_elements(fmt, hidden)
-    constants = ActivationConstants(
-        HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=triton.next_power_of_2(max(1, block // group)),
-        GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
-        NUM_GROUPS=groups, HALVINGS=(groups - 1).bit_length(), ENCODE_FN=codec.encode,
-        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name, SCALES_PER_WORD=scales_per_word(fmt),
-        HAS_INPUT_SCALES=name == "nvfp4",
-        CLAMP=clamp, ALPHA=1.702, LIMIT=7.0, NATIVE_CASTS=native, TAIL_TILES=16,
+    per_step = triton.next_power_of_2(max(1, block // group))
+    constants = RowConstants(
+        **format_constants(fmt, hidden, groups, group, per_step), CODE_FN=codec.encode,
+        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name, HAS_INPUT_SCALE=name == "nvfp4",
+        KIND="clamped" if clamp else "silu", ALPHA=1.702 if clamp else 1.0, LIMIT=7.0, NATIVE_CASTS=native,
+        TAIL_TILES=16,
     )  # fmt: skip
     signature = {
         "x": f"*{rows}", "row_offsets": "*i32", "input_scales": "*fp32", "scales_offsets": "*i32",
@@ -43,7 +37,7 @@ def compile_for(target, name, native, *, clamp=False, hidden=2048, block=2048, g
     }  # fmt: skip
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(silu_and_quantize_kernel, signature, {"S": constants}, aligned)
-    options = {"enable_fp_fusion": False, "num_warps": warps_of(constants.GROUPS_PER_STEP * group)}
+    options = {"enable_fp_fusion": False, "num_warps": warps_of(per_step * group)}
     return triton.compile(source, target=gpu, options=options)
 
 

@@ -133,9 +133,9 @@ def run_gated(row: Row) -> None:
     gate_up, offsets, out = empty(ROWS, 2 * inner, dtype=dtype), empty(GROUPS + 1), empty(ROWS, inner, dtype=dtype)
     with on(row["gpu"]):
         if row["kernel"] == "forward":
-            gated.launch_forward(gate_up, offsets, out, row["kind"], 1.702, 7.0)
+            gated.launch(gate_up, offsets, out, row["kind"], 1.702, 7.0)
         else:
-            gated.launch_backward(out, gate_up, offsets, gate_up, row["kind"], 1.702, 7.0)
+            gated.launch(gate_up, offsets, gate_up, row["kind"], 1.702, 7.0, grad=out)
 
 
 DEQUANTIZE = {

@@ -11,10 +11,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moelink.formats import get_format
-from moelink.rows.activation_kernel import even_groups, group_elements, scales_per_word
-from moelink.rows.dequantize_kernel import DequantizeConstants, dequantize_rows_kernel
-from moelink.rows.gated_kernel import GatedConstants, gated_activation_kernel, gated_gradient_kernel
-from moelink.rows.scale_rows_kernel import ScaleRowsConstants, scale_rows_kernel
+from moelink.rows.common_kernel import RowConstants, even_groups, format_constants, group_elements
+from moelink.rows.dequantize_kernel import dequantize_rows_kernel
+from moelink.rows.gated_kernel import gated_activation_kernel, gated_gradient_kernel
+from moelink.rows.scale_rows_kernel import scale_rows_kernel
 
 WIDE = re.compile(r"(?:ld|st)\.global\S*\.(?:v4\.b32|v2\.b64|v2\.b32|b64|v4\.f32)")
 
@@ -40,12 +40,12 @@ def check(asm, what):
 
 
 def check_gated(target, kind, dtype, inner):
-    bf16 = dtype == "bf16"
-    constants = GatedConstants(
-        INTERMEDIATE_SIZE=inner, PIECE=min(128, inner & -inner), PIECES=2048 // min(128, inner & -inner), NUM_GROUPS=32,
-        KIND=kind, ALPHA=1.702, LIMIT=7.0, DOUBLE=dtype == "fp64", TO_BF16=bf16, NATIVE_CASTS=target.startswith("sm"),
+    group = min(128, inner & -inner)
+    constants = RowConstants(
+        HIDDEN_SIZE=inner, GROUP_SIZE=group, GROUPS_PER_STEP=2048 // group, NUM_GROUPS=32, KIND=kind, ALPHA=1.702,
+        LIMIT=7.0, DOUBLE=dtype == "fp64", NATIVE_CASTS=target.startswith("sm"),
     )  # fmt: skip
-    stored = "*u16" if bf16 else f"*{dtype}"
+    stored = "*u16" if dtype == "bf16" else f"*{dtype}"
     forward = {"gate_up": f"*{dtype}", "row_offsets": "*i32", "out": stored}
     backward = {"grad": f"*{dtype}", "gate_up": f"*{dtype}", "row_offsets": "*i32", "dgate_up": stored}
     check(compiled(target, gated_activation_kernel, forward, constants), f"{target} {kind} {dtype}")
@@ -56,12 +56,10 @@ def check_dequantize(target, name, dtype, hidden=7168, by_row=False):
     fmt = get_format(name)
     codec, one_scale = fmt.codec(), name == "fp8_token"
     group = even_groups(hidden) if one_scale else group_elements(fmt, hidden)
-    constants = DequantizeConstants(
-        HIDDEN_SIZE=hidden, GROUP_SIZE=group, GROUPS_PER_STEP=2048 // group,
-        GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES, NUM_GROUPS=32,
-        HALVINGS=5, DECODE_FN=codec.decode, SCALE_LAYOUT="row_major" if by_row else fmt.scale_layout.name,
-        SCALES_PER_WORD=scales_per_word(fmt), ONE_SCALE=one_scale, HAS_INPUT_SCALE=name == "nvfp4",
-        TO_BF16=dtype == "bf16", NATIVE_CASTS=target.startswith("sm"),
+    constants = RowConstants(
+        **format_constants(fmt, hidden, 32, group, 2048 // group), CODE_FN=codec.decode,
+        SCALE_LAYOUT="row_major" if by_row else fmt.scale_layout.name, ONE_SCALE=one_scale,
+        HAS_INPUT_SCALE=name == "nvfp4", NATIVE_CASTS=target.startswith("sm"),
     )  # fmt: skip
     signature = {
         "tokens": f"*u{8 * codec.ELEMENT_BYTES}", "scales": "*fp32" if codec.SCALE_BYTES == 4 else "*u8",
@@ -73,10 +71,10 @@ def check_dequantize(target, name, dtype, hidden=7168, by_row=False):
 
 def check_scale_rows(target, dtype, to, hidden=7168, parts=("weights", "out", "dots")):
     """``parts``: of the kernel, as its HAS_ constants name them; "slot": of one slot."""
-    constants = ScaleRowsConstants(
+    constants = RowConstants(
         HIDDEN_SIZE=hidden, STRIDE=hidden, COLUMNS=1024, ROWS=2, NUM_GROUPS=32,
         HAS_WEIGHTS="weights" in parts, HAS_OUT="out" in parts, HAS_DOTS="dots" in parts, BY_SLOT="slot" in parts,
-        DOUBLE="fp64" in (dtype, to), TO_BF16=to == "bf16", NATIVE_CASTS=target.startswith("sm"),
+        DOUBLE="fp64" in (dtype, to), NATIVE_CASTS=target.startswith("sm"),
     )  # fmt: skip
     number = "*fp64" if "fp64" in (dtype, to) else "*fp32"
     signature = {

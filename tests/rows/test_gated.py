@@ -13,7 +13,7 @@ from moelink.activation import Clamp
 from moelink.errors import ArgumentError
 from moelink.kernels.launch.device import is_interpreted
 from moelink.rows.gated import GatedActivation, Kind, gated_activation, gradient_twin, known_activation, twin
-from moelink.rows.gated_kernel import launch_backward, launch_forward
+from moelink.rows.gated_kernel import launch
 from tests.support.processes import run_compiled
 
 KINDS = (
@@ -67,8 +67,8 @@ def test_kernels_are_the_twin(known: GatedActivation, dtype: torch.dtype, device
     for inner in (6, 48, 256):
         gate_up, grad, offsets = drawn(13, inner, dtype, device)
         out, dgate_up = torch.full((13, inner), 7.0, dtype=dtype, device=device), torch.full_like(gate_up, 7.0)
-        launch_forward(gate_up, offsets, out, known.kind, known.alpha, known.limit)
-        launch_backward(grad, gate_up, offsets, dgate_up, known.kind, known.alpha, known.limit)
+        launch(gate_up, offsets, out, known.kind, known.alpha, known.limit)
+        launch(gate_up, offsets, dgate_up, known.kind, known.alpha, known.limit, grad=grad)
         bounds = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 4e-6, torch.float64: 1e-11}
         bound = {"rtol": bounds[dtype], "atol": bounds[dtype]}
         torch.testing.assert_close(out[:11], twin(gate_up[:11], known), **bound)
@@ -82,8 +82,8 @@ def test_the_example_of_the_kernels() -> None:
     gate_up = torch.tensor([[0.0, 32, 4, 2], [32, 0, 1, 6], [9, 9, 9, 9]])
     z, offsets = torch.tensor([[1.0, 1], [3, 1], [9, 9]]), torch.tensor([0, 1, 2], dtype=torch.int32)
     out, dgate_up = torch.zeros(3, 2), torch.zeros(3, 4)
-    launch_forward(gate_up, offsets, out, "silu", 1.0, 1.0)
-    launch_backward(z, gate_up, offsets, dgate_up, "silu", 1.0, 1.0)
+    launch(gate_up, offsets, out, "silu", 1.0, 1.0)
+    launch(gate_up, offsets, dgate_up, "silu", 1.0, 1.0, grad=z)
     assert out.tolist() == [[0, 64], [32, 0], [0, 0]]
     assert dgate_up.tolist() == [[2, 2, 0, 32], [3, 3, 96, 0], [0, 0, 0, 0]]
 

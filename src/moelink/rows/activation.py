@@ -220,15 +220,16 @@ def _run_kernel(
 ) -> None:
     from moelink.kernels.launch.device import is_interpreted
     from moelink.rows import activation_kernel as kernel
+    from moelink.rows.common_kernel import LAYOUTS
 
     if not x.is_cuda and not is_interpreted():
         raise UnsupportedError(
             "implementation: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
             f"before triton is imported), got tensors on {x.device}; use implementation='torch'"
         )
-    if fmt.scale_layout is not None and fmt.scale_layout.name not in kernel.LAYOUTS:
+    if fmt.scale_layout is not None and fmt.scale_layout.name not in LAYOUTS:
         raise UnsupportedError(
-            f"implementation: expected one of the scale layouts {', '.join(kernel.LAYOUTS)} for the kernel, got "
+            f"implementation: expected one of the scale layouts {', '.join(LAYOUTS)} for the kernel, got "
             f"{fmt.scale_layout.name!r} of format {fmt.name!r}; use implementation='torch'"
         )
     pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))

@@ -1,14 +1,10 @@
 """The gated activation between the two grouped matmuls, quantised on its way: ``moelink.activation`` as one kernel.
 
-Input rows are [gate | up], 2 H elements. The number of rows is read on the device, from the last of ``row_offsets``, so
-a fixed number of programs serves any number of rows. Nothing waits for anything; there is no protocol.
-
-The output rows are one list of groups of GS elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W,
-with W = H / GS. Step s handles groups [s * NG, s * NG + NG), and program p the steps p, p + P, p + 2 P, ... Payloads of
-consecutive groups are neighbours in memory, whatever H is. In a format with a scale per row the group is the row,
-rounded up to a power of two and filled up with zeros, which are not stored; so W is 1. Scales go where the layout wants
-them; in the 128x4 tiles the programs then share the zeroing of the rows behind every group, up to the next multiple of
-128.
+Input rows are [gate | up], 2 H elements; output rows H, cut into groups and steps as :mod:`moelink.rows.common_kernel`
+says. Payloads of consecutive groups are neighbours in memory, whatever H is. In a format with a scale per row the group
+is the row, rounded up to a power of two and filled up with zeros, which are not stored; so W is 1. Scales go where the
+layout wants them; in the 128x4 tiles the programs then share the zeroing of the rows behind every group, up to the next
+multiple of 128.
 
 Every operation is rounded once in fp32, none is fused, and the exponential is a polynomial of such operations, so that
 the bits are those of the torch twin.
@@ -27,25 +23,16 @@ row    gate             up              out
 With GS = 4, so W = 1, and NG = 1, the 3 rows are 3 steps: program 0 of 2 does rows 0 and 2, program 1 row 1.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.formats.device.casts import as_float, as_int
-from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
-from moelink.kernels.launch.device import is_interpreted
+from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.scale_tiles import row_of_word, word_in_tiles
-
-TILES = "tiles_128x4"
-LAYOUTS = ("row_major", "transposed", TILES)
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-
-# Tiles whose tails one program zeroes at a time.
-_TAIL_TILES = 16
+from moelink.rows import common_kernel as common
+from moelink.rows.common_kernel import RowConstants, bounded, group_of, place
 
 
 @triton.jit
@@ -69,28 +56,11 @@ def exp(x):
 
 
 @triton.jit
-def gated(gate, up, CLAMP: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """``gate / (1 + exp(-gate)) * up``, or the clamped variant. NaN stays NaN."""
-    if CLAMP:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
-        power = exp(-(gate * ALPHA))
-    else:
-        power = exp(-gate)
-    return tl.math.div_rn(gate, power + 1.0) * up
-
-
-@triton.jit
-def group_of(row, row_offsets, G: tl.constexpr, HALVINGS: tl.constexpr):
-    """The group of each row: the last that starts at or before it."""
-    low = (row * 0).to(tl.int32)
-    high = low + (G - 1)
-    for _ in tl.static_range(HALVINGS):
-        middle = (low + high + 1) // 2
-        before = tl.load(row_offsets + middle) <= row
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle - 1)
-    return low
+def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """``gate / (1 + exp(-(ALPHA * gate))) * up``, of bounded ones if KIND is "clamped". NaN stays NaN."""
+    if KIND == "clamped":
+        gate, up = bounded(gate, up, LIMIT)
+    return tl.math.div_rn(gate, exp(-(gate * ALPHA)) + 1.0) * up
 
 
 @triton.jit
@@ -113,37 +83,6 @@ def clear_tails(
             tl.store(to + tile * 128 + word % 128, word * 0, mask=(inner >= size % 128) & (tile < TILES_PER_ROW))
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class ActivationConstants(Constants):
-    """What the kernel is compiled for.
-
-    Attributes:
-        HIDDEN_SIZE: columns of an output row. GROUP_SIZE: elements of a group. GROUPS_PER_STEP: groups at a time.
-        GROUP_ELEMENTS: payload elements of a group. NUM_GROUPS: groups of rows; HALVINGS: to find a row's by bisection.
-        ENCODE_FN: the format's device function. SCALE_LAYOUT: its layout of scales, "" for formats without them.
-        SCALES_PER_WORD: scales in an element of the scale tensor, as it is seen from outside.
-        HAS_INPUT_SCALES: there is a global scale for each group of rows.
-        CLAMP, ALPHA, LIMIT: the clamped form, and its two numbers. NATIVE_CASTS: the device's narrow conversions.
-        TAIL_TILES: 128x4 tiles that are cleared at a time.
-    """
-
-    HIDDEN_SIZE: int
-    GROUP_SIZE: int
-    GROUPS_PER_STEP: int
-    GROUP_ELEMENTS: int
-    NUM_GROUPS: int
-    HALVINGS: int
-    ENCODE_FN: Any
-    SCALE_LAYOUT: str
-    SCALES_PER_WORD: int
-    HAS_INPUT_SCALES: bool
-    CLAMP: bool
-    ALPHA: float
-    LIMIT: float
-    NATIVE_CASTS: bool
-    TAIL_TILES: int
-
-
 @triton.jit(do_not_specialize=["rows"])
 def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, tokens, scales, rows, S: tl.constexpr):
     """See the module."""
@@ -152,10 +91,7 @@ def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, token
     num_programs = tl.num_programs(0)
     total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
     for step in range(program, tl.cdiv(total.to(tl.int64) * W, S.GROUPS_PER_STEP).to(tl.int32), num_programs):
-        first = tl.cast(step, tl.int64) * S.GROUPS_PER_STEP
-        ahead = (first % W).to(tl.int32) + tl.arange(0, S.GROUPS_PER_STEP)
-        row = first // W + ahead // W
-        group = ahead % W
+        first, row, group = place(step, W, S.GROUPS_PER_STEP)
         here = row < total
         source = x + (row * (2 * S.HIDDEN_SIZE) + group * S.GROUP_SIZE)[:, None] + tl.arange(0, S.GROUP_SIZE)[None, :]
         inside = here[:, None]
@@ -163,14 +99,14 @@ def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, token
             inside = inside & (tl.arange(0, S.GROUP_SIZE) < S.HIDDEN_SIZE)[None, :]
         gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(source + S.HIDDEN_SIZE, mask=inside, other=0.0).to(tl.float32)
-        z = gated(gate, up, S.CLAMP, S.ALPHA, S.LIMIT)
-        if S.SCALE_LAYOUT == "tiles_128x4" or S.HAS_INPUT_SCALES:
+        z = gated(gate, up, S.KIND, S.ALPHA, S.LIMIT)
+        if S.SCALE_LAYOUT == "tiles_128x4" or S.HAS_INPUT_SCALE:
             expert = group_of(row, row_offsets, S.NUM_GROUPS, S.HALVINGS)
-        if S.HAS_INPUT_SCALES:
+        if S.HAS_INPUT_SCALE:
             factor = tl.load(input_scales + expert)
         else:
             factor = 1.0
-        payload, scale = S.ENCODE_FN(z, factor, S.NATIVE_CASTS)
+        payload, scale = S.CODE_FN(z, factor, S.NATIVE_CASTS)
         left = total.to(tl.int64) * (W * S.GROUP_ELEMENTS) - first * S.GROUP_ELEMENTS
         element = tl.arange(0, S.GROUPS_PER_STEP * S.GROUP_ELEMENTS)
         to = tokens + first * S.GROUP_ELEMENTS + element
@@ -205,32 +141,9 @@ def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, token
         )
 
 
-def group_elements(fmt: Format, hidden: int) -> int:
-    """GS of rows that are encoded: the elements that share a scale, rounded up to a power of two; for formats without
-    scales as :func:`even_groups`."""
-    return even_groups(hidden) if fmt.scale_dtype is None else triton.next_power_of_2(fmt.elements_per_scale(hidden))
-
-
-def even_groups(hidden: int) -> int:
-    """The largest power of two up to 64 that divides ``hidden``."""
-    return min(64, hidden & -hidden)
-
-
-def scales_per_word(fmt: Format) -> int:
-    """Scales in an element of the scale tensor: 4 where an int32 holds four bytes, else 1."""
-    return 1 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize // max(1, fmt.codec().SCALE_BYTES)
-
-
 def warps_of(elements: int) -> int:
     """Warps of a program whose step has ``elements`` elements: 16 for each thread, up to 1024 threads."""
     return max(4, min(32, elements // 512))
-
-
-def native_conversions(device: torch.device) -> bool:
-    """True when the conversion instructions of the device give the formats' bits."""
-    if is_interpreted() or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def launch(
@@ -255,33 +168,19 @@ def launch(
     codec, hidden, num_groups = fmt.codec(), x.shape[1] // 2, row_offsets.shape[0] - 1
     if not x.shape[0] or not num_groups:
         return
-    cuda = x.device.type == "cuda"
-    group = group_elements(fmt, hidden)
-    per_step = triton.next_power_of_2(max(1, (block or (2048 if cuda else 16384)) // group))
-    if num_programs is None:
-        most = 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if cuda else 2
-        num_programs = max(1, min(most, triton.cdiv(x.shape[0] * (hidden // group), per_step)))
+    group = common.group_elements(fmt, hidden)
+    per_step = triton.next_power_of_2(max(1, (block or common.step_elements(x.device)) // group))
     alpha, limit = clamp or (1.0, 1.0)
-    constants = ActivationConstants(
-        HIDDEN_SIZE=hidden,
-        GROUP_SIZE=group,
-        GROUPS_PER_STEP=per_step,
-        GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
-        NUM_GROUPS=num_groups,
-        HALVINGS=(num_groups - 1).bit_length(),
-        ENCODE_FN=codec.encode,
+    constants = RowConstants(
+        **common.format_constants(fmt, hidden, num_groups, group, per_step), CODE_FN=codec.encode,
         SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name,
-        SCALES_PER_WORD=scales_per_word(fmt),
-        HAS_INPUT_SCALES=input_scales is not None,
-        CLAMP=clamp is not None,
-        ALPHA=alpha,
-        LIMIT=limit,
-        NATIVE_CASTS=native_conversions(x.device) if native is None else native,
-        TAIL_TILES=_TAIL_TILES if cuda else 64,
-    )
-    settle_cache_key(silu_and_quantize_kernel)[(num_programs,)](
-        x, row_offsets, row_offsets if input_scales is None else input_scales,
-        row_offsets if scales_offsets is None else scales_offsets, tokens.view(_UNSIGNED[codec.ELEMENT_BYTES]),
-        row_offsets if scales is None else scales if codec.SCALE_BYTES == 4 else scales.view(torch.uint8), x.shape[0],
-        S=constants, enable_fp_fusion=False, num_warps=warps_of(group * per_step),
+        HAS_INPUT_SCALE=input_scales is not None, KIND="clamped" if clamp else "silu", ALPHA=alpha, LIMIT=limit,
+        NATIVE_CASTS=has_native_casts(x.device) if native is None else native, TAIL_TILES=16 if x.is_cuda else 64,
+    )  # fmt: skip
+    common.launch(
+        silu_and_quantize_kernel,
+        (x, row_offsets, input_scales, scales_offsets, common.codes(tokens, codec.ELEMENT_BYTES),
+         common.scale_codes(scales, fmt), x.shape[0]),
+        constants, triton.cdiv(x.shape[0] * (hidden // group), per_step), absent=row_offsets,
+        num_programs=num_programs, num_warps=warps_of(group * per_step),
     )  # fmt: skip

@@ -1,11 +1,7 @@
 """Dequantise the rows that exist: codes and scales of received rows to bf16, fp16 or fp32.
 
-How many rows exist is read on the device, from the last of ``row_offsets``; later rows of the output are not written.
-Nothing waits for anything; there is no protocol.
-
-The rows are one list of groups of GS elements, those of a scale (of 64 at most where there are none, or one a row):
-group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H / GS. Step s handles groups [s * N, s * N +
-N), and program p the steps p, p + P, p + 2 P, ... A group's scale is where the layout puts it
+The rows are cut into groups and steps as :mod:`moelink.rows.common_kernel` says. The elements of a group are those of a
+scale, 64 at most where there are none, or one a row. A group's scale is where the layout puts it
 (:mod:`moelink.formats.scale_layouts`). The number is that of the format's device function, ``code * scale`` in fp32,
 rounded to the output's dtype.
 
@@ -13,62 +9,22 @@ Example: format fp8_block128, H = 256, so W = 2; row_offsets [0, 1, 2], 4 rows o
 Codes 2 and 3 of row 1's groups with scales 0.5 and 4 give 1 and 12; rows 2 and 3 are not written.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
-from moelink.formats.device.casts import f32_to_bf16
-from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.scale_tiles import place_in_tiles
-from moelink.rows.activation_kernel import (
-    LAYOUTS,
-    even_groups,
-    group_elements,
-    group_of,
-    native_conversions,
-    scales_per_word,
-)
-
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+from moelink.rows import common_kernel as common
+from moelink.rows.common_kernel import RowConstants, group_of, place, rounded
 
 
 def can_dequantize(fmt: Format) -> bool:
     """Whether the format has a device function, and its scales a layout, that the kernel knows."""
-    if fmt.scale_layout is not None and fmt.scale_layout.name not in LAYOUTS:
+    if fmt.scale_layout is not None and fmt.scale_layout.name not in common.LAYOUTS:
         return False
     return fmt.codec().decode is not None
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class DequantizeConstants(Constants):
-    """What the kernel is compiled for.
-
-    Attributes:
-        HIDDEN_SIZE: columns of a row. GROUP_SIZE: elements of a group. GROUPS_PER_STEP: groups at a time.
-        GROUP_ELEMENTS: payload elements of a group. NUM_GROUPS: groups of rows; HALVINGS: to find a row's by bisection.
-        DECODE_FN: the format's device function. SCALE_LAYOUT: its layout of scales, "" for formats without them.
-        SCALES_PER_WORD: scales in an element of the scale tensor. ONE_SCALE: a row has one.
-        HAS_INPUT_SCALE: there is a global scale. TO_BF16: the output is bf16, stored as its bits.
-        NATIVE_CASTS: the device's narrow conversions.
-    """
-
-    HIDDEN_SIZE: int
-    GROUP_SIZE: int
-    GROUPS_PER_STEP: int
-    GROUP_ELEMENTS: int
-    NUM_GROUPS: int
-    HALVINGS: int
-    DECODE_FN: Any
-    SCALE_LAYOUT: str
-    SCALES_PER_WORD: int
-    ONE_SCALE: bool
-    HAS_INPUT_SCALE: bool
-    TO_BF16: bool
-    NATIVE_CASTS: bool
 
 
 @triton.jit
@@ -97,9 +53,7 @@ def dequantize_rows_kernel(tokens, scales, row_offsets, scales_offsets, input_sc
     total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
     steps = tl.cdiv(total.to(tl.int64) * W, S.GROUPS_PER_STEP).to(tl.int32)
     for step in range(tl.program_id(0), steps, tl.num_programs(0)):
-        first = tl.cast(step, tl.int64) * S.GROUPS_PER_STEP
-        ahead = (first % W).to(tl.int32) + tl.arange(0, S.GROUPS_PER_STEP)
-        row, group = first // W + ahead // W, ahead % W
+        _, row, group = place(step, W, S.GROUPS_PER_STEP)
         here = row < total
         element = tl.arange(0, S.GROUP_ELEMENTS)[None, :]
         codes = (row * (W * S.GROUP_ELEMENTS) + group * S.GROUP_ELEMENTS)[:, None] + element
@@ -112,11 +66,9 @@ def dequantize_rows_kernel(tokens, scales, row_offsets, scales_offsets, input_sc
             factor = tl.load(input_scale)
         else:
             factor = 1.0
-        value = S.DECODE_FN(payload, scale, factor, S.NATIVE_CASTS)
-        if S.TO_BF16:
-            value = f32_to_bf16(value, S.NATIVE_CASTS)
+        value = rounded(S.CODE_FN(payload, scale, factor, S.NATIVE_CASTS), out.dtype.element_ty, S)
         to = out + (row * S.HIDDEN_SIZE + group * S.GROUP_SIZE)[:, None] + tl.arange(0, S.GROUP_SIZE)[None, :]
-        tl.store(to, value.to(out.dtype.element_ty), mask=here[:, None])
+        tl.store(to, value, mask=here[:, None])
 
 
 def launch(
@@ -135,33 +87,21 @@ def launch(
     ``fmt`` is one that :func:`can_dequantize` takes; ``scales`` are in its layout, with the ``scales_offsets`` of 128x4
     tiles, or row-major if ``by_row`` (layout "rank"); None for formats without.
     """
-    codec, hidden, num_groups, cuda = fmt.codec(), out.shape[1], row_offsets.shape[0] - 1, out.is_cuda
+    codec, (rows, hidden), num_groups = fmt.codec(), out.shape, row_offsets.shape[0] - 1
     if not out.numel() or not num_groups:
         return
     one_scale = fmt.scale_dtype is not None and fmt.elements_per_scale(hidden) > fmt.group
-    group = even_groups(hidden) if one_scale else group_elements(fmt, hidden)
-    per_step = triton.next_power_of_2(max(1, (2048 if cuda else 16384) // group))
-    most = 8 * torch.cuda.get_device_properties(out.device).multi_processor_count if cuda else 2
-    num_programs = max(1, min(most, triton.cdiv(out.shape[0] * (hidden // group), per_step)))
-    constants = DequantizeConstants(
-        HIDDEN_SIZE=hidden,
-        GROUP_SIZE=group,
-        GROUPS_PER_STEP=per_step,
-        GROUP_ELEMENTS=group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
-        NUM_GROUPS=num_groups,
-        HALVINGS=(num_groups - 1).bit_length(),
-        DECODE_FN=codec.decode,
+    group = common.even_groups(hidden) if one_scale else common.group_elements(fmt, hidden)
+    per_step = triton.next_power_of_2(max(1, common.step_elements(out.device) // group))
+    constants = RowConstants(
+        **common.format_constants(fmt, hidden, num_groups, group, per_step), CODE_FN=codec.decode,
         SCALE_LAYOUT="" if fmt.scale_layout is None else "row_major" if by_row else fmt.scale_layout.name,
-        SCALES_PER_WORD=scales_per_word(fmt),
-        ONE_SCALE=one_scale,
-        HAS_INPUT_SCALE=input_scale is not None,
-        TO_BF16=out.dtype == torch.bfloat16,
-        NATIVE_CASTS=native_conversions(out.device),
-    )
-    settle_cache_key(dequantize_rows_kernel)[(num_programs,)](
-        tokens.view(_UNSIGNED[codec.ELEMENT_BYTES]),
-        row_offsets if scales is None else scales if codec.SCALE_BYTES == 4 else scales.view(torch.uint8),
-        row_offsets, row_offsets if scales_offsets is None else scales_offsets,
-        row_offsets if input_scale is None else input_scale, out.view(torch.uint16) if constants.TO_BF16 else out,
-        out.shape[0], S=constants, enable_fp_fusion=False,
+        ONE_SCALE=one_scale, HAS_INPUT_SCALE=input_scale is not None,
+        NATIVE_CASTS=has_native_casts(out.device),
+    )  # fmt: skip
+    common.launch(
+        dequantize_rows_kernel,
+        (common.codes(tokens, codec.ELEMENT_BYTES), common.scale_codes(scales, fmt), row_offsets, scales_offsets,
+         input_scale, common.bits(out), rows),
+        constants, triton.cdiv(rows * (hidden // group), per_step), absent=row_offsets,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from moelink.errors import ArgumentError
 from moelink.rows.activation import Clamp
-from moelink.rows.scale_rows import without_tail
+from moelink.rows.scale_rows import count_rows, without_tail
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 
@@ -141,21 +141,15 @@ def _activated(gate: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor]:
     return gate * s, s + known.alpha * gate * s * (1 - s)
 
 
-def _rows(row_offsets: Tensor, rows: int) -> int:
-    """How many rows there are, for tensors on the host."""
-    return min(int(row_offsets[-1]), rows)
-
-
 @torch.library.custom_op("moelink::gated_activation", mutates_args=())
 def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if gate_up.is_cuda:
-        from moelink.rows.gated_kernel import launch_forward
+        from moelink.rows.gated_kernel import launch
 
-        if out.numel():
-            launch_forward(gate_up.contiguous(), row_offsets, out, kind, alpha, limit)
+        launch(gate_up.contiguous(), row_offsets, out, kind, alpha, limit)
         return out
-    count = _rows(row_offsets, len(out))
+    count = count_rows(row_offsets, len(out))
     out[:count] = twin(gate_up[:count], GatedActivation(kind, alpha, limit))  # type: ignore[arg-type]
     return out
 
@@ -164,12 +158,11 @@ def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit:
 def _gradient(grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     if gate_up.is_cuda:
-        from moelink.rows.gated_kernel import launch_backward
+        from moelink.rows.gated_kernel import launch
 
-        if out.numel():
-            launch_backward(grad.contiguous(), gate_up.contiguous(), row_offsets, out, kind, alpha, limit)
+        launch(gate_up.contiguous(), row_offsets, out, kind, alpha, limit, grad=grad.contiguous())
         return out
-    count = _rows(row_offsets, len(out))
+    count = count_rows(row_offsets, len(out))
     out[:count] = gradient_twin(grad[:count], gate_up[:count], GatedActivation(kind, alpha, limit))  # type: ignore[arg-type]
     return out
 

@@ -44,10 +44,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moelink.formats.device.casts import e4m3_to_f32
-from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
-from moelink.kernels.launch.device import is_interpreted
+from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.device import has_native_casts, is_interpreted
 from moelink.kernels.numeric import round_to
-from moelink.rows.activation_kernel import native_conversions
+from moelink.rows import common_kernel as common
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
@@ -268,7 +268,7 @@ def default_settings(device: torch.device) -> Settings:
     """The settings of launches on ``device``."""
     if is_interpreted():
         return INTERPRETED
-    if not native_conversions(device):
+    if not has_native_casts(device):
         return WITHOUT_FP8
     return {9: HOPPER, 10: BLACKWELL}.get(torch.cuda.get_device_capability(device)[0], SMALL_CACHE)
 
@@ -312,22 +312,21 @@ def _launch_tiles(
     tiles: Tiles,
     served: tuple[int, int],
 ) -> None:
-    native = native_conversions(out.device)
+    native = has_native_casts(out.device)
     operands = "fp8" if native else "fp32" if is_interpreted() else "fp16"
     constants = constants_of(tiles, weight.shape, operands=operands, native=native)
-    most = tiles.programs * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 3
     # A group begins at most one tile that is not full.
     row_tiles = min(len(codes), triton.cdiv(len(codes), tiles.rows) + weight.shape[0])
-    num_programs = min(most, row_tiles * triton.cdiv(weight.shape[1], tiles.columns * tiles.parts))
+    steps = row_tiles * triton.cdiv(weight.shape[1], tiles.columns * tiles.parts)
     flat = weight.view(-1, weight.shape[2])
     left: Any = codes if native else codes.view(torch.uint8)
     right: Any = flat if native else flat.view(torch.uint8)
     if tiles.descriptors:
         left = TensorDescriptor.from_tensor(left, [tiles.rows, BLOCK])
         right = TensorDescriptor.from_tensor(right, [tiles.columns, BLOCK])
-    # The sum over kb uses FMAs, which Triton up to 3.9 makes by default and 3.10 will not: the kernel was tuned with
-    # them, and promises no bits.
-    settle_cache_key(grouped_fp8_kernel)[(num_programs,)](
-        left, scales, row_offsets, right, weight_scales, out, len(codes), *served, S=constants,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+    # The sum over kb uses FMAs: the kernel was tuned with them, and promises no bits.
+    common.launch(
+        grouped_fp8_kernel, (left, scales, row_offsets, right, weight_scales, out, len(codes), *served), constants,
+        steps, absent=row_offsets, per_sm=tiles.programs, fused=True, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -8,12 +8,8 @@ These are the gradients of combine (:mod:`moelink.ops.autograd`), and conversion
 The arithmetic is fp32, or fp64 where DOUBLE says so. A result of fp64 arithmetic that is stored as bf16 or fp16 is
 rounded to fp32 first, as torch's conversions do.
 
-How many rows exist is read on the device, from the last of ``row_offsets``; of later rows nothing is read or written.
-So a fixed number of programs serves any number of rows, and a call costs what its rows cost, not what its buffers could
-hold. Nothing waits for anything; there is no protocol.
-
-Step s handles rows [s * N, s * N + N), N = ROWS, and program p the steps p, p + P, p + 2 P, ... It reads C = COLUMNS
-columns of its rows at a time.
+Step s handles rows [s * N, s * N + N), N = ROWS, C = COLUMNS columns of them at a time.
+:mod:`moelink.rows.common_kernel` says which steps a program has.
 
 **Order of a dot product:** each product is rounded; sum c takes those of columns c, c + C, c + 2 C, ... one by one.
 Then the C sums are added, those of a thread one by one, those of threads in pairs; which columns a thread has, the
@@ -34,63 +30,16 @@ row    d         weights   other     out        dots       out by slot 1 of slot
 =====  ========  ========  ========  =========  =========  ========================
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from moelink.formats.device.casts import f32_to_bf16
-from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.numeric import only
-from moelink.rows.activation_kernel import native_conversions
+from moelink.rows import common_kernel as common
+from moelink.rows.common_kernel import RowConstants, number, rounded
 
 _MOST_COLUMNS = 1024
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class ScaleRowsConstants(Constants):
-    """What the kernel is compiled for.
-
-    Attributes:
-        HIDDEN_SIZE: columns of a row. STRIDE: elements from a row of ``d`` to the next, 0 where all rows are one.
-        COLUMNS: columns at a time. ROWS: rows of a step.
-        NUM_GROUPS: groups of rows; the last of ``row_offsets`` is the number of rows.
-        HAS_WEIGHTS, HAS_OUT, HAS_DOTS: whether there are weights, and what is computed.
-        BY_SLOT: only rows of one slot are stored.
-        DOUBLE: the arithmetic is fp64. TO_BF16: ``out`` is bf16, stored as its bits.
-        NATIVE_CASTS: the device's narrow conversions.
-    """
-
-    HIDDEN_SIZE: int
-    STRIDE: int
-    COLUMNS: int
-    ROWS: int
-    NUM_GROUPS: int
-    HAS_WEIGHTS: bool
-    HAS_OUT: bool
-    HAS_DOTS: bool
-    BY_SLOT: bool
-    DOUBLE: bool
-    TO_BF16: bool
-    NATIVE_CASTS: bool
-
-
-@triton.jit
-def _number(value, DOUBLE: tl.constexpr):
-    """``value`` in the dtype of the arithmetic."""
-    return value.to(tl.float64) if DOUBLE else value.to(tl.float32)
-
-
-@triton.jit
-def _store(to, value, mask, S: tl.constexpr):
-    """Round ``value`` to the dtype of ``out``, and store it."""
-    if to.dtype.element_ty == tl.float64:
-        tl.store(to, value.to(tl.float64), mask=mask)
-    elif S.TO_BF16:
-        tl.store(to, f32_to_bf16(value.to(tl.float32), S.NATIVE_CASTS), mask=mask)
-    else:
-        tl.store(to, value.to(tl.float32).to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "slot"])
@@ -106,19 +55,21 @@ def scale_rows_kernel(d, other, weights, src_info, row_offsets, out, dots, rows,
             mine = exists & (tl.load(src_info + row * 3 + 2, mask=exists, other=-1) == slot)
             stored = mine | only(slot == 0, exists)
         if S.HAS_WEIGHTS:
-            weight = _number(tl.load(weights + row, mask=mine, other=0.0), S.DOUBLE)[:, None]
-        sums = _number(tl.zeros([S.ROWS, S.COLUMNS], tl.float32), S.DOUBLE)
+            weight = number(tl.load(weights + row, mask=mine, other=0.0), S.DOUBLE)[:, None]
+        sums = number(tl.zeros([S.ROWS, S.COLUMNS], tl.float32), S.DOUBLE)
         for first in range(0, S.HIDDEN_SIZE, S.COLUMNS):
             column = (first + tl.arange(0, S.COLUMNS))[None, :]
             read, written = mine[:, None], stored[:, None]
             if S.HIDDEN_SIZE % S.COLUMNS != 0:
                 read, written = read & (column < S.HIDDEN_SIZE), written & (column < S.HIDDEN_SIZE)
-            value = _number(tl.load(d + (row * S.STRIDE)[:, None] + column, mask=read, other=0.0), S.DOUBLE)
+            value = number(tl.load(d + (row * S.STRIDE)[:, None] + column, mask=read, other=0.0), S.DOUBLE)
             place = (row * S.HIDDEN_SIZE)[:, None] + column
             if S.HAS_DOTS:
-                sums += value * _number(tl.load(other + place, mask=read, other=0.0), S.DOUBLE)
+                sums += value * number(tl.load(other + place, mask=read, other=0.0), S.DOUBLE)
             if S.HAS_OUT:
-                _store(out + place, value * weight if S.HAS_WEIGHTS else value, written, S)
+                to = out + place
+                value = value * weight if S.HAS_WEIGHTS else value
+                tl.store(to, rounded(value, to.dtype.element_ty, S), mask=written)
         if S.HAS_DOTS:
             tl.store(dots + row, tl.sum(sums, 1), mask=exists)
 
@@ -143,29 +94,17 @@ def launch(
     rows, hidden = d.shape
     if not rows or not hidden:
         return
-    cuda = d.is_cuda
     columns = min(_MOST_COLUMNS, triton.next_power_of_2(hidden))
-    per_step = max(1, (2048 if cuda else 16384) // columns)
-    most = 8 * torch.cuda.get_device_properties(d.device).multi_processor_count if cuda else 2
-    tensors = [tensor for tensor in (d, weights, other, out, dots) if tensor is not None]
-    to_bf16 = out is not None and out.dtype == torch.bfloat16
-    constants = ScaleRowsConstants(
-        HIDDEN_SIZE=hidden,
-        STRIDE=d.stride(0) if rows > 1 else hidden,
-        COLUMNS=columns,
-        ROWS=per_step,
-        NUM_GROUPS=row_offsets.shape[0] - 1,
-        HAS_WEIGHTS=weights is not None,
-        HAS_OUT=out is not None,
-        HAS_DOTS=dots is not None,
-        BY_SLOT=src_info is not None,
-        DOUBLE=any(tensor.dtype == torch.float64 for tensor in tensors),
-        TO_BF16=to_bf16,
-        NATIVE_CASTS=native_conversions(d.device),
-    )
-    settle_cache_key(scale_rows_kernel)[(max(1, min(most, triton.cdiv(rows, per_step))),)](
-        d, d if other is None else other, d if weights is None else weights,
-        row_offsets if src_info is None else src_info, row_offsets,
-        d if out is None else out.view(torch.uint16) if to_bf16 else out, d if dots is None else dots, rows, slot,
-        S=constants, enable_fp_fusion=False,
+    per_step = max(1, common.step_elements(d.device) // columns)
+    constants = RowConstants(
+        HIDDEN_SIZE=hidden, NUM_GROUPS=row_offsets.shape[0] - 1, NATIVE_CASTS=has_native_casts(d.device),
+        DOUBLE=any(tensor is not None and tensor.dtype == torch.float64 for tensor in (d, weights, other, out, dots)),
+        STRIDE=d.stride(0) if rows > 1 else hidden, COLUMNS=columns, ROWS=per_step, HAS_WEIGHTS=weights is not None,
+        HAS_OUT=out is not None, HAS_DOTS=dots is not None, BY_SLOT=src_info is not None,
+    )  # fmt: skip
+    common.launch(
+        scale_rows_kernel,
+        (d, other, weights, row_offsets if src_info is None else src_info, row_offsets,
+         None if out is None else common.bits(out), dots, rows, slot),
+        constants, triton.cdiv(rows, per_step), absent=d,
     )  # fmt: skip

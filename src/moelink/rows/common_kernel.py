@@ -1,0 +1,198 @@
+"""What kernels on rows share: their launch constants, who does which rows, numbers in and out, and the launch.
+
+How many rows exist is read on the device, from the last of ``row_offsets``; of later rows nothing is read or written.
+So a fixed number of programs serves any number of rows, and a call costs what its rows cost, not what its buffers could
+hold. Nothing waits for anything; there is no protocol.
+
+The work is cut into steps, and program p of P does the steps p, p + P, p + 2 P, ... Most kernels take the rows as one
+list of groups of GS = GROUP_SIZE elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H /
+GS groups a row. Step s then handles the groups [s * N, s * N + N), N = GROUPS_PER_STEP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moelink.formats.base import Format
+from moelink.formats.device.casts import f32_to_bf16
+from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+
+LAYOUTS = ("row_major", "transposed", "tiles_128x4")
+"""Layouts of scales that the kernels know."""
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class RowConstants(Constants):
+    """What a kernel on rows is compiled for. What it does not read has its default.
+
+    Attributes:
+        HIDDEN_SIZE: columns of an output row.
+        NUM_GROUPS: groups of rows; the last of ``row_offsets`` is the number of rows.
+        NATIVE_CASTS: the device's narrow conversions.
+        DOUBLE: the arithmetic is fp64.
+        GROUP_SIZE, GROUPS_PER_STEP: elements of a group, and groups at a time.
+        GROUP_ELEMENTS: payload elements of a group. CODE_FN: the device function of the format, to encode or decode.
+        HALVINGS: to find the group of a row by bisection.
+        SCALE_LAYOUT: the format's layout of scales, "" for formats without them.
+        SCALES_PER_WORD: scales in an element of the scale tensor, as it is seen from outside.
+        ONE_SCALE: a row has one scale. HAS_INPUT_SCALE: there is a global scale (or one for each group of rows).
+        KIND: of the gated activation. ALPHA, LIMIT: the numbers of the clamped kind.
+        TAIL_TILES: 128x4 tiles that are cleared at a time.
+        STRIDE: elements from a row of ``d`` to the next, 0 where all rows are one.
+        COLUMNS, ROWS: columns at a time, of so many rows.
+        HAS_WEIGHTS, HAS_OUT, HAS_DOTS: whether there are weights, and what is computed.
+        BY_SLOT: only rows of one slot are stored.
+    """
+
+    HIDDEN_SIZE: int
+    NUM_GROUPS: int
+    NATIVE_CASTS: bool
+    DOUBLE: bool = False
+    GROUP_SIZE: int = 1
+    GROUPS_PER_STEP: int = 1
+    GROUP_ELEMENTS: int = 1
+    CODE_FN: Any = None
+    HALVINGS: int = 0
+    SCALE_LAYOUT: str = ""
+    SCALES_PER_WORD: int = 1
+    ONE_SCALE: bool = False
+    HAS_INPUT_SCALE: bool = False
+    KIND: str = ""
+    ALPHA: float = 1.0
+    LIMIT: float = 1.0
+    TAIL_TILES: int = 1
+    STRIDE: int = 0
+    COLUMNS: int = 1
+    ROWS: int = 1
+    HAS_WEIGHTS: bool = False
+    HAS_OUT: bool = False
+    HAS_DOTS: bool = False
+    BY_SLOT: bool = False
+
+
+def format_constants(fmt: Format, hidden: int, num_groups: int, group: int, per_step: int) -> dict[str, Any]:
+    """Return the sizes that a kernel on rows of ``fmt`` is compiled for, with groups of ``group`` elements."""
+    codec = fmt.codec()
+    return {
+        "HIDDEN_SIZE": hidden,
+        "NUM_GROUPS": num_groups,
+        "GROUP_SIZE": group,
+        "GROUPS_PER_STEP": per_step,
+        "GROUP_ELEMENTS": group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
+        "HALVINGS": (num_groups - 1).bit_length(),
+        "SCALES_PER_WORD": 1 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize // max(1, codec.SCALE_BYTES),
+    }
+
+
+@triton.jit
+def number(value, DOUBLE: tl.constexpr):
+    """``value`` in the dtype of the arithmetic."""
+    return value.to(tl.float64) if DOUBLE else value.to(tl.float32)
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr, S: tl.constexpr):
+    """``value`` rounded to DTYPE once, from fp64 by way of fp32 as torch does; uint16 stands for the bits of bf16."""
+    if DTYPE == tl.float64:
+        return value.to(tl.float64)
+    elif DTYPE == tl.uint16:
+        return f32_to_bf16(value.to(tl.float32), S.NATIVE_CASTS)
+    else:
+        return value.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def place(step, W: tl.constexpr, N: tl.constexpr):
+    """Return a step's first group, and of its N groups the row and the group in it, of W a row, both [N]."""
+    first = tl.cast(step, tl.int64) * N
+    ahead = (first % W).to(tl.int32) + tl.arange(0, N)
+    return first, first // W + ahead // W, ahead % W
+
+
+@triton.jit
+def group_of(row, row_offsets, G: tl.constexpr, HALVINGS: tl.constexpr):
+    """The group of each row: the last that starts at or before it."""
+    low = (row * 0).to(tl.int32)
+    high = low + (G - 1)
+    for _ in tl.static_range(HALVINGS):
+        middle = (low + high + 1) // 2
+        before = tl.load(row_offsets + middle) <= row
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle - 1)
+    return low
+
+
+@triton.jit
+def bounded(gate, up, LIMIT: tl.constexpr):
+    """Gate and the factor beside it, of the clamped activation. NaN stays NaN."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    return gate, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+
+
+def even_groups(hidden: int) -> int:
+    """The largest power of two up to 64 that divides ``hidden``."""
+    return min(64, hidden & -hidden)
+
+
+def group_elements(fmt: Format, hidden: int) -> int:
+    """GS of rows that are encoded: the elements that share a scale, rounded up to a power of two; for formats without
+    scales as :func:`even_groups`."""
+    return even_groups(hidden) if fmt.scale_dtype is None else triton.next_power_of_2(fmt.elements_per_scale(hidden))
+
+
+def step_elements(device: torch.device) -> int:
+    """Elements of a step."""
+    return 2048 if device.type == "cuda" else 16384
+
+
+def codes(tensor: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    """View payload or scales as unsigned integers of ``size`` bytes."""
+    return None if tensor is None else tensor.view(_UNSIGNED[size])
+
+
+def scale_codes(scales: torch.Tensor | None, fmt: Format) -> torch.Tensor | None:
+    """View scales as kernels take them: fp32, or else bytes."""
+    return scales if scales is None or fmt.codec().SCALE_BYTES == 4 else scales.view(torch.uint8)
+
+
+def bits(out: torch.Tensor) -> torch.Tensor:
+    """View ``out`` as :func:`rounded` has its elements: bf16 as uint16."""
+    return out.view(torch.uint16) if out.dtype == torch.bfloat16 else out
+
+
+def launch(
+    kernel: Any,
+    arguments: Sequence[Any],
+    S: Any,
+    steps: int,
+    *,
+    absent: torch.Tensor,
+    per_sm: int = 8,
+    num_programs: int | None = None,
+    fused: bool = False,
+    **options: Any,
+) -> None:
+    """Launch ``kernel`` with ``arguments``, ``absent`` in place of those that are None.
+
+    Args:
+        kernel: the ``triton.jit`` function.
+        arguments: in its order, the launch constants ``S`` left out.
+        S: what it is compiled for.
+        steps: as many as the buffers have room for.
+        absent: a tensor that is not read.
+        per_sm: the most programs of each SM; two in all where the kernel is interpreted.
+        num_programs: in place of the number that follows from these.
+        fused: products and sums become FMAs, with every Triton. Else each is rounded, so that bits are those of torch.
+        **options: of the compiler.
+    """
+    if num_programs is None:
+        on_gpu = absent.device.type == "cuda"
+        most = per_sm * torch.cuda.get_device_properties(absent.device).multi_processor_count if on_gpu else 2
+        num_programs = max(1, min(most, steps))
+    given = [absent if argument is None else argument for argument in arguments]
+    settle_cache_key(kernel)[(num_programs,)](*given, S=S, enable_fp_fusion=fused, **options)
