@@ -94,13 +94,16 @@ def gated_silu(x: Tensor, clamp: Clamp | None = None) -> Tensor:
     tensor([[ 21., -42.]])
     """
     gate, up = x.to(torch.float32).chunk(2, dim=1)
-    if clamp is None:
-        power = exp(-gate)
-    else:
-        gate = gate.clamp(max=clamp.limit)
-        up = up.clamp(-clamp.limit, clamp.limit) + 1.0
-        power = exp(-(gate * clamp.alpha))
-    return gate / (power + 1.0) * up
+    power = -gate
+    if clamp is not None:
+        gate, up = bounded(gate, up, clamp.limit)
+        power = -(gate * clamp.alpha)
+    return gate / (exp(power) + 1.0) * up
+
+
+def bounded(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """The gate of the clamped variant, at most ``limit``, and the factor beside it: up, held in its bounds, plus 1."""
+    return gate.clamp(max=limit), up.clamp(-limit, limit) + 1.0
 
 
 def silu_and_quantize(
@@ -139,30 +142,27 @@ def silu_and_quantize(
             functions or has a layout of its own.
     """
     fmt = _check(x, row_offsets, format, input_scales, clamp, implementation)
-    rows, hidden, num_groups = x.shape[0], x.shape[1] // 2, row_offsets.shape[0] - 1
-    row_offsets = row_offsets.detach()
-    layout = fmt.scale_layout
+    x, row_offsets, num_groups, layout = x.detach(), row_offsets.detach(), row_offsets.shape[0] - 1, fmt.scale_layout
     if scales_offsets is not None:
         if layout is None or layout.scales_offsets(row_offsets) is None:
             raise ArgumentError("scales_offsets", f"None (format {fmt.name!r} has no scale tiles)", "a tensor")
         check_tensor("scales_offsets", scales_offsets, shape=(num_groups,), dtypes=(torch.int32,), device=x.device)
     elif layout is not None:
         scales_offsets = layout.scales_offsets(row_offsets)
-    tokens, scales = _outputs(fmt, rows, hidden, num_groups, x.device, out)
+    tokens, scales = _outputs(fmt, x, num_groups, out)
     if implementation == "triton" or (implementation == "auto" and x.is_cuda):
-        _run_kernel(x, row_offsets, tokens, scales, scales_offsets, input_scales, fmt, clamp)
+        from moelink.rows import activation_kernel as kernel
+
+        _check_kernel(fmt, x.device)
+        pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))
+        kernel.launch(x, row_offsets, tokens, scales, scales_offsets, input_scales, fmt, pair)
     else:
         _run_twin(x, row_offsets, tokens, scales, input_scales, fmt, clamp)
     return ActivationOutput(tokens, scales, scales_offsets)
 
 
 def _check(
-    x: Tensor,
-    row_offsets: Tensor,
-    format: str,
-    input_scales: Tensor | None,
-    clamp: Clamp | None,
-    implementation: str,
+    x: Tensor, row_offsets: Tensor, format: str, input_scales: Tensor | None, clamp: Clamp | None, implementation: str
 ) -> Format:
     fmt = get_format(format)
     if fmt.payload_dtype == torch.float64:
@@ -188,69 +188,48 @@ def _check(
     return fmt
 
 
-def _outputs(
-    fmt: Format, rows: int, hidden: int, num_groups: int, device: torch.device, out: ActivationOutput | None
-) -> tuple[Tensor, Tensor | None]:
-    """``tokens`` and ``scales`` to fill: those of ``out``, or new ones."""
-    width, scale_shape = (rows, fmt.payload_width(hidden)), None
-    if fmt.scale_layout is not None:
-        scale_shape = fmt.scale_layout.shape(rows, fmt.scale_width(hidden), num_groups)
+def _outputs(fmt: Format, x: Tensor, num_groups: int, out: ActivationOutput | None) -> tuple[Tensor, Tensor | None]:
+    """``tokens`` and ``scales`` to fill for rows ``x``: those of ``out``, or new ones."""
+    rows, hidden, layout = x.shape[0], x.shape[1] // 2, fmt.scale_layout
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    kinds["tokens"] = (rows, fmt.payload_width(hidden)), fmt.payload_dtype
+    if layout is not None and fmt.scale_dtype is not None:
+        kinds["scales"] = layout.shape(rows, fmt.scale_width(hidden), num_groups), fmt.scale_dtype
     if out is None:
-        tokens = torch.empty(width, dtype=fmt.payload_dtype, device=device)
-        if scale_shape is None:
-            return tokens, None
-        return tokens, torch.empty(scale_shape, dtype=fmt.scale_dtype, device=device)
+        found = {name: torch.empty(shape, dtype=dtype, device=x.device) for name, (shape, dtype) in kinds.items()}
+        return found["tokens"], found.get("scales")
     if not isinstance(out, ActivationOutput):
         raise ArgumentError("out", "an ActivationOutput", type(out).__name__)
-    check_tensor("out.tokens", out.tokens, shape=width, dtypes=(fmt.payload_dtype,), device=device)
-    if scale_shape is not None and fmt.scale_dtype is not None:
-        check_tensor("out.scales", out.scales, shape=scale_shape, dtypes=(fmt.scale_dtype,), device=device)
-    return out.tokens, None if scale_shape is None else out.scales
+    for name, (shape, dtype) in kinds.items():
+        check_tensor(f"out.{name}", getattr(out, name), shape=shape, dtypes=(dtype,), device=x.device)
+    return out.tokens, out.scales if "scales" in kinds else None
 
 
-def _run_kernel(
-    x: Tensor,
-    row_offsets: Tensor,
-    tokens: Tensor,
-    scales: Tensor | None,
-    scales_offsets: Tensor | None,
-    input_scales: Tensor | None,
-    fmt: Format,
-    clamp: Clamp | None,
-) -> None:
+def _check_kernel(fmt: Format, device: torch.device) -> None:
     from moelink.kernels.launch.device import is_interpreted
-    from moelink.rows import activation_kernel as kernel
     from moelink.rows.common_kernel import LAYOUTS
 
-    if not x.is_cuda and not is_interpreted():
+    if device.type != "cuda" and not is_interpreted():
         raise UnsupportedError(
             "implementation: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
-            f"before triton is imported), got tensors on {x.device}; use implementation='torch'"
+            f"before triton is imported), got tensors on {device}; use implementation='torch'"
         )
     if fmt.scale_layout is not None and fmt.scale_layout.name not in LAYOUTS:
         raise UnsupportedError(
             f"implementation: expected one of the scale layouts {', '.join(LAYOUTS)} for the kernel, got "
             f"{fmt.scale_layout.name!r} of format {fmt.name!r}; use implementation='torch'"
         )
-    pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))
-    kernel.launch(x.detach(), row_offsets, tokens, scales, scales_offsets, input_scales, fmt, pair)
 
 
 def _run_twin(
-    x: Tensor,
-    row_offsets: Tensor,
-    tokens: Tensor,
-    scales: Tensor | None,
-    input_scales: Tensor | None,
-    fmt: Format,
+    x: Tensor, row_offsets: Tensor, tokens: Tensor, scales: Tensor | None, input_scales: Tensor | None, fmt: Format,
     clamp: Clamp | None,
-) -> None:
+) -> None:  # fmt: skip
     offsets = [min(offset, len(x)) for offset in row_offsets.tolist()]
     for group, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         if start == end:
             continue
-        z = gated_silu(x[start:end].detach(), clamp)
-        quantized = fmt.quantize(z, None if input_scales is None else input_scales[group])
+        quantized = fmt.quantize(gated_silu(x[start:end], clamp), None if input_scales is None else input_scales[group])
         tokens[start:end] = quantized.payload
         if scales is not None and quantized.scales is not None and fmt.scale_layout is not None:
             rows = torch.arange(start, end, device=x.device)

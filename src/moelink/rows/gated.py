@@ -1,11 +1,12 @@
 """The gated activation between the two grouped products, for the rows that exist: an operator with its gradient.
 
-Legend: ``R`` rows, ``I`` intermediate_size, ``G`` groups. On CUDA a kernel reads the number of rows on the device
-(:mod:`moelink.rows.gated_kernel`, which states the formulas), so a call costs what its rows cost and not what its
-buffers could hold; rows behind ``row_offsets[-1]`` are not touched. Elsewhere the same formulas run in torch on those
-rows.
+Legend: ``R`` rows, ``I`` intermediate_size, ``G`` groups. On CUDA a kernel computes the rows that exist
+(:mod:`moelink.rows.gated_kernel`, which states the formulas); rows behind ``row_offsets[-1]`` are not touched.
+Elsewhere the same formulas run in torch on those rows.
 
 The arithmetic is fp32 (fp64 for fp64 rows), rounded once at the end. Torch's ``silu(gate) * up`` in bf16 rounds twice.
+Bounds of the clamped kind are those of :mod:`moelink.rows.activation`. Its exponential is not used here: it fixes the
+bits, in fp32 alone, which a gradient does not need and a CPU pays for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelink.errors import ArgumentError
-from moelink.rows.activation import Clamp
+from moelink.rows.activation import Clamp, bounded
 from moelink.rows.scale_rows import count_rows, without_tail
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
@@ -123,8 +124,7 @@ def _inputs(gate_up: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor, Te
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=1)
     if known.kind != "clamped":
         return gate, up, None, None
-    inside, bounded = gate.clamp(max=known.limit), up.clamp(-known.limit, known.limit)
-    return inside, bounded + 1, ~(gate > known.limit), ~(up.abs() > known.limit)
+    return *bounded(gate, up, known.limit), ~(gate > known.limit), ~(up.abs() > known.limit)
 
 
 def _activated(gate: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor]:
@@ -141,39 +141,39 @@ def _activated(gate: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor]:
     return gate * s, s + known.alpha * gate * s * (1 - s)
 
 
-@torch.library.custom_op("moelink::gated_activation", mutates_args=())
-def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+def _fill(
+    out: Tensor, gate_up: Tensor, row_offsets: Tensor, known: tuple[Any, float, float], grad: Tensor | None = None
+) -> Tensor:
+    """Store the activation, or with ``grad`` the gradient, in the rows of ``out`` that exist, and return ``out``."""
     if gate_up.is_cuda:
         from moelink.rows.gated_kernel import launch
 
-        launch(gate_up.contiguous(), row_offsets, out, kind, alpha, limit)
+        come = None if grad is None else grad.contiguous()
+        launch(gate_up.contiguous(), row_offsets, out, *known, grad=come)
         return out
-    count = count_rows(row_offsets, len(out))
-    out[:count] = twin(gate_up[:count], GatedActivation(kind, alpha, limit))  # type: ignore[arg-type]
+    count, activation = count_rows(row_offsets, len(out)), GatedActivation(*known)
+    rows = gate_up[:count]
+    out[:count] = twin(rows, activation) if grad is None else gradient_twin(grad[:count], rows, activation)
     return out
+
+
+@torch.library.custom_op("moelink::gated_activation", mutates_args=())
+def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    return _fill(_gated_fake(gate_up), gate_up, row_offsets, (kind, alpha, limit))
 
 
 @torch.library.custom_op("moelink::gated_activation_gradient", mutates_args=())
 def _gradient(grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-    if gate_up.is_cuda:
-        from moelink.rows.gated_kernel import launch
-
-        launch(gate_up.contiguous(), row_offsets, out, kind, alpha, limit, grad=grad.contiguous())
-        return out
-    count = count_rows(row_offsets, len(out))
-    out[:count] = gradient_twin(grad[:count], gate_up[:count], GatedActivation(kind, alpha, limit))  # type: ignore[arg-type]
-    return out
+    return _fill(_gradient_fake(grad, gate_up), gate_up, row_offsets, (kind, alpha, limit), grad)
 
 
 @_gated.register_fake
-def _gated_fake(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+def _gated_fake(gate_up: Tensor, *_: Any) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
 @_gradient.register_fake
-def _gradient_fake(grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+def _gradient_fake(grad: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
