@@ -284,49 +284,31 @@ def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: boo
 
 
 def launch(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    row_offsets: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    out: torch.Tensor,
-    settings: Settings | None = None,
-) -> None:
+    codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
+    weight_scales: torch.Tensor, out: torch.Tensor, settings: Settings | None = None,
+) -> None:  # fmt: skip
     """Fill ``out`` [R, N] for the rows there are. All tensors are contiguous, of the shapes in the module's table."""
     settings = settings or default_settings(out.device)
     if not out.numel():
         return
-    _launch_tiles(codes, scales, row_offsets, weight, weight_scales, out, settings.few, (1, settings.most_few))
-    if len(codes) > settings.most_few:
-        largest = (settings.most_few + 1, len(codes))
-        _launch_tiles(codes, scales, row_offsets, weight, weight_scales, out, settings.many, largest)
-
-
-def _launch_tiles(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    row_offsets: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    out: torch.Tensor,
-    tiles: Tiles,
-    served: tuple[int, int],
-) -> None:
     native = has_native_casts(out.device)
     operands = "fp8" if native else "fp32" if is_interpreted() else "fp16"
-    constants = constants_of(tiles, weight.shape, operands=operands, native=native)
-    # A group begins at most one tile that is not full.
-    row_tiles = min(len(codes), triton.cdiv(len(codes), tiles.rows) + weight.shape[0])
-    steps = row_tiles * triton.cdiv(weight.shape[1], tiles.columns * tiles.parts)
     flat = weight.view(-1, weight.shape[2])
-    left: Any = codes if native else codes.view(torch.uint8)
-    right: Any = flat if native else flat.view(torch.uint8)
-    if tiles.descriptors:
-        left = TensorDescriptor.from_tensor(left, [tiles.rows, BLOCK])
-        right = TensorDescriptor.from_tensor(right, [tiles.columns, BLOCK])
-    # The sum over kb uses FMAs: the kernel was tuned with them, and promises no bits.
-    common.launch(
-        grouped_fp8_kernel, (left, scales, row_offsets, right, weight_scales, out, len(codes), *served), constants,
-        steps, absent=row_offsets, per_sm=tiles.programs, fused=True, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )  # fmt: skip
+    launches = [(settings.few, 1, settings.most_few)]
+    if len(codes) > settings.most_few:
+        launches.append((settings.many, settings.most_few + 1, len(codes)))
+    for tiles, least, most in launches:
+        constants = constants_of(tiles, weight.shape, operands=operands, native=native)
+        # A group begins at most one tile that is not full.
+        row_tiles = min(len(codes), triton.cdiv(len(codes), tiles.rows) + weight.shape[0])
+        left: Any = codes if native else codes.view(torch.uint8)
+        right: Any = flat if native else flat.view(torch.uint8)
+        if tiles.descriptors:
+            left = TensorDescriptor.from_tensor(left, [tiles.rows, BLOCK])
+            right = TensorDescriptor.from_tensor(right, [tiles.columns, BLOCK])
+        # The sum over kb uses FMAs: the kernel was tuned with them, and promises no bits.
+        common.launch(
+            grouped_fp8_kernel, (left, scales, row_offsets, right, weight_scales, out, len(codes), least, most),
+            constants, row_tiles * triton.cdiv(weight.shape[1], tiles.columns * tiles.parts), absent=row_offsets,
+            per_sm=tiles.programs, fused=True, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
