@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 1576,
     "kernels/nodes": 1025,
     "kernels/sync": 1280,
-    "rows": 1850,
+    "rows": 1779,
     "transports": 1500,
     "transports/collective": 1773,
     "transports/symmetric": 2091,

@@ -6,8 +6,7 @@ is the row, rounded up to a power of two and filled up with zeros, which are not
 layout wants them; in the 128x4 tiles the programs then share the zeroing of the rows behind every group, up to the next
 multiple of 128.
 
-Every operation is rounded once in fp32, none is fused, and the exponential is a polynomial of such operations, so that
-the bits are those of the torch twin.
+The arithmetic is that of :mod:`moelink.rows.activation`, bit for bit.
 
 Example: fp32 rows, H = 4, row_offsets [0, 1, 3], 4 rows of capacity. Silu of 0, 32 and 64 is 0, 32 and 64:
 
@@ -147,19 +146,11 @@ def warps_of(elements: int) -> int:
 
 
 def launch(
-    x: torch.Tensor,
-    row_offsets: torch.Tensor,
-    tokens: torch.Tensor,
-    scales: torch.Tensor | None,
-    scales_offsets: torch.Tensor | None,
-    input_scales: torch.Tensor | None,
-    fmt: Format,
-    clamp: tuple[float, float] | None,
-    *,
-    block: int | None = None,
-    num_programs: int | None = None,
+    x: torch.Tensor, row_offsets: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None,
+    scales_offsets: torch.Tensor | None, input_scales: torch.Tensor | None, fmt: Format,
+    clamp: tuple[float, float] | None, *, block: int | None = None, num_programs: int | None = None,
     native: bool | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Fill ``tokens`` and ``scales`` (in the format's layout) for the rows of ``x`` [rows, 2 H].
 
     Arguments are taken as ``moelink.activation`` has checked them. ``clamp`` is (alpha, limit). ``block``: elements of
@@ -179,7 +170,7 @@ def launch(
     )  # fmt: skip
     common.launch(
         silu_and_quantize_kernel,
-        (x, row_offsets, input_scales, scales_offsets, common.codes(tokens, codec.ELEMENT_BYTES),
+        (x, row_offsets, input_scales, scales_offsets, tokens.view(common.UNSIGNED[codec.ELEMENT_BYTES]),
          common.scale_codes(scales, fmt), x.shape[0]),
         constants, triton.cdiv(x.shape[0] * (hidden // group), per_step), absent=row_offsets,
         num_programs=num_programs, num_warps=warps_of(group * per_step),

@@ -23,7 +23,8 @@ from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
 
 LAYOUTS = ("row_major", "transposed", "tiles_128x4")
 """Layouts of scales that the kernels know."""
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+"""Dtypes that kernels take payloads in, by bytes of an element."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -79,14 +80,11 @@ def format_constants(fmt: Format, hidden: int, num_groups: int, group: int, per_
     """Return the sizes that a kernel on rows of ``fmt`` is compiled for, with groups of ``group`` elements."""
     codec = fmt.codec()
     return {
-        "HIDDEN_SIZE": hidden,
-        "NUM_GROUPS": num_groups,
-        "GROUP_SIZE": group,
-        "GROUPS_PER_STEP": per_step,
+        "HIDDEN_SIZE": hidden, "NUM_GROUPS": num_groups, "HALVINGS": (num_groups - 1).bit_length(),
+        "GROUP_SIZE": group, "GROUPS_PER_STEP": per_step,
         "GROUP_ELEMENTS": group // codec.GROUP * codec.PAYLOAD_BYTES_PER_GROUP // codec.ELEMENT_BYTES,
-        "HALVINGS": (num_groups - 1).bit_length(),
         "SCALES_PER_WORD": 1 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize // max(1, codec.SCALE_BYTES),
-    }
+    }  # fmt: skip
 
 
 @triton.jit
@@ -150,11 +148,6 @@ def step_elements(device: torch.device) -> int:
     return 2048 if device.type == "cuda" else 16384
 
 
-def codes(tensor: torch.Tensor | None, size: int) -> torch.Tensor | None:
-    """View payload or scales as unsigned integers of ``size`` bytes."""
-    return None if tensor is None else tensor.view(_UNSIGNED[size])
-
-
 def scale_codes(scales: torch.Tensor | None, fmt: Format) -> torch.Tensor | None:
     """View scales as kernels take them: fp32, or else bytes."""
     return scales if scales is None or fmt.codec().SCALE_BYTES == 4 else scales.view(torch.uint8)
@@ -166,29 +159,16 @@ def bits(out: torch.Tensor) -> torch.Tensor:
 
 
 def launch(
-    kernel: Any,
-    arguments: Sequence[Any],
-    S: Any,
-    steps: int,
-    *,
-    absent: torch.Tensor,
-    per_sm: int = 8,
-    num_programs: int | None = None,
-    fused: bool = False,
-    **options: Any,
-) -> None:
-    """Launch ``kernel`` with ``arguments``, ``absent`` in place of those that are None.
+    kernel: Any, arguments: Sequence[Any], S: Any, steps: int, *, absent: torch.Tensor, per_sm: int = 8,
+    num_programs: int | None = None, fused: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    """Launch ``kernel``, compiled for ``S``, with ``arguments``, in place of those that are None the tensor ``absent``.
 
     Args:
-        kernel: the ``triton.jit`` function.
-        arguments: in its order, the launch constants ``S`` left out.
-        S: what it is compiled for.
         steps: as many as the buffers have room for.
-        absent: a tensor that is not read.
         per_sm: the most programs of each SM; two in all where the kernel is interpreted.
         num_programs: in place of the number that follows from these.
         fused: products and sums become FMAs, with every Triton. Else each is rounded, so that bits are those of torch.
-        **options: of the compiler.
     """
     if num_programs is None:
         on_gpu = absent.device.type == "cuda"

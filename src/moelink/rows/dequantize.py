@@ -103,17 +103,9 @@ def dequantized(
 
 @torch.library.custom_op("moelink::dequantize_rows", mutates_args=())
 def _dequantize_rows(
-    tokens: Tensor,
-    scales: Tensor,
-    row_offsets: Tensor,
-    scales_offsets: Tensor | None,
-    input_scale: Tensor | None,
-    format: str,
-    hidden_size: int,
-    dtype: torch.dtype,
-    *,
-    by_row: bool = False,
-) -> Tensor:
+    tokens: Tensor, scales: Tensor, row_offsets: Tensor, scales_offsets: Tensor | None, input_scale: Tensor | None,
+    format: str, hidden_size: int, dtype: torch.dtype, *, by_row: bool = False,
+) -> Tensor:  # fmt: skip
     """``by_row``: scales are row-major, whatever the format's layout is, as layout "rank" has them."""
     fmt = get_format(format)
     out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
@@ -132,27 +124,14 @@ def _dequantize_rows(
         groups = torch.searchsorted(row_offsets[1:].contiguous(), rows, right=True)
         assert fmt.scale_layout is not None
         by_rows = fmt.scale_layout.gather(
-            scales,
-            rows=rows,
-            groups=groups.clamp(max=row_offsets.shape[0] - 2),
-            row_offsets=row_offsets,
+            scales, rows=rows, groups=groups.clamp(max=row_offsets.shape[0] - 2), row_offsets=row_offsets,
             scale_width=fmt.scale_width(hidden_size),
-        )
+        )  # fmt: skip
     out[:count] = fmt.dequantize(tokens[:count], by_rows, input_scale).to(dtype)
     return out
 
 
 @_dequantize_rows.register_fake
-def _dequantize_rows_fake(
-    tokens: Tensor,
-    scales: Tensor,
-    row_offsets: Tensor,
-    scales_offsets: Tensor | None,
-    input_scale: Tensor | None,
-    format: str,
-    hidden_size: int,
-    dtype: torch.dtype,
-    *,
-    by_row: bool = False,
-) -> Tensor:
+def _dequantize_rows_fake(tokens: Tensor, *others: Any, by_row: bool = False) -> Tensor:
+    hidden_size, dtype = others[-2:]
     return tokens.new_empty(tokens.shape[0], hidden_size, dtype=dtype)

@@ -31,11 +31,10 @@ def can_dequantize(fmt: Format) -> bool:
 def scale_of(scales, row_offsets, scales_offsets, row, group, here, rows, S: tl.constexpr):
     """The scales of groups ``group`` of rows ``row``, as the layout has them."""
     W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
+    P: tl.constexpr = S.SCALES_PER_WORD
     if S.SCALE_LAYOUT == "row_major":
-        P: tl.constexpr = S.SCALES_PER_WORD
         return tl.load(scales + (row if S.ONE_SCALE else row * ((W + P - 1) // P * P) + group), mask=here, other=0)
     elif S.SCALE_LAYOUT == "transposed":
-        P: tl.constexpr = S.SCALES_PER_WORD
         return tl.load(scales + (group.to(tl.int64) // P * rows + row) * P + group % P, mask=here, other=0)
     else:
         expert = group_of(row, row_offsets, S.NUM_GROUPS, S.HALVINGS)
@@ -72,16 +71,9 @@ def dequantize_rows_kernel(tokens, scales, row_offsets, scales_offsets, input_sc
 
 
 def launch(
-    tokens: torch.Tensor,
-    scales: torch.Tensor | None,
-    row_offsets: torch.Tensor,
-    scales_offsets: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    fmt: Format,
-    *,
-    by_row: bool = False,
-) -> None:
+    tokens: torch.Tensor, scales: torch.Tensor | None, row_offsets: torch.Tensor, scales_offsets: torch.Tensor | None,
+    input_scale: torch.Tensor | None, out: torch.Tensor, fmt: Format, *, by_row: bool = False,
+) -> None:  # fmt: skip
     """Fill ``out`` [rows, hidden] from ``tokens`` [rows, width] and ``scales``, all contiguous, for the rows there are.
 
     ``fmt`` is one that :func:`can_dequantize` takes; ``scales`` are in its layout, with the ``scales_offsets`` of 128x4
@@ -101,7 +93,7 @@ def launch(
     )  # fmt: skip
     common.launch(
         dequantize_rows_kernel,
-        (common.codes(tokens, codec.ELEMENT_BYTES), common.scale_codes(scales, fmt), row_offsets, scales_offsets,
-         input_scale, common.bits(out), rows),
+        (tokens.view(common.UNSIGNED[codec.ELEMENT_BYTES]), common.scale_codes(scales, fmt), row_offsets,
+         scales_offsets, input_scale, common.bits(out), rows),
         constants, triton.cdiv(rows * (hidden // group), per_step), absent=row_offsets,
     )  # fmt: skip

@@ -109,15 +109,9 @@ def gated_gradient_kernel(grad, gate_up, row_offsets, dgate_up, rows, S: tl.cons
 
 
 def launch(
-    gate_up: torch.Tensor,
-    row_offsets: torch.Tensor,
-    out: torch.Tensor,
-    kind: str,
-    alpha: float,
-    limit: float,
-    *,
+    gate_up: torch.Tensor, row_offsets: torch.Tensor, out: torch.Tensor, kind: str, alpha: float, limit: float, *,
     grad: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Fill ``out`` [rows, I] from ``gate_up`` [rows, 2 I], for the rows there are; with ``grad`` [rows, I], fill
     ``out`` [rows, 2 I] with the gradient. All are contiguous.
 

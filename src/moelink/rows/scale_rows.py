@@ -1,8 +1,7 @@
 """Gradients of combine's rows, and conversions between dtypes, for the rows that exist: three operators.
 
-Legend: ``R`` rows, ``H`` hidden_size, ``G`` groups. On CUDA a kernel reads the number of rows on the device
-(:mod:`moelink.rows.scale_rows_kernel`), so a call costs what its rows cost and not what its buffers could hold.
-Elsewhere the same formulas run in torch on those rows. Either way rows from ``row_offsets[-1]`` on are undefined, in
+Legend: ``R`` rows, ``H`` hidden_size, ``G`` groups. On CUDA a kernel computes them
+(:mod:`moelink.rows.scale_rows_kernel`), elsewhere torch. Either way rows from ``row_offsets[-1]`` on are undefined, in
 and out.
 
 ==========================  ======================================================================================

@@ -75,16 +75,10 @@ def scale_rows_kernel(d, other, weights, src_info, row_offsets, out, dots, rows,
 
 
 def launch(
-    d: torch.Tensor,
-    row_offsets: torch.Tensor,
-    *,
-    weights: torch.Tensor | None = None,
-    other: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    dots: torch.Tensor | None = None,
-    src_info: torch.Tensor | None = None,
-    slot: int = 0,
-) -> None:
+    d: torch.Tensor, row_offsets: torch.Tensor, *, weights: torch.Tensor | None = None,
+    other: torch.Tensor | None = None, out: torch.Tensor | None = None, dots: torch.Tensor | None = None,
+    src_info: torch.Tensor | None = None, slot: int = 0,
+) -> None:  # fmt: skip
     """Fill ``out`` [R, H] or ``dots`` [R], or both, from ``d`` [R, H], for the rows there are.
 
     Every dtype but that of ``row_offsets`` and ``src_info`` (int32) is bf16, fp16, fp32 or fp64; ``dots`` is fp32 or
