@@ -216,6 +216,16 @@ def test_any_number_of_programs(name, block, programs):
     assert_same(want, ActivationOutput(got.tokens, got.scales, want.scales_offsets), nan_has_bits=name != "fp32")
 
 
+def test_a_group_longer_than_its_row_is_a_step_too(monkeypatch):
+    """Rows of fp8_token are rounded up to a power of two; the launch counts them all, not none."""
+    fmt, steps = get_format("fp8_token"), []
+    monkeypatch.setattr(kernels.common, "launch", lambda kernel, given, S, number, **_: steps.append(number))
+    out = poisoned(fmt, 15, 48, 3)
+    x = inputs(15, 48, torch.bfloat16)
+    kernels.launch(x, offsets((9, 0, 4)), out.tokens, out.scales, None, None, fmt, None, block=64)
+    assert steps == [15]
+
+
 def test_the_worked_example_of_the_kernel():
     x = torch.tensor(
         [[32, 0, 64, 32, 1, 5, 2, -1], [0, 64, 32, 32, 3, 1, 1, 7], [64, 64, 0, 32, 2, -2, 9, 3], [1] * 8],

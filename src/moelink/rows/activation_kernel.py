@@ -172,6 +172,6 @@ def launch(
         silu_and_quantize_kernel,
         (x, row_offsets, input_scales, scales_offsets, tokens.view(common.UNSIGNED[codec.ELEMENT_BYTES]),
          common.scale_codes(scales, fmt), x.shape[0]),
-        constants, triton.cdiv(x.shape[0] * (hidden // group), per_step), absent=row_offsets,
+        constants, triton.cdiv(x.shape[0] * triton.cdiv(hidden, group), per_step), absent=row_offsets,
         num_programs=num_programs, num_warps=warps_of(group * per_step),
     )  # fmt: skip
