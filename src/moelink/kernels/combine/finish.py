@@ -1,4 +1,4 @@
-"""Add to a token's sum what else its result has, and store it: the last step of combine's home role.
+"""Add the other terms of a token's result to its sum, and store it: the last step of combine's home role.
 
 These are the row of the fused shared expert, ``shared=``, and the epilogue's tensor. An epilogue's hook stores in place
 of this.

@@ -1,4 +1,4 @@
-"""Add rows of a rank's own tokens where they are: combine of two ranks with many tokens (S.OWN_ROWS_STAY).
+"""Sum a rank's own rows in place: combine of two ranks with many tokens (S.OWN_ROWS_STAY).
 
 An own row is the sum of the rows that a token filled at experts of its own home rank. Elsewhere it travels like any
 other: the expert role stores it in the rank's own block and signals it, and the home role waits for it. Where own rows
@@ -7,14 +7,14 @@ awaits the other rank's row alone: its flag, or with layout "rank" the row itsel
 layout "rank" an own row is one load, so there the home role begins it before it waits.
 
 ``kernels.launch.own_rows`` chooses, for a fused launch and for the two launches of a split call alike. In split calls
-of the contract all rows travel: what sends them does not know whether the phases follow, which are not given ``y``
+of the contract all rows travel: their sender does not know whether the phases follow, which do not get ``y``
 (``kernels.combine.phases``).
 
-Who writes and who waits: own rows have no signal. What they are computed from is complete before the launch of the home
-role begins: ``y``, the row weights, and the notes of dispatch, of which ``slot_of`` has a token's message slot at its
-own rank, and ``rows_of_message`` the rows of that message. In a split call the caller must not change these until
-``wait`` has returned. By then the home role is launched, on the stream on which the expert role ran, and what the
-caller launches afterwards follows it. So the home role reads what the expert role read.
+Who writes and who waits: own rows have no signal. Their inputs are complete before the launch of the home role begins:
+``y``, the row weights, and the notes of dispatch, of which ``slot_of`` has a token's message slot at its own rank, and
+``rows_of_message`` the rows of that message. In a split call the caller must not change these until ``wait`` has
+returned. By then the home role is launched, on the stream on which the expert role ran, and later launches of the
+caller follow it. So both roles read the same values.
 
 Why the next call cannot overtake: own rows are stored nowhere, so no call can overwrite them or take them for its own.
 Nothing is held for them either: the workspace has no Lamport slots for a rank's own rows where these come without flags
@@ -27,8 +27,8 @@ ranks that learn of one wait for rows at the ranks that refuse (``quiesce.wait_u
 combine another dispatch (``quiesce.end_waits_for_mismatched``). No rank counts itself among these. Credits and heads do
 not change.
 
-What names an own row is read one or two parts of results ahead (:func:`find_own_rows`), because it is a chain of two
-loads. It is read only if dispatch brought its rows to the end; otherwise its notes name nothing.
+The number of an own row is prefetched one or two parts of results ahead (:func:`find_own_rows`), because it takes two
+loads, one after the other. It is read only if dispatch was complete: if not, the notes name no row.
 
 Sums: an own row is rounded to the row's dtype as if it travelled. Of two rows the order does not matter: +0 plus one
 plus the other is the same sum either way.
@@ -37,8 +37,8 @@ Example: three slots; token 0 of rank 0 filled there rows [0, -1, 1] of ``y``, w
 y[1] = 2**-8. The own row in bf16 is round(1 + 2**-8) = 1. Rank 1 sends 2**-8, and home stores round(2**-8 + 1) = 1.
 With an own row that is not rounded it would store 1 + 2**-7.
 
-Example of what names own rows: 5 tokens per rank at most; a token of rank 1 has message slot 0 there, and that message
-row 9 of ``y``. They are named by 5, the number of message (1, 0); with one row a message by 9.
+Example of these numbers: 5 tokens per rank at most; a token of rank 1 has message slot 0 there, and that message row 9
+of ``y``. They are named by 5, the number of message (1, 0); with one row a message by 9.
 """
 
 import triton

@@ -6,9 +6,9 @@
 and counts the call as read. They follow the send role (``ep_combine_async_kernel``) in this order, in one stream.
 
 Together they store the same bits as ``ep_combine_wait_kernel``. That kernel needs one launch, and reads no output: it
-adds the shared expert's rows from registers. What orders the phases is the stream: acquires of one launch hold for the
-next, and a poisoned rank sums nothing. Sums without flags (``kernels.sync.lamport_slots``) are summed while they are
-waited for, so these kernels are for calls with flags: S.LAMPORT_TOKENS is 0.
+adds the shared expert's rows from registers. The stream orders the phases: acquires of one launch hold for the next,
+and a poisoned rank sums nothing. Sums without flags (``kernels.sync.lamport_slots``) are summed while they are waited
+for, so these kernels are for calls with flags: S.LAMPORT_TOKENS is 0.
 
 Example: W = 2, tokens 0 and 1, two CTAs reduce: the first launch waits for both heads and for the flags of both tokens;
 the second copies shared rows 0 and 1; CTA i of the third stores out[i] = round(row(0, i) + row(1, i) + out[i]).

@@ -1,7 +1,7 @@
 """Reduce the rows that came home: the home role of combine, on the rank that owns the token.
 
 Its steps for a token are ``wait_for_all_arrivals`` and ``reduce_and_copy_to_output``. ``kernels.combine.phases``
-launches them apart, for all tokens.
+launches them separately, for all tokens.
 
 CTAs share the tokens, and with few tokens also the blocks of columns. For its token a CTA waits for exactly that
 token's rows: ``combine_flag`` of rank r, in the token's message slot there (``slot_of``, noted by dispatch's sender),
@@ -145,8 +145,8 @@ def end_other_waits(ctx, slot_of, refused, other, num_tokens, S: tl.constexpr):
 def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     """Wait until every rank is in this call, as CTA 0.
 
-    Note who refused the call or made it otherwise. Then wait until this rank's own rows have arrived at the ranks that
-    refused. Returns OK, TIMED_OUT or POISONED.
+    Note a rank that refused the call or made a different one. Then wait until this rank's own rows have arrived at the
+    ranks that refused. Returns OK, TIMED_OUT or POISONED.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
@@ -420,8 +420,8 @@ def gather_token(ctx, inputs, slots, own, notes, outputs, numbers, token, piece,
 def parts_of_token(num_tokens, num_programs, S: tl.constexpr):
     """Return into how many parts of its columns a token is divided: all blocks if the CTAs suffice, else 1.
 
-    All blocks, too, of up to MANY_TOKENS tokens whose rows come without flags: each part is awaited for itself, so
-    after a call's last row has come only one part of it is left to do. More tokens are read faster as a whole.
+    It is also all blocks with up to MANY_TOKENS tokens whose rows come without flags: each part has its own wait, so
+    only one part of the last row is left to do when it arrives. More tokens are read faster as a whole.
     """
     blocks = (S.HIDDEN_SIZE + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
     divided = num_tokens * blocks <= num_programs
@@ -470,8 +470,8 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     first = tl.where(program < spare, items, program - spare)
     own = tl.full([], -1, tl.int32)
     if S.OWN_ROWS_STAY:
-        # What names own rows is read two parts ahead, and one: it is two loads, of which one waits for the other. If
-        # dispatch brought nothing, or not to its end, its notes name nothing.
+        # Prefetch the numbers of own rows two parts ahead, and one: they take two loads, one after the other. If
+        # dispatch brought no rows, or was not complete, its notes name no row.
         noted = tl.where(brought & (ok > 0), items, 0)
         near = load_slots(notes, first // parts, first < noted, S)
         far = load_slots(notes, (first + step) // parts, first + step < noted, S)

@@ -5,9 +5,9 @@ of a message's rows, in fp32, or without pre-reduction a single row. A row is th
 from byte S.ROW_SCALES on one scale for each S.GROUP_SIZE columns. The home rank decodes to fp32, code times scale,
 rounded once, and adds.
 
-**Every** row goes through the format, one of the home rank itself too. So a result does not depend on where an expert
-lives, nor on the transport. Code that takes a row's home rank's own contribution from ``y`` without storing it must
-encode and decode it all the same.
+**Every** row goes through the format, also the home rank's own. So a result does not depend on where an expert lives,
+nor on the transport. Code that takes a row's home rank's own contribution from ``y`` without storing it must encode and
+decode it all the same.
 
 Who writes and who waits is as for plain rows with flags: all codes and scales of a part are stored before its flag,
 and a block of columns is a whole number of groups, so no two parts share a scale. There are no Lamport slots
