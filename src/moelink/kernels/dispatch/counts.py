@@ -108,8 +108,9 @@ def count_every_token(ctx, ids, numbers, S: tl.constexpr):
 def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr):
     """Tell every rank how many messages and rows come, as the counting CTA.
 
-    Also note in ``sent`` what later dispatches over this routing need (``kernels.dispatch.send_cached``). ``alone``:
-    the other CTAs count for themselves. ``movers``: how many of them there are. Returns OK, TIMED_OUT or POISONED.
+    Also note in ``sent`` the counts that later dispatches over this routing need (``kernels.dispatch.send_cached``).
+    ``alone``: the other CTAs count for themselves. ``movers``: how many of them there are. Returns OK, TIMED_OUT or
+    POISONED.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
@@ -134,7 +135,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
             most = send_firsts(ctx.table, mine, ctx.me, movers, S)
         away = tl.sum(tl.where(stores_at(r, ctx.me, S), messages, 0), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
-        # Whoever sees the counts must also see ``firsts``. Without ``firsts`` there is nothing to wait for.
+        # A reader of the counts must also see ``firsts``. Without ``firsts`` no wait is needed.
         if not alone:
             fence(ctx.control)
         base = tl.load(ctx.table + r, mask=mask, other=0)

@@ -1,9 +1,9 @@
-"""Overwrite rows that stay where they arrived, when their time ends: a debugging aid of ``zero_copy``.
+"""Overwrite expired rows in place: a debugging aid of ``zero_copy``.
 
-The host cannot see who still reads tensors that were taken from an output before the next call began, or reads them in
-the replay of a CUDA graph (``moelink.lease``). With MOELINK_DEBUG=1 this kernel is launched before each launch that
-ends rows, and fills the messages with ones: NaN in bf16, fp16, fp32, fp64 and fp8. Whoever reads too late sees that,
-instead of old rows, or rows of a peer.
+The host cannot see a late reader of tensors that were taken from an output before the next call began, or one in the
+replay of a CUDA graph (``moelink.lease``). With MOELINK_DEBUG=1 this kernel is launched before each launch that ends
+rows, and fills the messages with ones: NaN in bf16, fp16, fp32, fp64 and fp8. A late reader sees these values instead
+of old rows, or rows of a peer.
 
 Why it overwrites no message of the next call: peers store that only after this rank has granted credit for the dispatch
 whose rows these are, which the launch after this one does, in stream order. Where credit has been granted already,

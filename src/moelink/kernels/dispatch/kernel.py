@@ -2,10 +2,9 @@
 
 The number of a CTA decides its role. Low numbers send (``kernels.dispatch.send``), high numbers receive
 (``kernels.dispatch.receive``). A CTA waits only for signals of other ranks and for CTAs with lower numbers. Senders
-never wait for what other ranks *receive* in this call, only for the credits that peers grant as they begin to send. So
-senders finish on every rank in whatever order the CTAs of a launch run, as long as lower numbers start first. The same
-kernel therefore runs on a GPU, where CTAs start in ascending order as SMs become free, and in the interpreter, where
-they run one after the other.
+never wait for other ranks to *receive* in this call, only for the credits that peers grant as they begin to send. So
+senders finish on every rank if CTAs with lower numbers start first. The same kernel therefore runs on a GPU, where CTAs
+start in ascending order as SMs become free, and in the interpreter, where they run one after the other.
 
 A dispatch over cached routing (``S.CACHED_ROUTING``) uses the same launches with other roles
 (``kernels.dispatch.send_cached``, ``kernels.dispatch.receive_cached``); no other file asks. They read ``notes`` and

@@ -39,7 +39,7 @@ def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
 def all_groups(groups, numbers, S: tl.constexpr):
     """Return start, real rows, rows and first scale block of all groups [N], the shared one first, within capacity.
 
-    What is no group has no rows.
+    Unused group slots have zero rows.
     """
     width: tl.constexpr = S.MAX_LOCAL_EXPERTS_POW2 * (1 + S.FUSED_SHARED_EXPERT)
     g = tl.arange(0, width) - S.FUSED_SHARED_EXPERT
@@ -83,8 +83,8 @@ def pad_rows(outputs, groups, numbers, program, num_programs, S: tl.constexpr):
 
 @triton.jit
 def clear_beside_rows(outputs, first, number, share, shares, numbers, S: tl.constexpr):
-    """Clear what is beside the ``number`` padding rows from ``first``: sources, weights, and scales that are not in
-    tiles. Rows are taken a few at a time, by ``share`` of ``shares``."""
+    """Clear the sources, weights, and scales (unless in tiles) of the ``number`` padding rows from ``first``. Rows are
+    taken a few at a time, by ``share`` of ``shares``."""
     few: tl.constexpr = 4 if S.ROW_ALIGNMENT <= 5 else 32
     j = tl.arange(0, 4)[None, :]
     for n0 in range(share * few, number, shares * few):

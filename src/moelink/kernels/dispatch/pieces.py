@@ -1,4 +1,4 @@
-"""Store a row in its messages, piece by piece: what senders of dispatch do with it.
+"""Store a row in its messages, piece by piece: a step of dispatch's sender role.
 
 A row is read one piece of columns at a time, encoded once, and stored to every destination from registers. The CTA
 takes the destinations one after the other (:func:`nth_rank`), each with all threads, so a piece is quantised once

@@ -1,9 +1,10 @@
-"""Plan where rows go, once for all receivers of a rank: what receiver CTA 0 of dispatch, the *planner*, does where
-there is a row table (``kernels.dispatch.row_table``).
+"""Plan where rows go, once for all receivers of a rank: the work of receiver CTA 0 of dispatch, the *planner*, in calls
+with a row table (``kernels.dispatch.row_table``).
 
 It waits for the counts of every source, computes from them where rows go, publishes that for the other receivers, and
 only then writes offsets and totals. It also decides for all receivers whether the call is made at all: not if a rank
-refused it, or if ranks make it differently. Then it publishes that, too, writes empty outputs, and notes whom to blame.
+refused it, or if ranks make it differently. Then it also publishes that, writes empty outputs, and notes the rank to
+blame.
 
 Example: 2 local experts, counts from ranks 0 to 3 [[2, 1], [1, 0], [0, 2], [0, 0]], S.ROW_ALIGNMENT 4: the planner
 publishes that rank 1's rows begin at [2, 5], and writes row_offsets [0, 4, 8].

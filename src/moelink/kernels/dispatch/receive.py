@@ -2,14 +2,13 @@
 
 Every CTA waits for the ``counts`` of every source, and computes from them where rows go. All CTAs do the same, so none
 waits for another of this launch. In layout "rank" the headers of the counts say where rows go. So on one node only CTA
-0 waits for the other words. CTA 0 writes the offsets and totals. Each other CTA takes messages of one source, whichever
-of its senders' next messages has arrived: it waits for ``message_flag`` and unpacks the message. Where rows stay in the
-messages it waits for all that it takes at a time, because to unpack one that came early would only delay its next look
-at the others. The waits are acquires (``kernels.sync.signals``), so whatever a source stored before its signal is
-visible.
+0 waits for the other words. CTA 0 writes the offsets and totals. Each other CTA serves one source and takes the
+messages of its senders in order of arrival: it waits for ``message_flag`` and unpacks the message. If rows are in place
+it waits for the whole batch, because unpacking early arrivals one by one would delay the next poll. The waits are
+acquires (``kernels.sync.signals``), so all stores of a source before its signal are visible.
 
 Over cached routing some of these steps differ (``kernels.dispatch.receive_cached``). Each role passes its own steps to
-what both do (:func:`receive_by`).
+:func:`receive_by`.
 
 Once all CTAs have read what they need the call is counted as received. The next launch grants credit to every source,
 which may then overwrite its messages (``kernels.sync.credit``). Where rows stay in the messages (S.IN_PLACE) only
@@ -94,13 +93,13 @@ _OPTIONS = tl.constexpr(CODE_OPTIONS)
 def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, numbers, S: tl.constexpr):
     """Wait for the ``lane``-th of ``lanes`` shares of the messages of ``source``, and unpack them.
 
-    A CTA follows S.MESSAGES_PER_STEP cursors, unpacks whatever has arrived at any of them, and moves these cursors on.
-    With S.IN_PLACE it waits at all of them.
-    All shares together have C = lanes x S.MESSAGES_PER_STEP cursors. With ``programs`` = 0 (CTAs count alone, and over
-    cached routing) messages arrive in any order, and each cursor takes every C-th. Otherwise they come in columns, one
-    for each sending CTA. Messages arrive in order inside a column; columns do not wait for one another. With fewer
-    columns than C several cursors share a column, and each takes every ``shares``-th message of it. With more columns
-    than cursors, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages at most.
+    A CTA follows S.MESSAGES_PER_STEP cursors, unpacks the messages that have arrived, and moves their cursors on. With
+    S.IN_PLACE it waits at all of them. All shares together have C = lanes x S.MESSAGES_PER_STEP cursors. With
+    ``programs`` = 0 (CTAs count alone, and over cached routing) messages arrive in any order, and each cursor takes
+    every C-th. Otherwise they come in columns, one for each sending CTA. Messages arrive in order inside a column;
+    columns do not wait for one another. With fewer columns than C several cursors share a column, and each takes every
+    ``shares``-th message of it. With more columns than cursors, a cursor takes its ``turns`` columns in turn. A column
+    has ``most`` messages at most.
 
     Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
     column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
@@ -114,7 +113,7 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
     shares = turns
     most = source.most
     if programs > 0:
-        # An acquire of a word that was stored after the firsts: whoever has it reads these, too.
+        # An acquire of a word that was stored after the firsts, which makes them visible.
         word = tl.atomic_add(
             (mine + S.OFFSET_COUNTS).to(I64) + source.rank * S.COUNT_WORDS + 4, 0, sem="acquire", scope="sys"
         )
@@ -190,7 +189,7 @@ def wait_for_firsts(ctx, S: tl.constexpr):
 
 @triton.jit
 def compare(ctx, refused, options, S: tl.constexpr):
-    """Return [ranks] which ranks refused this call or chose other options, and what :func:`blame` needs besides."""
+    """Return [ranks] which ranks refused this call or chose other options, and the options, for :func:`blame`."""
     mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
     return mask & ((refused != 0) | (options != S.OPTIONS)), options
 
@@ -204,7 +203,7 @@ def blame(ctx, options, origin, S: tl.constexpr):
 
 @triton.jit
 def return_nothing(outputs, received, numbers, S: tl.constexpr):
-    """Write the outputs of a call that brought nothing, as CTA 0."""
+    """Write empty outputs, as CTA 0."""
     write_nothing(outputs, received, numbers, S)
     if S.RANK_LAYOUT:
         fill_ids_of_no_rows(outputs.topk_ids, tl.arange(0, S.WORLD_SIZE_POW2) * 0, numbers, 0, 1, S)
@@ -212,8 +211,7 @@ def return_nothing(outputs, received, numbers, S: tl.constexpr):
 
 @triton.jit
 def note_other_call(blame_other, ctx, refused, options, origin, S: tl.constexpr):
-    """Note the first rank that ``refused`` [ranks] this call, or else, by ``blame_other``, one that makes it
-    otherwise."""
+    """Note the first rank that ``refused`` [ranks] this call, or else, by ``blame_other``, a mismatched one."""
     peer = tl.min(tl.where(refused != 0, tl.arange(0, S.WORLD_SIZE_POW2), S.WORLD_SIZE), 0)
     if peer < S.WORLD_SIZE:
         note_refusal(ctx, peer, _PHASE, _REFUSED)

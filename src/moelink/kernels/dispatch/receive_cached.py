@@ -139,7 +139,7 @@ def blame_mismatched(ctx, options, origin, S: tl.constexpr):
 
 @triton.jit
 def _differing(control, received, S: tl.constexpr):
-    """Return [ranks]: which sources sent a header that says other than what the earlier call ``received``."""
+    """Return [ranks]: which sources sent another header than in the earlier call (``received``)."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[:, None]
     c = tl.arange(0, _HEADER)[None, :]
     words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + r * S.COUNT_WORDS + c
@@ -150,8 +150,7 @@ def _differing(control, received, S: tl.constexpr):
 
 @triton.jit
 def write_noted_offsets(ok, program, ctx, outputs, received, cached, numbers, shared, S: tl.constexpr):
-    """Write offsets and totals by what the earlier call received, as CTA 0, and note sources that say otherwise.
-    Returns ``ok``."""
+    """Write the earlier call's offsets and totals, as CTA 0, and note sources whose header differs. Returns ``ok``."""
     if program == 0:
         r = tl.arange(0, S.WORLD_SIZE_POW2)
         mask = r < S.WORLD_SIZE

@@ -1,18 +1,18 @@
-"""Receive tokens by a plan that one CTA makes: the receiver role of dispatch where there is a row table
+"""Receive tokens by a plan that one CTA makes: the receiver role of dispatch with a row table
 (``kernels.dispatch.row_table``).
 
-CTA 0 is the planner (``kernels.dispatch.plan``). Each other CTA waits for the header of its source, then for
-``message_flag`` of whichever of its next messages arrives first. It begins to load that message, and only then looks up
-where it goes. So it neither polls the counts of all sources nor holds their sums in registers. Where there is padding
-to write, CTAs wait for the table before they wait for messages, and write padding while these are on their way.
-Everything else is as in ``kernels.dispatch.receive``, whose loop over messages this role shares.
+CTA 0 is the planner (``kernels.dispatch.plan``). Each other CTA waits for the header of its source, then for the
+``message_flag`` of its next messages, in order of arrival. It begins to load a message, and only then looks up its
+rows. So it neither polls the counts of all sources nor holds their sums in registers. If padding must be written, CTAs
+wait for the table before they wait for messages, and write padding while these are on their way. Everything else is as
+in ``kernels.dispatch.receive``, whose loop over messages this role shares.
 
 Why a CTA may wait for messages before it knows that the call is made at all: a source that says how many messages it
-sends also sends them, whatever other ranks do. Its CTAs store once they have credit for the call before, for which they
-wait before they say anything; what a rank refuses or chooses is in no sender's way. That holds for calls with and
-without weights, and over cached routing too: slots count from 0 without holes. A source that refused the call sends no
-message, and none is awaited. Messages of a call that is not made are awaited like others, and nothing of them is
-stored (TABLE_NOTHING). A source that ends half way is named by the wait for its messages.
+sends also sends them, in every case. Its CTAs store once they have credit for the call before, for which they wait
+before they say anything; no refusal or option of a rank stops a sender. That holds with and without weights, and over
+cached routing: slots count from 0 without holes. A source that refused the call sends no message, and none is awaited.
+Messages of a call that is not made are awaited like others, and nothing of them is stored (TABLE_NOTHING). A source
+that ends half way is named by the wait for its messages.
 
 Example: 2 local experts, counts from ranks 0 to 3 [[2, 1], [1, 0], [0, 2], [0, 0]], S.ROW_ALIGNMENT 4. The message in
 slot 1 of rank 2 names expert 1, position 1. Rank 2's rows of expert 1 begin at row 5 and end before row 7, so position
@@ -116,7 +116,7 @@ def unpack_planned(ok, ctx, source, slot, valid, state, outputs, notes, numbers,
 def write_padding(ctx, program, num_programs, outputs, numbers, S: tl.constexpr):
     """Wait for the table, and write as CTA ``program`` its share of the padding.
 
-    Returns OK, TIMED_OUT or POISONED, and what the table says.
+    Returns OK, TIMED_OUT or POISONED, and the head of the table.
     """
     ok, state, most = wait_for_table(ctx, S)
     report_no_table(ok, ctx, S)

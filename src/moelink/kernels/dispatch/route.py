@@ -1,4 +1,4 @@
-"""Route tokens on the device: find who owns an expert, and count what precedes a token.
+"""Route tokens on the device: find the owner of an expert, and count the pairs and messages before a token.
 
 The map of experts is the device twin of :class:`moelink.routing.ExpertMap`; a test compares the two.
 
@@ -328,7 +328,7 @@ def wait_for_messages(ctx, mine, p, programs, S: tl.constexpr):
 
 @triton.jit
 def sum_messages(ctx, mine, programs, S: tl.constexpr):
-    """Do what :func:`sum_block_counts` does where block counts are messages alone."""
+    """Do :func:`sum_block_counts` for block counts of messages alone."""
     messages = tl.zeros([S.SENDERS_PER_STEP, S.WORLD_SIZE_POW2], tl.int32)
     ok = tl.full([], 1, tl.int32)
     for p0 in range(0, programs, S.SENDERS_PER_STEP):
@@ -340,7 +340,7 @@ def sum_messages(ctx, mine, programs, S: tl.constexpr):
 
 @triton.jit
 def sum_pairs_and_messages(ctx, mine, programs, S: tl.constexpr):
-    """Do what :func:`sum_block_counts` does where block counts hold pairs."""
+    """Do :func:`sum_block_counts` for block counts that hold pairs."""
     p = tl.arange(0, S.MAX_SENDERS)
     flags = (mine + S.OFFSET_BLOCK_COUNTS_FLAG).to(I64) + p
     ok, _, got = wait_all(flags, p < programs, ctx.call, (mine + S.OFFSET_POISON).to(I64), ctx.limit, S.CLOCK)

@@ -10,7 +10,7 @@ Over cached routing the offsets come from the earlier call (``kernels.dispatch.r
 Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIGNMENT 4: group sizes [3, 1], row_offsets
 [0, 4, 8], handle.counts [[2, 1], [1, 0]].
 
-With layout "masked" (S.MASKED) every group has ``numbers.capacity`` rows, whatever comes.
+With layout "masked" (S.MASKED) every group has ``numbers.capacity`` rows.
 
 Example: the same counts with capacity 2: row_offsets [0, 2, 4], 3 rows are kept and 1 is lost.
 
@@ -151,7 +151,7 @@ def wait_for_words(ctx, first, count, RANKS: tl.constexpr, WORDS: tl.constexpr, 
 def header_word(control, source, i, low, high, S: tl.constexpr):
     """Return word ``i`` of the header of ``source`` (a rank, or a block of them; 0 from W on), limited to [low, high].
 
-    The limits make the word safe to use, whatever the peer sent.
+    The limits make any word of a peer safe to use.
     """
     words = (own_block(control, S) + S.OFFSET_COUNTS).to(I64) + source * S.COUNT_WORDS + i
     return tl.minimum(tl.maximum(value_at(words, source < S.WORLD_SIZE), low), high)
@@ -241,8 +241,7 @@ def write_counts(outputs, rows, numbers, S: tl.constexpr):
 
 @triton.jit
 def write_nothing(outputs, received, numbers, S: tl.constexpr):
-    """Write the outputs of a dispatch that brought no rows, because the communicator is poisoned or a rank refused the
-    call."""
+    """Write empty outputs after a failed, refused or mismatched dispatch."""
     g = tl.arange(0, S.NUM_GROUPS_POW2)
     if not S.RANK_LAYOUT:
         tl.store(outputs.expert_ids + g, g, mask=g < numbers.num_groups)

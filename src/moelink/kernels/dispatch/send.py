@@ -8,19 +8,19 @@ with one buffer. A dispatch over cached routing counts nothing: ``kernels.dispat
 How CTAs share the tokens (``kernels.launch.grid``):
 
 * Few tokens (:func:`send_one`): a CTA sends one token, or several CTAs share a token and each serves every ``split``-th
-  rank. Each CTA counts what precedes its token, and only what it needs: the pairs of the token's own experts and the
-  messages to each rank. With one token, the time of a dispatch is a chain of latencies, and this is most of it. So a
-  CTA first reads all that can be read early, and at the same time polls the credits once.
+  rank. Each CTA counts, of the tokens before its own, only the pairs of its token's experts and the messages to each
+  rank. With one token, the time of a dispatch is a chain of latencies, and this is most of it. So a CTA first reads all
+  that can be read early, and at the same time polls the credits once.
 * Many tokens (:func:`send_run`): a CTA sends ``tokens_per_program`` consecutive ones. It needs the number of its first
   message to each rank and of its first pair for each expert. Up to S.MAX_TOKENS_ALONE tokens in the call it counts all
   that precede its own. Beyond that it is faster to share block counts (``kernels.dispatch.route``) and to wait for
   those of the lower CTAs. Rows travel one by one; the CTA reads each while it stores the one before. It publishes
   S.TOKENS_PER_BATCH messages at a time, because a release waits until all stores before it have arrived.
 
-The counting CTA is the first one where each CTA counts alone. Where CTAs share block counts it is the last one, because
-a CTA waits for lower ones only.
+The counting CTA is the first one if each CTA counts alone. If CTAs share block counts it is the last one, because a CTA
+waits for lower ones only.
 
-What is written at destination d, in row ``me`` of each region:
+Stores at destination d, in row ``me`` of each region:
 
 * A row CTA writes, for every token that goes to d, the message in the token's slot, then ``message_flag[slot] = call``,
   a few tokens at a time. The flag is a release after the stores that it announces (``signals.publish``).
@@ -33,7 +33,7 @@ The order of messages needs no sort. A message's slot at d is the number of earl
 d. A pair's *position* is the number of earlier pairs (token, then slot) of this rank with the same expert. In layout
 "rank" a row's place is its slot. So on one node no positions travel, and only the counting CTA counts pairs.
 
-A row goes out piece by piece (``kernels.dispatch.pieces``): the CTA reads a piece before it stores the one before.
+A row goes out piece by piece (``kernels.dispatch.pieces``): the CTA loads piece i + 1 before it stores piece i.
 
 With many tokens the headers of a batch are stored before its rows, but after them where rows stay in the messages
 (S.IN_PLACE): links then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the
@@ -45,8 +45,8 @@ Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. D
 destination 1 gets tokens 0, 2 in slots 0, 1 with local ids [-1, 1], [-1, 0]. Counts: [2, 1] for rank 0, [1, 1] for rank
 1.
 
-Example of few tokens: the same ids. Before token 1 there are a message to each rank, no pair of expert 1 and one of
-expert 0: token 1 has slot 1 at rank 0 and positions [0, 1].
+Example of few tokens: the same ids. Before token 1, one message went to each rank; expert 0 has one pair, expert 1
+none: token 1 has slot 1 at rank 0 and positions [0, 1].
 
 Example of many tokens: the second CTA's two tokens have ids [[0, 3], [1, 0]], 4 experts on 2 ranks, and the first CTA
 has sent [1, 2] messages and [1, 0, 0, 2] pairs: slots are [1, 2] and [2, -], positions [1, 2] and [0, 2].

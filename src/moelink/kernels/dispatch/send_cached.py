@@ -1,6 +1,6 @@
 """Send tokens over the routing of an earlier dispatch (cached routing): nothing is counted, and no positions travel.
 
-What the earlier call computed is still there: ``slot_of`` says where a token's messages go, ``sent`` how many there
+The results of the earlier call are still there: ``slot_of`` says where a token's messages go, ``sent`` how many there
 are, and receivers know the rows of each. Local ids travel only where they are an output (layout "rank"). So CTA 0 tells
 every rank at once what comes, and the other CTAs wait for no CTA of this rank. They take batches of S.TOKENS_PER_BATCH
 tokens in turn. Slots ascend with the tokens, so messages are stored about in the order of their slots, and receivers

@@ -132,7 +132,7 @@ def load_headers(message, valid, IDS: tl.constexpr, POSITIONS: tl.constexpr, S: 
     """Load the headers of the messages at addresses ``message`` [n] that are ``valid``: tokens and weights, and with
     IDS and POSITIONS these.
 
-    What is not loaded is undefined.
+    Values that are not loaded are undefined.
     """
     token = tl.load((message + S.MESSAGE_TOKEN).to(I32), mask=valid)
     q = tl.arange(0, S.TOPK_POW2 if S.RANK_LAYOUT else S.ROWS_PER_MESSAGE_POW2)
