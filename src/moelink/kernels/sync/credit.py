@@ -2,15 +2,15 @@
 
 A rank has read call n of a phase to the end once all CTAs of its receiving role have read what call n brought. These
 CTAs count the call (:func:`count_read`) but tell no rank, because a fence and a store at the end of a launch would
-delay whatever follows. The next launch that sends, of either phase, grants credit: the first thing that its CTA 0 does
+delay the next launch. The next launch that sends, of either phase, grants credit: the first thing that its CTA 0 does
 is to tell all ranks of this node both counts (:func:`grant_credits`). A rank that stores for call n + 1 first waits
 until every rank has granted credit for call n (:func:`wait_for_credits`).
 
 Why that is safe: what a launch has loaded is in registers when it ends, and the next launch starts after it in stream
-order. So a relaxed store is enough to tell the count. Where a launch also stored what the next call relies on, zeros in
-place of rows (``kernels.sync.lamport_slots``), it counts with a release. A maximum raises the word, because launches of
-both phases grant credit and two of them may be captured into different streams. A sender's stores wait for the result
-of the poll before them, on which they depend.
+order. So a relaxed store is enough to tell the count. If a launch also stored values that the next call relies on,
+zeros in place of rows (``kernels.sync.lamport_slots``), it counts with a release. A maximum raises the word, because
+launches of both phases grant credit and two of them may be captured into different streams. A sender's stores wait for
+the result of the poll before them, on which they depend.
 
 Why every wait ends: a launch grants credit before it waits, and every rank sends in every call, even if only a refusal.
 When dispatch and combine alternate, as usual, no sender waits at all: combine n has already granted the credit for
@@ -20,7 +20,7 @@ the next call. Ranks of other nodes are told at once, by the last CTA to finish 
 that takes longer.
 
 Example: ranks 0 and 1 have read 3 dispatches and 2 combines; with its third combine each rank raises the other's words
-to (3, 2), so that a fourth dispatch may store at once, and a third combine may, too.
+to (3, 2), so that a fourth dispatch and a third combine may store at once.
 """
 
 import triton

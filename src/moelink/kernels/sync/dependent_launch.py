@@ -24,7 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous_launch(S: tl.constexpr):
-    """Wait until the launch before this one in the stream has ended, and see what it stored."""
+    """Wait until the launch before this one in the stream has ended and its stores are visible."""
     if S.DEPENDENT_LAUNCH:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1

@@ -17,8 +17,8 @@ rows stay (``kernels.combine.own_rows``), so a home rank has slots for the rows 
 
 Why the next call cannot overtake, and no row is taken for one of another call: a rank stores only after home has
 granted credit for the call before (``kernels.sync.credit``), and home grants it after the launch that stored the zeros.
-What is sent is what is awaited, because both follow from one dispatch. So a row that has arrived belongs to this call.
-Where ranks combine different dispatches, all of them learn it from the heads, and go on as after a refusal
+Senders and receivers agree on the rows, because both follow from one dispatch. So a row that has arrived belongs to
+this call. Where ranks combine different dispatches, all of them learn it from the heads, and go on as after a refusal
 (``quiesce.end_waits_for_mismatched``).
 
 Why a refused call breaks nothing: a rank that refuses reads none of what comes, and where ranks differ in whether they
@@ -26,8 +26,8 @@ sum, rows come that no rank awaits. All ranks learn of such a call, and each not
 after it has the other form, with flags, on all ranks, so no rank stores in Lamport slots then. Once every rank has
 begun that call, all rows of the refused call have arrived, and home clears them (:func:`clear_rows`). Notes are in two
 words, for odd and even calls, so that the note of one call does not disturb CTAs that still ask about the call before.
-If that call is refused as well, the rank that refuses it clears nothing. As long as refusals follow each other, calls
-have flags, and slots stay unused; the first call that the rank makes after them still follows a refusal, and clears.
+If that call is also refused, the rank that refuses it clears nothing. As long as refusals follow each other, calls have
+flags, and slots stay unused; the first call that the rank makes after them still follows a refusal, and clears.
 
 Example: up to 4 tokens, rows of 32 bytes: row 1 of rank 2 begins 32 * (2 * 4 + 1) bytes into the region. Where only
 one rank has slots, its row 1 begins after 32 bytes, whatever rank it is. Call 5 is refused: word 0 says 6, so call 6
@@ -50,7 +50,7 @@ _WITH_FLAGS = tl.constexpr(COMBINE_WITH_FLAGS)
 
 @triton.jit
 def follows_refusal(control, call):
-    """Return whether a rank refused the call before ``call``, or made it otherwise than others.
+    """Return whether a rank refused the call before ``call``, or was mismatched in it.
 
     Both words are read, so that neither load waits for the call number. They name calls of different parity.
     """
@@ -59,7 +59,7 @@ def follows_refusal(control, call):
 
 @triton.jit
 def note_refused(control, call):
-    """Note that a rank refused call ``call``, or made it otherwise than others."""
+    """Note that a rank refused call ``call``, or was mismatched in it."""
     tl.store(control + _WITH_FLAGS + (call + 1) % 2, call + 1)
 
 
@@ -129,7 +129,7 @@ def clear_rows(mine, S: tl.constexpr):
 @triton.jit
 def bits_of(row, flip, S: tl.constexpr):
     """Return the bits of ``row``, of S.ROW_DTYPE, as integers of their size; inverted if ``flip`` is -1, unchanged if
-    it is 0.
+    0.
 
     A NaN with all bits set becomes the NaN that arithmetic makes.
     """

@@ -1,4 +1,4 @@
-"""Quiesce: wait for what ranks of other nodes have put here, even where no CTA will read it.
+"""Wait until every inter-node put of this call has arrived, read or not.
 
 Before this rank grants credit for a call, every signal that a rank of another node puts here in that call must have
 arrived (``kernels.nodes.internode`` says why). In an ordinary call this rank waits for these signals anyway. In a call
@@ -148,14 +148,13 @@ def _messages_of(heads, S: tl.constexpr):
 
 @triton.jit
 def other_dispatches(heads, received, S: tl.constexpr):
-    """Return which of ``heads``, words of combine_status [ranks], name another dispatch than the one that ``received``
-    is of."""
+    """Return which of ``heads``, words of combine_status [ranks], name another dispatch than ``received`` does."""
     return (heads >> 32).to(tl.int32) != _dispatch_of(received, S)
 
 
 @triton.jit
 def odd_dispatch(heads, received, S: tl.constexpr):
-    """Return the rank to blame where ``heads`` name other dispatches than the one that ``received`` is of, or -1."""
+    """Return the rank to blame if ``heads`` name other dispatches than the one that ``received`` is of, or -1."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     beside = (heads >> 32).to(tl.int32)
@@ -192,8 +191,8 @@ def _raise_node_flags(ctx, mine, mismatched, S: tl.constexpr):
 
 @triton.jit
 def _wait_for_node_rows(ctx, mine, heads, S: tl.constexpr):
-    """Wait until as many rows of other nodes have arrived as the ``heads`` [ranks] of their collectors say, whichever
-    tokens they are of. Returns OK, TIMED_OUT or POISONED."""
+    """Wait until as many rows of other nodes have arrived as the ``heads`` [ranks] of their collectors say, of any
+    tokens. Returns OK, TIMED_OUT or POISONED."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     i = tl.arange(0, _AT_ONCE)
     poison = (mine + S.OFFSET_POISON).to(I64)
@@ -221,8 +220,8 @@ def _wait_for_node_rows(ctx, mine, heads, S: tl.constexpr):
 
 @triton.jit
 def end_waits_for_mismatched(ctx, mismatched, heads, slot_of, num_tokens, S: tl.constexpr):
-    """Let the other CTAs of the home role go on, which wait for rows of ``mismatched`` [ranks]: ranks that send rows of
-    another dispatch home. ``heads`` [ranks]: their words of combine_status.
+    """Release the home CTAs that wait for rows of ``mismatched`` [ranks]: ranks that send rows of another dispatch
+    home. ``heads`` [ranks]: their words of combine_status.
 
     First all rows that mismatched ranks send with flags must have arrived, because in the next call other ranks may
     store the same rows; between nodes :func:`quiesce_combine` has waited for all of them. Then CTA 0 raises all flags
@@ -296,7 +295,7 @@ def wait_until_sent(ok, ctx, received, refused, first, S: tl.constexpr):
 def quiesce_combine(ok, needed, ctx, S: tl.constexpr):
     """Wait between nodes, if ``needed``, for all that is sent back in this combine.
 
-    Returns OK, TIMED_OUT or POISONED; otherwise ``ok``.
+    Returns OK, TIMED_OUT or POISONED; without a wait ``ok``.
     """
     if S.NODE_SIZE < S.WORLD_SIZE:
         if needed:

@@ -27,7 +27,7 @@ count_arrival  ``debug_barrier``; ``atomic_add(role's word, share, relaxed, gpu)
 
 A clock bounds every wait: ``%globaltimer`` (nanoseconds) on NVIDIA, ``s_memrealtime`` (10 ns) on AMD, a host function
 when interpreted. A wait also ends when this rank is poisoned. The first wait that expires on a rank claims the error
-record, describes itself there, and writes the same to every peer, whose waits then end too.
+record, describes itself there, and writes the same to every peer, which ends their waits.
 
 Example: three peers hold signals 4, 7, 3 and call 4 is awaited: the wait goes on, and if it expires it blames peer 2,
 the one furthest behind (``expected 4, got 3``).
@@ -65,7 +65,7 @@ _MALFORMED_RANKS = tl.constexpr(MALFORMED_RANKS)
 _THREADS = tl.constexpr(MOST_THREADS)
 _FAR = tl.constexpr(2**62)
 OK, TIMED_OUT, POISONED = tl.constexpr(1), tl.constexpr(0), tl.constexpr(-1)
-"""What a wait returns: all words have come; time ran out; another wait of this communicator has failed, on any rank."""
+"""Results of a wait: all words have come; time ran out; another wait of this communicator has failed, on any rank."""
 _GO_ON = tl.constexpr(2)
 
 
@@ -102,15 +102,14 @@ def block_uniform(value):
 
 @triton.jit
 def publish(words, mask, value):
-    """Store ``value`` in ``words`` (a block of int64 pointers), with all earlier stores of this CTA visible to whoever
-    sees it."""
+    """Store ``value`` in ``words`` (a block of int64 pointers), after all earlier stores of this CTA."""
     tl.debug_barrier()
     tl.atomic_xchg(words, value, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
 def fence(control):
-    """Make all stores of this CTA visible to whoever sees a store that it makes later."""
+    """Make all stores of this CTA visible to a reader of its later stores."""
     tl.debug_barrier()
     seen = tl.atomic_add(control + _FENCE, 0, sem="acq_rel", scope="sys")
     tl.store(control + _FENCE, seen, mask=seen != 0)
@@ -119,7 +118,7 @@ def fence(control):
 
 @triton.jit
 def check_timeout(poison, start, limit, CLOCK: tl.constexpr):
-    """Return what an unfinished wait becomes: POISONED, TIMED_OUT, or else 2, to go on."""
+    """Return the state of an unfinished wait: POISONED, TIMED_OUT, or 2 to go on."""
     state = block_uniform(tl.where(clock(CLOCK) - start > limit, TIMED_OUT, _GO_ON))  # each warp reads its own clock
     return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, POISONED, state)
 
@@ -270,8 +269,7 @@ def report_failure(arrived, ctx, peer, phase, expected, got, S: tl.constexpr):
 
 @triton.jit
 def note_refusal(ctx, peer, phase, code):
-    """Note in the second part of ``record`` that a peer refused this call, or makes it otherwise. It poisons no
-    rank."""
+    """Note in the second part of ``record`` that a peer refused this call, or is mismatched. It poisons no rank."""
     abort = ctx.record + _ABORT_RECORD
     tl.store(abort + 1, ctx.me)
     tl.store(abort + 2, peer)
@@ -310,8 +308,7 @@ def odd_one_out(values, mask, mine, W: tl.constexpr):
 def first_mismatched(values, mask):
     """Return the first rank whose value of ``values`` [N], under ``mask``, is not the most common one, or N.
 
-    Of several values that are equally common, the one of the lowest rank counts. Every rank finds the same one, however
-    many values there are.
+    Of several values that are equally common, the one of the lowest rank counts. Every rank finds the same one.
 
     Example: values 3, 3, 5 blame rank 2; 3, 5 blame rank 1; 5, 6, 7, 6 blame rank 0.
     """
