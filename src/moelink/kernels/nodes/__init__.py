@@ -1,4 +1,4 @@
-"""What knows two nodes: puts over a network, and the relays of the two-level form.
+"""Communicate between nodes: puts over a network, and the relays of the two-level form.
 
 =================  =====================================================================================================
 internode          puts to ranks of other nodes, and their signals

@@ -15,12 +15,12 @@ rows of the ranks, in ascending order, one by one and not rounded in between. Wi
 been encoded twice. ``moelink.reference`` sums alike.
 
 Ranks that refuse, and ranks that combine another dispatch. A rank that refuses knows of no rows. As a rank of experts
-it raises its flags in the blocks of its node, for collectors, too. As a collector it puts all flags of all home ranks,
-without rows. A head tells a peer how many rows of its node come (``quiesce.beside_status``). By that number, whichever
-tokens they are of, a home rank that reads nothing waits until all have arrived (``quiesce.quiesce_combine``). Where
-ranks of one node combine different dispatches, a collector would wait for flags that nobody raises. So CTA 0 of the
-collectors waits for the heads of its node first, and raises all flags of a mismatched rank in its own block
-(:func:`meet_node`). What is summed then is never used, because every rank sees the same heads and refuses the call.
+it also raises its flags in the blocks of its node, for collectors. As a collector it puts all flags of all home ranks,
+without rows. A head tells a peer how many rows of its node come (``quiesce.beside_status``). A home rank that reads
+nothing waits until that number of rows has arrived (``quiesce.quiesce_combine``). Where ranks of one node combine
+different dispatches, a collector would wait for flags that nobody raises. So CTA 0 of the collectors waits for the
+heads of its node first, and raises all flags of a mismatched rank in its own block (:func:`meet_node`). These sums are
+never used, because every rank sees the same heads and refuses the call.
 
 Why the next call cannot overtake: a rank stores for call n + 1 when all ranks have granted credit for call n. Home
 grants it after its rows have arrived; a collector's rank grants it after all collectors have counted the call, so their

@@ -11,7 +11,7 @@ What is noted for combine, where the rows of these tokens will meet (``kernels.n
 ``message_token``, the slot of each (node, rank of this node, token), -1 for none; behind the words of ``received``, the
 tokens of each node that came. Cached routing has the slots already, and does not note them again.
 
-A forwarder forwards in a refused call, too, even as the rank that refuses: its peers may not know of it yet, and what
+A forwarder also forwards in a refused call, even as the rank that refuses: its peers may not know of it yet, and what
 is under way must arrive before this rank grants credit. Then receivers read nothing of it, and nothing is noted.
 
 Why the next call cannot overtake: forwarders count the call when they have read their relays, and CTA 0 of the receiver

@@ -16,10 +16,10 @@ must be seen together travel in one put, or each put has its own signal and the 
 
 Why a word never goes backwards, although puts of two calls may overtake one another: a rank puts for call n + 1 at a
 peer only after that peer has granted credit for call n, and the peer grants it only after it has seen every signal of
-call n that this rank put there. That also holds in a call that a rank refused: it waits for what it will not read
+call n that this rank put there. That also holds in a call that a rank refused: it waits for data that it will not read
 (``kernels.sync.quiesce``). For the same reason no put still reads staged bytes when they may be written again.
 
-``S.NETWORK`` says who carries the bytes: "nvshmem", NVSHMEM's ``putmem_signal_nbi`` by all threads of a CTA; or "ring",
+``S.NETWORK`` names the network: "nvshmem", NVSHMEM's ``putmem_signal_nbi`` by all threads of a CTA; or "ring",
 work entries for the simulated network proxy on the host (``memory.nodes.network_proxy``), with which a CPU tests all
 this. There are several nodes where S.WORLD_SIZE > S.NODE_SIZE. Only this file and ``kernels.sync.quiesce`` ask whether
 there are. Their functions do nothing on one node, or return what is right there: :func:`between_nodes` does what other
@@ -45,14 +45,14 @@ _SIGNAL_SET = tl.constexpr(9)
 
 @triton.jit
 def between_nodes(work, arguments, S: tl.constexpr):
-    """Do ``work(*arguments, S)`` where there are several nodes; on one node do nothing."""
+    """Do ``work(*arguments, S)`` with several nodes; on one node do nothing."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         work(*arguments, S)
 
 
 @triton.jit
 def between_nodes_or(otherwise, work, arguments, S: tl.constexpr):
-    """Return ``work(*arguments, S)`` where there are several nodes; on one node return ``otherwise``."""
+    """Return ``work(*arguments, S)`` with several nodes; on one node return ``otherwise``."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         return work(*arguments, S)
     else:
@@ -97,7 +97,7 @@ def staged_at(mine, rank, me, offset, items, item, stride, S: tl.constexpr):
 
 @triton.jit
 def direct_or_staged(direct, mine, rank, me, offset, items, item, stride, S: tl.constexpr):
-    """Return where to store what goes to ``rank``: ``direct``, an address or pointer in its block, intra-node; else
+    """Return where to store data for ``rank``: ``direct``, an address or pointer in its block, intra-node; else
     :func:`staged_at`."""
     if S.NODE_SIZE < S.WORLD_SIZE:
         at = staged_at(mine, rank, me, offset, items, item, stride, S)

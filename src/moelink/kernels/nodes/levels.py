@@ -1,4 +1,4 @@
-"""Say which ranks a token and its rows pass on their way between nodes, where the transport has two levels.
+"""Route tokens and rows between nodes (two-level transport).
 
 With one level a rank puts what it has for a rank of another node straight there. With two levels (S.TWO_LEVEL) a
 *relay* crosses the network once for each node, between ranks of the same place on their nodes, *peers*:
@@ -18,21 +18,21 @@ A rank numbers the other nodes from 0, beginning with the one after its own; reg
 Why the waits form no circle: every role waits only for roles before it in the order *send, forward, receive* in
 dispatch and *send, collect, gather* in combine, on its own rank and on others. Senders wait for none, but for credits
 of the call before. In a launch, numbers of CTAs ascend in that order, and CTAs of low numbers begin first. So senders
-end on every rank, whatever few CTAs have room; then forwarders or collectors do; then the others.
+end on every rank, even if few CTAs have room; then forwarders or collectors do; then the others.
 
 Why no call overtakes another: a rank counts a call as read, and so grants credit for it, only after its own forwarders
 or collectors have ended (:func:`after_relaying`), and these read all that came for them. Hence a peer may overwrite a
-relay or a row, and its own staged bytes, when it has this rank's credit for the call before. Whatever a forwarder
-stores at a rank of its node it stores because of a relay of this call. The home rank put that one after it had the
-credit of *all* ranks, this one included. The rank that stores into a slot is the same in every call: for a pair of a
-source and a destination always the source's peer on the destination's node.
+relay or a row, and its own staged bytes, when it has this rank's credit for the call before. A forwarder stores at a
+rank of its node only because of a relay of this call. The home rank put that one after it had the credit of *all*
+ranks, this one included. The rank that stores into a slot is the same in every call: for a pair of a source and a
+destination always the source's peer on the destination's node.
 
-Who is blamed when a wait expires. A receiver that waits for a message of another node cannot know whether the home
+Blame after an expired wait: a receiver that waits for a message of another node cannot know whether the home
 rank did not put the relay or the forwarder did not store it: it blames the forwarder (:func:`forwarder_of`). The
 forwarder can know, and blames the home rank; a collector blames the rank of its node whose row is missing, and home the
-collector. Forwarders and collectors give up after seven eighths of the limit (:func:`relaying_context`). So whoever
-waits for what they would have carried hears of the true cause before its own limit is over, unless it began to wait
-more than an eighth of the limit before them: then it blames them, who were late.
+collector. Forwarders and collectors give up after seven eighths of the limit (:func:`relaying_context`). So a rank that
+waits for one of them learns the true cause before its own limit is over. If it began to wait more than an eighth of the
+limit before them, it blames them, because they were late.
 
 Example: 6 ranks, S.NODE_SIZE 2. Rank 2 is on node 1; nodes 2 and 0 are its nodes 0 and 1, and its peers there are ranks
 4 and 0. A token of rank 2 that names experts of ranks 3, 4 and 5 is stored at rank 3 by rank 2 itself, and put once, at
@@ -60,7 +60,7 @@ def in_two_levels(work, arguments, S: tl.constexpr):
 
 @triton.jit
 def in_one_level(work, arguments, S: tl.constexpr):
-    """Do ``work(*arguments, S)`` where there are several nodes, and what goes to one goes straight to its ranks."""
+    """Do ``work(*arguments, S)`` with several nodes and one level."""
     if not S.TWO_LEVEL:
         between_nodes(work, arguments, S)
 
@@ -142,7 +142,7 @@ def forwarder_of(source, me, S: tl.constexpr):
 
 @triton.jit
 def relaying_context(peers, role, numbers):
-    """Return the context of this call of ``role``, of forwarders or collectors, who give up sooner than others."""
+    """Return the context of this call of ``role``: forwarders or collectors, which time out before other roles."""
     call = calls_made(peers.control, role) + 1
     limit = numbers.limit - numbers.limit // 8
     return CallContext(peers.table, peers.record, peers.control, numbers.me, limit, call)
@@ -152,7 +152,7 @@ def relaying_context(peers, role, numbers):
 def lanes_of(number, num_programs, S: tl.constexpr):
     """Return how many of ``num_programs`` forwarding or collecting CTAs share the tokens of other node ``number``.
 
-    The nodes take the CTAs in turn; where there are more nodes than CTAs, these take the nodes in turn.
+    The nodes take the CTAs in turn; with more nodes than CTAs, the CTAs take the nodes in turn.
     """
     return tl.cdiv(tl.maximum(num_programs - number, 1), S.NODES - 1)
 

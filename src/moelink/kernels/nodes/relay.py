@@ -1,4 +1,4 @@
-"""Send relays: what the sender role of a two-level dispatch does for ranks of other nodes (``kernels.nodes.levels``).
+"""Send relays to other nodes: a step of the sender role of a two-level dispatch (``kernels.nodes.levels``).
 
 A row is stored once in this rank's staging region for relays, at its token's number, whatever nodes it goes to. It is
 encoded once, and stored from registers together with the messages to ranks of this node: the relay's place stands in
