@@ -26,7 +26,7 @@ class Peers(NamedTuple):
 
 
 class CallContext(NamedTuple):
-    """What a wait and a report of its failure need: where ranks are, who this one is, and which call this is.
+    """The context of a wait and of a report of its failure: where ranks are, this rank, and this call.
 
     Attributes:
         table, record, control: as in :class:`Peers`.
@@ -91,7 +91,7 @@ class CachedRouting(NamedTuple):
 
 
 class DispatchInputs(NamedTuple):
-    """What the sender role reads.
+    """The inputs of the sender role.
 
     Attributes:
         x: [num_tokens, hidden_size] rows.
@@ -109,7 +109,7 @@ class DispatchInputs(NamedTuple):
 
 
 class DispatchOutputs(NamedTuple):
-    """What the receiver role writes: fields of :class:`moelink.DispatchOutput`.
+    """The outputs of the receiver role: fields of :class:`moelink.DispatchOutput`.
 
     Where a later launch writes the scales (``S.SCALES_LATER``), ``scales`` is [rows] int32: the number of the message
     that each row came with. ``weights`` are the rows' router weights, in layout "rank" those of all slots.
@@ -192,9 +192,9 @@ class ReceiverSteps(NamedTuple):
     Attributes:
         wait: waits for what all sources say, and computes the rows of each local expert.
         columns: says how many messages of a source come, and how they are ordered.
-        compare: says which ranks refused this call, or make it otherwise.
-        blame: notes one rank that makes it otherwise.
-        prepare: writes the offsets, and waits for what else is needed to unpack messages.
+        compare: says which ranks refused this call or are mismatched.
+        blame: notes one mismatched rank.
+        prepare: writes the offsets, and waits for all else that unpacking needs.
         destination: says where the rows of a source go.
         unpack: unpacks messages that have arrived.
     """
@@ -308,7 +308,7 @@ class GiveUpNumbers(NamedTuple):
 
 
 class CombineInputs(NamedTuple):
-    """What combine reads.
+    """The inputs of combine.
 
     Attributes:
         y: [y_rows, hidden_size] the experts' outputs.

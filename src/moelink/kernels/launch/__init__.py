@@ -1,1 +1,1 @@
-"""What a launch needs besides its kernel: constants, grid, SM limit, the launcher."""
+"""Launch kernels: constants, grid, SM limit, the launcher."""

@@ -1,4 +1,4 @@
-"""Say what a device can, and how kernels on it are compiled and launched for that."""
+"""Describe a device's abilities, and how kernels are compiled and launched for them."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ def dispatch_launch(
 ) -> Launch:
     """Choose the CTAs of a dispatch of ``num_tokens`` own tokens, whose rows are quantised on the way if ``encodes``.
     No rank is expected to send more than ``max_tokens`` (None: ``max_tokens_per_rank``). Ranks need not choose alike: a
-    sender tells how many CTAs it has, and receivers share whatever comes. ``forwarders``: CTAs that also run.
+    sender tells how many CTAs it has, and receivers share its messages. ``forwarders``: CTAs that also run.
 
     These numbers are measured; see docs/performance.md. Three CTAs of 8 warps and 80 registers share an SM. Few tokens:
     one sending CTA per SM, and one receiving CTA per expected message. Where receivers write padding there is at least
     one of them per SM, or per two SMs if only tiles of scales have padding. Many tokens: a sender stores to the links,
-    and whatever else runs on its SM queues behind it, so there are only as many senders as fill the links: 0.6 per SM,
+    and other CTAs on its SM queue behind it, so there are only as many senders as fill the links: 0.6 per SM,
     1 if they quantise. The other CTAs receive. Few tokens that are more than SMs have two senders per SM, so that none
     has two tokens.
 

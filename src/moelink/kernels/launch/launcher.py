@@ -161,7 +161,7 @@ class Launcher:
 
     @cached_property
     def _stream_of(self) -> Callable[[int], int]:
-        """What returns the handle of a device's current stream. There is none without a GPU."""
+        """The function that returns the handle of a device's current stream; None without a GPU."""
         return driver.active.get_current_stream  # type: ignore[no-any-return]
 
     @contextmanager

@@ -4,8 +4,8 @@ Without a limit CTA i does the work of number i. With one (S.NUM_SMS SMs, ``init
 spread the CTAs over all SMs that have room, and a kernel that is meant to run beside them would find none of these SMs
 empty. So a launch has as many CTAs as the whole device holds (``grid.grid``). The first CTA to reach an SM asks whether
 the launch uses this SM: it uses the first S.NUM_SMS SMs that ask. CTAs there take numbers in the order in which they
-come. CTAs elsewhere end at once, as long as enough CTAs are left to take all numbers; so does a CTA that comes when all
-numbers are taken. Whatever else runs on the device, the CTAs that work are where there was room.
+come. CTAs elsewhere end at once, as long as enough CTAs are left to take all numbers; a CTA that arrives after the last
+number has been assigned also ends. The working CTAs are on SMs that had free resources, even if another kernel runs.
 
 Why every wait ends: numbers are taken in ascending order, so a CTA that has one knows that all lower ones have begun,
 which is what the hardware promises for CTA ids. Why no number is left over: of G CTAs all take a number except those
