@@ -8,9 +8,9 @@ share two things, neither of which a handler can find half changed:
 * per call a lock that is taken from the beginning, and that the thread lets go of once when the call is over. A caller
   waits for the lock, after which it looks at ``over``, and holds nothing meanwhile. The thread waits for the queue.
 
-So the thread always ends the call that it is in, whose own deadline bounds it, and everybody who waits for a call waits
-for the thread alone. A call that is handed over when the thread has ended, because a handler came between, is found out
-by who waits for it: nothing runs it, and the thread is not there.
+So the thread always ends the call that it is in, whose own deadline bounds it, and every caller waits for the thread
+alone. A call that is handed over when the thread has ended, because a handler came between, is found by its waiting
+caller: no thread is left to run it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class BackgroundCall(Generic[R]):
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """End it: who waits gets what it returned, or ``error``."""
+        """End it: its waiting caller gets the result, or ``error``."""
         if not self.over:
             self._run, self._error = None, error
             self.over = True
             self._ended.release()
 
     def result(self) -> R:
-        """Wait until it is over; return what it returned, or raise what it raised.
+        """Wait until it is over; return its result, or raise its exception.
 
         Raises:
             ClosedError: the thread was ended before it began.
@@ -73,7 +73,7 @@ class BackgroundCall(Generic[R]):
 
 
 class _Calls:
-    """What the thread and the callers share."""
+    """The state that the thread and the callers share."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[BackgroundCall[Any] | None] = SimpleQueue()
@@ -119,7 +119,7 @@ def _never_begun() -> ClosedError:
 
 
 def _work(calls: _Calls) -> None:
-    """Run what comes until the queue is closed or the program has ended. Nothing here refers to the queue's owner."""
+    """Run calls until the queue is closed or the program has ended. No reference to the queue's owner is kept."""
     while True:
         try:
             call = calls.queue.get(timeout=_LOOK_SECONDS)

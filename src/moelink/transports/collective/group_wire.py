@@ -17,9 +17,9 @@ probes its peers for the one at fault (:mod:`moelink.control.probe`), poisons th
 
 Every wait is cut into slices, and after each slice this rank looks at what peers have reported. That is needed because
 gloo's connections are pairs: a rank that dies between its messages may have sent all that one peer needs, so the peer
-waits for a third rank, and only that third rank has a broken connection. Who reports writes at the probe server of
-every peer, which keeps the first report; who waits only reads. So all ranks raise the first report that reached them,
-and a report that comes while a call ends is raised in the next one.
+waits for a third rank, and only that third rank has a broken connection. A reporting rank writes at the probe server of
+every peer, which keeps the first report; a waiting rank only reads. So all ranks raise the first report that reached
+them, and a report that comes while a call ends is raised in the next one.
 
 In mode "allreduce" no peer takes part in a call, so nothing is sent, not even a refusal (``exchanges`` is False).
 
@@ -166,7 +166,7 @@ class GroupWire:
             self._stream.synchronize()
 
     def close(self) -> None:
-        """Finish what is under way and release the groups; after an error, wait for nobody and leave the groups."""
+        """Finish pending calls and release the groups; after an error, wait for no rank and leave the groups."""
         poisoned = self._error is not None or self._detector.reported is not None
         self._thread.close(wait=not poisoned)
         if not poisoned:
@@ -204,7 +204,7 @@ class GroupWire:
         started: torch.cuda.Event | None,
         finished: torch.cuda.Event | None,
     ) -> list[R]:
-        """Run one call on the background thread. Whatever ends it before it is complete ends this rank's part."""
+        """Run one call on the background thread. An exception before it is complete ends this rank's part."""
         try:
             self._complete = not self.shared
             self._raise_poison()
@@ -259,7 +259,7 @@ class GroupWire:
                 return [stop.value]
 
     def _tell_refusal(self, call: int, phase: Phase, deadline: float) -> None:
-        """Exchange headers with status REFUSED. What peers disagree about is theirs to raise."""
+        """Exchange headers with status REFUSED. Peers raise their own disagreements."""
         with suppress(ProtocolError):
             self._learn(self._announce(call, phase, None), deadline)
         self._complete = True
@@ -367,7 +367,7 @@ class GroupWire:
         return True
 
     def _look_up(self, deadline: float) -> None:
-        """Raise what a peer has reported, or RuntimeError when the deadline has passed."""
+        """Raise a peer's report, or RuntimeError when the deadline has passed."""
         self._raise_poison()
         if time.monotonic() > deadline:
             raise RuntimeError("the deadline passed")

@@ -57,7 +57,7 @@ class LockstepWire:
         """Do nothing: the refused call has raised in this process, which runs every rank."""
 
     def abandon(self, failure: Failure) -> PeerTimeoutError:
-        """Return the error alone: nobody waits, and what a call leaves here the next one overwrites."""
+        """Return the error alone: no rank waits, and the next call overwrites the state of this one."""
         return failure.error(0)
 
     def check(self) -> None:

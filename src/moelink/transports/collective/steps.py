@@ -1,4 +1,4 @@
-"""Define what one rank's call asks of a wire: announce counts, learn the peers', move rows. This module does no I/O.
+"""Define the requests of one rank's call to a wire: announce counts, learn the peers', move rows. No I/O is done here.
 
 A call is a generator. It yields :class:`Announce` when it knows its counts, prepares rows while headers travel, yields
 :class:`Learn` for the peers' counts and :class:`Transfer` for the rows, and returns the result. So the same code runs
@@ -32,9 +32,9 @@ class Announce:
         options: everything peers must agree on for this call, as text.
         counts: rows for each rank.
         limit: most rows that one rank may legally send here; a larger announcement is refused.
-        row_bytes: bytes of a row, which must agree as well.
+        row_bytes: bytes of a row, which must also agree.
         origin: number of the earlier dispatch that the call is over: of a combine, the one that brought the rows; of a
-            dispatch with ``routing``, the one that counted them; else 0. It must agree as well.
+            dispatch with ``routing``, the one that counted them; else 0. It must also agree.
     """
 
     options: str

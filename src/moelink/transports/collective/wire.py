@@ -1,4 +1,4 @@
-"""Declare what the collective transport needs of a wire: run calls to their end, here or in the background."""
+"""Declare the wire of the collective transport: it runs calls to their end, here or in the background."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Wire(Protocol):
         """Poison this rank and its peers at once (:meth:`moelink.transports.base.Transport.abandon`)."""
 
     def check(self) -> None:
-        """Wait for what is under way and raise the first error."""
+        """Wait for all pending calls and raise the first error."""
 
     def close(self) -> None:
         """Release everything."""
