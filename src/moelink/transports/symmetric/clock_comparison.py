@@ -16,7 +16,7 @@ class ClockComparison:
     """A comparison of this rank's clock with those of its peers that is under way. Collective.
 
     Attributes:
-        out: what the kernel writes.
+        out: the output of the kernel.
     """
 
     def __init__(self, rank: Rank, comparisons: int) -> None:

@@ -133,7 +133,7 @@ class Combine:
         return [tensor for tensor in tensors if tensor is not None]  # type: ignore[misc]
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
-        """Return the rows, and what they are multiplied by and added to."""
+        """Return the rows, their factors and their addends."""
         request, nothing = self.request, self.rank.table
         row_weights, weights, shared, bias = request.row_weights, self._weights, request.shared, self._bias
         fields = (

@@ -112,7 +112,7 @@ class Dispatch:
         return [tensor for tensor in tensors if tensor is not None]
 
     def _inputs(self, typed: bool) -> tuple[Any, ...]:
-        """Return what the sender role reads."""
+        """Return the inputs of the sender role."""
         request, nothing = self.request, self.rank.table
         x, scales, input_scale, weights = self._x, request.scales, self._input_scale, self._weights
         if typed and self.launch_plan.copies:
@@ -124,7 +124,7 @@ class Dispatch:
         return DispatchInputs._make(fields) if typed else fields
 
     def _outputs(self, typed: bool) -> tuple[Any, ...]:
-        """Return what the receiver role writes."""
+        """Return the outputs of the receiver role."""
         if self._arena is not None and not typed:
             return self._addresses(self._arena.data_ptr())
         out, nothing = self.output, self.rank.table
@@ -139,7 +139,7 @@ class Dispatch:
         return DispatchOutputs._make(fields) if typed else fields
 
     def _addresses(self, start: int) -> tuple[Any, ...]:
-        """Return the addresses of what the receiver role writes, without making its small tensors.
+        """Return the addresses of the receiver role's outputs, without making its small tensors.
 
         ``start``: that of the arena.
         """
@@ -260,8 +260,8 @@ class Dispatch:
 def refuse_dispatch(rank: Rank) -> None:
     """Take part in a dispatch that this rank refuses: send only the word that it does.
 
-    A call over cached routing is refused in the same way: its peers wait only for words that a call that counts sends,
-    too.
+    A call over cached routing is refused in the same way: its peers wait only for words that a counting call also
+    sends.
     """
     config, kernel = rank.config, rank.launcher.kernel
     spec = dispatch_spec(

@@ -1,10 +1,10 @@
-"""Make eager calls of a kind that was made before with little host time: the fast path of the symmetric transport.
+"""Repeat eager calls of a known kind with little host time: the fast path of the symmetric transport.
 
 An eager call costs the host far more than its launch: a request, its checks, objects that stand for the call, records
-of arguments. Most calls are like an earlier one, though, but for the addresses and values of their tensors. For these,
-the *kind* of the call (shapes and dtypes) says that it passes the checks, which kernel runs, and where each address
-stands in the parameters of the kernel (:mod:`moelink.transports.symmetric.kinds`). A call on this path looks up its
-kind, makes its output, writes the addresses, and launches.
+of arguments. Most calls differ from an earlier one only in the addresses and values of their tensors. For these, the
+*kind* of the call (shapes and dtypes) says that it passes the checks, which kernel runs, and where each address stands
+in the parameters of the kernel (:mod:`moelink.transports.symmetric.kinds`). A call on this path looks up its kind,
+makes its output, writes the addresses, and launches.
 
 The fast path takes calls without options that are not traced and need no gradient. It answers None to any other call,
 before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the first
@@ -50,7 +50,7 @@ class Transport(Protocol):
     partly_sent: bool
 
     def raise_error(self) -> None:
-        """Raise what the error records say, without waiting."""
+        """Raise the error of the error records, without waiting."""
 
     def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:
         """Count a call of one local rank and launch it."""
@@ -138,7 +138,7 @@ class SymmetricFastPath:
             session.guard.leave()
 
     def _raise_error(self) -> None:
-        """Raise the error of an earlier call. This call is made nowhere: the peers raise that error, too."""
+        """Raise the error of an earlier call. No rank makes this call: the peers raise the same error."""
         self._transport.partly_sent = self._session.complete = True
         self._transport.raise_error()
 
@@ -199,7 +199,7 @@ class SymmetricFastPath:
 
 
 def _kind_of_dispatch(x: Any, ids: Any, weights: Any, max_tokens: Any) -> Any:
-    """Return what dispatches of one kind have in common, or None of a call that is of no kind."""
+    """Return the key of a dispatch's kind, or None if it has no kind."""
     if type(x) is not Tensor or type(ids) is not Tensor or not (max_tokens is None or type(max_tokens) is int):
         return None
     if weights is None:

@@ -1,4 +1,4 @@
-"""Make calls of one kind for the fast path: what they have in common is decided when the kind is learnt.
+"""Make calls of one kind for the fast path: their common part is decided when the kind is learnt.
 
 A call of a kind has two steps. *prepare* makes its tensors and may fail, for want of memory. *launch* hands the kernel
 to the device.

@@ -1,4 +1,4 @@
-"""Decide once what all dispatches of one kind have in common: LaunchPlan."""
+"""Decide the common part of all dispatches of one kind, once: LaunchPlan."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _guard(rank: Rank) -> AbstractContextManager[None]:
 
 
 class Rank:
-    """One local rank: what every launch passes, and the streams that launches run on.
+    """One local rank: the common arguments of its launches, and their streams.
 
     ``in_turn``: launches of this rank and of others of this process run one after the other, as on CPUs they always do.
     """
@@ -105,7 +105,7 @@ class Rank:
             guard=partial(_guard, self),
         )  # fmt: skip
         self.trace: TraceBuffer | None = None
-        # Where rows stay in the block: what ends them. In debug mode that also overwrites them.
+        # The end of rows in place. In debug mode it also overwrites them.
         self.calls = CallCount(memory.local) if config.zero_copy else None
         self.overwrites_expired = DEBUG.is_on() and config.zero_copy
         self._plans: dict[Any, Any] = {}
@@ -157,8 +157,7 @@ class Rank:
         return config, Workspace(config), partial(self.launcher.kernel, num_sms=sm_limit_of(config, self.device))
 
     def launching(self, *, own_stream: bool) -> AbstractContextManager[None]:
-        """Return a context for launches that continue after all earlier calls. On CUDA it sets the device and the
-        stream.
+        """Return a context for launches after all earlier calls. On CUDA it sets the device and the stream.
 
         ``own_stream``: on this rank's own stream, forked from the current one, so that what the caller launches next
         runs beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own
@@ -171,8 +170,7 @@ class Rank:
         return self.stream is None or not (own_stream or self.stream_to_go_on() < 0)
 
     def stream_to_go_on(self) -> int:
-        """Return the handle of the current stream (on a CPU 0) if launches there continue after all earlier calls, else
-        -1.
+        """Return the handle of the current stream (on a CPU 0) if its launches follow all earlier calls, else -1.
 
         It is -1 where calls are still under way on the own stream, and where the caller uses another stream than at the
         call before, or another device than this rank's: then :meth:`launching` has something to do.
@@ -208,15 +206,14 @@ class Rank:
             self._latest, self._latest_handle, self._forked = current, current.cuda_stream, False
 
     def has_received(self) -> None:
-        """Grant credits after a receiving half, where ranks take turns, unless rows stay where they arrived until the
-        next call."""
+        """Grant credits after a receiving half if ranks take turns, unless rows are in place until the next call."""
         if self.calls is None:
             self.grant_credits()
 
     def grant_credits(self) -> None:
         """Grant credits without a sending half, where ranks take turns.
 
-        The next call's sending half grants them, too. But there a sender would wait for a launch that comes after it.
+        The next call's sending half also grants them. But there a sender would wait for a launch that comes after it.
         """
         if not self._in_turn or self.config.mode == "allreduce":
             return
@@ -257,7 +254,7 @@ class Rank:
             self.launcher.launch(*self.overwriting())
 
     def give_up(self, failure: Failure) -> None:
-        """Poison this rank and its peers without waiting for what is under way."""
+        """Poison this rank and its peers without waiting for pending work."""
         if self.config.mode == "allreduce":  # nobody waits, and the table has one rank
             return
         spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
@@ -334,8 +331,8 @@ class Rank:
     def error(self) -> MoelinkError | None:
         """Return the error to raise, or None.
 
-        First why the network has stopped, if it has; else what the error record says: the first expired wait, or (once)
-        a peer's refusal.
+        First the error of a stopped network; else that of the error record: the first expired wait, or (once) a
+        refusal.
         """
         if self.network.failure is not None:
             return self.network.failure.with_traceback(None)

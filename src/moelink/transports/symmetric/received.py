@@ -1,4 +1,4 @@
-"""Keep what one dispatch made until somebody looks at it: the fields of its output, and what its combine needs."""
+"""Create the fields of a dispatch's output lazily, and the record that its combine needs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _HANDLE = "handle"
 class Received:
     """The source of one output's fields (:class:`moelink.output.Source`).
 
-    An eager call makes one such object and one output, whatever fields an output has: each further object costs the
-    host a microsecond in every call.
+    An eager call makes only one such object and one output: each further object costs the host a microsecond.
 
     Attributes:
         plan: the launch plan of the dispatch, which calls of its kind share. It is that of one rank of one

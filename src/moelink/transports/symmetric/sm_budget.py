@@ -56,7 +56,7 @@ class SmBudget:
         self._holders[holder] = (device, num_sms)
 
     def release(self, holder: object) -> None:
-        """Give back what ``holder`` claimed, if anything."""
+        """Give back the claim of ``holder``, if it has one."""
         self._holders.pop(holder, None)
 
 

@@ -217,8 +217,7 @@ class SymmetricTransport:
         return again
 
     def fast_path(self, session: Session) -> SymmetricFastPath | None:
-        """Return the fast path of a session with one local rank. None for one with several, or that overwrites expired
-        rows."""
+        """Return the fast path of a session with one local rank; else None, also if it overwrites expired rows."""
         return (
             SymmetricFastPath(session, self, self.ranks[0])
             if len(self.ranks) == 1 and not self._overwrites_expired
@@ -240,8 +239,7 @@ class SymmetricTransport:
         self._join()
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, own_stream: bool = True) -> None:
-        """Call ``launch`` with each rank's entry of ``calls``. Several ranks that overlap have a stream each; others
-        stay in the current one."""
+        """Call ``launch`` with each rank's entry of ``calls``. Several ranks that overlap have a stream each."""
         several = len(self.ranks) > 1
         own_stream = (own_stream or several) and self._overlap
         if several and own_stream:
@@ -280,7 +278,7 @@ class SymmetricTransport:
             self._each(self.ranks, Rank.grant_credits)
 
     def raise_error(self) -> None:
-        """Raise what the error records say now, without waiting. Every rank's record is read, because a refusal is told
+        """Raise the error of the error records, without waiting. All records are read, because a refusal is told
         once."""
         for error in [rank.error() for rank in self.ranks]:
             if error is not None:
