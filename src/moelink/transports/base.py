@@ -65,7 +65,7 @@ class DispatchRequest:
 
 
 def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:
-    """Return ``topk_ids``, or those of ``routing`` where they are None. What is neither is refused later."""
+    """Return ``topk_ids``, or those of ``routing`` where they are None. Any other value is refused later."""
     if topk_ids is None and isinstance(routing, DispatchOutput):
         return routing.handle.topk_ids
     return topk_ids  # type: ignore[return-value]
@@ -203,10 +203,10 @@ class Transport(Protocol):
         """
 
     def warmup(self, num_sms: Sequence[int] = ()) -> None:
-        """Compile and allocate what the first call would, also one with each of these SM limits."""
+        """Compile and allocate for the first call, also for one with each of these SM limits."""
 
     def check(self) -> None:
-        """Synchronise with what is under way and raise the first error of this communicator, if there was one."""
+        """Wait for all pending work and raise the first error of this communicator, if there was one."""
 
     def traffic(self) -> Traffic:
         """Bytes sent so far."""

@@ -1,10 +1,10 @@
-"""Bind a call to its tensors: what arguments decide is decided once, and each call only launches.
+"""Bind a call to its tensors: validate and prepare once, then only launch.
 
 To its peers a bound call is an ordinary call: it has the next number, it may meet eager calls or replays of a graph,
-and it fails as they do. It reads what its tensors hold at that time, and overwrites the output of its call before, as
-the replay of a CUDA graph does.
+and it fails as they do. It reads the values of its tensors at that time, and overwrites the output of its call before,
+as the replay of a CUDA graph does.
 
-What would be copied when the call is bound may not be bound, because later values would go unseen: router weights of
+An argument that would be copied at binding is refused, because a later change would not be noticed: router weights of
 another dtype, rows that begin within 16 bytes, hooks that are evaluated on the host.
 """
 
@@ -62,7 +62,7 @@ class BoundDispatch:
 
     @property
     def recv(self) -> DispatchOutput:
-        """What the latest call returned. Its tensors are the same at every call.
+        """The output of the latest call. Its tensors are the same at every call.
 
         Raises:
             StateError: it was never called.
@@ -72,7 +72,7 @@ class BoundDispatch:
         return self._recv
 
     def __call__(self) -> DispatchOutput:
-        """Make the dispatch, of what its tensors hold now. Collective.
+        """Make the dispatch with the current values of its tensors. Collective.
 
         Raises: as :meth:`moelink.Communicator.dispatch`.
         """
@@ -120,7 +120,7 @@ class BoundDispatch:
 
 
 def _check_bindable(weight_dtype: torch.dtype, request: DispatchRequest) -> None:
-    """Refuse what a call would copy or evaluate, so that a bound call would not see later values of it."""
+    """Refuse arguments that a call would copy or evaluate: a bound call would not see later values of them."""
     for name in ("topk_weights", "input_scale"):
         if isinstance(getattr(request, name), Hook):
             raise UnsupportedError(f"{name}: expected a tensor in a bound call, got a Hook; call dispatch")

@@ -27,7 +27,7 @@ class Guard:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the one that made the communicator."""
+        """Whether this process is a child of the communicator's process."""
         return os.getpid() != self._process
 
     def require_own_process(self, what: str) -> None:
@@ -39,7 +39,7 @@ class Guard:
         """Begin ``what`` in this thread.
 
         Raises:
-            ForkedError: this process is a child of the one that made the communicator.
+            ForkedError: this process is a child of the communicator's process.
             ConcurrencyError: another thread is inside.
         """
         if _process_number() != self._process:

@@ -14,10 +14,10 @@ complete     the call is over, was refused, or goes on by itself, as an asynchro
              transport: nothing is told, and the next call is in step.
 ===========  ===========================================================================================================
 
-``complete`` is cleared first and set as soon as a state says so, on this thread alone. So whatever line an exception
-enters at, it finds the part that the call is in, or an earlier one of the same meaning. What comes before the clearing
-is between two calls. Peers cannot overtake: a refused call takes part in its exchange as any other, and a poisoned rank
-makes no further call.
+``complete`` is cleared first and set as soon as a state says so, on this thread alone. So an exception at any line
+finds the part that the call is in, or an earlier one of the same meaning. The time before the clearing is between two
+calls. Peers cannot overtake: a refused call takes part in its exchange as any other, and a poisoned rank makes no
+further call.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Session:
             self.guard.leave()
 
     def start_dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool) -> Pending[list[DispatchOutput]]:
-        """Do what :meth:`dispatch` does, for a caller that begins the call and unwinds exceptions."""
+        """Do :meth:`dispatch` for a caller that begins the call and unwinds exceptions."""
         gradients = torch.is_grad_enabled()
         try:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
@@ -222,8 +222,8 @@ class Session:
         return result
 
     def _check_dispatch(self, config: EPConfig, device: torch.device, request: DispatchRequest) -> None:
-        """Check a dispatch. Most calls are of the same kind as an earlier one, which takes a quarter of the time to
-        find out."""
+        """Check a dispatch. Most calls repeat the kind of an earlier one; to find that out takes a quarter of the
+        time."""
         kind = (config.rank, kind_of(request))
         if kind in self._checked:
             check_ids(config, request.topk_ids)
@@ -245,7 +245,7 @@ class Session:
             self.guard.leave()
 
     def start_combine(self, requests: Sequence[CombineRequest], *, fused: bool) -> Pending[list[Tensor]]:
-        """Do what :meth:`combine` does, for a caller that begins the call and unwinds exceptions."""
+        """Do :meth:`combine` for a caller that begins the call and unwinds exceptions."""
         gradients = torch.is_grad_enabled()
         try:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
@@ -263,7 +263,7 @@ class Session:
             raise
 
     def fast_path(self) -> FastPath | None:
-        """Return what makes calls of known kinds with little host time, where the transport has such a thing."""
+        """Return the fast path, if the transport has one."""
         return self.transport.fast_path(self)  # type: ignore[no-any-return, attr-defined]
 
     def repeat(self, phase: Phase, call: Callable[[R], T], request: R, over: object = None) -> T:
@@ -281,8 +281,7 @@ class Session:
 
     @contextmanager
     def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
-        """Return a context that checks arguments. A refusal inside is also told to the peers, which would otherwise
-        wait.
+        """Return a context that checks arguments. Peers are told of a refusal inside, so that they do not wait.
 
         ``over``: returns the earlier output that the call was to use, unchecked; called once something is refused.
 
@@ -300,7 +299,7 @@ class Session:
     def begin(self, phase: Phase) -> None:
         """Begin a call of ``phase``: an exception from now on is told to the peers, until the call is complete.
 
-        Raises what makes the call impossible now, of which peers are not told.
+        Raises an error that makes the call impossible now; peers are not told of it.
         """
         self.guard.enter(phase)
         self.complete, self._phase = False, phase
@@ -410,7 +409,7 @@ class Session:
             del self._pending[phase]
 
     def warmup(self, num_sms: Sequence[int] = ()) -> None:
-        """Compile and allocate what the first call would, also one with each of these SM limits."""
+        """Compile and allocate for the first call, also for one with each of these SM limits."""
         self.require_open("warmup")
         if not isinstance(num_sms, Sequence):
             raise ArgumentError("num_sms", "a sequence of integers", f"a {type(num_sms).__name__}")

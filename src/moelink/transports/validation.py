@@ -1,6 +1,6 @@
 """Refuse bad arguments before any data moves: one check per argument, in argument order.
 
-Every refusal is an ArgumentError that names the argument, what was expected and what came.
+Every refusal is an ArgumentError that names the argument, the expected value and the actual one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def check_rows_are_there(recv: object) -> None:
 
 
 def kind_of(request: DispatchRequest) -> Hashable | None:
-    """Return what decides whether ``request`` passes :func:`check_dispatch`, without the values of ids
-    (:func:`check_ids`).
+    """Return the key by which ``request`` passes :func:`check_dispatch`, without values of ids (:func:`check_ids`).
 
     None where more than that decides.
     """
@@ -281,8 +280,7 @@ def _refuse_overlap(name: str, out: Tensor, reads: Iterable[object]) -> None:
 
 
 def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> None:
-    """Check that what combine returns for ``hook`` has a row per token. On a device nothing would stop a store past its
-    end."""
+    """Check that combine's result for ``hook`` has a row per token. A device does not stop a store past its end."""
     if request.out is None and not hook.tensors:
         raise ArgumentError("out", "a tensor, because the epilogue's hook has no tensors to return", None)
     name, out = ("epilogue.tensors[0]", hook.tensors[0]) if request.out is None else ("out", request.out)
