@@ -1,4 +1,4 @@
-"""Declare what symmetric memory offers: one block of equal size on every rank, addressable by peers of the node."""
+"""Declare symmetric memory: one block of equal size on every rank, addressable by peers of the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implement what every kind of symmetric memory shares: one block per rank, and the table of their addresses."""
+"""Implement the common part of symmetric memory: one block per rank, and the table of their addresses."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ REGION_ALIGNMENT = 128
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """View [..., width] of any dtype as [..., width * itemsize] uint8; copy what is not contiguous.
+    """View [..., width] of any dtype as [..., width * itemsize] uint8; copy non-contiguous tensors.
 
     A contiguous tensor without elements, or of one column, may have any strides, with which torch views it as no other
     dtype. Gradients of a rank without tokens are such tensors. So strides are made those of the shape first.

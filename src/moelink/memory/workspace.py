@@ -192,7 +192,7 @@ class Workspace:
 
     @property
     def two_level(self) -> bool:
-        """Whether what goes to another node goes through one rank there, and rows come home through one."""
+        """Whether tokens for another node go through one rank there, and rows come home through one."""
         return bool(self.config.two_level) and self.inter_node_ranks > 0
 
     @property
@@ -325,8 +325,8 @@ class Workspace:
 
     @property
     def two_copies(self) -> bool:
-        """Whether a token's result is the sum of two rows, each of which its sender only copies, and tokens are many:
-        layout "rank" of two ranks of one node.
+        """Whether layout "rank" runs on two ranks of one node with more than MANY_COPIES tokens: each result is then
+        the sum of two unreduced rows.
 
         Then CTAs of combine handle more columns at a time, and own rows stay (``kernels.combine.own_rows``). Together
         they were measured to be faster from 256 tokens per rank on, and slower at 128 (docs/lab/combine.md).
@@ -337,8 +337,8 @@ class Workspace:
 
     @property
     def combine_block(self) -> int:
-        """Most columns of a row that a CTA of combine handles at a time. Of more rows than two, or of longer elements,
-        the registers of a thread hold no more than COMBINE_BLOCK."""
+        """Most columns of a row that a CTA of combine handles at a time. With more than two rows or wider elements,
+        COMBINE_BLOCK is all that fits in registers."""
         wide = self.two_copies and self.config.combine_dtype.itemsize == 2
         return 2 * COMBINE_BLOCK if wide else COMBINE_BLOCK
 

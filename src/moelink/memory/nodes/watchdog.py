@@ -38,7 +38,7 @@ _PAUSE_SECONDS = 2e-4
 
 
 def within(seconds: float, what: str, call: Callable[[], T], *, rank: int, node: int, kills: bool = True) -> T:
-    """Return ``call()``, which a thread makes, or raise what it raises.
+    """Return ``call()``, which a thread makes, or raise its exception.
 
     Args:
         seconds: how long to wait for it.
