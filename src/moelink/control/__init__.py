@@ -9,7 +9,7 @@
 ``probe``             ask each rank "how far are you", and report failures to it
 ``responder``         the process beside each rank that answers
 ``failure_detector``  name the rank at fault when a call fails, and report it to the peers
-``surroundings``      what a recovery needs of the world: a clock, its peers, a store
+``surroundings``      clock, probe servers and store, injected into a recovery
 ``recovery``          let the surviving ranks agree on a new, smaller group
 ====================  ==================================================================================================
 """

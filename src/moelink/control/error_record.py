@@ -105,7 +105,7 @@ class ErrorRecord:
         return self._failure
 
     def _refusal(self, code: int, _me: int, peer: int, phase: int, call: int) -> PeerAbortedError | ProtocolError:
-        """Return the error about a peer that refused a call, or makes it otherwise."""
+        """Return the error about a peer that refused a call, or is mismatched in it."""
         if code not in _DIFFERENCES:
             return PeerAbortedError(rank=self.rank, peer=peer, phase=PHASES[phase], call=call)
         # Where no rank sent what this one's receiving half expects, kernels name a rank that there is not.

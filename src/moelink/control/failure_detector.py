@@ -1,4 +1,4 @@
-"""Name the rank at fault when a call fails: one rank's probe server, its peers' addresses, and what peers reported."""
+"""Name the rank at fault when a call fails: one rank's probe server, its peers' addresses, and their reports."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class FailureDetector:
 
     def probe(self) -> dict[int, ProbeResult]:
         """Probe every peer; results by rank."""
-        # This rank probes itself, too. Its server answers in order, so reports that came before, while this process was
+        # This rank also probes itself. Its server answers in order, so reports that came before, while this process was
         # stopped for example, have been read once the probe is answered.
         results = probe_all(self.addresses, range(len(self.addresses)))
         del results[self.rank]

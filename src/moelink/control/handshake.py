@@ -35,7 +35,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Hello:
-    """What one rank sends in the handshake, as one JSON object.
+    """The handshake data of one rank, as one JSON object.
 
     Attributes:
         fields: the configuration's shared fields, as text.
@@ -90,7 +90,7 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str, *, la
     """Compare builds and configurations and exchange addresses; rank 0's ``proposal`` becomes the identity.
 
     Another version is refused even where ``layout`` is the same: a version also decides who waits for what, and how a
-    result is rounded, which no digest shows. Builds of one version with different layouts are refused, too.
+    result is rounded, which no digest shows. Builds of one version with different layouts are also refused.
 
     Raises:
         ConfigMismatchError: on every rank, naming the first field that differs and the ranks; ``moelink`` for builds.

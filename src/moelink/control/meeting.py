@@ -1,4 +1,4 @@
-"""Let the ranks of a communicator meet in a store: once, after a failure again, and always in bounded time.
+"""Rendezvous of ranks through a store, at start and after a failure, with a timeout.
 
 A store that outlives a failure holds what failed attempts wrote, and ranks fail differently: one is late, one has given
 up already, one is restarted by its launcher. Counters per rank would disagree from then on. So an attempt has a name
@@ -408,7 +408,7 @@ class Meeting:
                 next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
 
     def _hear(self) -> None:
-        """Raise what a peer has written of this room."""
+        """Raise the error that a peer has written in this room."""
         news = peek(self._store, "failed")
         if len(news) < _NEWS.size:
             return

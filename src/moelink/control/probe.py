@@ -1,4 +1,4 @@
-"""Probe peers: beside each rank a small server says which call the rank has reached, whatever the rank is doing.
+"""Probe peers: beside each rank a small server says at any time which call the rank has reached.
 
 When a collective fails, its error names an address, or a neighbour that is not at fault. So the rank that gives up
 probes every peer: a killed process refuses the connection at once, a stopped one is said to be stopped, a late one is

@@ -1,4 +1,4 @@
-"""Let the surviving ranks agree on a new group without the dead ones: what ``recover`` does before it builds anything.
+"""Let the surviving ranks agree on a new group without the dead ones: the first step of ``recover``.
 
 The agreement asks no rank that may be dead. Every rank that takes part publishes a *proposal* at its own probe server
 (:mod:`moelink.control.probe`), behind the token that ranks exchanged at init. A proposal holds the old numbers of the
@@ -90,7 +90,7 @@ _REASONS = ("it is stopped or unreachable", "it has not called recover", "it is 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank publishes to the others.
+    """The data that a rank publishes to the others.
 
     Attributes:
         ranks: old numbers of the ranks that go on, ascending.

@@ -24,7 +24,7 @@ _MARK = 0xFFFF, b"gave up:"
 
 @dataclass(frozen=True)
 class Entry:
-    """What one rank shows to those that it meets. ``has_group``: it has torch's default group already."""
+    """The data that one rank shows in a meeting. ``has_group``: it has torch's default group already."""
 
     state: bytes
     nonce: bytes

@@ -1,4 +1,4 @@
-"""What a recovery needs of the world around it: a clock, the probe servers of its peers, a store.
+"""Clock, probe servers and store, injected into a recovery.
 
 :mod:`moelink.control.recovery` reaches all of it through :class:`Surroundings`, so that the same code runs between
 processes and, in the tests, in virtual time over a simulated network.
@@ -83,7 +83,7 @@ class ProcessSurroundings:
         self._detector.probe_server.proposal = proposal
 
     def shown(self) -> bytes:
-        """Return what this rank's probe server publishes."""
+        """Return the data that this rank's probe server publishes."""
         return self._detector.probe_server.proposal
 
     def read(self, ranks: Sequence[int]) -> dict[int, bytes | int]:
