@@ -1,13 +1,13 @@
 """The contract's launchers, by their names, over buffers and pointers of the caller.
 
 ===========  ==========================================================================================
-params       ``EPParams``: what the contract fixes when it compiles
+params       ``EPParams``: the parameters that the contract fixes when it compiles
 layouts      ``EPDispatchKernel``: layout functions and launch facts
 combine_kernel  ``EPCombineKernel``: the same of combine, and its phases
 memory       ``create_memory``: a block on every rank, where ranks are processes
 buffers      ``ep_init`` -> ``EPBuffers``: pointer tables, rank, counters, error record
-notes        what the host notes of launches, to compare second halves and combines with
-tensors      ``TokenHandler``, ``EPRouting``: what the caller allocates once and passes to every call
+notes        the host's notes of launches, to compare second halves and combines with
+tensors      ``TokenHandler``, ``EPRouting``: tensors that the caller allocates once and passes to every call
 dispatch     ``ep_fused_dispatch``, ``ep_dispatch_async``, ``ep_dispatch_wait``
 combine      ``ep_fused_combine``, ``ep_combine_async``, ``ep_combine_wait``
 warmup       what ``EPBuffers.warmup`` compiles

@@ -1,6 +1,6 @@
 """Launchers of combine over tensors and pointers of the caller: fused, and split into two launches.
 
-The rules of ``contract.dispatch`` hold here, too. Products are rounded before they are added (no fused
+The rules of ``contract.dispatch`` also hold here. Products are rounded before they are added (no fused
 multiply-add), so results are the same bits everywhere.
 """
 
@@ -49,10 +49,10 @@ def ep_fused_combine(
     shared: Tensor | None = None,
     epilogue_fn: Tensor | Hook | None = None,
 ) -> None:
-    """Send expert outputs home, wait for what others send back, and sum it: one launch.
+    """Send expert outputs home, wait for the rows that others send back, and sum them: one launch.
 
     Args:
-        ep: what ``ep_init`` returned.
+        ep: the result of ``ep_init``.
         output_tokens: [T, hidden_size] of ``combine_dtype``, filled with the sums; or [T, top_k, hidden_size], filled
             with the rows as they came (without ``pre_reduce``, weights, shared expert or epilogue): zero where a slot
             has none.

@@ -62,13 +62,13 @@ def ep_fused_dispatch(
     router_weights: Tensor | None = None,
     input_scales: Tensor | None = None,
 ) -> None:
-    """Quantise and send tokens to their experts' ranks, wait for what others send, and pack it: one launch.
+    """Quantise and send tokens to their experts' ranks, wait for rows of others, and pack them: one launch.
 
     ``T`` tokens of this rank, ``G`` groups: local experts, and before them the shared one when it is fused. Tensors
     that are filled begin at a multiple of 16 bytes.
 
     Args:
-        ep: what ``ep_init`` returned.
+        ep: the result of ``ep_init``.
         token_handler: where rows and their scales go.
         row_offsets: [G + 1] int32, filled: exclusive starts of the groups; the last one counts all rows.
         expert_ids: [G] int32, filled with 0 .. G - 1, which never changes; None once that is done.
@@ -179,7 +179,7 @@ def ep_dispatch_wait(
     *,
     num_input_tokens: int,
 ) -> None:
-    """The second half: wait for the transfers and pack what came.
+    """The second half: wait for the transfers and pack the rows.
 
     ``num_input_tokens`` is ``T`` of the first half: rows of the shared group, when one is fused. ``routing`` is that of
     the first half, and ``token_handler`` has weights exactly when that was given weights.

@@ -1,4 +1,4 @@
-"""What the launchers share: specs relative to the caller's pointers, and the launch."""
+"""The common part of the launchers: specs relative to the caller's pointers, and the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host notes of the launchers' arguments, so that the second half of a pair is compared with the first.
+"""The host's notes of the launchers' arguments, by which the second half of a pair is compared with the first.
 
 Launches do not synchronise, so nothing is read from a device. A launch that a CUDA graph captures may run again at any
 time; what it was given stays in the notes for as long as they live.
@@ -15,7 +15,7 @@ from moelink.output import is_captured
 
 
 class Given(NamedTuple):
-    """What one launch was given: its number of own tokens, and whether weights travelled with their rows."""
+    """The arguments of one launch: its number of own tokens, and whether weights travelled with their rows."""
 
     num_tokens: int
     weighted: bool
@@ -23,7 +23,7 @@ class Given(NamedTuple):
 
 @dataclass
 class Noted:
-    """What launches over one routing were given.
+    """The arguments of launches over one routing.
 
     Attributes:
         latest: the last one that was not captured.

@@ -1,4 +1,4 @@
-"""What the contract fixes when it compiles, by its names, and the configuration that it amounts to."""
+"""The contract's compile-time parameters, by its names, and the configuration that they amount to."""
 
 from __future__ import annotations
 

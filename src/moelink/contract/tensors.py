@@ -86,7 +86,7 @@ def _handler_shapes(ep: EPBuffers, rows: int) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class EPRouting:
-    """What dispatch finds out and combine needs: written by one, read by the other. The caller's, call after call.
+    """The routing notes: written by dispatch, read by combine. The caller's, call after call.
 
     It stands where the contract keeps row ranges in its atomic counters: there the next dispatch overwrites them, here
     any dispatch can be combined later, as often as wanted. ``T`` = max_token_per_rank.

@@ -35,7 +35,7 @@ def warm_up(
     epilogues: Sequence[Tensor | Hook | None],
     shared: bool,
 ) -> None:
-    """Compile and load what :meth:`EPBuffers.warmup` says."""
+    """Compile and load the kernels of :meth:`EPBuffers.warmup`."""
     known = ep.config.format.input_dtypes
     dtypes = known[:1] if input_dtypes is None else tuple(input_dtypes)
     for name, values, legal in (("input_dtypes", dtypes, known), ("id_dtypes", id_dtypes, INTEGERS),
