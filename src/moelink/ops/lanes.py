@@ -1,4 +1,4 @@
-"""Open the lanes of a communicator, and do for all of them what is done to the communicator as a whole.
+"""Open the lanes of a communicator, and apply operations on the communicator to all of them.
 
 A lane is a session with connections and, on the symmetric transport, a block of memory of its own, so that a call in it
 may be in flight beside one of the same phase in another lane. Lanes share their fate
@@ -56,7 +56,7 @@ class Lanes:
         return cls(contexts)
 
     def warmup(self, num_sms: Sequence[int] = ()) -> None:
-        """Compile and allocate what the first calls would, also those with these SM limits of their own."""
+        """Compile and allocate for the first calls, also for calls with these SM limits."""
         for lane in self.contexts:
             lane.session.warmup(num_sms)
 
@@ -84,7 +84,7 @@ class Lanes:
                 lane.session.detector.close(after=after)
 
     def close(self) -> None:
-        """Release everything, whatever one lane raises. A second call does nothing."""
+        """Release everything, even if one lane raises. A second call does nothing."""
         with ExitStack() as closing:
             for lane in reversed(self.contexts):
                 closing.callback(lane.session.close)

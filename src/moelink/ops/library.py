@@ -9,7 +9,7 @@
 
 **Order.** Ranks must make the same calls in the same order, so a compiler may neither drop an operator nor reorder two.
 Every operator therefore declares that it writes ``order``, a tensor of one element that all communicators of a device
-share, because calls of two communicators must keep their order, too. Nothing is in fact written. Compilers keep writes
+share, because calls of two communicators must also keep their order. Nothing is in fact written. Compilers keep writes
 to an input, and keep their order, in the forward and in the backward graph. The marker made for this purpose,
 ``EffectType.ORDERED``, does not stop Inductor (torch 2.11, 2.13) from reordering calls with independent results.
 
