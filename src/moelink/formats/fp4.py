@@ -1,4 +1,4 @@
-"""Share what the 4-bit formats have in common: two e2m1 codes a byte."""
+"""Share the common part of the 4-bit formats: two e2m1 codes a byte."""
 
 from __future__ import annotations
 

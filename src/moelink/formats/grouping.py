@@ -1,4 +1,4 @@
-"""Share what the quantised formats have in common: rows split into groups of elements, and a group's largest
+"""Share the common part of the quantised formats: rows split into groups of elements, and a group's largest
 magnitude."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def amax(groups: Tensor) -> Tensor:
 
 
 def join(fmt: Format, values: Tensor, scales: Tensor) -> Tensor:
-    """Join what :func:`split` splits: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, g]."""
+    """Undo :func:`split`: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, g]."""
     return (_parts(fmt, values) * scales[..., None]).view(values.shape)
 
 

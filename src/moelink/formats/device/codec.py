@@ -1,4 +1,4 @@
-"""Define Codec: what a kernel needs to know of a format when it is compiled."""
+"""Define Codec: the compile-time description of a format for kernels."""
 
 from __future__ import annotations
 
