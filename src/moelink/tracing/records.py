@@ -25,7 +25,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CtaRecord:
-    """What one CTA stamped in one call.
+    """The stamps of one CTA in one call.
 
     Attributes:
         rank, call: the rank, and the number of the call of this phase there.
