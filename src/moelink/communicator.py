@@ -187,7 +187,7 @@ class Communicator(OfThisProcess):
         host_counts: bool = False,
         out: DispatchOutput | None = None,
     ) -> PendingSingle[DispatchOutput]:
-        """Start a dispatch and return at once; ``.wait()`` gives what :meth:`dispatch` returns."""
+        """Start a dispatch and return at once; ``.wait()`` gives the result of :meth:`dispatch`."""
         if torch.compiler.is_compiling():
             ids = ids_of(topk_ids, routing)
             request = DispatchRequest(
@@ -229,7 +229,7 @@ class Communicator(OfThisProcess):
         Args:
             y: [rows, hidden_size] of combine_dtype; row i is the expert's output for row i of ``recv.tokens``. Layout
                 "masked": [num_local_experts, rows_per_expert, hidden_size].
-            recv: what :meth:`dispatch` returned on this rank.
+            recv: the output of :meth:`dispatch` on this rank.
             topk_weights: [num_tokens, topk] of this rank's own tokens (or a Hook); only with ``pre_reduce=False`` and
                 when none went into dispatch.
             reduce: False returns the rows as they are, [num_tokens, topk, hidden_size], zero where no row came.
@@ -285,7 +285,7 @@ class Communicator(OfThisProcess):
         weigh: bool = True,
         num_sms: int | None = None,
     ) -> PendingSingle[Tensor]:
-        """Start a combine and return at once; ``.wait()`` gives what :meth:`combine` returns. Until then the arguments
+        """Start a combine and return at once; ``.wait()`` gives the result of :meth:`combine`. Until then the arguments
         must not change: kernels of both halves read them."""
         if torch.compiler.is_compiling():
             return PendingSingle(

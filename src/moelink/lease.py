@@ -1,4 +1,4 @@
-"""Keep the time of rows that stay where they arrived (``zero_copy``): until the next call of their lane.
+"""Track the lifetime of rows in place (``zero_copy``): they expire at the next call of their lane.
 
 With ``zero_copy`` the receiver of a dispatch copies no row. ``tokens`` and ``scales`` of the output are views of the
 region ``messages`` of this rank's own block (:mod:`moelink.memory.workspace`): group s, row i is message slot i of
@@ -30,7 +30,7 @@ as it reads nothing but the caller's ``y``. Autograd notices too: a tensor that 
 block's memory (:func:`torch.autograd.graph.increment_version`).
 
 What the host cannot see: tensors that were taken from an output before, and replays of a CUDA graph, which neither end
-rows nor bring new ones as far as the host knows. Whoever reads rows beside a graph takes the views at capture. With
+rows nor bring new ones as far as the host knows. A reader of rows beside a graph takes the views at capture. With
 MOELINK_DEBUG=1 the begin of the next call fills the rows with ones (NaN in bf16, fp32 and fp8), on the device, so in
 replays, too (:mod:`moelink.kernels.dispatch.expired_rows`).
 """
