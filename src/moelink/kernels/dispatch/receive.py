@@ -94,7 +94,9 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
     """Wait for the ``lane``-th of ``lanes`` shares of the messages of ``source``, and unpack them.
 
     A CTA follows S.MESSAGES_PER_STEP cursors, unpacks the messages that have arrived, and moves their cursors on. With
-    S.IN_PLACE it waits at all of them. All shares together have C = lanes x S.MESSAGES_PER_STEP cursors. With
+    S.IN_PLACE it waits at all of them.
+
+    All shares together have C = lanes x S.MESSAGES_PER_STEP cursors. With
     ``programs`` = 0 (CTAs count alone, and over cached routing) messages arrive in any order, and each cursor takes
     every C-th. Otherwise they come in columns, one for each sending CTA. Messages arrive in order inside a column;
     columns do not wait for one another. With fewer columns than C several cursors share a column, and each takes every

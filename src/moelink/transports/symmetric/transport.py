@@ -239,7 +239,8 @@ class SymmetricTransport:
         self._join()
 
     def _each(self, calls: Sequence[T], launch: Callable[[T], None], *, own_stream: bool = True) -> None:
-        """Call ``launch`` with each rank's entry of ``calls``. Several ranks that overlap have a stream each."""
+        """Call ``launch`` with each rank's entry of ``calls``. Several ranks that overlap have a stream each; others
+        stay in the current one."""
         several = len(self.ranks) > 1
         own_stream = (own_stream or several) and self._overlap
         if several and own_stream:
