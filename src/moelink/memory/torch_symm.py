@@ -1,6 +1,6 @@
 """Allocate symmetric memory between processes with a CUDA device each, by ``torch.distributed._symmetric_memory``.
 
-This file and ``memory.nodes.nvshmem`` alone touch that module, which torch calls alpha. What it is asked for, and why:
+This file and ``memory.nodes.nvshmem`` alone touch that module, which torch calls alpha. The uses, with their reasons:
 
 * Blocks come straight from its allocator (``empty_strided_p2p``), not from ``symm_mem.empty``: newer versions of the
   latter take them from a pool that keeps freed memory *and its rendezvous*. After a ``close`` one rank could then

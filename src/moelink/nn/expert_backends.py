@@ -5,7 +5,7 @@ Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` co
 ==============  ====================================================  ==================================================
 backend         multiplies by                                         needs
 ==============  ====================================================  ==================================================
-``triton``      :mod:`moelink.rows.grouped_fp8`                    CUDA, or Triton's interpreter
+``triton``      :mod:`moelink.rows.grouped_fp8`                       CUDA, or Triton's interpreter
 ``torch``       its twin: dequantised numbers in fp32, by group       nothing; on CUDA it waits for the host
 ``flashinfer``  ``flashinfer.gemm.group_gemm_fp8_nt_groupwise``       compute capability 10.x
 ``dequantize``  ``torch._grouped_mm``, after rows became numbers      nothing; weights stay in ``dtype``

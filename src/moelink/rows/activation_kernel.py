@@ -1,7 +1,7 @@
 """The gated activation between the two grouped matmuls, quantised on its way: ``moelink.activation`` as one kernel.
 
 Input rows are [gate | up], 2 H elements; output rows H, cut into groups and steps as :mod:`moelink.rows.common_kernel`
-says. Payloads of consecutive groups are neighbours in memory, whatever H is. In a format with a scale per row the group
+says. Payloads of consecutive groups are neighbours in memory for every H. In a format with a scale per row the group
 is the row, rounded up to a power of two and filled up with zeros, which are not stored; so W is 1. Scales go where the
 layout wants them; in the 128x4 tiles the programs then share the zeroing of the rows behind every group, up to the next
 multiple of 128.

@@ -1,6 +1,6 @@
-"""What kernels on rows share: their launch constants, who does which rows, numbers in and out, and the launch.
+"""The common part of kernels on rows: launch constants, the division of rows, conversions of numbers, the launch.
 
-How many rows exist is read on the device, from the last of ``row_offsets``; of later rows nothing is read or written.
+How many rows exist is read on the device, from the last of ``row_offsets``; later rows are neither read nor written.
 So a fixed number of programs serves any number of rows, and a call costs what its rows cost, not what its buffers could
 hold. Nothing waits for anything; there is no protocol.
 
@@ -29,7 +29,7 @@ UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RowConstants(Constants):
-    """What a kernel on rows is compiled for. What it does not read has its default.
+    """The launch constants of a kernel on rows. A field that the kernel does not read has its default.
 
     Attributes:
         HIDDEN_SIZE: columns of an output row.

@@ -2,7 +2,7 @@
 
 CTAs with low numbers have the expert role (``kernels.combine.send``), those with high numbers the home role
 (``kernels.combine.reduce``). As in dispatch, senders wait only for credit for the previous call, which peers grant as
-they begin a call. So senders finish, whatever their peers do. The home role waits only for other ranks.
+they begin a call. So senders finish independently of their peers. The home role waits only for other ranks.
 
 Between nodes with two levels (``S.TWO_LEVEL``) the last CTAs of the expert role have a role of their own, that of the
 collector (``kernels.nodes.collect``), which waits for the expert role of other ranks.

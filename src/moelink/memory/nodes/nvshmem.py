@@ -1,7 +1,7 @@
 """Allocate symmetric memory of ranks on several nodes, one CUDA device each, by torch's NVSHMEM backend.
 
 Ranks of a node address one another's blocks; to the others NVSHMEM's device functions carry bytes
-(``kernels.nodes.internode``). What is asked of ``torch.distributed._symmetric_memory`` here, and why:
+(``kernels.nodes.internode``). These are the uses of ``torch.distributed._symmetric_memory``, with their reasons:
 
 * NVSHMEM numbers the processes of the *job*: torch initialises it, once a process, with the default group's ranks. So
   a communicator must be all of that group, in its order; then NVSHMEM's number of a process is its rank.
