@@ -128,8 +128,8 @@ ROUTING = (
 
 SYNC = (
     Mutant("a wait ends a call too early", "kernels/sync/signals.py",
-           "low = tl.min(got, 0)\n    state = tl.where(low >= target, 1, 2)",
-           "low = tl.min(got, 0)\n    state = tl.where(low >= target - 1, 1, 2)",
+           "low = tl.min(got, 0)\n    state = tl.where(low >= target, OK, UNFINISHED)",
+           "low = tl.min(got, 0)\n    state = tl.where(low >= target - 1, OK, UNFINISHED)",
            "kernels/test_kernels_examples.py::test_wait_blames_the_one_furthest_behind"),
     Mutant("a wait for any of some words looks at those it should not", "kernels/sync/signals.py",
            "got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem=\"acquire\", scope=\"sys\"), -1)\n    state",

@@ -25,7 +25,16 @@ import triton.language as tl
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.quiesce import first_failure, wait_for_inter_node
-from moelink.kernels.sync.signals import I64, check_timeout, clock, note_malformed, own_block, report_failure
+from moelink.kernels.sync.signals import (
+    I64,
+    OK,
+    UNFINISHED,
+    check_timeout,
+    clock,
+    note_malformed,
+    own_block,
+    report_failure,
+)
 from moelink.memory.protocol import COUNT_HEADER, OVERFLOW, PHASE_DISPATCH
 from moelink.tracing.device.stamps import COUNTS_SEEN, WAITED, arrivals, note_reached, stamp_first
 
@@ -57,8 +66,8 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
     came = arrivals(ctx, WAITED, tl.where(i % _HEADER == 0, i // _HEADER, S.WORLD_SIZE), S)
     start = clock(S.CLOCK)
     look = tl.full([], 0, tl.int32)
-    state = look + 2
-    while state == 2:
+    state = look + UNFINISHED
+    while state == UNFINISHED:
         sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
         before = tl.zeros([S.POLL_WIDTH], tl.int32)
         own = tl.zeros([S.POLL_WIDTH], tl.int32)
@@ -76,9 +85,9 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
                 before += tl.where(s < source, rows, 0)
                 own += tl.where(s == source, rows, 0)
         missing = tl.max(late, 0)
-        state = tl.where(missing > 0, 2, 1)
+        state = tl.where(missing > 0, UNFINISHED, OK)
         look += 1
-        if (state == 2) & (look % looks == 0):
+        if (state == UNFINISHED) & (look % looks == 0):
             state = check_timeout(poison, start, ctx.limit, S.CLOCK)
     tl.debug_barrier()
     return state, tl.where(missing > 0, S.WORLD_SIZE - missing, 0), sizes, before, own

@@ -29,6 +29,7 @@ import triton.language as tl
 from moelink.kernels.nodes.internode import between_nodes_or, intra_node_only, tell_inter_node
 from moelink.kernels.sync.signals import (
     I64,
+    POISONED,
     arrive,
     block_uniform,
     calls_made,
@@ -106,7 +107,7 @@ def poll_once(control, phase, call, S: tl.constexpr):
     words = credit_at(own_block(control, S), phase, r, S)
     told = tl.load(words, mask=r < S.WORLD_SIZE, other=call, volatile=True)
     state = tl.min((told >= call - 1).to(tl.int32), 0)
-    return tl.where(has_poison(control, S) > 0, -1, state)
+    return tl.where(has_poison(control, S) > 0, POISONED, state)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.sync.signals import I32, I64, block_uniform, check_timeout, clock
+from moelink.kernels.sync.signals import I32, I64, OK, UNFINISHED, block_uniform, check_timeout, clock
 from moelink.memory.protocol import COMBINE_WITH_FLAGS
 from moelink.tracing.device.stamps import note_whole
 
@@ -217,8 +217,8 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
     missing = tl.zeros(n.shape, tl.int32)
     start = clock(S.CLOCK)
     look = tl.full([], 0, tl.int32)
-    state = look + 2
-    while state == 2:
+    state = look + UNFINISHED
+    while state == UNFINISHED:
         total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
         missing = tl.zeros(n.shape, tl.int32)
         late = tl.zeros(n.shape, tl.int64)
@@ -231,11 +231,11 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
                 late = late | tl.where(is_missing(words, S), tl.full([], 1, tl.int64) << rank, 0)
             total += columns_of(words, S)
         note_whole(arrivals, slots >= 0, late, S)
-        state = tl.where(block_uniform(1 - tl.minimum(tl.max(missing, 0), 1)) > 0, 1, 2)
+        state = tl.where(block_uniform(1 - tl.minimum(tl.max(missing, 0), 1)) > 0, OK, UNFINISHED)
         look += 1
-        if (state == 2) & (look % looks == 0):
+        if (state == UNFINISHED) & (look % looks == 0):
             state = check_timeout(poison, start, limit, S.CLOCK)
-    leave_zeros(mine, me, slots, token, n, only(state == 1, inside), S)
+    leave_zeros(mine, me, slots, token, n, only(state == OK, inside), S)
     return state, tl.maximum(tl.max(missing, 0) - 1, 0), total
 
 

@@ -14,7 +14,7 @@ Example: value 5 of call 3 is 3 * 2**32 + 5.
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.signals import block_uniform, check_timeout, clock
+from moelink.kernels.sync.signals import OK, UNFINISHED, block_uniform, check_timeout, clock
 from moelink.tracing.device.stamps import note_reached
 
 
@@ -50,17 +50,17 @@ def wait_ll_words_above(
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     start = clock(CLOCK)
     look = tl.full([], 0, tl.int32)
-    state = look + 2
+    state = look + UNFINISHED
     word = tl.zeros(mask.shape, tl.int64)
     missing = tl.zeros(mask.shape, tl.int32)
-    while state == 2:
+    while state == UNFINISHED:
         word = tl.load(words, mask=mask, other=0, volatile=True)
         missing = (mask & ((word >> SHIFT) != number)).to(tl.int32)
         note_reached(arrivals, tl.max(missing, 1) == 0, CLOCK, TRACE)
         here = tl.max(tl.reshape(missing, (mask.shape[0] * mask.shape[1],)), 0) == 0
-        state = tl.where(block_uniform(here.to(tl.int32)) > 0, 1, 2)
+        state = tl.where(block_uniform(here.to(tl.int32)) > 0, OK, UNFINISHED)
         look += 1
-        if (state == 2) & (look % looks == 0):
+        if (state == UNFINISHED) & (look % looks == 0):
             state = check_timeout(poison, start, limit, CLOCK)
     tl.debug_barrier()
     return state, word, missing
@@ -77,7 +77,7 @@ def wait_ll_words(words, mask, call, poison, limit, CLOCK: tl.constexpr, arrival
     """
     state, _, missing = wait_ll_words_above(words, mask, call & 0x7FFFFFFF, 32, poison, limit, CLOCK, arrivals, TRACE)
     row = tl.full([], 0, tl.int32)
-    if state != 1:
+    if state != OK:
         rows = tl.arange(0, missing.shape[0])
         row = tl.min(tl.where(tl.max(missing, 1) > 0, rows, missing.shape[0]), 0)
     return state, row

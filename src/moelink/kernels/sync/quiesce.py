@@ -27,7 +27,9 @@ from moelink.kernels.numeric import only
 from moelink.kernels.sync.lamport_slots import has_no_flags, is_small, stand_in
 from moelink.kernels.sync.signals import (
     I64,
+    OK,
     U8,
+    UNFINISHED,
     check_timeout,
     clock,
     first_mismatched,
@@ -202,15 +204,15 @@ def _wait_for_node_rows(ctx, mine, heads, S: tl.constexpr):
             peer = peer_of(number, ctx.me, S)
             awaited = tl.sum(tl.where(r == peer, _messages_of(heads, S), 0), 0)
             start = clock(S.CLOCK)
-            state = ok + 1
-            while state == 2:
+            state = ok + 1  # UNFINISHED
+            while state == UNFINISHED:
                 arrived = tl.zeros([_AT_ONCE], tl.int32)
                 for c0 in range(0, S.MAX_TOKENS, _AT_ONCE):
                     flags = (mine + S.OFFSET_NODE_FLAG).to(I64) + number * S.MAX_TOKENS + c0 + i
                     got = tl.atomic_add(flags, 0, mask=c0 + i < S.MAX_TOKENS, sem="acquire", scope="sys")
                     arrived += ((got >= ctx.call) & (c0 + i < S.MAX_TOKENS)).to(tl.int32)
-                state = tl.where(tl.sum(arrived, 0) >= awaited, 1, 2)
-                if state == 2:
+                state = tl.where(tl.sum(arrived, 0) >= awaited, OK, UNFINISHED)
+                if state == UNFINISHED:
                     state = check_timeout(poison, start, ctx.limit, S.CLOCK)
             tl.debug_barrier()
             ok = state
@@ -225,8 +227,8 @@ def end_waits_for_mismatched(ctx, mismatched, heads, slot_of, num_tokens, S: tl.
 
     First all rows that mismatched ranks send with flags must have arrived, because in the next call other ranks may
     store the same rows; between nodes :func:`quiesce_combine` has waited for all of them. Then CTA 0 raises all flags
-    of the mismatched ranks in this rank's own block, and stands in for rows without flags. What mismatched ranks send
-    without flags may arrive later, and is cleared as after a refusal. Returns OK, TIMED_OUT or POISONED.
+    of the mismatched ranks in this rank's own block, and stands in for rows without flags. Their own rows without
+    flags may arrive later, and are cleared as after a refusal. Returns OK, TIMED_OUT or POISONED.
     """
     mine = own_block(ctx.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)

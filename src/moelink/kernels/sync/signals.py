@@ -66,7 +66,8 @@ _THREADS = tl.constexpr(MOST_THREADS)
 _FAR = tl.constexpr(2**62)
 OK, TIMED_OUT, POISONED = tl.constexpr(1), tl.constexpr(0), tl.constexpr(-1)
 """Results of a wait: all words have come; time ran out; another wait of this communicator has failed, on any rank."""
-_GO_ON = tl.constexpr(2)
+UNFINISHED = tl.constexpr(2)
+"""The state of a wait that goes on."""
 
 
 @triton.jit
@@ -118,8 +119,9 @@ def fence(control):
 
 @triton.jit
 def check_timeout(poison, start, limit, CLOCK: tl.constexpr):
-    """Return the state of an unfinished wait: POISONED, TIMED_OUT, or 2 to go on."""
-    state = block_uniform(tl.where(clock(CLOCK) - start > limit, TIMED_OUT, _GO_ON))  # each warp reads its own clock
+    """Return the state of an unfinished wait: POISONED, TIMED_OUT or UNFINISHED."""
+    # Each warp reads the clock on its own.
+    state = block_uniform(tl.where(clock(CLOCK) - start > limit, TIMED_OUT, UNFINISHED))
     return tl.where(tl.atomic_add(poison, 0, sem="acquire", scope="sys") != 0, POISONED, state)
 
 
@@ -136,17 +138,17 @@ def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr, arrivals=0
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
     note_reached(arrivals, mask & (got >= target), CLOCK, TRACE)
     low = tl.min(got, 0)
-    state = tl.where(low >= target, 1, 2)
-    if state == 2:
+    state = tl.where(low >= target, OK, UNFINISHED)
+    if state == UNFINISHED:
         start = clock(CLOCK)
         look = state
-        while state == 2:
+        while state == UNFINISHED:
             got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
             note_reached(arrivals, mask & (got >= target), CLOCK, TRACE)
             low = tl.min(got, 0)
-            state = tl.where(low >= target, 1, 2)
+            state = tl.where(low >= target, OK, UNFINISHED)
             look += 1
-            if (state == 2) & (look % looks == 0):
+            if (state == UNFINISHED) & (look % looks == 0):
                 state = check_timeout(poison, start, limit, CLOCK)
     tl.debug_barrier()
     index = tl.min(tl.where(got == low, tl.arange(0, got.shape[0]), got.shape[0]), 0)
@@ -162,15 +164,15 @@ def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
     """
     looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
-    state = tl.where(tl.max(got, 0) >= target, 1, 2)
-    if state == 2:
+    state = tl.where(tl.max(got, 0) >= target, OK, UNFINISHED)
+    if state == UNFINISHED:
         start = clock(CLOCK)
         look = state
-        while state == 2:
+        while state == UNFINISHED:
             got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
-            state = tl.where(tl.max(got, 0) >= target, 1, 2)
+            state = tl.where(tl.max(got, 0) >= target, OK, UNFINISHED)
             look += 1
-            if (state == 2) & (look % looks == 0):
+            if (state == UNFINISHED) & (look % looks == 0):
                 state = check_timeout(poison, start, limit, CLOCK)
     tl.debug_barrier()
     return state, got

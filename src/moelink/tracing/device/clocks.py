@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.nodes.internode import I64
-from moelink.kernels.sync.signals import check_timeout, clock, own_block
+from moelink.kernels.sync.signals import OK, UNFINISHED, check_timeout, clock, own_block
 from moelink.memory.protocol import CLOCK_ASKED, CLOCK_TOLD
 
 _ASKED, _TOLD = tl.constexpr(CLOCK_ASKED), tl.constexpr(CLOCK_TOLD)
@@ -55,11 +55,11 @@ def _wait(word, least, bit, poison, limit, S: tl.constexpr):
     is -1. Returns (OK, TIMED_OUT or POISONED; the word)."""
     start = clock(S.CLOCK)
     got = tl.atomic_add(word, 0, sem="relaxed", scope="sys")
-    state = tl.where((got >= least) & ((bit < 0) | ((got & 1) == bit)), 1, 2)
-    while state == 2:
+    state = tl.where((got >= least) & ((bit < 0) | ((got & 1) == bit)), OK, UNFINISHED)
+    while state == UNFINISHED:
         got = tl.atomic_add(word, 0, sem="relaxed", scope="sys")
-        state = tl.where((got >= least) & ((bit < 0) | ((got & 1) == bit)), 1, 2)
-        if state == 2:
+        state = tl.where((got >= least) & ((bit < 0) | ((got & 1) == bit)), OK, UNFINISHED)
+        if state == UNFINISHED:
             state = check_timeout(poison, start, limit, S.CLOCK)
     return state, got
 
