@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from moelink.contract.launch import Prepared, grant_credits, launch, notes_of, or_dummy, relative_to
+from moelink.contract.launch import Prepared, grant_credits, launch, launching, notes_of, or_dummy, relative_to
 from moelink.contract.notes import Given
 from moelink.contract.tensors import (
     EPRouting,
@@ -25,16 +25,16 @@ from moelink.errors import ArgumentError
 from moelink.hooks import Hook
 from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import CombineSpec, combine_spec
-from moelink.kernels.launch.grid import Launch, combine_launch, shared_bounds
+from moelink.kernels.launch.grid import Launch, combine_launch, combine_numbers
 from moelink.kernels.launch.own_rows import with_own_rows
-from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs
+from moelink.kernels.records import CombineInputs, CombineOutputs
 from moelink.memory.pointers import COMBINE
-from moelink.memory.protocol import STATUS_OK
 
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers
 
 
+@launching
 def ep_fused_combine(
     ep: EPBuffers,
     output_tokens: Tensor,
@@ -48,7 +48,7 @@ def ep_fused_combine(
     row_weights: Tensor | None = None,
     shared: Tensor | None = None,
     epilogue_fn: Tensor | Hook | None = None,
-) -> None:
+) -> Prepared:
     """Send expert outputs home, wait for the rows that others send back, and sum them: one launch.
 
     Args:
@@ -74,36 +74,23 @@ def ep_fused_combine(
     Raises:
         ArgumentError: a tensor does not fit; nothing was launched.
     """
-    prepare_fused_combine(
+    given = CheckedCombine(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
         row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
-    )()  # fmt: skip
-
-
-def prepare_fused_combine(
-    ep: EPBuffers,
-    output_tokens: Tensor,
-    atomic_counters: Tensor,
-    input_tokens: Tensor,
-    routing: EPRouting,
-    pointers: Tensor,
-    topk_ids: Tensor,
-    **options: Any,
-) -> Prepared:
-    """Check the arguments of :func:`ep_fused_combine`; the result launches it."""
-    given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
+    )  # fmt: skip
     spec = with_own_rows(given.spec, ep.workspace, ep.device)
     how = launch_of(ep, len(topk_ids), spec)
     senders = 0 if spec.ALLREDUCE else how.send
     numbers = given.numbers._replace(programs=senders + how.receive, senders=senders, spread=how.spread)
     records = (given.inputs, given.outputs, given.notes)
 
-    def start() -> None:
+    def start(*, in_turn: bool = False) -> None:
         launch(ep, kernels.ep_fused_combine_kernel, pointers, atomic_counters, records, numbers, how, S=spec)
 
     return start
 
 
+@launching
 def ep_combine_async(
     ep: EPBuffers,
     atomic_counters: Tensor,
@@ -112,15 +99,15 @@ def ep_combine_async(
     pointers: Tensor,
     *,
     row_weights: Tensor | None = None,
-) -> None:
+) -> Prepared:
     """The first half of :func:`ep_fused_combine`: send rows home. ``input_tokens`` stay unmodified until the second.
 
     With ``skip_a2a`` nothing travels, and nothing is launched.
     """
-    prepare_combine_async(ep, atomic_counters, input_tokens, routing, pointers, row_weights=row_weights)()
+    return prepare_sender(ep, atomic_counters, input_tokens, routing, pointers, row_weights=row_weights)
 
 
-def prepare_combine_async(
+def prepare_sender(
     ep: EPBuffers,
     atomic_counters: Tensor,
     input_tokens: Tensor,
@@ -137,18 +124,19 @@ def prepare_combine_async(
     spec = spec_of(ep, row_weights=row_weights is not None)
     inputs = CombineInputs(input_tokens, or_dummy(row_weights, pointers), *[pointers] * 4)
     records = (inputs, notes_of(ep, routing))
-    tokens = max(each.num_tokens for each in ep.notes.dispatches(routing.slot_of))
+    tokens = max(each.num_tokens for each in ep.notes.given("dispatch", routing.slot_of))
     chosen = launch_of(ep, tokens, spec) if how is None else how
-    numbers = combine_numbers(ep, tokens, len(input_tokens))._replace(programs=chosen.send, spread=chosen.spread)
+    numbers = combine_numbers(ep, tokens, y_rows=len(input_tokens), spread=chosen.spread)._replace(programs=chosen.send)
 
-    def start() -> None:
-        ep.notes.add_combine(routing.slot_of, Given(0, row_weights is not None))
+    def start(*, in_turn: bool = False) -> None:
+        ep.notes.add("combine", routing.slot_of, Given(0, row_weights is not None))
         if not spec.ALLREDUCE:
             launch(ep, kernels.ep_combine_async_kernel, pointers, atomic_counters, records, numbers, chosen, S=spec)
 
     return start
 
 
+@launching
 def ep_combine_wait(
     ep: EPBuffers,
     output_tokens: Tensor,
@@ -162,7 +150,7 @@ def ep_combine_wait(
     row_weights: Tensor | None = None,
     shared: Tensor | None = None,
     epilogue_fn: Tensor | Hook | None = None,
-) -> None:
+) -> Prepared:
     """The second half: wait for the rows and sum them.
 
     ``input_tokens`` are read again with ``skip_a2a`` and for the fused shared expert. ``routing`` and ``row_weights``
@@ -171,40 +159,22 @@ def ep_combine_wait(
     Raises:
         ArgumentError: a tensor does not fit, or something differs from the first half; nothing was launched.
     """
-    start = prepare_combine_wait(
+    given = CheckedCombine(
         ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, router_weights=router_weights,
         row_weights=row_weights, shared=shared, epilogue_fn=epilogue_fn,
     )  # fmt: skip
-    sent = ep.notes.combines(routing.slot_of)
-    if not sent and not ep.params.skip_a2a:
-        raise ArgumentError("routing", "the one that ep_combine_async was given", "one that it was not given")
-    weighted = {each.weighted for each in sent}
-    if len(weighted) == 1 and (row_weights is not None) not in weighted:
-        expected = "those of ep_combine_async" if weighted.pop() else "None, as in ep_combine_async"
-        raise ArgumentError("row_weights", expected, describe(row_weights))
-    start()
-
-
-def prepare_combine_wait(
-    ep: EPBuffers,
-    output_tokens: Tensor,
-    atomic_counters: Tensor,
-    input_tokens: Tensor,
-    routing: EPRouting,
-    pointers: Tensor,
-    topk_ids: Tensor,
-    *,
-    in_turn: bool = False,
-    **options: Any,
-) -> Prepared:
-    """Check the arguments of :func:`ep_combine_wait`, but not against those of the first half; the result launches
-    it. ``in_turn``: ranks share a GPU, and run one after the other."""
-    given = CheckedCombine(ep, output_tokens, atomic_counters, input_tokens, routing, pointers, topk_ids, **options)
     how = launch_of(ep, len(topk_ids), given.spec)
     numbers = given.numbers._replace(programs=how.receive)
     records = (given.inputs, given.outputs, given.notes)
 
-    def start() -> None:
+    def start(*, in_turn: bool = False) -> None:
+        sent = ep.notes.given("combine", routing.slot_of)
+        if not sent and not ep.params.skip_a2a:
+            raise ArgumentError("routing", "the one that ep_combine_async was given", "one that it was not given")
+        weighted = {each.weighted for each in sent}
+        if len(weighted) == 1 and (row_weights is not None) not in weighted:
+            expected = "those of ep_combine_async" if weighted.pop() else "None, as in ep_combine_async"
+            raise ArgumentError("row_weights", expected, describe(row_weights))
         launch(ep, kernels.ep_combine_wait_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec)
         grant_credits(ep, pointers, atomic_counters, given.spec, in_turn=in_turn)
 
@@ -243,16 +213,6 @@ def _check_sender(
         check_tensor(ep, "row_weights", row_weights, (len(input_tokens),), config.weight_dtype)
 
 
-def combine_numbers(ep: EPBuffers, num_tokens: int, y_rows: int) -> CombineNumbers:
-    """Numbers of a combine of so many own tokens and rows, in one pass."""
-    begin, end = shared_bounds(ep.config, num_tokens)
-    return CombineNumbers(
-        me=ep.me, first_expert=ep.first_expert, num_local_experts=ep.config.num_local_experts, num_tokens=num_tokens,
-        y_rows=y_rows, shared_begin=begin, shared_end=end, slot_begin=0, spread=1, status=STATUS_OK, senders=0,
-        limit=ep.limit, programs=0,
-    )  # fmt: skip
-
-
 class CheckedCombine:
     """Checked tensors of a combine."""
 
@@ -266,10 +226,10 @@ class CheckedCombine:
         pointers: Tensor,
         topk_ids: Tensor,
         *,
-        router_weights: Tensor | None,
-        row_weights: Tensor | None,
-        shared: Tensor | None,
-        epilogue_fn: Tensor | Hook | None,
+        router_weights: Tensor | None = None,
+        row_weights: Tensor | None = None,
+        shared: Tensor | None = None,
+        epilogue_fn: Tensor | Hook | None = None,
     ) -> None:
         config = ep.config
         _check_sender(ep, atomic_counters, input_tokens, routing, pointers, row_weights)
@@ -305,7 +265,7 @@ class CheckedCombine:
         )  # fmt: skip
         self.outputs = CombineOutputs(output_tokens, tensors or (pointers,))
         self.notes = notes_of(ep, routing)
-        self.numbers = combine_numbers(ep, count, len(input_tokens))
+        self.numbers = combine_numbers(ep, count, y_rows=len(input_tokens))
 
 
 def _epilogue(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moelink.arith import align_up
-from moelink.contract.combine import CheckedCombine, combine_numbers, prepare_combine_async, spec_of
+from moelink.contract.combine import CheckedCombine, prepare_sender, spec_of
 from moelink.contract.launch import grant_credits, launch, notes_of
 from moelink.contract.layouts import NUM_WARPS_COMBINE, LaunchFacts, facts_of, inside
 from moelink.contract.notes import Given
@@ -28,7 +28,7 @@ from moelink.contract.tensors import (
 from moelink.errors import ArgumentError, ConfigError
 from moelink.hooks import Hook
 from moelink.kernels.combine import phases
-from moelink.kernels.launch.grid import Launch, sm_count
+from moelink.kernels.launch.grid import Launch, combine_numbers, sm_count
 from moelink.kernels.records import CombineInputs, CombineOutputs
 from moelink.memory.layout import REGION_ALIGNMENT
 from moelink.memory.pointers import COMBINE
@@ -122,7 +122,7 @@ class EPCombineKernel(LaunchFacts):
             ArgumentError: a tensor or a fact of this object does not fit ``ep``; nothing was launched.
         """
         self._check(ep)
-        prepare_combine_async(
+        prepare_sender(
             ep, atomic_counters, input_tokens, routing, pointers, row_weights=row_weights, how=self._launch(),
         )()  # fmt: skip
 
@@ -147,15 +147,15 @@ class EPCombineKernel(LaunchFacts):
         routing.check(ep)
         count = check_ids(ep, topk_ids)
         check_dispatched(ep, routing, count)
-        if not ep.notes.combines(routing.slot_of):
+        if not ep.notes.given("combine", routing.slot_of):
             expected = "one whose rows were sent back (send_tokens_back, ep_combine_async)"
             raise ArgumentError("routing", expected, "one whose rows were not")
-        ep.notes.add_arrival(routing.slot_of, Given(count, weighted=False))
+        ep.notes.add("arrival", routing.slot_of, Given(count, weighted=False))
         spec = spec_of(ep, row_weights=False)
         if spec.ALLREDUCE:
             return
         inputs = CombineInputs(pointers, pointers, pointers, topk_ids, pointers, pointers)
-        numbers = combine_numbers(ep, count, 0)._replace(programs=self.n_wait_sms)
+        numbers = combine_numbers(ep, count)._replace(programs=self.n_wait_sms)
         launch(
             ep, phases.ep_wait_for_all_arrivals_kernel, pointers, atomic_counters, (inputs, notes_of(ep, routing)),
             numbers, self._launch(), S=spec,
@@ -185,12 +185,12 @@ class EPCombineKernel(LaunchFacts):
         if not 0 <= count <= most:
             raise ArgumentError("output_tokens", f"[T, {config.hidden_size}], T up to {most}", describe(output_tokens))
         check_tensor(ep, "output_tokens", output_tokens, (count, config.hidden_size), config.combine_dtype)
-        numbers = combine_numbers(ep, count, len(input_tokens))._replace(programs=self.n_sms)
+        numbers = combine_numbers(ep, count, y_rows=len(input_tokens))._replace(programs=self.n_sms)
         check_tensor(ep, "input_tokens", input_tokens, (len(input_tokens), config.hidden_size), config.combine_dtype)
         if len(input_tokens) < numbers.shared_end - numbers.shared_begin:
             expected = f"at least the {numbers.shared_end - numbers.shared_begin} rows of the shared expert"
             raise ArgumentError("input_tokens", expected, f"{len(input_tokens)} rows")
-        ep.notes.add_copy(output_tokens, Given(count, weighted=False))
+        ep.notes.add("copy", output_tokens, Given(count, weighted=False))
         unused = ep.pointers[COMBINE]
         inputs = CombineInputs(input_tokens, *[unused] * 5)
         launch(
@@ -277,10 +277,10 @@ class EPCombineKernel(LaunchFacts):
 
     def _check_phases(self, ep: EPBuffers, output_tokens: Tensor, routing: EPRouting, count: int) -> None:
         """Raise ArgumentError unless the phases before the last one were launched. Each counts once."""
-        arrived = ep.notes.arrivals(routing.slot_of)
+        arrived = ep.notes.given("arrival", routing.slot_of)
         if not arrived and not self.skip_a2a:
             raise ArgumentError("routing", "one that wait_for_all_arrivals was given since", "one that it was not")
-        copied = ep.notes.copies(output_tokens) if self.fused_shared_expert else {Given(count, weighted=False)}
+        copied = ep.notes.given("copy", output_tokens) if self.fused_shared_expert else {Given(count, weighted=False)}
         if not copied:
             expected = "the one that copy_shared_expert_outputs has filled since"
             raise ArgumentError("output_tokens", expected, "one that it has not")

@@ -14,13 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from moelink.contract.buffers import EPBuffers
-from moelink.contract.combine import prepare_combine_async, prepare_combine_wait, prepare_fused_combine
-from moelink.contract.dispatch import (
-    prepare_dispatch_async,
-    prepare_dispatch_wait,
-    prepare_fused_dispatch,
-    require_weights,
-)
+from moelink.contract.combine import ep_combine_async, ep_combine_wait, ep_fused_combine
+from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch, require_weights
 from moelink.contract.launch import Prepared
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.errors import ArgumentError
@@ -61,19 +56,20 @@ def distributed_ep_dispatch(
     options = [dict(router_weights=w, input_scales=scale) for w, scale in zip(weights, scales, strict=True)]
     if launches_overlap([each.device for each in ep]):
         _start(
-            ep, [prepare_fused_dispatch(ep[i], *outputs[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
+            ep,
+            [ep_fused_dispatch.prepare(ep[i], *outputs[i], *inputs[i], *ends[i], **options[i]) for i in range(count)],
         )
         return
-    first = [prepare_dispatch_async(ep[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
+    first = [ep_dispatch_async.prepare(ep[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
     closing = _lists(count, pointers=pointers, atomic_counters=atomic_counters, routing=routing)
     second = [
-        prepare_dispatch_wait(ep[i], *outputs[i], *closing[i], num_input_tokens=len(input_tokens[i]), in_turn=True)
+        ep_dispatch_wait.prepare(ep[i], *outputs[i], *closing[i], num_input_tokens=len(input_tokens[i]))
         for i in range(count)
     ]
     for handler, given in zip(token_handler, weights, strict=True):
         require_weights(handler, given is not None, because="router_weights")
     _start(ep, first)
-    _start(ep, second)
+    _start(ep, second, in_turn=True)
 
 
 def distributed_ep_combine(
@@ -112,17 +108,17 @@ def distributed_ep_combine(
         for row, home, add, epilogue in zip(travelled, *spread, strict=True)
     ]
     if launches_overlap([each.device for each in ep]):
-        _start(ep, [prepare_fused_combine(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)])
+        _start(
+            ep, [ep_fused_combine.prepare(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)]
+        )
         return
-    first = [prepare_combine_async(ep[i], *inputs[i], row_weights=travelled[i]) for i in range(count)]
-    second = [
-        prepare_combine_wait(ep[i], *outputs[i], *inputs[i], *ids[i], in_turn=True, **options[i]) for i in range(count)
-    ]
+    first = [ep_combine_async.prepare(ep[i], *inputs[i], row_weights=travelled[i]) for i in range(count)]
+    second = [ep_combine_wait.prepare(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)]
     _start(ep, first)
-    _start(ep, second)
+    _start(ep, second, in_turn=True)
 
 
-def _start(ep: Sequence[EPBuffers], prepared: Sequence[Prepared]) -> None:
+def _start(ep: Sequence[EPBuffers], prepared: Sequence[Prepared], *, in_turn: bool = False) -> None:
     """Launch on each device, once the arguments of all are checked.
 
     Before that compile what is not compiled yet: to load a kernel may synchronise a device, where a kernel that runs
@@ -131,9 +127,9 @@ def _start(ep: Sequence[EPBuffers], prepared: Sequence[Prepared]) -> None:
     if len(ep) > 1 and ep[0].device.type == "cuda":
         for each, start in zip(ep, prepared, strict=True):
             with each.launcher.preparing():
-                start()
+                start(in_turn=in_turn)
     for start in prepared:
-        start()
+        start(in_turn=in_turn)
 
 
 def _check_ranks(ep: Sequence[EPBuffers]) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moelink.arith import is_integer
-from moelink.contract.launch import Prepared, grant_credits, launch, notes_of, or_dummy, relative_to
+from moelink.contract.launch import Prepared, grant_credits, launch, launching, notes_of, or_dummy, relative_to
 from moelink.contract.notes import Given
 from moelink.contract.tensors import (
     EPRouting,
@@ -37,16 +37,16 @@ from moelink.errors import ArgumentError
 from moelink.kernels.dispatch import kernel as kernels
 from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.launch.constants import COPY, ENCODE, DispatchSpec, dispatch_spec
-from moelink.kernels.launch.grid import Launch, TokenSplit, dispatch_launch, layout_launch, shared_bounds
+from moelink.kernels.launch.grid import Launch, TokenSplit, dispatch_launch, dispatch_numbers, layout_launch
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs
 from moelink.memory.layout import as_bytes
 from moelink.memory.pointers import DISPATCH
-from moelink.memory.protocol import STATUS_OK
 
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers
 
 
+@launching
 def ep_fused_dispatch(
     ep: EPBuffers,
     token_handler: TokenHandler,
@@ -61,7 +61,7 @@ def ep_fused_dispatch(
     *,
     router_weights: Tensor | None = None,
     input_scales: Tensor | None = None,
-) -> None:
+) -> Prepared:
     """Quantise and send tokens to their experts' ranks, wait for rows of others, and pack them: one launch.
 
     ``T`` tokens of this rank, ``G`` groups: local experts, and before them the shared one when it is fused. Tensors
@@ -85,28 +85,6 @@ def ep_fused_dispatch(
     Raises:
         ArgumentError: a tensor does not fit; nothing was launched.
     """
-    prepare_fused_dispatch(
-        ep, token_handler, row_offsets, expert_ids, src_info, atomic_counters, input_tokens, topk_ids, pointers,
-        routing, router_weights=router_weights, input_scales=input_scales,
-    )()  # fmt: skip
-
-
-def prepare_fused_dispatch(
-    ep: EPBuffers,
-    token_handler: TokenHandler,
-    row_offsets: Tensor,
-    expert_ids: Tensor | None,
-    src_info: Tensor,
-    atomic_counters: Tensor,
-    input_tokens: Tensor,
-    topk_ids: Tensor,
-    pointers: Tensor,
-    routing: EPRouting,
-    *,
-    router_weights: Tensor | None,
-    input_scales: Tensor | None,
-) -> Prepared:
-    """Check the arguments of :func:`ep_fused_dispatch`; the result launches it."""
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
     require_weights(token_handler, given.noted.weighted, because="router_weights")
@@ -114,8 +92,8 @@ def prepare_fused_dispatch(
     numbers = outputs.numbers(given.numbers)._replace(programs=given.senders + how.receive)
     records = (given.inputs, outputs.record(given.spec), given.notes, outputs.cached)
 
-    def start() -> None:
-        ep.notes.add_dispatch(routing.slot_of, given.noted)
+    def start(*, in_turn: bool = False) -> None:
+        ep.notes.add("dispatch", routing.slot_of, given.noted)
         outputs.note()
         launch(ep, kernels.ep_fused_dispatch_kernel, pointers, atomic_counters, records, numbers, how, S=given.spec)
         outputs.lay_out_scales(pointers, atomic_counters, numbers, given.spec)
@@ -123,6 +101,7 @@ def prepare_fused_dispatch(
     return start
 
 
+@launching
 def ep_dispatch_async(
     ep: EPBuffers,
     atomic_counters: Tensor,
@@ -133,33 +112,15 @@ def ep_dispatch_async(
     *,
     router_weights: Tensor | None = None,
     input_scales: Tensor | None = None,
-) -> None:
-    """The first half of :func:`ep_fused_dispatch`: start the transfers. Inputs stay unmodified until the other half."""
-    prepare_dispatch_async(
-        ep, atomic_counters, input_tokens, topk_ids, pointers, routing, router_weights=router_weights,
-        input_scales=input_scales,
-    )()  # fmt: skip
-
-
-def prepare_dispatch_async(
-    ep: EPBuffers,
-    atomic_counters: Tensor,
-    input_tokens: Tensor,
-    topk_ids: Tensor,
-    pointers: Tensor,
-    routing: EPRouting,
-    *,
-    router_weights: Tensor | None,
-    input_scales: Tensor | None,
 ) -> Prepared:
-    """Check the arguments of :func:`ep_dispatch_async`; the result launches it."""
+    """The first half of :func:`ep_fused_dispatch`: start the transfers. Inputs stay unmodified until the other half."""
     given = _Given(ep, pointers, atomic_counters, input_tokens, topk_ids, routing, router_weights, input_scales)
     cached = CachedRouting(routing.received, routing.counts)
     numbers = given.numbers._replace(programs=given.senders)
     records = (given.inputs, given.notes, cached)
 
-    def start() -> None:
-        ep.notes.add_dispatch(routing.slot_of, given.noted)
+    def start(*, in_turn: bool = False) -> None:
+        ep.notes.add("dispatch", routing.slot_of, given.noted)
         launch(
             ep, kernels.ep_dispatch_async_kernel, pointers, atomic_counters, records, numbers, given.how, S=given.spec
         )
@@ -167,6 +128,7 @@ def prepare_dispatch_async(
     return start
 
 
+@launching
 def ep_dispatch_wait(
     ep: EPBuffers,
     token_handler: TokenHandler,
@@ -178,7 +140,7 @@ def ep_dispatch_wait(
     routing: EPRouting,
     *,
     num_input_tokens: int,
-) -> None:
+) -> Prepared:
     """The second half: wait for the transfers and pack the rows.
 
     ``num_input_tokens`` is ``T`` of the first half: rows of the shared group, when one is fused. ``routing`` is that of
@@ -187,35 +149,6 @@ def ep_dispatch_wait(
     Raises:
         ArgumentError: a tensor does not fit, or something differs from the first half; nothing was launched.
     """
-    start = prepare_dispatch_wait(
-        ep, token_handler, row_offsets, expert_ids, src_info, pointers, atomic_counters, routing,
-        num_input_tokens=num_input_tokens,
-    )  # fmt: skip
-    sent = ep.notes.dispatches(routing.slot_of)
-    if not sent:
-        raise ArgumentError("routing", "the one that ep_dispatch_async was given", "one that it was not given")
-    check_num_tokens("num_input_tokens", num_input_tokens, sent, where="ep_dispatch_async")
-    weighted = {each.weighted for each in sent if each.num_tokens == num_input_tokens}
-    if len(weighted) == 1:
-        require_weights(token_handler, weighted.pop(), because="router_weights of ep_dispatch_async")
-    start()
-
-
-def prepare_dispatch_wait(
-    ep: EPBuffers,
-    token_handler: TokenHandler,
-    row_offsets: Tensor,
-    expert_ids: Tensor | None,
-    src_info: Tensor,
-    pointers: Tensor,
-    atomic_counters: Tensor,
-    routing: EPRouting,
-    *,
-    num_input_tokens: int,
-    in_turn: bool = False,
-) -> Prepared:
-    """Check the arguments of :func:`ep_dispatch_wait`, but not against those of the first half; the result launches
-    it. ``in_turn``: ranks share a GPU, and run one after the other."""
     outputs = _Outputs(ep, token_handler, row_offsets, expert_ids, src_info, routing, pointers)
     check_pointers(ep, DISPATCH, pointers)
     check_counters(ep, atomic_counters)
@@ -224,10 +157,17 @@ def prepare_dispatch_wait(
         raise ArgumentError("num_input_tokens", f"an integer in [0, {most}]", num_input_tokens)
     spec = _spec(ep, ep.config.format.input_dtypes[0], weights=token_handler.weights is not None)
     how = _launch_of(ep, num_input_tokens, spec)
-    numbers = outputs.numbers(_numbers(ep, num_input_tokens, TokenSplit(1, 1, 0)))._replace(programs=how.receive)
+    numbers = outputs.numbers(dispatch_numbers(ep, num_input_tokens))._replace(programs=how.receive)
     records = (outputs.record(spec), notes_of(ep, routing), outputs.cached)
 
-    def start() -> None:
+    def start(*, in_turn: bool = False) -> None:
+        sent = ep.notes.given("dispatch", routing.slot_of)
+        if not sent:
+            raise ArgumentError("routing", "the one that ep_dispatch_async was given", "one that it was not given")
+        check_num_tokens("num_input_tokens", num_input_tokens, sent, where="ep_dispatch_async")
+        weighted = {each.weighted for each in sent if each.num_tokens == num_input_tokens}
+        if len(weighted) == 1:
+            require_weights(token_handler, weighted.pop(), because="router_weights of ep_dispatch_async")
         outputs.note()
         launch(ep, kernels.ep_dispatch_wait_kernel, pointers, atomic_counters, records, numbers, how, S=spec)
         outputs.lay_out_scales(pointers, atomic_counters, numbers, spec)
@@ -253,17 +193,6 @@ def _spec(ep: EPBuffers, input_dtype: torch.dtype, *, weights: bool, input_scale
 def _launch_of(ep: EPBuffers, num_tokens: int, spec: DispatchSpec) -> Launch:
     """How a dispatch of so many own tokens is launched: as a communicator's."""
     return dispatch_launch(ep.config, ep.device, num_tokens, encodes=bool(spec.SOURCE == ENCODE))
-
-
-def _numbers(ep: EPBuffers, num_tokens: int, cut: TokenSplit) -> DispatchNumbers:
-    """Numbers of a dispatch of so many own tokens, but for those of the output."""
-    begin, end = shared_bounds(ep.config, num_tokens)
-    return DispatchNumbers(
-        me=ep.me, rank=ep.my_rank, first_expert=ep.first_expert, num_local_experts=ep.config.num_local_experts,
-        num_groups=ep.config.num_groups, num_tokens=num_tokens, tokens_per_program=cut.tokens_per_program,
-        split=cut.split, shared_begin=begin, shared_end=end, capacity=0, scale_rows=0, counts_stride=0,
-        status=STATUS_OK, senders=1 + cut.programs, limit=ep.limit, programs=0,
-    )  # fmt: skip
 
 
 class _Given:
@@ -305,8 +234,8 @@ class _Given:
         self.notes = notes_of(ep, routing)
         self.how = _launch_of(ep, count, self.spec)
         cut = TokenSplit.of(count, programs=self.how.send, world_size=ep.workspace.world_size)
-        self.numbers = _numbers(ep, count, cut)
-        self.senders = self.numbers.senders
+        self.senders = 1 + cut.programs
+        self.numbers = dispatch_numbers(ep, count, cut=cut, senders=self.senders)
 
 
 class _Outputs:
@@ -339,7 +268,7 @@ class _Outputs:
         self.cached = CachedRouting(routing.received, routing.counts)
         self._notes, self._rows = ep.notes, rows
         scale_rows = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
-        self._extents = {"capacity": rows, "scale_rows": scale_rows, "counts_stride": ep.config.world_size}
+        self._extents = {"capacity": rows, "scale_rows": scale_rows}
 
     def record(self, spec: DispatchSpec) -> DispatchOutputs:
         """What the kernels fill. Where a launch of its own writes the scales, they note each row's message instead."""

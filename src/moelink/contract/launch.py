@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 import torch
 import triton.language as tl
@@ -41,8 +42,35 @@ def notes_of(ep: EPBuffers, routing: EPRouting) -> RoutingNotes:
     return RoutingNotes(routing.rows_of_message, routing.message_token, routing.received, ep.spare, routing.slot_of)
 
 
-Prepared = Callable[[], None]
-"""A launch whose arguments are checked. Calling it launches."""
+P = ParamSpec("P")
+
+
+class Prepared(Protocol):
+    """A launch whose arguments are checked, but not yet against those of an earlier half. Calling it launches."""
+
+    def __call__(self, *, in_turn: bool = False) -> None:
+        """Launch. ``in_turn``: ranks share a GPU, and run one after the other."""
+
+
+class Launching(Protocol[P]):
+    """A launcher. Its ``prepare`` takes the same arguments, checks them, and returns what launches."""
+
+    prepare: Callable[P, Prepared]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Check the arguments and launch."""
+
+
+def launching(prepare: Callable[P, Prepared]) -> Launching[P]:
+    """Make a launcher of a function that checks its arguments and returns what launches."""
+
+    @wraps(prepare)
+    def launcher(*args: P.args, **kwargs: P.kwargs) -> None:
+        prepare(*args, **kwargs)()
+
+    launcher.prepare = prepare  # type: ignore[attr-defined]
+    launcher.__signature__ = inspect.signature(prepare).replace(return_annotation=None)  # type: ignore[attr-defined]
+    return launcher  # type: ignore[return-value]
 
 
 def grant_credits(

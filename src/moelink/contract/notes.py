@@ -6,8 +6,9 @@ time; what it was given stays in the notes for as long as they live.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -45,75 +46,55 @@ class Noted:
         return self.captured if self.latest is None else {*self.captured, self.latest}
 
 
-class CallNotes:
-    """The notes of one rank: of its dispatches and of the first halves of its combines, by routing.
+What = Literal["dispatch", "combine", "arrival", "copy"]
+"""The notes of a routing: its dispatch or the first half of that, the first half of its combine, and the wait for a
+combine's rows in a phase of its own. A copy of the shared expert's rows is a note of the output that they went to."""
 
-    A routing is known by the address of ``slot_of``: other objects around the same tensors are the same routing.
+
+class CallNotes:
+    """The notes of one rank, by routing.
+
+    A routing is known by the address of ``slot_of``, an output by its own: other objects around the same tensors are
+    the same routing.
 
     Attributes:
         fewest_rows: rows of the smallest output that a dispatch was given, or None before the first.
     """
 
     def __init__(self) -> None:
-        self._dispatches: dict[int, Noted] = {}
-        self._combines: dict[int, Noted] = {}
-        self._arrivals: dict[int, Noted] = {}
-        self._copies: dict[int, Noted] = {}
+        self._noted: defaultdict[int, dict[What, Noted]] = defaultdict(dict)
         self.fewest_rows: int | None = None
 
-    def add_dispatch(self, slot_of: Tensor, given: Given) -> None:
-        """Note a dispatch, or its first half."""
-        self._dispatches.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=is_captured(slot_of))
-
-    def add_combine(self, slot_of: Tensor, given: Given) -> None:
-        """Note the first half of a combine."""
-        self._combines.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=is_captured(slot_of))
-
-    def add_arrival(self, slot_of: Tensor, given: Given) -> None:
-        """Note that all rows of a combine are waited for, in a phase of their own."""
-        self._arrivals.setdefault(slot_of.data_ptr(), Noted()).add(given, captured=is_captured(slot_of))
-
-    def add_copy(self, output_tokens: Tensor, given: Given) -> None:
-        """Note that the shared expert's rows are copied to an output."""
-        self._copies.setdefault(output_tokens.data_ptr(), Noted()).add(given, captured=is_captured(output_tokens))
+    def add(self, what: What, tensor: Tensor, given: Given) -> None:
+        """Note a launch over a routing or to an output, of which ``tensor`` is the address."""
+        self._noted[tensor.data_ptr()].setdefault(what, Noted()).add(given, captured=is_captured(tensor))
 
     def add_rows(self, rows: int) -> None:
         """Note the rows of a dispatch's output."""
         self.fewest_rows = rows if self.fewest_rows is None else min(rows, self.fewest_rows)
 
-    def dispatches(self, slot_of: Tensor) -> set[Given]:
-        """Return what the latest dispatch over this routing may have been given; nothing if there was none."""
-        return self._dispatches.get(slot_of.data_ptr(), Noted()).given()
-
-    def combines(self, slot_of: Tensor) -> set[Given]:
-        """Return the same of the latest first half of a combine."""
-        return self._combines.get(slot_of.data_ptr(), Noted()).given()
-
-    def arrivals(self, slot_of: Tensor) -> set[Given]:
-        """Return the same of the latest wait that no reduction has followed."""
-        return self._arrivals.get(slot_of.data_ptr(), Noted()).given()
-
-    def copies(self, output_tokens: Tensor) -> set[Given]:
-        """Return the same of the latest copy to this output that no reduction has followed."""
-        return self._copies.get(output_tokens.data_ptr(), Noted()).given()
+    def given(self, what: What, tensor: Tensor) -> set[Given]:
+        """Return what the latest such launch may have been given; nothing if there was none, or, of an arrival and a
+        copy, if a reduction has followed."""
+        return self._noted.get(tensor.data_ptr(), {}).get(what, Noted()).given()
 
     def finish(self, slot_of: Tensor, output_tokens: Tensor) -> None:
         """Note the reduction that the wait and the copy were for. What graphs captured stays."""
-        for notes, tensor in ((self._arrivals, slot_of), (self._copies, output_tokens)):
-            noted = notes.pop(tensor.data_ptr(), None)
+        for what, tensor in (("arrival", slot_of), ("copy", output_tokens)):
+            notes = self._noted[tensor.data_ptr()]
+            noted = notes.pop(what, None)  # type: ignore[call-overload]
             if noted is not None and noted.captured:
-                notes[tensor.data_ptr()] = Noted(None, noted.captured)
+                notes[what] = Noted(None, noted.captured)  # type: ignore[index]
 
     def forget(self, slot_of: Tensor) -> None:
-        """Drop the notes of whatever routing was at this address before."""
-        self._dispatches.pop(slot_of.data_ptr(), None)
-        self._combines.pop(slot_of.data_ptr(), None)
-        self._arrivals.pop(slot_of.data_ptr(), None)
+        """Drop the notes of any routing that was at this address before."""
+        self._noted.pop(slot_of.data_ptr(), None)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Note that the routing at ``target`` is a copy of the one at ``source``."""
-        self.forget(target)
-        for notes in (self._dispatches, self._combines):
-            noted = notes.get(source.data_ptr())
-            if noted is not None:
-                notes[target.data_ptr()] = Noted(noted.latest, set(noted.captured))
+        notes = self._noted[source.data_ptr()]
+        self._noted[target.data_ptr()] = {
+            what: Noted(noted.latest, set(noted.captured))
+            for what, noted in notes.items()
+            if what in ("dispatch", "combine")
+        }

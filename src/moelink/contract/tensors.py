@@ -207,7 +207,7 @@ def check_num_tokens(name: str, num_tokens: int, given: Iterable[Given], *, wher
 
 def check_dispatched(ep: EPBuffers, routing: EPRouting, num_tokens: int | None = None) -> None:
     """Raise ArgumentError unless a dispatch of these buffers filled ``routing``, from ``num_tokens`` own tokens."""
-    given = ep.notes.dispatches(routing.slot_of)
+    given = ep.notes.given("dispatch", routing.slot_of)
     if not given:
         expected = "one that a dispatch of these buffers has filled, or its clone()"
         raise ArgumentError("routing", expected, "one that none of them was given")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moelink.contract.combine import prepare_combine_async, prepare_combine_wait, prepare_fused_combine
-from moelink.contract.dispatch import prepare_dispatch_async, prepare_dispatch_wait, prepare_fused_dispatch
+from moelink.contract.combine import ep_combine_async, ep_combine_wait, ep_fused_combine
+from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch
 from moelink.contract.notes import CallNotes, Given
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.errors import ArgumentError
@@ -85,12 +86,13 @@ def _dispatches(
         for scale in scales:
             options: dict[str, Any] = {"router_weights": weights, "input_scales": scale}
             if "fused" in forms:
-                yield prepare_fused_dispatch(ep, *outputs, counters, x, ids, pointers, routing, **options)
+                yield ep_fused_dispatch.prepare(ep, *outputs, counters, x, ids, pointers, routing, **options)
             if "split" in forms:
-                yield prepare_dispatch_async(ep, counters, x, ids, pointers, routing, **options)
+                yield ep_dispatch_async.prepare(ep, counters, x, ids, pointers, routing, **options)
     if "split" in forms:
         # In turn: with the credits that ranks of one device grant after a receiving half, in ``distributed_*``.
-        yield prepare_dispatch_wait(ep, *outputs, pointers, counters, routing, num_input_tokens=len(ids), in_turn=True)
+        wait = ep_dispatch_wait.prepare(ep, *outputs, pointers, counters, routing, num_input_tokens=len(ids))
+        yield partial(wait, in_turn=True)
 
 
 def _combine_options(
@@ -125,12 +127,13 @@ def _combines(ep: EPBuffers, forms: Sequence[str], ids: Tensor, given: dict[str,
     out = torch.empty(len(ids), *slots, config.hidden_size, dtype=config.combine_dtype, device=ep.device)
     routing, pointers, counters = EPRouting.allocate(ep), ep.pointers[COMBINE], ep.atomic_counters[COMBINE]
     row = options["row_weights"]
-    ep.notes.add_dispatch(routing.slot_of, Given(len(ids), weighted=False))  # what the launchers compare with
+    ep.notes.add("dispatch", routing.slot_of, Given(len(ids), weighted=False))  # what the launchers compare with
     if "fused" in forms:
-        yield prepare_fused_combine(ep, out, counters, y, routing, pointers, ids, **options)
+        yield ep_fused_combine.prepare(ep, out, counters, y, routing, pointers, ids, **options)
     if "split" in forms:
-        yield prepare_combine_async(ep, counters, y, routing, pointers, row_weights=row)
-        yield prepare_combine_wait(ep, out, counters, y, routing, pointers, ids, in_turn=True, **options)
+        yield ep_combine_async.prepare(ep, counters, y, routing, pointers, row_weights=row)
+        wait = ep_combine_wait.prepare(ep, out, counters, y, routing, pointers, ids, **options)
+        yield partial(wait, in_turn=True)
     if "phases" in forms:
         ends, replicated = (routing, pointers, counters), ep.params.skip_a2a
         yield lambda: kernel.send_tokens_back(ep, y, *ends, row_weights=row)

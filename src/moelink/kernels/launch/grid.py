@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from moelink.arith import ceil_div
 from moelink.config import EPConfig
-from moelink.memory.protocol import MAX_SENDERS
+from moelink.kernels.records import CombineNumbers, DispatchNumbers
+from moelink.memory.protocol import MAX_SENDERS, STATUS_OK
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
 from moelink.tuning import FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS
@@ -214,6 +216,55 @@ def shared_bounds(config: EPConfig, num_tokens: int) -> tuple[int, int]:
     replicated = config.mode == "allreduce"
     part = shared_slice(num_tokens, rank=config.rank if replicated else 0, parts=config.world_size if replicated else 1)
     return part.start, part.stop
+
+
+class Place(Protocol):
+    """A rank, as the numbers of its calls name it."""
+
+    @property
+    def config(self) -> EPConfig:
+        """Its configuration."""
+
+    @property
+    def me(self) -> int:
+        """Its place in the table of peers."""
+
+    @property
+    def first_expert(self) -> int:
+        """Global id of its first expert."""
+
+    @property
+    def limit(self) -> int:
+        """Ticks of the clock until a wait has expired."""
+
+
+def dispatch_numbers(
+    place: Place, num_tokens: int, *, cut: TokenSplit | None = None, senders: int = 0, rows: int = 0,
+    scale_rows: int = 0, status: int = STATUS_OK,
+) -> DispatchNumbers:  # fmt: skip
+    """Return the numbers of a dispatch of so many own tokens, which senders share as ``cut`` says, without the number
+    of CTAs. ``rows``, ``scale_rows``: of the output."""
+    config, cut = place.config, TokenSplit(1, 1, 0) if cut is None else cut
+    begin, end = shared_bounds(config, num_tokens)
+    return DispatchNumbers(
+        me=place.me, rank=config.rank, first_expert=place.first_expert, num_local_experts=config.num_local_experts,
+        num_groups=config.num_groups, num_tokens=num_tokens, tokens_per_program=cut.tokens_per_program,
+        split=cut.split, shared_begin=begin, shared_end=end, capacity=rows, scale_rows=scale_rows,
+        counts_stride=config.world_size, status=status, senders=senders, limit=place.limit, programs=0,
+    )  # fmt: skip
+
+
+def combine_numbers(
+    place: Place, num_tokens: int, *, y_rows: int = 0, spread: int = 1, senders: int = 0, status: int = STATUS_OK
+) -> CombineNumbers:
+    """Return the numbers of a combine's first pass, for so many own tokens, without the number of CTAs."""
+    config = place.config
+    begin, end = shared_bounds(config, num_tokens)
+    return CombineNumbers(
+        me=place.me, first_expert=place.first_expert, num_local_experts=config.num_local_experts,
+        num_tokens=num_tokens, y_rows=y_rows, shared_begin=begin, shared_end=end, slot_begin=0, spread=spread,
+        status=status, senders=senders, limit=place.limit, programs=0,
+    )  # fmt: skip
 
 
 def sm_count(device: torch.device) -> int:
